@@ -1,0 +1,203 @@
+"""Tokens to chained keys: 32 bytes that name the KV of one chunk and of everything before it. Pure.
+
+    key[-1] = H("seed",  format, chunk_tokens, identity, lora, salt)
+    key[i]  = H("chunk", key[i-1], tokens of chunk i as int32 LE, extras of chunk i)
+
+H is sha256 over length-prefixed parts, so no two different inputs share an encoding. It is
+cryptographic because a prompt is untrusted input: nobody can craft one that lands on another's key.
+Only whole chunks have a key; a tail shorter than a chunk is recomputed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmtier.errors import LayoutError, MisuseError
+
+KEY_BYTES = 32
+FORMAT = b"lmtier-key-1"
+
+Tokens = npt.NDArray[np.int32]
+
+_PROCESS_SECRET = os.urandom(16).hex()
+
+
+def _pack(*parts: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What makes two KV caches interchangeable. Every field that differs makes every key differ.
+
+    `weights` is a hub commit, or `weights_digest(...)` of the files. Left empty, the namespace is
+    private to this process: unknown weights must never meet under a shared default.
+    """
+
+    model: str
+    weights: str = ""
+    dtype: str = ""
+    layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    planes: int = 2
+    attention: str = ""
+    """Whatever else changes KV: rope scaling, sliding window, a kernel's private packing."""
+
+    @property
+    def is_private(self) -> bool:
+        return not self.weights
+
+    def digest(self) -> bytes:
+        secret = _PROCESS_SECRET if self.is_private else ""
+        named = (f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        return hashlib.sha256(_pack(*(part.encode() for part in (*named, secret)))).digest()
+
+
+def weights_digest(paths: Iterable[str | os.PathLike[str]], samples: int = 64) -> str:
+    """Identify weights by their files: sizes, the first 64 KiB (safetensors headers), and sampled pages.
+
+    Reads about `samples` × 4 KiB a file, so gigabytes cost milliseconds. File names do not count.
+    """
+    each = []
+    for path in paths:
+        size = os.path.getsize(path)
+        digest = hashlib.sha256(struct.pack("<Q", size))
+        with open(path, "rb") as file:
+            digest.update(file.read(64 << 10))
+            for i in range(samples):
+                file.seek(size * i // samples)
+                digest.update(file.read(4096))
+        each.append(digest.digest())
+    if not each:
+        raise MisuseError("weights_digest: no files given; pass the paths of the model's weights")
+    return hashlib.sha256(_pack(*sorted(each))).hexdigest()
+
+
+def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "") -> bytes:
+    """key[-1]: the namespace in which a chain of chunks lives."""
+    return hashlib.sha256(
+        _pack(
+            b"seed",
+            FORMAT,
+            struct.pack("<I", chunk_tokens),
+            identity.digest(),
+            lora.encode(),
+            salt.encode(),
+        )
+    ).digest()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extra:
+    """A multimodal item: `tokens` placeholders from `offset` on stand for the content `identity`."""
+
+    offset: int
+    tokens: int
+    identity: str
+
+
+def as_tokens(tokens: Any) -> Tokens:
+    """Token ids as a contiguous int32 array: from a list, an array, a numpy array or a CPU tensor.
+
+    A numpy array of int32 is not copied, so callers that keep one pay nothing.
+    """
+    if isinstance(tokens, (list, tuple)):
+        try:
+            return np.frombuffer(array("i", tokens), dtype=np.int32).astype("<i4", copy=False)
+        except (OverflowError, TypeError) as error:
+            raise LayoutError(f"token ids must be integers that fit in 32 bits: {error}") from None
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+        raise LayoutError(f"token ids must be one row of integers, not {ids.ndim}-dimensional {ids.dtype}")
+    if ids.dtype != np.int32 and ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < -(2**31) or high >= 2**31:
+            raise LayoutError(f"token id {low if low < 0 else high} does not fit in 32 bits")
+    return np.ascontiguousarray(ids, dtype="<i4")
+
+
+class KeyChain:
+    """The keys of one growing sequence; `extend` hashes only chunks that became full.
+
+    >>> chain = KeyChain(seed(Identity(model="m", weights="w"), 4), 4)
+    >>> len(chain.extend([1, 2, 3, 4, 5]).keys), chain.tokens
+    (1, 5)
+    """
+
+    __slots__ = ("_extras", "_parent", "_tail", "chunk_tokens", "keys", "tokens")
+
+    def __init__(
+        self,
+        seed: bytes,
+        chunk_tokens: int,
+        tokens: Any = (),
+        extras: Sequence[Extra] = (),
+    ) -> None:
+        if chunk_tokens <= 0:
+            raise MisuseError(f"chunk_tokens must be positive, not {chunk_tokens}")
+        self.chunk_tokens = chunk_tokens
+        self.keys: list[bytes] = []
+        self.tokens = 0
+        self._parent = seed
+        self._tail = np.empty(0, dtype="<i4")
+        self._extras = sorted(extras)
+        self.extend(tokens)
+
+    def extend(self, tokens: Any) -> KeyChain:
+        """Append `tokens` and return self. Known keys never change."""
+        fresh = as_tokens(tokens)
+        self.tokens += len(fresh)
+        pending = np.concatenate((self._tail, fresh)) if len(self._tail) else fresh
+        size = self.chunk_tokens
+        full = len(pending) // size
+        if full:
+            self._hash(pending, full)
+        self._tail = pending[full * size :].copy()
+        return self
+
+    def _hash(self, pending: Tokens, full: int) -> None:
+        # One hash call a chunk on a reused prefix: 128k tokens cost about a millisecond.
+        size = self.chunk_tokens
+        row = memoryview(pending).cast("B")
+        step = size * 4
+        head = _pack(b"chunk") + struct.pack("<I", KEY_BYTES)
+        middle, no_extras = struct.pack("<I", step), struct.pack("<I", 0)
+        sha256, parent, keys = hashlib.sha256, self._parent, self.keys
+        for start in range(0, full * step, step):
+            digest = sha256(head + parent + middle)
+            digest.update(row[start : start + step])
+            digest.update(self._encode_extras(len(keys)) if self._extras else no_extras)
+            parent = digest.digest()
+            keys.append(parent)
+        self._parent = parent
+
+    def _encode_extras(self, chunk: int) -> bytes:
+        """The items that overlap chunk number `chunk`, at offsets relative to its first token."""
+        low = chunk * self.chunk_tokens
+        high = low + self.chunk_tokens
+        parts = [
+            struct.pack("<qq", extra.offset - low, extra.tokens) + extra.identity.encode()
+            for extra in self._extras
+            if extra.offset < high and extra.offset + extra.tokens > low
+        ]
+        return _pack(_pack(*parts)) if parts else struct.pack("<I", 0)
+
+
+def check_skip(skip_leading_tokens: int, chunk_tokens: int) -> int:
+    """The number of whole chunks to skip. A mask that is not chunk-aligned is refused before any work."""
+    if skip_leading_tokens < 0 or skip_leading_tokens % chunk_tokens:
+        raise LayoutError(
+            f"skip_leading_tokens={skip_leading_tokens} is not a multiple of chunk_tokens="
+            f"{chunk_tokens}; round it down to whole chunks"
+        )
+    return skip_leading_tokens // chunk_tokens

@@ -1,0 +1,330 @@
+"""What an object's bytes mean: layers, heads, packings, shards, and the maths between them. Pure.
+
+A payload is L, B, H, N, C: for each layer of the shard, each engine block of the chunk, each head,
+that head's tokens, packed one of these ways (N tokens a block, K and V elements a token):
+
+    token     N × [K | V]           K and V of a token side by side
+    planes    N × K, then N × V     two planes a block and head
+    latent    N × C                 one plane, no V (MLA)
+    cpu-vec   K × N, then N × V     keys transposed: what vLLM's CPU kernels keep
+    other     opaque                fits itself byte for byte, and nothing else
+
+Slicing by layers and heads never needs the packing; changing it, or the tokens per block, does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby, pairwise
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lmtier.errors import LayoutError
+
+DTYPE_BYTES = {
+    "fp32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "u8": 1,
+}
+KNOWN_PACKINGS = ("token", "planes", "latent", "cpu-vec")
+
+Array = npt.NDArray[Any]
+
+
+class Shard(NamedTuple):
+    """The part of a chunk that one rank holds: layers [a, b) × head units [c, d)."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+    def __str__(self) -> str:
+        return f"L{self.first_layer}-{self.end_layer}H{self.first_head}-{self.end_head}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shard | None:
+        found = re.fullmatch(r"L(\d{1,5})-(\d{1,5})H(\d{1,5})-(\d{1,5})", text, re.ASCII)
+        return cls(*map(int, found.groups())) if found else None
+
+    def overlap(self, other: Shard) -> Shard | None:
+        both = Shard(
+            max(self.first_layer, other.first_layer),
+            min(self.end_layer, other.end_layer),
+            max(self.first_head, other.first_head),
+            min(self.end_head, other.end_head),
+        )
+        return both if both[0] < both[1] and both[2] < both[3] else None
+
+
+class Name(NamedTuple):
+    """An object, the unit of storage: one shard of one chunk."""
+
+    key: bytes
+    shard: Shard
+
+    def __str__(self) -> str:
+        return f"{self.key.hex()}.{self.shard}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        stem, _, tail = text.partition(".")
+        shard = Shard.parse(tail)
+        if shard is None or not re.fullmatch(r"[0-9a-f]{64}", stem, re.ASCII):
+            return None
+        return cls(bytes.fromhex(stem), shard)
+
+
+class LayerShape(NamedTuple):
+    """KV heads of one layer and elements a token and head; opaque: `k` is bytes a head and block."""
+
+    heads: int
+    k: int
+    v: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole model's KV as one engine keeps it. Layers may differ in size."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: str
+    block_tokens: int
+    chunk_tokens: int
+    packing: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise LayoutError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if not self.layers:
+            raise LayoutError("a layout needs at least one layer")
+        if self.block_tokens <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % self.block_tokens:
+            raise LayoutError(
+                f"chunk_tokens={self.chunk_tokens} must be whole blocks of block_tokens={self.block_tokens}"
+            )
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._:-]{0,63}", self.packing):
+            raise LayoutError(f"packing {self.packing!r} is not a name ([a-z0-9._:-], 64 at most)")
+        for number, (heads, k, v) in enumerate(self.layers):
+            one_plane = self.is_opaque or self.packing == "latent"
+            if heads <= 0 or k <= 0 or v < 0 or (one_plane and v) or not (one_plane or v):
+                raise LayoutError(
+                    f"layer {number}: heads={heads}, k={k}, v={v} does not fit packing {self.packing!r}"
+                )
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: str,
+        block_tokens: int,
+        chunk_tokens: int,
+        packing: str,
+    ) -> Layout:
+        """The common case: equal layers, K and V of the same size."""
+        v = 0 if packing == "latent" else head_dim
+        shape = LayerShape(heads, head_dim, v)
+        return cls((shape,) * layers, dtype, block_tokens, chunk_tokens, packing)
+
+    @property
+    def is_opaque(self) -> bool:
+        return self.packing not in KNOWN_PACKINGS
+
+    @cached_property
+    def head_units(self) -> int:
+        """Head ranges of shards count in these: the layers' common divisor, so that every layer splits."""
+        units = 0
+        for shape in self.layers:
+            units = gcd(units, shape.heads)
+        return units
+
+    @property
+    def blocks(self) -> int:
+        return self.chunk_tokens // self.block_tokens
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def whole(self) -> Shard:
+        return Shard(0, len(self.layers), 0, self.head_units)
+
+    def heads(self, layer: int, shard: Shard) -> int:
+        return self.layers[layer].heads // self.head_units * (shard.end_head - shard.first_head)
+
+    def head_block_bytes(self, layer: int) -> int:
+        """Bytes of one head in one block."""
+        shape = self.layers[layer]
+        if self.is_opaque:
+            return shape.k
+        return self.block_tokens * (shape.k + shape.v) * self.itemsize
+
+    def layer_bytes(self, layer: int, shard: Shard) -> int:
+        return self.blocks * self.heads(layer, shard) * self.head_block_bytes(layer)
+
+    def offsets(self, shard: Shard) -> tuple[int, ...]:
+        """Where each layer of the shard begins in the payload, and, last, the payload's size."""
+        known = self._offsets.get(shard)
+        if known is None:
+            self.check(shard)
+            at = [0]
+            for layer in range(shard.first_layer, shard.end_layer):
+                at.append(at[-1] + self.layer_bytes(layer, shard))
+            known = self._offsets[shard] = tuple(at)
+        return known
+
+    @cached_property
+    def _offsets(self) -> dict[Shard, tuple[int, ...]]:
+        return {}
+
+    def nbytes(self, shard: Shard) -> int:
+        return self.offsets(shard)[-1]
+
+    def check(self, shard: Shard) -> None:
+        if shard.overlap(self.whole) != shard:
+            raise LayoutError(f"shard {shard} is empty or outside of the model's {self.whole}")
+
+    def shard(self, *, rank: int, ranks: int, layers: tuple[int, int] | None = None) -> Shard:
+        """What tensor-parallel rank `rank` of `ranks` holds of the pipeline stage `layers`.
+
+        More ranks than heads: several ranks get the same shard (see `writes`).
+        """
+        units = self.head_units
+        if not 0 <= rank < ranks or (units % ranks and ranks % units):
+            raise LayoutError(f"rank {rank} of {ranks} does not split {units} KV heads evenly")
+        first, end = layers or (0, len(self.layers))
+        low = rank * units // ranks
+        shard = Shard(first, end, low, max(low + 1, (rank + 1) * units // ranks))
+        self.check(shard)
+        return shard
+
+    def writes(self, *, rank: int, ranks: int) -> bool:
+        """Whether this rank is the one that stores its shard; replicas of it are stored once."""
+        return rank % max(1, ranks // self.head_units) == 0
+
+    def address(self, shard: Shard, *, layer: int, head: int, token: int, plane: int, element: int) -> int:
+        """Byte offset in the payload of one element of K (plane 0) or V (plane 1). The definition.
+
+        `head` counts within the layer of the whole model, `token` within the chunk. Everything
+        faster than this is tested against it.
+        """
+        shape, size = self.layers[layer], self.itemsize
+        block, slot = divmod(token, self.block_tokens)
+        head -= shape.heads // self.head_units * shard.first_head
+        base = self.offsets(shard)[layer - shard.first_layer]
+        base += (block * self.heads(layer, shard) + head) * self.head_block_bytes(layer)
+        n, k, v = self.block_tokens, shape.k, shape.v
+        match self.packing:
+            case "token":
+                at = slot * (k + v) + plane * k + element
+            case "planes":
+                at = plane * n * k + slot * (v if plane else k) + element
+            case "latent":
+                at = slot * k + element
+            case "cpu-vec":
+                at = n * k + slot * v + element if plane else element * n + slot
+            case _:
+                raise LayoutError(f"packing {self.packing!r} is opaque: it has no elements")
+        return base + at * size
+
+    def planes(self, payload: Array, shard: Shard, layer: int) -> tuple[Array, ...]:
+        """Views [B, H, N, D] of K, and V if there is one, onto the payload's bytes (uint8, flat)."""
+        start = self.offsets(shard)[layer - shard.first_layer]
+        raw = payload[start : start + self.layer_bytes(layer, shard)]
+        return self.split(raw.reshape(self.blocks, self.heads(layer, shard), -1), layer)
+
+    def split(self, blocks: Array, layer: int) -> tuple[Array, ...]:
+        """The planes [.., H, N, D] of raw head-blocks [.., H, bytes]; elements as unsigned integers."""
+        if self.is_opaque:
+            raise LayoutError(f"packing {self.packing!r} is opaque: it has no planes")
+        _, k, v = self.layers[layer]
+        n = self.block_tokens
+        flat = blocks.view(f"u{self.itemsize}")
+        outer = flat.shape[:-1]
+        if self.packing == "token":
+            rows = flat.reshape(*outer, n, k + v)
+            return rows[..., :k], rows[..., k:]
+        if self.packing == "latent":
+            return (flat.reshape(*outer, n, k),)
+        keys, values = flat[..., : n * k], flat[..., n * k :].reshape(*outer, n, v)
+        if self.packing == "cpu-vec":
+            return keys.reshape(*outer, k, n).swapaxes(-1, -2), values
+        return keys.reshape(*outer, n, k), values
+
+    def reads(self, stored: Layout) -> bool:
+        """Whether bytes of layout `stored` can be turned into this one."""
+        if self == stored:
+            return True
+        return (
+            not self.is_opaque
+            and not stored.is_opaque
+            and self.layers == stored.layers
+            and self.dtype == stored.dtype
+            and self.chunk_tokens == stored.chunk_tokens
+        )
+
+    def to_json(self) -> bytes:
+        """Canonical, run-length coded over equal layers; what the object header carries."""
+        runs = [[len(list(run)), *shape] for shape, run in groupby(self.layers)]
+        fields = {
+            "block_tokens": self.block_tokens,
+            "chunk_tokens": self.chunk_tokens,
+            "dtype": self.dtype,
+            "layers": runs,
+            "packing": self.packing,
+        }
+        return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def from_json(text: bytes) -> Layout:
+        """Interned, so that equal layouts are one object. Raises LayoutError on anything else."""
+        try:
+            fields = json.loads(text)
+            runs = [(int(count), LayerShape(*map(int, shape))) for count, *shape in fields["layers"]]
+            if sum(count for count, _ in runs) > 65_536:
+                raise LayoutError("more than 65536 layers")
+            layers = tuple(shape for count, shape in runs for _ in range(count))
+            rest = {name: fields[name] for name in ("dtype", "block_tokens", "chunk_tokens", "packing")}
+            layout = Layout(layers, **rest)
+        except (ValueError, KeyError, TypeError) as error:
+            raise LayoutError(f"not a layout: {error}") from None
+        if layout.to_json() != text:
+            raise LayoutError("not a layout: not in canonical form")
+        return layout
+
+
+def cover(want: Shard, have: Iterable[Shard]) -> tuple[tuple[Shard, Shard], ...] | None:
+    """Which stored shard supplies which part of `want`: (stored, part) pairs, or None if some is missing.
+
+    Ratios up and down: one large shard gives a slice, several small ones are put together.
+    """
+    cuts = [(shard, part) for shard in have if (part := shard.overlap(want))]
+    for shard, part in cuts:
+        if part == want:
+            return ((shard, part),)
+    rows = sorted({edge for _, part in cuts for edge in part[:2]} | set(want[:2]))
+    columns = sorted({edge for _, part in cuts for edge in part[2:]} | set(want[2:]))
+    plan = []
+    for low, high in pairwise(rows):
+        for left, right in pairwise(columns):
+            cell = Shard(low, high, left, right)
+            source = next((shard for shard, part in cuts if part.overlap(cell) == cell), None)
+            if source is None:
+                return None
+            plan.append((source, cell))
+    return tuple(plan)

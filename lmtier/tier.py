@@ -1,0 +1,107 @@
+"""The seam: what a storage tier must do. Everything in backends/ implements this and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import ClassVar
+
+from lmtier.codec import Header
+from lmtier.layout import Name
+
+
+class Op(Enum):
+    SCAN = "scan"
+    LOOKUP = "lookup"
+    STORE = "store"
+    LOAD = "load"
+    DELETE = "delete"
+
+
+class Reason(StrEnum):
+    """Why a key did not work. A metric label, so this list is all there is."""
+
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+    FULL = "full"
+    ERROR = "error"
+    DEADLINE = "deadline"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One object of a job. `payload` is whole pages of a slab: the source of a STORE, the target of a LOAD."""
+
+    name: Name
+    payload: memoryview = field(default_factory=lambda: memoryview(b""))
+    header: Header | None = None
+    """STORE: what the header page shall say."""
+    replaces: Name | None = None
+    """STORE: an evicted object of the same size whose place may be written over; it goes either way."""
+    age: int = 0
+    """STORE: microseconds this object counts as older than now, so that a tail is older than its head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One batch of work. The caller leaves each `payload` alone until this job's Done was polled."""
+
+    id: int
+    op: Op
+    items: tuple[Item, ...]
+    deadline: float | None = None
+    """In time.monotonic(). What has not begun by then fails with Reason.DEADLINE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What a tier knows of an object without reading it."""
+
+    nbytes: int
+    """Payload bytes in whole pages: the room a LOAD needs."""
+    used: float = 0.0
+    """When it was last used, for the order after a warm start; any increasing scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One finished job. What is not in `ok` is a miss; tiers report errors, they never raise them."""
+
+    id: int
+    ok: dict[Name, Header | Stat | None]
+    """LOAD: the verified header. LOOKUP, SCAN: a Stat. STORE, DELETE: None."""
+    failed: dict[Name, Reason] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Tier(ABC):
+    """Submit and poll. Both return at once; bytes move on the tier's own threads or hardware.
+
+    The caller guarantees: `submit` and `poll` come from one thread; a name is in at most one STORE or
+    DELETE at a time, and in no LOAD beside them; payloads hold still until the job's Done was polled.
+
+    The tier owes: each job in `poll` exactly once, whatever happened to it; after a failed or missing
+    item its payload may hold anything; a LOAD is only ok if `codec.unseal` said so; `wake` is called
+    after something became pollable, from any thread.
+    """
+
+    keeps: ClassVar[bool] = True
+    """True: what was stored stays until deleted, so the caller's index knows it. False: it may go, ask."""
+
+    wake: Callable[[], None] = staticmethod(lambda: None)
+
+    @abstractmethod
+    def submit(self, job: Job) -> None:
+        """Accept `job`."""
+
+    @abstractmethod
+    def poll(self) -> list[Done]:
+        """Return the jobs finished since the last call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish or fail every accepted job, then release threads, files and sockets. Idempotent."""

@@ -1,0 +1,246 @@
+"""The only threads: a tier from plain blocking functions, copies on a second core, work in the background.
+
+Threads here never touch the cache's state. They take work from a queue, move bytes, and put a result
+into another queue, which the owner empties in `poll`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from lmtier import codec
+from lmtier.codec import Header
+from lmtier.layout import Name
+from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
+
+log = logging.getLogger("lmtier")
+
+Outcome: TypeAlias = "dict[Name, Header | Stat | None]"
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job under way, as the owner sees it."""
+
+    waiting_for: int
+    began: float
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a thread takes: one object of a LOAD or STORE, or a whole LOOKUP, SCAN or DELETE."""
+
+    job: Job
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    job: int
+    ok: Outcome
+    failed: dict[Name, Reason] = field(default_factory=dict)
+    error: str = ""
+
+
+class BlockingTier(Tier):
+    """Subclass this and write five plain blocking functions. Everything else is done here.
+
+    The functions run on several threads at once, never twice at once for the same name. They may raise:
+    FileNotFoundError is a miss, TimeoutError a deadline, OSError with ENOSPC a full tier, anything else
+    an error; none of them reaches the caller as an exception. Checksums are made before `write` and
+    checked after `read`, on the same thread; an object that fails is deleted.
+
+    Reads and writes have threads of their own, so that neither waits behind a queue of the other.
+    """
+
+    def __init__(self, name: str, readers: int = 4, writers: int = 2) -> None:
+        self._running: dict[int, _Running] = {}
+        self._results: SimpleQueue[_Result] = SimpleQueue()
+        self._reads: SimpleQueue[_Part | None] = SimpleQueue()
+        self._writes: SimpleQueue[_Part | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._queues = [self._reads] * readers + [self._writes] * writers
+        self._threads = [
+            start_thread(f"lmtier-{name}-{i}", self._work, queue) for i, queue in enumerate(self._queues)
+        ]
+
+    # ---- what a backend author writes
+
+    @abstractmethod
+    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
+        """Fill `buffers` (header page, payload room) in one go; return the bytes that arrived.
+
+        An object longer than the buffers must return more than their size.
+        """
+
+    @abstractmethod
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        """Keep `buffers` (header page, payload) under `item.name`: all of it becomes visible, or none."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[Name]) -> None:
+        """Forget these. One that is not there is not an error."""
+
+    @abstractmethod
+    def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
+        """Which of these are there."""
+
+    def scan(self) -> Iterable[tuple[Name, Stat]]:
+        """Everything that is there, for a warm start. A tier that does not keep has nothing to say."""
+        return ()
+
+    # ---- the seam
+
+    def submit(self, job: Job) -> None:
+        whole = job.op not in (Op.LOAD, Op.STORE)
+        parts = [job.items] if whole else [(item,) for item in job.items]
+        self._running[job.id] = _Running(len(parts), time.monotonic(), Done(job.id, {}))
+        queue = self._writes if job.op in (Op.STORE, Op.DELETE) else self._reads
+        for items in parts:
+            queue.put(_Part(job, items))
+        if not parts:
+            self._results.put(_Result(job.id, {}))
+
+    def poll(self) -> list[Done]:
+        finished = []
+        while True:
+            try:
+                result = self._results.get_nowait()
+            except Empty:
+                return finished
+            running = self._running[result.job]
+            done = running.done
+            done.ok.update(result.ok)
+            done.failed.update(result.failed)
+            running.waiting_for -= 1
+            if running.waiting_for <= 0:
+                del self._running[result.job]
+                seconds = time.monotonic() - running.began
+                error = result.error or done.error
+                finished.append(Done(done.id, done.ok, done.failed, seconds, error))
+            elif result.error:
+                running.done = Done(done.id, done.ok, done.failed, 0.0, result.error)
+
+    def close(self) -> None:
+        self._closing.set()
+        while self._queues:
+            self._queues.pop().put(None)
+        while self._threads:
+            self._threads.pop().join()
+
+    # ---- the threads
+
+    def _work(self, queue: SimpleQueue[_Part | None]) -> None:
+        # One header page a thread for ever: no fresh memory on the data path, aligned for O_DIRECT.
+        page = memoryview(mmap.mmap(-1, codec.PAGE))
+        while (part := queue.get()) is not None:
+            self._results.put(self._attempt(part, page))
+            self.wake()
+
+    def _attempt(self, part: _Part, page: memoryview) -> _Result:
+        job, names = part.job, [item.name for item in part.items]
+        if self._closing.is_set():
+            return self._fail(job, names, Reason.CLOSED, "")
+        if job.deadline is not None and time.monotonic() > job.deadline:
+            return self._fail(job, names, Reason.DEADLINE, "")
+        try:
+            return _Result(job.id, self._do(job.op, part.items, names, page))
+        except (FileNotFoundError, KeyError):
+            return self._fail(job, names, Reason.ABSENT, "")
+        except codec.CorruptObject as error:
+            log.error("lmtier: %s is corrupt, deleting it: %s", names[0], error)
+            self._discard(names)
+            return self._fail(job, names, Reason.CORRUPT, str(error))
+        except TimeoutError as error:
+            return self._fail(job, names, Reason.DEADLINE, str(error))
+        except Exception as error:  # noqa: BLE001 - the thread's edge; counted by the caller as a miss
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return self._fail(job, names, Reason.FULL if full else Reason.ERROR, repr(error))
+
+    def _do(self, op: Op, items: tuple[Item, ...], names: list[Name], page: memoryview) -> Outcome:
+        match op:
+            case Op.LOAD:
+                (item,) = items
+                got = self.read(item.name, (page, item.payload))
+                if got < codec.PAGE:
+                    raise codec.CorruptObject(f"truncated: {got} bytes, the header takes 4096")
+                return {item.name: codec.unseal(page, item.payload, item.name, got - codec.PAGE)}
+            case Op.STORE:
+                (item,) = items
+                if item.header is None:
+                    raise ValueError("a STORE item needs a header")
+                codec.seal(page, item.header, item.payload)
+                self.write(item, (page, item.payload))
+                return {item.name: None}
+            case Op.DELETE:
+                self.delete(names)
+                return dict.fromkeys(names)
+            case Op.LOOKUP:
+                return dict(self.contains(names))
+            case Op.SCAN:
+                return dict(self.scan())
+
+    def _discard(self, names: list[Name]) -> None:
+        try:
+            self.delete(names)
+        except OSError as error:
+            log.error("lmtier: could not delete the corrupt %s: %s", names[0], error)
+
+    @staticmethod
+    def _fail(job: Job, names: list[Name], reason: Reason, error: str) -> _Result:
+        return _Result(job.id, {}, dict.fromkeys(names, reason), error)
+
+
+class Crew:
+    """A few threads that share one batch of copies with the caller, who is one of them."""
+
+    def __init__(self, helpers: int) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._threads = [start_thread(f"lmtier-copy-{i}", self._work) for i in range(max(0, helpers))]
+
+    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run all of them; return when the last is done; raise what one of them raised."""
+        ours = tasks[:: len(self._threads) + 1]
+        theirs = [task for i, task in enumerate(tasks) if i % (len(self._threads) + 1)]
+        for task in theirs:
+            self._tasks.put(task)
+        errors = [self._attempt(task) for task in ours] + [self._ends.get() for _ in theirs]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._ends.put(self._attempt(task))
+
+    @staticmethod
+    def _attempt(task: Callable[[], None]) -> BaseException | None:
+        try:
+            task()
+        except Exception as error:  # noqa: BLE001 - the thread's edge; raised again by run()
+            return error
+        return None
+
+
+def start_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
