@@ -21,15 +21,16 @@ from typing import TypeAlias
 import xxhash
 
 from lmtier.errors import LayoutError
-from lmtier.layout import Layout, Name, Shard
+from lmtier.layout import PAGE, Layout, Name, Shard, padded
 
-PAGE = 4096
 MAGIC = b"lmtierKV"
 VERSION = 1
 RAW = b"raw"
 _HEAD = struct.Struct("<8sII32s4I16sQQ16s16s")
 _LAYOUT_ROOM = PAGE - 16 - _HEAD.size
 NO_FINGERPRINT = bytes(16)
+
+__all__ = ["PAGE", "CorruptObject", "Header", "checksum", "padded", "read_header", "seal", "unseal"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -46,16 +47,6 @@ class Header:
     layout: Layout
     nbytes: int
     fingerprint: bytes = NO_FINGERPRINT
-
-
-def padded(nbytes: int) -> int:
-    """Rounded up to whole pages: what a payload of `nbytes` takes in a slab or in a file."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-def stored_size(nbytes: int) -> int:
-    """Bytes of a whole object at rest: header page and padded payload."""
-    return PAGE + padded(nbytes)
 
 
 def checksum(data: Buffer) -> bytes:

@@ -168,7 +168,7 @@ class KeyChain:
     def _hash(self, pending: Tokens, full: int) -> None:
         # One hash call a chunk on a reused prefix: 128k tokens cost about a millisecond.
         size = self.chunk_tokens
-        row = memoryview(pending).cast("B")
+        row = pending.data.cast("B")
         step = size * 4
         head = _pack(b"chunk") + struct.pack("<I", KEY_BYTES)
         middle, no_extras = struct.pack("<I", step), struct.pack("<I", 0)

@@ -23,7 +23,6 @@ from itertools import groupby, pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from lmtier.errors import LayoutError
@@ -39,7 +38,22 @@ DTYPE_BYTES = {
 }
 KNOWN_PACKINGS = ("token", "planes", "latent", "cpu-vec")
 
+PAGE = 4096
+"""Objects take whole pages, in memory and at rest; so does their header."""
+
+_HEX_KEY = re.compile("[0-9a-f]{64}")
+
 Array = npt.NDArray[Any]
+
+
+def padded(nbytes: int) -> int:
+    """Rounded up to whole pages: what a payload of `nbytes` takes in a slab or in a file."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def stored_size(nbytes: int) -> int:
+    """Bytes of a whole object at rest: header page and padded payload."""
+    return PAGE + padded(nbytes)
 
 
 class Shard(NamedTuple):
@@ -53,10 +67,13 @@ class Shard(NamedTuple):
     def __str__(self) -> str:
         return f"L{self.first_layer}-{self.end_layer}H{self.first_head}-{self.end_head}"
 
-    @classmethod
-    def parse(cls, text: str) -> Shard | None:
-        found = re.fullmatch(r"L(\d{1,5})-(\d{1,5})H(\d{1,5})-(\d{1,5})", text, re.ASCII)
-        return cls(*map(int, found.groups())) if found else None
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> Shard | None:
+        """The inverse of str(), and nothing but it: no second spelling. Interned, for scans of many names."""
+        number = "(0|[1-9][0-9]{0,4})"
+        found = re.fullmatch(f"L{number}-{number}H{number}-{number}", text)
+        return Shard(*map(int, found.groups())) if found else None
 
     def overlap(self, other: Shard) -> Shard | None:
         both = Shard(
@@ -81,7 +98,7 @@ class Name(NamedTuple):
     def parse(cls, text: str) -> Name | None:
         stem, _, tail = text.partition(".")
         shard = Shard.parse(tail)
-        if shard is None or not re.fullmatch(r"[0-9a-f]{64}", stem, re.ASCII):
+        if shard is None or not _HEX_KEY.fullmatch(stem):
             return None
         return cls(bytes.fromhex(stem), shard)
 
@@ -306,6 +323,60 @@ class Layout:
         if layout.to_json() != text:
             raise LayoutError("not a layout: not in canonical form")
         return layout
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """How a chunk is cut into objects: the shards that an engine's ranks store, and their layout.
+
+    Interned by `form_of`, so that forms are compared by identity. `layout` is None for chunks that a
+    scan found: file names tell the shards, only the headers tell the layout.
+    """
+
+    layout: Layout | None
+    shards: tuple[Shard, ...]
+    sizes: tuple[int, ...]
+    """Payload bytes of each shard."""
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes that the extents take: whole pages."""
+        return sum(padded(size) for size in self.sizes)
+
+    @cached_property
+    def at_rest(self) -> int:
+        """Bytes that the objects take in a tier below, header pages included."""
+        return sum(stored_size(size) for size in self.sizes)
+
+    def serves(self, want: Form) -> bool:
+        """Whether a reader of form `want` can be supplied from this one."""
+        if self is want:
+            return True
+        known = self._serves.get(want)
+        if known is None:
+            readable = self.layout is None or want.layout is None or want.layout.reads(self.layout)
+            known = readable and all(cover(shard, self.shards) for shard in want.shards)
+            self._serves[want] = known
+        return known
+
+    @cached_property
+    def _serves(self) -> dict[Form, bool]:
+        return {}
+
+
+_FORMS: dict[tuple[Layout | None, tuple[Shard, ...], tuple[int, ...]], Form] = {}
+
+
+def form_of(layout: Layout | None, shards: Iterable[Shard], sizes: Iterable[int] | None = None) -> Form:
+    """The one Form of this layout and these shards; sizes follow from the layout where there is one."""
+    cut = tuple(shards)
+    if sizes is None:
+        if layout is None:
+            raise LayoutError("a form without a layout needs the sizes of its shards")
+        sizes = (layout.nbytes(shard) for shard in cut)
+    parts = (layout, cut, tuple(sizes))
+    form = _FORMS.get(parts)
+    return form or _FORMS.setdefault(parts, Form(*parts))
 
 
 def cover(want: Shard, have: Iterable[Shard]) -> tuple[tuple[Shard, Shard], ...] | None:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import ClassVar
 
 from lmtier.codec import Header
 from lmtier.layout import Name
@@ -33,14 +32,15 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One object of a job. `payload` is whole pages of a slab: the source of a STORE, the target of a LOAD."""
+    """One object of a job. `payload` is whole pages of a slab: source of a STORE, target of a LOAD."""
 
     name: Name
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
     header: Header | None = None
     """STORE: what the header page shall say."""
     replaces: Name | None = None
-    """STORE: an evicted object of the same size whose place may be written over; it goes either way."""
+    """STORE: an evicted object of about the same size whose place may be written over. It goes either
+    way, also when the STORE fails; only Reason.CLOSED leaves it."""
     age: int = 0
     """STORE: microseconds this object counts as older than now, so that a tail is older than its head."""
 
@@ -86,10 +86,11 @@ class Tier(ABC):
 
     The tier owes: each job in `poll` exactly once, whatever happened to it; after a failed or missing
     item its payload may hold anything; a LOAD is only ok if `codec.unseal` said so; `wake` is called
-    after something became pollable, from any thread.
+    after something became pollable, from any thread. What is submitted after `close` fails with
+    Reason.CLOSED.
     """
 
-    keeps: ClassVar[bool] = True
+    keeps: bool = True
     """True: what was stored stays until deleted, so the caller's index knows it. False: it may go, ask."""
 
     wake: Callable[[], None] = staticmethod(lambda: None)

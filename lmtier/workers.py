@@ -105,14 +105,18 @@ class BlockingTier(Tier):
         whole = job.op not in (Op.LOAD, Op.STORE)
         parts = [job.items] if whole else [(item,) for item in job.items]
         self._running[job.id] = _Running(len(parts), time.monotonic(), Done(job.id, {}))
+        if not parts or self._closing.is_set():  # no thread will ever see it
+            names = [item.name for item in job.items]
+            self._results.put(self._fail(job, names, Reason.CLOSED, "") if parts else _Result(job.id, {}))
+            self._running[job.id].waiting_for = 1
+            self.wake()
+            return
         queue = self._writes if job.op in (Op.STORE, Op.DELETE) else self._reads
         for items in parts:
             queue.put(_Part(job, items))
-        if not parts:
-            self._results.put(_Result(job.id, {}))
 
     def poll(self) -> list[Done]:
-        finished = []
+        finished: list[Done] = []
         while True:
             try:
                 result = self._results.get_nowait()
@@ -148,6 +152,13 @@ class BlockingTier(Tier):
             self.wake()
 
     def _attempt(self, part: _Part, page: memoryview) -> _Result:
+        result = self._try(part, page)
+        victims = [item.replaces for item in part.items if item.replaces is not None]
+        if victims and result.failed and Reason.CLOSED not in result.failed.values():
+            self._discard(victims)  # the caller counts them as gone, whatever became of the store
+        return result
+
+    def _try(self, part: _Part, page: memoryview) -> _Result:
         job, names = part.job, [item.name for item in part.items]
         if self._closing.is_set():
             return self._fail(job, names, Reason.CLOSED, "")
@@ -193,8 +204,8 @@ class BlockingTier(Tier):
     def _discard(self, names: list[Name]) -> None:
         try:
             self.delete(names)
-        except OSError as error:
-            log.error("lmtier: could not delete the corrupt %s: %s", names[0], error)
+        except Exception as error:  # noqa: BLE001 - the thread's edge, reached from its handlers
+            log.error("lmtier: could not delete %s: %s", names[0], error)
 
     @staticmethod
     def _fail(job: Job, names: list[Name], reason: Reason, error: str) -> _Result:

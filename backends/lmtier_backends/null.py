@@ -1,0 +1,28 @@
+"""A tier that forgets: it accepts every store and finds nothing. The smallest example of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmtier.layout import Name
+from lmtier.tier import Item, Stat
+from lmtier.workers import BlockingTier
+
+
+class NullTier(BlockingTier):
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__("null", readers=1, writers=1)
+
+    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
+        raise FileNotFoundError(name)
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        pass
+
+    def delete(self, names: Sequence[Name]) -> None:
+        pass
+
+    def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
+        return {}

@@ -1,0 +1,698 @@
+"""The orchestrator: match, prefetch, reserve, commit, release, step, flush, close.
+
+One owner calls it; it has no locks. State changes happen in these calls, at once and briefly; bytes
+move elsewhere, and what became of them is learned in `step`, the only place where results of I/O
+change state. Nothing here knows tensors: an engine adapter moves KV between its memory and the
+extents that a match or a reservation names.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice
+
+from lmtier.below import Below
+from lmtier.codec import NO_FINGERPRINT, Header
+from lmtier.config import Config
+from lmtier.errors import ConfigError, MisuseError
+from lmtier.index import Entry, Index, State
+from lmtier.layout import Form, Name, Shard, form_of, padded
+from lmtier.metrics import Metrics
+from lmtier.policy import make_policy
+from lmtier.registry import open_tier
+from lmtier.slab import Slab
+from lmtier.tier import Reason, Stat, Tier
+from lmtier.workers import start_thread
+
+log = logging.getLogger("lmtier")
+
+CPU = "cpu"
+_AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction
+_SEEN = 64  # prefixes whose recency below is brought up to date in the next step
+
+
+@dataclass(eq=False, slots=True)
+class Match:
+    """The longest prefix of `keys` that the tiers can supply, and from where. Holds leases: release it.
+
+        asking   tiers that must be asked have not answered: `chunks` may still grow
+        found    `chunks` are known; those below the slab stay there until `prefetch`
+        ready    `run` holds all of `chunks`: leased, complete, verified
+
+    A chunk that fails on its way up cuts the match there: `chunks` shrinks, the rest is recomputed.
+    """
+
+    id: int
+    keys: Sequence[bytes]
+    form: Form
+    asked_tokens: int
+    deadline: float
+    run: list[Entry] = field(default_factory=list)
+    """The leading chunks in the slab, each leased by this match; those LOADING are on their way."""
+    sources: list[str] = field(default_factory=list)
+    """Where each found chunk was; longer than `run` until the rest is prefetched."""
+    below: list[Below | None] = field(default_factory=list)
+    """The tiers of the chunks beyond `run`; None: in the slab again, behind such a chunk."""
+    waiting: int = 0
+    """Chunks of `run` that are LOADING."""
+    asking: int = 0
+    cut: str = ""
+    """Why it ends before what had been found, if it does."""
+    settled: bool = False
+    released: bool = False
+
+    @property
+    def chunks(self) -> int:
+        return len(self.sources)
+
+    @property
+    def ready(self) -> bool:
+        return not (self.asking or self.waiting or self.below)
+
+    def __repr__(self) -> str:
+        state = "asking" if self.asking else "ready" if self.ready else "found"
+        return f"<Match {self.chunks} of {len(self.keys)} chunks, {len(self.run)} in the slab, {state}>"
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Extents for the chunks that were not stored yet. Commit or abort each shard exactly once."""
+
+    id: int
+    form: Form
+    entries: dict[int, Entry]
+    """Chunk number -> its entry, FILLING; `entry.offsets[n]` is where shard n of the form goes."""
+    known: int
+    """Leading chunks that were stored already: skip_leading_tokens, in chunks."""
+    dropped: int
+    """Chunks for which there was no room."""
+    left: set[Shard]
+    prints: dict[int, list[bytes]] = field(default_factory=dict)
+    aborted: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Reservation {sorted(self.entries)} known={self.known} left={len(self.left)}>"
+
+
+class Cache:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        metrics: Metrics | None = None,
+        tiers: Mapping[str, Tier] | None = None,
+        wait_until_warm: bool = True,
+    ) -> None:
+        """Open the tiers of `config`. `tiers` supplies opened ones for some of its URLs (tests, adapters).
+
+        Returns when the tiers below know what they hold, unless told not to wait for that.
+        """
+        self.config = config
+        self.chunk_tokens = config.chunk_tokens
+        self.metrics = metrics or Metrics()
+        self._wake = threading.Event()
+        self._ids = count(1)
+        self._reservations: dict[int, Reservation] = {}
+        self._matches: dict[int, Match] = {}
+        self._waiters: dict[Entry, list[Match]] = {}
+        self._seen: deque[tuple[bytes, ...]] = deque(maxlen=_SEEN)
+        self._closed = threading.Event()
+        if config.specs[0].scheme == "gpu":
+            raise ConfigError("gpu:// tiers need CUDA, which this version does not have yet")
+        top, *lower = config.specs
+        assert top.capacity is not None
+        self.slab = Slab(top.capacity, hugepages=config.hugepages)
+        self.index = Index(self.slab.capacity, make_policy(top.policy))
+        self.below: list[Below] = []
+        try:
+            for spec in lower:
+                tier = (tiers or {}).get(spec.url) or open_tier(spec)
+                tier.wake = self._wake.set
+                twins = sum(each.label.split("-")[0] == spec.scheme for each in self.below)
+                label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
+                self.below.append(
+                    Below(label, spec, tier, self.metrics, self.chunk_tokens, config.queue_length)
+                )
+        except BaseException:
+            for below in self.below:
+                below.close()
+            raise
+        self._reused = [below for below in self.below if below.write == "reused"]
+        self._evicted = [below for below in self.below if below.write == "evicted"]
+        self._room = 0  # of the largest chunk so far
+        self._declare()
+        self._prefault = None
+        if config.prefault:
+            self._prefault = start_thread("lmtier-prefault", self.slab.prefault, self._closed.is_set)
+        while wait_until_warm and not self.is_warm:
+            self._wait()
+            self.step()
+
+    def __repr__(self) -> str:
+        return f"<Cache {self.index!r} below {self.below!r}>"
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether every tier below knows what it holds."""
+        return all(below.is_warm for below in self.below)
+
+    # ---- load: match, prefetch, release
+
+    def match(
+        self,
+        keys: Sequence[bytes],
+        form: Form,
+        *,
+        tokens: int | None = None,
+        deadline: float | None = None,
+    ) -> Match:
+        """How long a prefix of `keys` is there for a reader of `form`? Leases what is in the slab.
+
+        `tokens` is the length of the prompt, for the metrics. `deadline` is in seconds from now.
+        """
+        began = time.monotonic()
+        asked = len(keys) * self.chunk_tokens if tokens is None else tokens
+        seconds = self.config.load_deadline if deadline is None else deadline
+        match = Match(next(self._ids), keys, form, asked, began + seconds)
+        self._matches[match.id] = match
+        self._extend(match, len(keys))
+        self._saw(keys, match.run)
+        self._find_below(match)
+        self._settle_if_ready(match)
+        self.metrics.lookup_seconds.observe(time.monotonic() - began)
+        return match
+
+    def _saw(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
+        """Keep a prefix young: in the slab now, below in the next step."""
+        self.index.touch(run)
+        if self.below:
+            self._seen.append(tuple(keys))
+            for below in self._reused:
+                for entry in run:
+                    if entry.state is State.READY:
+                        below.offer(entry)
+
+    def _extend(self, match: Match, end: int) -> None:
+        """Lease the chunks from `run` to `end` that are in the slab now, or on their way into it."""
+        index, form, run = self.index, match.form, match.run
+        get, ready = index.get, State.READY
+        parent = run[-1] if run else None
+        pinned = 0
+        for key in islice(match.keys, len(run), end):
+            entry = get(key)
+            if entry is None or (entry.form is not form and not entry.form.serves(form)):
+                break
+            if entry.state is not ready:
+                if entry.state is not State.LOADING:
+                    break
+                match.waiting += 1
+                self._waiters.setdefault(entry, []).append(match)
+            if entry.parent is not parent:
+                index.link(entry, parent)
+            # index.lease(entry), without the call: this loop is the cost of a long hit
+            if not entry.leases:
+                pinned += entry.nbytes
+            entry.leases += 1
+            run.append(entry)
+            parent = entry
+        index.pinned += pinned
+        match.sources.extend([CPU] * (len(run) - len(match.sources)))
+
+    def _find_below(self, match: Match) -> None:
+        """Add the chunks beyond `run` whose place is known; ask the tiers whose content is not."""
+        keys, form = match.keys, match.form
+        trusted = [below for below in self.below if not below.breaker.is_open or below.breaker.allows()]
+        known = [below for below in trusted if below.index is not None and len(below.index)]
+        asked = [below for below in trusted if below.index is None]
+        for key in islice(keys, match.chunks, None):
+            below = next((below for below in known if below.holds(key, form)), None)
+            if below is None:
+                entry = self.index.get(key)  # the slab again, behind what was found below
+                if entry is None or entry.state < State.LOADING or not entry.form.serves(form):
+                    break
+                match.sources.append(CPU)
+                match.below.append(None)
+                continue
+            match.sources.append(below.label)
+            match.below.append(below)
+        missing = keys[match.chunks :]
+        if missing:
+            for below in asked:
+                match.asking += 1
+                names = [Name(key, shard) for key in missing for shard in form.shards]
+                below.lookup(names, partial(self._answered, match, below))
+
+    def _answered(self, match: Match, below: Below, found: dict[Name, Stat]) -> None:
+        match.asking -= 1
+        if match.released or match.cut or match.settled:
+            return
+        sizes = dict(zip(match.form.shards, map(padded, match.form.sizes), strict=True))
+        for key in islice(match.keys, match.chunks, None):
+            stats = [found.get(Name(key, shard)) for shard in match.form.shards]
+            if any(stat is None for stat in stats) or [stat.nbytes for stat in stats if stat] != list(
+                sizes.values()
+            ):
+                break
+            match.sources.append(below.label)
+            match.below.append(below)
+        self._settle_if_ready(match)
+
+    def prefetch(self, match: Match, chunks: int | None = None) -> None:
+        """Bring what was found below into leased extents; `chunks` keeps only the first so many.
+
+        Returns at once. The match is ready when `step` has seen the last of them arrive or fail.
+        """
+        if match.released:
+            raise MisuseError("prefetch of a match that was released")
+        if chunks is not None and chunks < match.chunks:
+            self._truncate(match, chunks, "not_worth_it")
+        while match.below:
+            before = len(match.run)
+            self._extend(match, match.chunks)  # what came into the slab meanwhile, for another request
+            del match.below[: len(match.run) - before]
+            if not match.below or not self._fetch(match, match.below.pop(0)):
+                break
+        self._settle_if_ready(match)
+
+    def _fetch(self, match: Match, below: Below | None) -> bool:
+        """Start loading the chunk that follows `run` into a new entry; False if the match ends here."""
+        at = len(match.run)
+        key = match.keys[at]
+        form = below.form(key, match.form) if below is not None else None
+        if below is None or form is None or not below.breaker.allows():
+            self._truncate(match, at, "left_meanwhile" if form is None else "tier_down")
+            return False
+        if key in self.index:  # being written by an engine right now
+            self._truncate(match, at, "being_filled")
+            return False
+        parent = match.run[-1] if match.run else None
+        offsets = self._allocate(form, parent)
+        if offsets is None:
+            self._truncate(match, at, "no_room")
+            return False
+        entry = self.index.add(key, form, form.room, State.LOADING, parent)
+        entry.offsets = offsets
+        self.index.lease(entry)
+        match.run.append(entry)
+        match.waiting += 1
+        self._waiters[entry] = [match]
+        payloads = [
+            self.slab.view(offset, padded(size)) for offset, size in zip(offsets, form.sizes, strict=True)
+        ]
+        below.load(key, form, payloads, match.deadline, partial(self._arrived, entry, below))
+        return True
+
+    def _arrived(self, entry: Entry, below: Below, result: dict[Shard, Header] | Reason) -> None:
+        """A chunk came up from a tier below, or did not."""
+        waiters = self._waiters.pop(entry, [])
+        failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
+        if failure == "foreign":
+            below.discard(entry.key)
+        if not failure:
+            self.index.ready(entry)
+            for other in self.below:
+                if other.write == "always" and other is not below:
+                    other.offer(entry)
+        elif entry.state is not State.GONE:
+            self.index.remove(entry)
+        for match in waiters:
+            match.waiting -= 1
+            if match.released:
+                continue
+            if failure or not entry.form.serves(match.form):
+                self._truncate(match, match.run.index(entry), failure or "foreign")
+            self._settle_if_ready(match)
+        if failure:
+            self._release(entry)  # the lease of the load itself
+
+    def _adopt(self, entry: Entry, headers: dict[Shard, Header]) -> str:
+        """Believe what verified headers say of the chunk's layout; or why not."""
+        if entry.state is State.GONE:
+            return "cleared"
+        each = [headers[shard] for shard in entry.form.shards]
+        layout = each[0].layout
+        if any(header.layout is not layout and header.layout != layout for header in each):
+            return "foreign"
+        form = form_of(layout, entry.form.shards)
+        if [padded(size) for size in form.sizes] != [padded(size) for size in entry.form.sizes]:
+            return "foreign"
+        entry.form = form
+        entry.prints = tuple(header.fingerprint for header in each)
+        return ""
+
+    def release(self, match: Match) -> None:
+        """End the match's leases. Idempotent."""
+        if match.released:
+            return
+        match.released = True
+        del self._matches[match.id]
+        if not match.settled:
+            if not match.ready:
+                arrived = next(
+                    (i for i, entry in enumerate(match.run) if entry.state is not State.READY),
+                    len(match.run),
+                )
+                self._truncate(match, arrived, "cancelled")
+            self._settle(match)
+        for entry in match.run:
+            self._release(entry)
+        match.run = []
+
+    def _truncate(self, match: Match, chunks: int, reason: str) -> None:
+        """Keep the first `chunks` of the match; end the leases of the rest."""
+        for entry in match.run[chunks:]:
+            waiters = self._waiters.get(entry, [])
+            if match in waiters:
+                waiters.remove(match)
+                match.waiting -= 1
+            self._release(entry)
+        del match.run[chunks:]
+        del match.sources[chunks:]
+        del match.below[max(0, chunks - len(match.run)) :]
+        match.cut = match.cut or reason
+
+    def _settle_if_ready(self, match: Match) -> None:
+        if match.ready and not match.settled:
+            self._settle(match)
+
+    def _settle(self, match: Match) -> None:
+        """Count the lookup, once: each token asked was hit somewhere, or missed for one reason."""
+        match.settled = True
+        size = self.chunk_tokens
+        hits: dict[str, int] = {}
+        for label in match.sources:
+            hits[label] = hits.get(label, 0) + size
+        missed: dict[str, int] = {}
+        for i in range(match.chunks, len(match.keys)):
+            reason = match.cut or self._why_missing(match.keys[i])
+            missed[reason] = missed.get(reason, 0) + size
+        tail = match.asked_tokens - len(match.keys) * size
+        if tail:
+            missed["partial_chunk"] = tail
+        self.metrics.settle(match.asked_tokens, hits, missed)
+
+    def _why_missing(self, key: bytes) -> str:
+        indexes = [self.index, *(below.index for below in self.below if below.index is not None)]
+        if any(key in index for index in indexes):
+            return "behind_a_gap"
+        return "evicted" if any(index.was_evicted(key) for index in indexes) else "never_stored"
+
+    def seen(self, keys: Sequence[bytes]) -> None:
+        """The engine had this prefix itself: keep it young here too, since the engine will lose it first."""
+        run = []
+        for key in keys:
+            entry = self.index.get(key)
+            if entry is None:
+                break
+            run.append(entry)
+        self._saw(keys, run)
+
+    # ---- save: reserve, commit, abort
+
+    def reserve(self, keys: Sequence[bytes], form: Form) -> Reservation:
+        """Extents for those chunks of `keys` that no tier holds and nobody is filling.
+
+        All or nothing per chunk, and in order: when room ends, what was reserved is a usable prefix
+        and the rest is dropped and counted. Reserving makes nothing visible: `commit` does.
+        """
+        if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
+            raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
+        new: dict[int, Entry] = {}
+        run: list[Entry] = []
+        known = dropped = 0
+        parent: Entry | None = None
+        for number, key in enumerate(keys):
+            entry = self.index.get(key)
+            if entry is None:
+                if any(below.keeps(key) for below in self.below):
+                    known += not new
+                    continue
+                offsets = self._allocate(form, parent)
+                if offsets is None:
+                    dropped = len(keys) - number
+                    break
+                entry = self.index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
+                entry.offsets = offsets
+                new[number] = entry
+            else:
+                known += not new
+                self.index.link(entry, parent)
+            run.append(entry)
+            parent = entry
+        self.index.refresh(run)
+        self._seen.append(tuple(keys))
+        self.metrics.skipped_tokens.inc((len(keys) - dropped - len(new)) * self.chunk_tokens)
+        if dropped:
+            self.metrics.dropped_tokens.labels(CPU, "no_room").inc(dropped * self.chunk_tokens)
+        left = set(form.shards) if new else set()
+        reservation = Reservation(next(self._ids), form, new, known, dropped, left)
+        if new:
+            self._reservations[reservation.id] = reservation
+        return reservation
+
+    def commit(
+        self,
+        reservation: Reservation,
+        shard: Shard | None = None,
+        prints: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """The bytes of `shard` (None: of the only one) are in place. With the last one, chunks are visible.
+
+        `prints` maps chunk numbers to the fingerprint of this shard.
+        """
+        number = self._finish(reservation, shard)
+        for chunk, mark in (prints or {}).items():
+            marks = reservation.prints.setdefault(chunk, [NO_FINGERPRINT] * len(reservation.form.shards))
+            marks[number] = mark
+        self._close_if_finished(reservation)
+
+    def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
+        """`shard` will not come. Its chunks never become visible; room returns when no shard is in flight."""
+        self._finish(reservation, shard)
+        if not reservation.aborted:
+            reservation.aborted = True
+            for entry in reservation.entries.values():
+                if entry.state is not State.GONE:
+                    self.index.remove(entry)
+            lost = len(reservation.entries) * self.chunk_tokens
+            self.metrics.dropped_tokens.labels(CPU, "aborted").inc(lost)
+        self._close_if_finished(reservation)
+
+    def _finish(self, reservation: Reservation, shard: Shard | None) -> int:
+        shards = reservation.form.shards
+        if shard is None:
+            if len(shards) != 1:
+                raise MisuseError(f"this reservation has {len(shards)} shards: say which one is done")
+            shard = shards[0]
+        if not reservation.entries:
+            return 0
+        if shard not in reservation.left:
+            raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
+        reservation.left.remove(shard)
+        return shards.index(shard)
+
+    def _close_if_finished(self, reservation: Reservation) -> None:
+        """Each entry was leased once per shard; end one of them, and with the last one make it visible."""
+        if not reservation.entries:
+            return
+        last = not reservation.left
+        size = self.chunk_tokens
+        for chunk, entry in reservation.entries.items():
+            if not last or reservation.aborted:
+                self._release(entry)
+            elif entry.state is State.GONE:  # cleared by force while it was written
+                self._release(entry)
+                self.metrics.dropped_tokens.labels(CPU, "cleared").inc(size)
+            else:
+                entry.prints = tuple(reservation.prints.get(chunk, ()))
+                for offset, nbytes in zip(entry.offsets, entry.form.sizes, strict=True):
+                    if nbytes != padded(nbytes):
+                        self.slab.clear_padding(offset, nbytes)
+                self.index.ready(entry)
+                self.metrics.stored_tokens.labels(CPU).inc(size)
+                for below in self.below:
+                    if below.write == "always":
+                        below.offer(entry)
+        if last:
+            del self._reservations[reservation.id]
+
+    # ---- I/O results
+
+    def step(self) -> int:
+        """Apply what the tiers have finished, and give them new work. Returns the number of results."""
+        results = sum(below.poll() for below in self.below)
+        if self.below:
+            while self._seen:
+                keys = self._seen.popleft()
+                for below in self.below:
+                    below.touch(keys)
+            self._write_ahead()
+            for below in self.below:
+                below.pump(self.index, self.slab.view)
+            self._expire()
+        return results
+
+    def _write_ahead(self) -> None:
+        """For tiers with write=evicted: send down what is next to leave, before its room is needed."""
+        short = _AHEAD * self._room - self.index.free
+        if self._evicted and short > 0:
+            for entry in self.index.leaving(short) or ():
+                for below in self._evicted:
+                    below.offer(entry)
+
+    def _expire(self) -> None:
+        """A request waits no longer than its deadline for what is on its way: it computes instead."""
+        now = time.monotonic()
+        for match in [match for match in self._matches.values() if now > match.deadline]:
+            if match.waiting or match.asking:
+                arrived = next(
+                    i for i in range(len(match.run) + 1)
+                    if i == len(match.run) or match.run[i].state is not State.READY
+                )  # fmt: skip
+                match.asking = 0
+                self._truncate(match, arrived, "deadline")
+                self._settle_if_ready(match)
+
+    def wait(self, match: Match) -> Match:
+        """For owners without a loop: prefetch, and step until the match is ready or its deadline passed."""
+        while match.asking:
+            self._wait(match.deadline)
+            self.step()
+        self.prefetch(match)
+        while not match.ready:
+            self._wait(match.deadline)
+            self.step()
+        return match
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Step until the tiers below have what they were to get. False: not all of it, or not in time."""
+        until = time.monotonic() + timeout
+        self.step()
+        while any(below.is_busy for below in self.below) and time.monotonic() < until:
+            self._wait(until)
+            self.step()
+        return not any(below.backlog for below in self.below)
+
+    def _wait(self, until: float | None = None) -> None:
+        # At most 50 ms: an open breaker and a deadline wake nobody.
+        seconds = 0.05 if until is None else min(0.05, max(0.0, until - time.monotonic() + 1e-3))
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def clear(self, *, force: bool = False) -> None:
+        """Forget everything that is not leased; with `force` also that. Later releases are harmless."""
+        for entry in self.index.entries():
+            if not entry.leases or force:
+                self._evict_now(entry)
+        for below in self.below:
+            below.clear(force=force)
+
+    def _evict_now(self, entry: Entry) -> None:
+        if self.index.remove(entry):
+            self._free(entry)
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write down what waits to be written, then let go of everything. Idempotent."""
+        if self._closed.is_set():
+            return
+        if not self.flush(timeout):
+            log.warning("lmtier: closed before everything was written to the tiers below")
+        self._closed.set()
+        for below in self.below:
+            below.close()
+        if self._prefault is not None:
+            self._prefault.join()
+
+    # ---- room
+
+    def _allocate(self, form: Form, parent: Entry | None) -> tuple[int, ...] | None:
+        """Extents for one chunk, evicting what must go; None if everything left is leased.
+
+        The chunk's own prefix cannot be evicted for it: `parent` is leased while we look.
+        """
+        self._room = max(self._room, form.room)
+        offsets = self.slab.allocate(form.sizes)
+        if offsets is not None:
+            return offsets
+        if parent is not None:
+            self.index.lease(parent)
+        try:
+            while offsets is None:
+                # Enough bytes may be free and yet in pieces: then take one more, and look again.
+                victims = self.index.evict(max(1, form.room - self.index.free))
+                if not victims:
+                    return None
+                for victim in victims:
+                    saved = any(below.has(victim.key) for below in self.below)
+                    cause = "capacity" if saved or not self.below else "capacity_unwritten"
+                    self.metrics.evictions.labels(CPU, cause).inc()
+                    self._free(victim)
+                offsets = self.slab.allocate(form.sizes)
+            return offsets
+        finally:
+            if parent is not None:
+                self.index.release(parent)
+
+    def _release(self, entry: Entry) -> None:
+        if self.index.release(entry):
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        for offset in entry.offsets:
+            self.slab.free(offset)
+        entry.offsets = ()
+
+    # ---- books
+
+    def _declare(self) -> None:
+        metrics, index = self.metrics, self.index
+        metrics.capacity_bytes.labels(CPU).set(index.capacity)
+        metrics.used_bytes.labels(CPU).set_function(lambda: index.used)
+        metrics.chunks.labels(CPU).set_function(lambda: len(index))
+        metrics.leases.set_function(lambda: sum(1 for entry in index.entries() if entry.leases))
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Chunks, bytes used and capacity per tier, as they are now."""
+        tiers: dict[str, dict[str, int]] = {
+            CPU: {"chunks": len(self.index), "used": self.index.used, "capacity": self.index.capacity}
+        }
+        for below in self.below:
+            if (index := below.index) is not None:
+                used = index.used + below.leaving
+                tiers[below.label] = {"chunks": len(index), "used": used, "capacity": index.capacity}
+        return tiers
+
+    def check(self) -> None:
+        """Prove every invariant; raises AssertionError. Cheap enough to run after every test."""
+        self.slab.check()
+        self.index.check()
+        assert self.slab.used == self.index.used, "slab and index disagree on what is taken"
+        leases: dict[Entry, int] = {}
+        for match in self._matches.values():
+            waiting = sum(match in waiters for waiters in self._waiters.values())
+            for entry in match.run:
+                leases[entry] = leases.get(entry, 0) + 1
+            assert match.waiting == waiting, f"{match!r} waits for {waiting}"
+            assert len(match.run) + len(match.below) == match.chunks, f"{match!r} lost count"
+        for reservation in self._reservations.values():
+            for entry in reservation.entries.values():
+                leases[entry] = leases.get(entry, 0) + len(reservation.left)
+        for entry in self.index.entries():
+            assert entry.leases >= leases.get(entry, 0), f"{entry!r} has lost a lease"
+        if not any(below.has_jobs for below in self.below):
+            for entry in self.index.entries():
+                assert entry.leases == leases.get(entry, 0), f"{entry!r} is leased by nobody"
+        for below in self.below:
+            below.check()

@@ -1,0 +1,193 @@
+"""One frozen dataclass; from TOML, the environment, or a dict. An unknown key is an error.
+
+Later wins: defaults, the file (`LMTIER_CONFIG_FILE` or `lmtier.toml` given by hand), the environment
+(`LMTIER_CHUNK_TOKENS=128`), what the caller passes. `load` also says where each value came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from lmtier.errors import ConfigError
+from lmtier.policy import POLICIES
+
+ENV_PREFIX = "LMTIER_"
+WRITES = ("always", "reused", "evicted", "never")
+VERIFY = ("off", "sample", "always")
+
+_SIZE_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": 1024**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for suffix in ("", "b", "ib")
+}
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes: 4GiB, 512MiB, 1048576. Units are powers of 1024, with or without the i."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    if not found or found[2] not in _SIZE_UNITS:
+        raise ConfigError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 1048576")
+    return int(float(found[1]) * _SIZE_UNITS[found[2]])
+
+
+def parse_seconds(text: str | float) -> float:
+    """Seconds: 200ms, 2s, 7d."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    if not found or found[2] not in _TIME_UNITS:
+        raise ConfigError(f"{text!r} is not a time; write it like 200ms, 2s or 7d")
+    return float(found[1]) * _TIME_UNITS[found[2]]
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` or `; known: a, b`, to end a sentence about an unknown word."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier URL, taken apart: `scheme://location?capacity=…&write=…&policy=…&its own options`."""
+
+    url: str
+    scheme: str
+    location: str
+    capacity: int | None = None
+    write: str = "always"
+    policy: str = "arc"
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, url: str) -> TierSpec:
+        head, _, query = url.partition("?")
+        scheme, separator, location = head.partition("://")
+        if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+            raise ConfigError(
+                f"tier {url!r} is not a URL; write it like disk:///var/lib/lmtier?capacity=500GiB"
+            )
+        try:
+            pairs = parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
+        except ValueError:
+            raise ConfigError(f"tier {url!r}: options must read name=value&name=value") from None
+        options = dict(pairs)
+        if len(options) != len(pairs):
+            raise ConfigError(f"tier {url!r}: an option is given twice")
+        capacity = options.pop("capacity", None)
+        write = options.pop("write", "always")
+        policy = options.pop("policy", "arc")
+        for name, value, known in (("write", write, WRITES), ("policy", policy, tuple(POLICIES))):
+            if value not in known:
+                raise ConfigError(f"tier {url!r}: unknown {name}={value}{suggest(value, known)}")
+        size = None if capacity is None else parse_size(capacity)
+        if size == 0:
+            raise ConfigError(f"tier {url!r}: capacity=0 holds nothing; leave the tier out instead")
+        return cls(url, scheme, location, size, write, policy, options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that can be set. Tiers are named by URL, top first; that list is the storage."""
+
+    chunk_tokens: int = 256
+    """Tokens a chunk: the unit that is named, stored and found. Whole blocks of the engine."""
+    tiers: Sequence[str] = ("cpu://?capacity=1GiB",)
+    load_deadline: float = 2.0
+    """Seconds after which a request stops waiting for tiers below and computes instead."""
+    verify: str = "sample"
+    """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 16), always."""
+    copy_threads: int = 1
+    """Threads a whole-object copy may use, the caller's included."""
+    hugepages: bool = False
+    """Ask for transparent huge pages under the slab."""
+    prefault: bool = True
+    """Touch the slab's pages in the background at start."""
+    queue_length: int = 4096
+    """Chunks that may wait to be written, per tier; beyond it they are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiers", tuple(self.tiers))  # a list is what people write
+        for name, least in (("chunk_tokens", 1), ("copy_threads", 1), ("queue_length", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.verify not in VERIFY:
+            raise ConfigError(f"unknown verify={self.verify!r}{suggest(self.verify, VERIFY)}")
+        if self.load_deadline <= 0:
+            raise ConfigError(f"load_deadline={self.load_deadline}: must be more than 0 seconds")
+        specs = self.specs
+        if [spec.scheme for spec in specs].count("cpu") != 1 or specs[0].scheme not in ("cpu", "gpu"):
+            raise ConfigError(
+                "tiers: the list needs exactly one cpu:// tier, above every disk or remote one; "
+                f"got {', '.join(self.tiers) or 'an empty list'}"
+            )
+        for spec in specs:
+            if spec.scheme in ("cpu", "gpu", "disk") and spec.capacity is None:
+                raise ConfigError(f"tier {spec.url!r} needs a capacity, like ?capacity=32GiB")
+
+    @property
+    def specs(self) -> tuple[TierSpec, ...]:
+        return tuple(TierSpec.parse(url) for url in self.tiers)
+
+
+_NAMES = {f.name: f for f in fields(Config)}
+
+
+def _convert(name: str, value: Any, origin: str) -> Any:
+    """`value` as the type of field `name`; strings are read the way a person writes them."""
+    try:
+        if name == "tiers":
+            return tuple(re.split(r"[\s,]+", value.strip())) if isinstance(value, str) else tuple(value)
+        kind: type = type(_NAMES[name].default)
+        if kind is bool:
+            words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+            return value if isinstance(value, bool) else words[str(value).lower()]
+        if kind is float:
+            return parse_seconds(value)
+        if kind is int and (isinstance(value, (bool, float)) or not str(value).strip().isdigit()):
+            raise ValueError
+        return kind(value)
+    except (ValueError, TypeError, KeyError, ConfigError):
+        wanted = str(_NAMES[name].type)
+        raise ConfigError(f"{name}={value!r} from {origin} does not fit: expected {wanted}") from None
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[Config, dict[str, str]]:
+    """The effective configuration, and for each field the origin of its value."""
+    env = os.environ if env is None else env
+    sources: list[tuple[str, Mapping[str, Any]]] = []
+    file = file or env.get(f"{ENV_PREFIX}CONFIG_FILE")
+    if file:
+        try:
+            sources.append((str(file), tomllib.loads(Path(file).read_text())))
+        except OSError as error:
+            raise ConfigError(f"configuration file {file}: {error.strerror}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"configuration file {file}: {error}") from None
+    variables = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in env.items()
+        if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG_FILE"
+    }
+    sources += [("environment", variables), ("arguments", overrides or {})]
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(_NAMES, "default")
+    for origin, given in sources:
+        for name, value in given.items():
+            if name not in _NAMES:
+                shown = f"{ENV_PREFIX}{name.upper()}" if origin == "environment" else name
+                raise ConfigError(f"unknown setting {shown!r} in {origin}{suggest(name, _NAMES)}")
+            values[name] = _convert(name, value, origin)
+            origins[name] = origin
+    return Config(**values), origins

@@ -1,0 +1,201 @@
+"""Key to entry for one bounded place (the slab, a disk): states, leases, parents, eviction. No I/O.
+
+Every place that can fill up has one of these, with a policy of its own. An entry is
+
+    FILLING   an engine writes it (slab), or it is on its way into the tier (below): invisible
+    LOADING   on its way up from a tier below (slab only): visible as "coming"
+    READY     complete; evictable unless leased or the parent of another entry here
+    GONE      taken out while someone still held a lease; its room is given back with the last one
+
+All operations are O(1) but `evict`, which is O(victims + what it skips).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import closing
+from enum import IntEnum
+
+from lmtier.errors import MisuseError
+from lmtier.layout import Form
+from lmtier.policy import Keyed, Policy
+
+
+class State(IntEnum):
+    FILLING = 0
+    LOADING = 1
+    READY = 2
+    GONE = 3
+
+
+class Entry:
+    """One chunk in one place. Plain slots: there may be a million of them."""
+
+    __slots__ = ("form", "key", "kids", "leases", "nbytes", "offsets", "parent", "prints", "state")
+
+    def __init__(self, key: bytes, form: Form, nbytes: int, state: State) -> None:
+        self.key = key
+        self.form = form
+        self.nbytes = nbytes
+        self.state = state
+        self.leases = 0
+        self.kids = 0
+        self.parent: Entry | None = None
+        self.offsets: tuple[int, ...] = ()
+        """In the slab: where each shard of the form lies."""
+        self.prints: tuple[bytes, ...] = ()
+        """In the slab: the fingerprint of each shard, if its writer took one."""
+
+    def __repr__(self) -> str:
+        return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.kids}>"
+
+
+class Index:
+    def __init__(self, capacity: int, policy: Policy[Keyed], ghosts: int = 65_536) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.pinned = 0
+        """Bytes that cannot leave now: leased or not READY. `evict` gives up early by it."""
+        self._entries: dict[bytes, Entry] = {}
+        self._policy = policy
+        self._max_ghosts = ghosts
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self.get = self._entries.get
+
+    def __repr__(self) -> str:
+        return f"<Index {len(self._entries)} entries, used {self.used} of {self.capacity}>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def add(
+        self, key: bytes, form: Form, nbytes: int, state: State, parent: Entry | None, makers: int = 1
+    ) -> Entry:
+        """A new entry, leased once by each of its makers unless READY. Room is the caller's business."""
+        if key in self._entries:
+            raise MisuseError(f"chunk {key.hex()[:8]} is here already")
+        entry = self._entries[key] = Entry(key, form, nbytes, state)
+        self._ghosts.pop(key, None)
+        self._policy.insert(entry)
+        self.used += nbytes
+        if state is not State.READY:
+            entry.leases = makers
+            self.pinned += nbytes
+        self.link(entry, parent)
+        return entry
+
+    def ready(self, entry: Entry) -> None:
+        """Its maker is done: visible from now on, and the maker's lease ends."""
+        entry.state = State.READY
+        self.release(entry)
+
+    def link(self, entry: Entry, parent: Entry | None) -> None:
+        if entry.parent is not parent:
+            if entry.parent is not None:
+                entry.parent.kids -= 1
+            entry.parent = parent
+            if parent is not None:
+                parent.kids += 1
+
+    def lease(self, entry: Entry) -> None:
+        if not entry.leases:
+            self.pinned += entry.nbytes
+        entry.leases += 1
+
+    def release(self, entry: Entry) -> bool:
+        """End one lease. True: it was the last of an entry that is GONE, so its room is free now."""
+        if not entry.leases:
+            raise MisuseError(f"{entry!r} is not leased: released twice?")
+        entry.leases -= 1
+        if entry.leases:
+            return False
+        self.pinned -= entry.nbytes
+        if entry.state is State.GONE:
+            self.used -= entry.nbytes
+            return True
+        return False
+
+    def remove(self, entry: Entry, *, evicted: bool = False) -> bool:
+        """Take it out, so that nobody finds it. True: nobody holds it either, its room is free now."""
+        del self._entries[entry.key]
+        self._policy.remove(entry, evicted)
+        self.link(entry, None)
+        entry.state = State.GONE
+        if evicted:
+            self._ghosts[entry.key] = None
+            if len(self._ghosts) > self._max_ghosts:
+                self._ghosts.popitem(last=False)
+        if entry.leases:
+            return False
+        self.used -= entry.nbytes
+        return True
+
+    def touch(self, run: Sequence[Entry]) -> None:
+        """A new request saw this prefix, given head first."""
+        self._policy.touch(reversed(run))
+
+    def refresh(self, run: Sequence[Entry]) -> None:
+        """The request that saw this prefix goes on with it."""
+        self._policy.refresh(reversed(run))
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether it was here and was evicted, as far as a bounded memory goes."""
+        return key in self._ghosts
+
+    def leaving(self, need: int) -> list[Entry] | None:
+        """Who would have to leave to free `need` bytes, tails before their heads; None if that cannot be."""
+        if need > self.used - self.pinned:
+            return None
+        victims: list[Entry] = []
+        freed = 0
+        childless: dict[Entry, int] = {}  # parents of victims -> how many of their kids go
+        with closing(self._policy.order()) as order:
+            for entry in order:
+                assert isinstance(entry, Entry)
+                if entry.leases or entry.kids != childless.get(entry, 0):
+                    continue
+                victims.append(entry)
+                freed += entry.nbytes
+                if freed >= need:
+                    return victims
+                if entry.parent is not None:
+                    childless[entry.parent] = childless.get(entry.parent, 0) + 1
+        return None
+
+    def evict(self, need: int) -> list[Entry] | None:
+        """Take out just enough to free `need` bytes, or nothing at all."""
+        victims = self.leaving(need)
+        for entry in victims or ():
+            self.remove(entry, evicted=True)
+        return victims
+
+    def check(self) -> None:
+        """Prove every invariant; raises AssertionError."""
+        entries = self._entries.values()
+        kids: dict[Entry, int] = {}
+        for entry in entries:
+            assert entry.state is not State.GONE, f"{entry!r} is indexed"
+            assert entry.leases >= (entry.state is not State.READY), f"{entry!r} lost its maker's lease"
+            assert entry in self._policy, f"{entry!r} is unknown to the policy"
+            if entry.parent is not None:
+                kids[entry.parent] = kids.get(entry.parent, 0) + 1
+        for entry in entries:
+            assert entry.kids == kids.get(entry, 0), f"{entry!r} has {kids.get(entry, 0)} kids"
+        assert len(self._policy) == len(self._entries), "the policy holds what the index does not"
+        held = sum(entry.nbytes for entry in entries)
+        assert self.used >= held, f"used {self.used} is less than what is held, {held}"
+        pinned = sum(entry.nbytes for entry in entries if entry.leases)
+        assert self.pinned == pinned + (self.used - held), "pinned is wrong"
+        assert self.used <= self.capacity, f"used {self.used} of {self.capacity}"
+        assert not self._ghosts.keys() & self._entries.keys(), "a ghost lives"

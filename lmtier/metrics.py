@@ -1,0 +1,104 @@
+"""Every metric, declared once; the only importer of prometheus_client.
+
+Base units, `_total` on counters, few and bounded labels: never a request, a key or a prompt. Only the
+cache's owner updates them, so sums are exact.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lmtier import __version__
+
+_SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10)
+_BYTES = tuple(4.0**n for n in range(6, 18))  # 4 KiB to 16 GiB
+_WINDOW = 1000
+
+
+class Metrics:
+    """One cache's metrics, in a registry of its own unless one is given."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"lmtier_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"lmtier_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"lmtier_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        # tokens: asked = hit, over tiers, + missed, over reasons
+        self.lookups = counter("lookups", "Prefix lookups that were settled.")
+        self.asked_tokens = counter("asked_tokens", "Tokens of prompts that were looked up.")
+        self.hit_tokens = counter("hit_tokens", "Tokens supplied, by the tier that had them.", "tier")
+        self.missed_tokens = counter("missed_tokens", "Tokens not supplied, by reason.", "reason")
+        self.stored_tokens = counter("stored_tokens", "Tokens whose KV became readable in a tier.", "tier")
+        self.skipped_tokens = counter(
+            "skipped_tokens", "Tokens not saved because they were stored already (skip_leading_tokens)."
+        )
+        self.dropped_tokens = counter(
+            "dropped_tokens", "Tokens that should have been stored in a tier and were not.", "tier", "reason"
+        )
+        # bytes and seconds
+        self.transfer_bytes = histogram(
+            "transfer_bytes", "Bytes of one finished transfer.", _BYTES, "tier", "direction"
+        )
+        self.transfer_seconds = histogram(
+            "transfer_seconds", "Seconds of one finished transfer, queueing included.",
+            *(_SECONDS, "tier", "direction"),
+        )  # fmt: skip
+        self.lookup_seconds = histogram("lookup_seconds", "Seconds of the owner for one lookup.", _SECONDS)
+        # state
+        self.used_bytes = gauge("used_bytes", "Bytes in use.", "tier")
+        self.capacity_bytes = gauge("capacity_bytes", "Bytes that may be used.", "tier")
+        self.chunks = gauge("chunks", "Chunks held.", "tier")
+        self.queue_depth = gauge("queue_depth", "Jobs waiting or running.", "tier", "op")
+        self.leases = gauge("leased_chunks", "Chunks that cannot leave now: leased, or on their way.")
+        self.breaker_open = gauge("breaker_open", "1 while a tier is not asked because it fails.", "tier")
+        self.hit_ratio = gauge(
+            "recent_hit_ratio", f"Hit tokens over asked tokens of the last {_WINDOW} lookups."
+        )
+        # trouble
+        self.evictions = counter("evictions", "Chunks that left a tier to make room.", "tier", "cause")
+        self.tier_failures = counter("tier_failures", "Objects that did not work.", "tier", "op", "reason")
+        self.verify_failures = counter(
+            "verify_failures", "Chunks whose raw blocks in the engine differ from those saved."
+        )
+        self.verified = counter("verified", "Chunks whose raw blocks in the engine were compared.")
+        self.build = gauge("build_info", "1; the version in the label.", "version")
+        self.build.labels(__version__).set(1)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW)
+        self._recent_asked = 0
+        self._recent_hit = 0
+
+    def settle(self, asked: int, hits: dict[str, int], missed: dict[str, int]) -> None:
+        """Account for one lookup. Every token asked is hit in one tier or missed for one reason."""
+        hit = sum(hits.values())
+        assert asked == hit + sum(missed.values()), "a token was neither hit nor missed"
+        self.lookups.inc()
+        self.asked_tokens.inc(asked)
+        for tier, tokens in hits.items():
+            self.hit_tokens.labels(tier).inc(tokens)
+        for reason, tokens in missed.items():
+            self.missed_tokens.labels(reason).inc(tokens)
+        if len(self._recent) == _WINDOW:
+            old_asked, old_hit = self._recent[0]
+            self._recent_asked -= old_asked
+            self._recent_hit -= old_hit
+        self._recent.append((asked, hit))
+        self._recent_asked += asked
+        self._recent_hit += hit
+        self.hit_ratio.set(self._recent_hit / self._recent_asked if self._recent_asked else 0)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The current value of a sample, 0 if it never moved. Names are as in the exposition."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)

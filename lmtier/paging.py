@@ -1,0 +1,546 @@
+"""Engine blocks ◄► extents on CPU: gather and scatter at memcpy speed, and conversion between known packings.
+
+Three ways through the same memory, and no fourth:
+
+    rows      blocks of many layers are rows of one flat memory: one numpy call an object    the rule
+    strided   K and V in allocations of their own, or odd strides: a copy a run of blocks    the rest
+    raw       addresses and strides only: fingerprints and the canary                        the witness
+
+The witness shares nothing with the other two but the check of block ids, so that neither can hide the
+other's misreading. Nothing here allocates payload-sized memory; all copies are made outside the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from math import gcd, lcm
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lmtier.errors import LayoutError
+from lmtier.layout import Array, Layout, Shard
+
+if TYPE_CHECKING:
+    from lmtier.workers import Crew
+
+Planes: TypeAlias = "Any | tuple[Any, Any]"
+"""One layer's memory: a tensor [blocks, heads, N, C] in the declared packing, or K and V [.., N, D]."""
+
+Buffer: TypeAlias = "memoryview | bytes | bytearray | Array"
+Ids: TypeAlias = npt.NDArray[np.intp]
+_Span: TypeAlias = "tuple[_Rows | _Layer, int, int]"
+
+_SMALLEST_ROW = 64  # bytes; below this the row numbers weigh as much as the rows
+_SHARED_BYTES = 1 << 20  # below this a second thread costs more than it copies
+
+_TORCH_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+    "torch.float8_e5m2": "fp8_e5m2",
+    "torch.int8": "int8",
+    "torch.uint8": "u8",
+    "float32": "fp32",
+    "float16": "fp16",
+}
+
+
+class PagedKV:
+    """The KV memory of one rank, as the engine declares it. Layers are numbered as in the whole model.
+
+    A payload is the whole object's, also where one layer is moved; it may be longer than the object
+    (extents are whole pages). `block_ids` are the chunk's `layout.blocks` engine blocks, in token order.
+    """
+
+    def __init__(
+        self, layout: Layout, shard: Shard, tensors: Sequence[Planes], crew: Crew | None = None
+    ) -> None:
+        self.layout, self.shard = layout, shard
+        self.nbytes = layout.nbytes(shard)
+        numbers = range(shard.first_layer, shard.end_layer)
+        if len(tensors) != len(numbers):
+            raise LayoutError(f"shard {shard} has {len(numbers)} layers, got tensors for {len(tensors)}")
+        given = [tuple(t) if isinstance(t, (tuple, list)) else (t,) for t in tensors]
+        self._layers = [_Layer(layout, shard, number, t) for number, t in zip(numbers, given, strict=True)]
+        self.blocks = self._layers[0].blocks
+        for layer in self._layers:
+            if layer.blocks != self.blocks:
+                raise LayoutError(
+                    f"layer {layer.number}: expected {self.blocks} blocks as in layer {numbers[0]}, "
+                    f"got {layer.blocks}"
+                )
+        self._groups = _grouped(self._layers)
+        self._raw = [[_Raw(tensor) for tensor in t] for t in given]
+        self._crew = crew if self.nbytes >= _SHARED_BYTES and len(numbers) > 1 else None
+        self._whole = self._spans(*self._range(None))
+        middle = (shard.first_layer + shard.end_layer) // 2
+        self._halves = self._spans(shard.first_layer, middle), self._spans(middle, shard.end_layer)
+        self.raw_tag = self._tag()
+
+    @classmethod
+    def dense(
+        cls, layout: Layout, shard: Shard, tensors: Sequence[Planes], crew: Crew | None = None
+    ) -> PagedKV:
+        """Caches without pages: tensors [heads, S, D] or [1, heads, S, D], seen as blocks 0, 1, 2, …
+
+        Views only. Tokens after the last whole block are out of reach.
+        """
+        size = layout.block_tokens
+
+        def paged(tensor: Any) -> Any:
+            row = tensor[0] if tensor.ndim == 4 and tensor.shape[0] == 1 else tensor
+            if row.ndim != 3:
+                raise LayoutError(
+                    f"a dense cache is [heads, S, D] or [1, heads, S, D], got {list(tensor.shape)}"
+                )
+            heads, tokens, width = row.shape
+            whole = tokens // size
+            return row[:, : whole * size].reshape(heads, whole, size, width).swapaxes(0, 1)
+
+        return cls(
+            layout,
+            shard,
+            [tuple(map(paged, t)) if isinstance(t, (tuple, list)) else paged(t) for t in tensors],
+            crew,
+        )
+
+    def __repr__(self) -> str:
+        ways = ", ".join(map(str, self._groups[:4])) + (", …" if len(self._groups) > 4 else "")
+        return f"<PagedKV {self.shard} {self.blocks} blocks: {ways}>"
+
+    # ---- to and from a payload
+
+    def gather(self, layer: int | None, block_ids: Any, out: Buffer) -> None:
+        """Copy the chunk in `block_ids` to its place in `out`: one layer, or (None) all of them."""
+        ids, payload = self._ids(block_ids), self._payload(out, self.nbytes)
+
+        def move(spans: Iterable[_Span]) -> None:
+            for group, low, high in spans:
+                group.gather(low, high, ids, payload)
+
+        self._share(move, layer)
+
+    def scatter(self, layer: int | None, src: Buffer, block_ids: Any, first_block: int = 0) -> None:
+        """Copy `src` to the engine. The chunk's blocks before `first_block` are left alone."""
+        ids, payload = self._ids(block_ids, first_block), self._payload(src, self.nbytes)
+
+        def move(spans: Iterable[_Span]) -> None:
+            for group, low, high in spans:
+                group.scatter(low, high, payload, ids, first_block)
+
+        self._share(move, layer)
+
+    def convert(
+        self,
+        layer: int | None,
+        src: Buffer,
+        stored: Layout,
+        held: Shard,
+        block_ids: Any,
+        *,
+        part: Shard | None = None,
+        first_block: int = 0,
+    ) -> None:
+        """Scatter an object of another layout or shard: what `held` and this rank have in common.
+
+        `part` narrows it to one cell of `layout.cover`. Layers outside of it are left alone.
+        """
+        if part is None and stored == self.layout and held == self.shard:
+            return self.scatter(layer, src, block_ids, first_block)
+        if not self.layout.reads(stored):
+            raise LayoutError(f"an object stored as {_short(stored)} cannot be read as {_short(self.layout)}")
+        common = held.overlap(self.shard)
+        if common is not None and part is not None:
+            common = common.overlap(part)
+        if common is None:
+            raise LayoutError(f"object {held} holds nothing of {part or self.shard} for {self.shard}")
+        low, high = self._range(layer)
+        ids = self._ids(block_ids, first_block)
+        payload = self._payload(src, stored.nbytes(held))
+        for number in range(max(low, common.first_layer), min(high, common.end_layer)):
+            at = stored.offsets(held)[number - held.first_layer]
+            raw = payload[at : at + stored.layer_bytes(number, held)]
+            raw = raw.reshape(stored.blocks, stored.heads(number, held), -1)
+            unit = stored.layers[number].heads // stored.head_units
+            theirs = slice((common[2] - held[2]) * unit, (common[3] - held[2]) * unit)
+            ours = slice((common[2] - self.shard[2]) * unit, (common[3] - self.shard[2]) * unit)
+            self._layers[number - self.shard.first_layer].convert(
+                stored, raw[:, theirs], ours, ids, first_block
+            )
+        return None
+
+    # ---- the witness
+
+    def raw_fingerprint(self, block_ids: Any, layer: int | None = None) -> bytes:
+        """xxh3-64 of these blocks' bytes in the engine's memory, in memory order.
+
+        The whole object's is the hash of its layers', so a layerwise save can take it layer by layer.
+        """
+        low, high = self._range(layer)
+        each = []
+        for tensors in self._raw[low - self.shard.first_layer : high - self.shard.first_layer]:
+            digest = xxhash.xxh3_64()
+            for piece in self._pieces(tensors, block_ids):
+                digest.update(piece)
+            each.append(digest.digest())
+        return each[0] if layer is not None else self.fold(each)
+
+    @staticmethod
+    def fold(layers: Sequence[bytes]) -> bytes:
+        """The fingerprint of an object from those of its layers, in order."""
+        return xxhash.xxh3_64_digest(b"".join(layers))
+
+    def raw_blocks(self, block_ids: Any) -> bytes:
+        """The bytes of any blocks, all layers, in memory order."""
+        return b"".join(piece for tensors in self._raw for piece in self._pieces(tensors, block_ids))
+
+    def write_raw(self, block_ids: Any, data: bytes) -> None:
+        """The inverse of `raw_blocks`."""
+        pieces = [piece for tensors in self._raw for piece in self._pieces(tensors, block_ids)]
+        if sum(map(len, pieces)) != len(data):
+            raise LayoutError(f"these blocks hold {sum(map(len, pieces))} bytes, got {len(data)}")
+        at = 0
+        for piece in pieces:
+            piece[:] = data[at : at + len(piece)]
+            at += len(piece)
+
+    def _pieces(self, tensors: list[_Raw], block_ids: Any) -> Iterator[memoryview]:
+        ids = self._checked(np.asarray(block_ids)).tolist()
+        return (piece for tensor in tensors for block in ids for piece in tensor.pieces(block))
+
+    def _tag(self) -> bytes:
+        """Which raw arrangement a fingerprint is of; fingerprints of different ones are not comparable."""
+        layout = self.layout
+        said = [layout.packing, layout.dtype, layout.block_tokens, layout.chunk_tokens, self.shard]
+        orders = [[raw.order for raw in tensors] for tensors in self._raw]
+        return xxhash.xxh3_64_digest(repr((said, orders)).encode())
+
+    # ---- arguments
+
+    def _ids(self, block_ids: Any, first_block: int = 0) -> Ids:
+        ids = np.asarray(block_ids)
+        if ids.shape != (self.layout.blocks,) or not 0 <= first_block <= self.layout.blocks:
+            raise LayoutError(
+                f"a chunk is {self.layout.blocks} blocks, got block ids of shape {list(ids.shape)} "
+                f"from block {first_block} on"
+            )
+        return self._checked(ids[first_block:])
+
+    def _checked(self, ids: Any) -> Ids:
+        # A wrong id must never reach take(mode="clip"), which would read another request's block.
+        # Sixteen ids: Python's min and max are faster than numpy's.
+        listed = ids.tolist()
+        if not listed:
+            return np.empty(0, np.intp)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise LayoutError(
+                f"block ids must be one row of integers, not {ids.ndim}-dimensional {ids.dtype}"
+            )
+        if min(listed) < 0 or max(listed) >= self.blocks:
+            wrong = next(block for block in listed if not 0 <= block < self.blocks)
+            raise LayoutError(f"block id {wrong} is outside of the engine's {self.blocks} blocks")
+        if len(set(listed)) != len(listed):
+            raise LayoutError(f"a block id occurs twice among {listed}")
+        return np.asarray(ids, np.intp)
+
+    @staticmethod
+    def _payload(buffer: Buffer, nbytes: int) -> Array:
+        payload: Array = np.frombuffer(buffer, np.uint8)
+        if len(payload) < nbytes:
+            raise LayoutError(f"the object takes {nbytes} bytes, the buffer has {len(payload)}")
+        return payload
+
+    def _range(self, layer: int | None) -> tuple[int, int]:
+        if layer is None:
+            return self.shard.first_layer, self.shard.end_layer
+        if not self.shard.first_layer <= layer < self.shard.end_layer:
+            raise LayoutError(f"layer {layer} is not in shard {self.shard}")
+        return layer, layer + 1
+
+    def _share(self, move: Callable[[Iterable[_Span]], None], layer: int | None) -> None:
+        if layer is not None:
+            move(self._spans(*self._range(layer)))
+        elif self._crew is None:
+            move(self._whole)
+        else:
+            self._crew.run([partial(move, half) for half in self._halves])
+
+    def _spans(self, low: int, high: int) -> list[_Span]:
+        """The groups that hold layers [low, high), each with its own part of them, counted from its first."""
+        cuts = ((group, max(low, group.first_layer), min(high, group.end_layer)) for group in self._groups)
+        return [(g, a - g.first_layer, b - g.first_layer) for g, a, b in cuts if a < b]
+
+
+class _Layer:
+    """One layer's tensors as numpy views, checked against the layout. Elements are unsigned integers."""
+
+    def __init__(self, layout: Layout, shard: Shard, number: int, tensors: tuple[Any, ...]) -> None:
+        self.layout, self.number = layout, number
+        _, k, v = layout.layers[number]
+        heads, size = layout.heads(number, shard), layout.block_tokens
+        if len(tensors) == 1:
+            shapes: list[list[Any]] = [[heads, size, k + v]]
+        elif len(tensors) == 2 and layout.packing in ("planes", "token"):
+            shapes = [[heads, size, k], [heads, size, v]]
+        else:
+            raise LayoutError(
+                f"layer {number}: {len(tensors)} tensors do not make packing {layout.packing!r}"
+            )
+        self.views = [_as_array(tensor, layout, number) for tensor in tensors]
+        for view, shape in zip(self.views, shapes, strict=True):
+            got = list(view.shape[1:])
+            if layout.is_opaque:
+                fits = got[:1] == [heads] and int(np.prod(got[1:])) * view.itemsize == k and view.ndim > 2
+                shape = [heads, f"… ({k} bytes)"]
+            else:
+                fits = got == shape
+            if not fits or len(view) != len(self.views[0]):
+                raise LayoutError(
+                    f"layer {number}: expected [blocks, {', '.join(map(str, shape))}], got {list(view.shape)}"
+                )
+        self.first_layer, self.end_layer, self.blocks = number, number + 1, len(self.views[0])
+        self.roots = [_root(tensor) for tensor in tensors]
+        self.at, self.end = layout.offsets(shard)[number - shard.first_layer :][:2]
+        self.outer = layout.blocks, heads, -1
+
+    def __str__(self) -> str:
+        return f"layer {self.number} strided"
+
+    def gather(self, low: int, high: int, ids: Ids, payload: Array) -> None:
+        for ours, theirs in self._pairs(payload, ids, 0):
+            np.copyto(theirs, ours)
+
+    def scatter(self, low: int, high: int, payload: Array, ids: Ids, first_block: int) -> None:
+        for ours, theirs in self._pairs(payload, ids, first_block):
+            np.copyto(ours, theirs)
+
+    def _pairs(self, payload: Array, ids: Ids, first_block: int) -> Iterator[tuple[Array, Array]]:
+        """Our memory and the payload's, a pair of views for each plane and run of consecutive blocks."""
+        cuts = self.cut(payload[self.at : self.end].reshape(self.outer))
+        edges = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
+        for view, cut in zip(self.views, cuts, strict=True):
+            for a, b in pairwise(edges):
+                if a < b:
+                    yield view[ids[a] : ids[a] + b - a], cut[first_block + a : first_block + b]
+
+    def cut(self, raw: Array) -> Sequence[Array]:
+        """Views onto raw head-blocks [B, H, bytes] of this layout that match `views`, one for one."""
+        if len(self.views) == 2:
+            return self.layout.split(raw, self.number)
+        (view,) = self.views
+        return [raw.view(view.dtype).reshape(*raw.shape[:2], *view.shape[2:])]
+
+    def planes(self) -> Sequence[Array]:
+        """Views [blocks, H, N, D] of K, and V if there is one, onto the engine's memory."""
+        if len(self.views) == 2:
+            return self.views
+        (view,) = self.views
+        if self.layout.packing == "latent":
+            return self.views
+        if self.layout.packing == "token":
+            k = self.layout.layers[self.number].k
+            return view[..., :k], view[..., k:]
+        blocks, heads, size, width = view.shape
+        if view.strides[2:] != (width * view.itemsize, view.itemsize):
+            raise LayoutError(
+                f"layer {self.number}: packing {self.layout.packing!r} needs each head's block in one piece"
+            )
+        flat = np.lib.stride_tricks.as_strided(
+            view, (blocks, heads, size * width), (*view.strides[:2], view.itemsize)
+        )
+        return self.layout.split(flat, self.number)
+
+    def convert(self, stored: Layout, raw: Array, heads: slice, ids: Ids, first_block: int) -> None:
+        """Put head-blocks `raw` [B, H, bytes] of layout `stored` into our `heads` of blocks `ids`."""
+        if (stored.packing, stored.block_tokens) == (self.layout.packing, self.layout.block_tokens):
+            for view, source in zip(self.views, self.cut(raw), strict=True):
+                view[:, heads][ids] = source[first_block:]
+            return
+        # Tokens move in groups of the common divisor of both block sizes; the two block grids repeat
+        # together every `period` tokens, so one strided copy takes the same group of every period.
+        n, m = self.layout.block_tokens, stored.block_tokens
+        group, period = gcd(n, m), lcm(n, m)
+        for view, source in zip(self.planes(), stored.split(raw, self.number), strict=True):
+            for token in range(0, period, group):
+                (block, slot), (there, place) = divmod(token, n), divmod(token, m)
+                skip = max(0, -(-(first_block - block) // (period // n)))
+                mine = ids[block + skip * (period // n) - first_block :: period // n]
+                found = source[there + skip * (period // m) :: period // m, :, place : place + group]
+                view[:, heads, slot : slot + group][mine] = found
+
+
+class _Rows:
+    """Consecutive layers whose blocks are rows of one flat memory: one numpy call moves them all.
+
+    Rows are void scalars, because numpy copies those by memmove, one a row number.
+    """
+
+    def __init__(self, layers: Sequence[_Layer], width: int) -> None:
+        self.first_layer, self.end_layer = layers[0].number, layers[-1].number + 1
+        self.at, self.size = layers[0].at, layers[0].end - layers[0].at
+        self.blocks = layers[0].layout.blocks
+        views = [view for layer in layers for view in layer.views]
+        base = min(views, key=_address)
+        low = _address(base)
+        high = max(_address(view) + _reach(view.shape, view.strides, view.itemsize) for view in views)
+        self.dtype = np.dtype(f"V{width}")
+        self.flat = np.lib.stride_tricks.as_strided(
+            base[(0,) * (base.ndim - 1)][:1].view(np.uint8), ((high - low) // width * width,), (1,)
+        ).view(self.dtype)
+        self.step = base.strides[0] // width
+        self.starts = np.stack([_row_numbers(layer, low, width) for layer in layers])[:, None, :]
+
+    def __str__(self) -> str:
+        return f"layers {self.first_layer}-{self.end_layer} in rows of {self.dtype.itemsize}"
+
+    def gather(self, low: int, high: int, ids: Ids, payload: Array) -> None:
+        out = payload[self.at + low * self.size : self.at + high * self.size].view(self.dtype)
+        self.flat.take(self._numbers(low, high, ids), None, out, "clip")
+
+    def scatter(self, low: int, high: int, payload: Array, ids: Ids, first_block: int) -> None:
+        src = payload[self.at + low * self.size : self.at + high * self.size].view(self.dtype)
+        if first_block:
+            src = src.reshape(high - low, self.blocks, -1)[:, first_block:].reshape(-1)
+        self.flat[self._numbers(low, high, ids)] = src
+
+    def _numbers(self, low: int, high: int, ids: Ids) -> Ids:
+        """Row numbers in payload order: layers, blocks, rows of a block."""
+        rows: Ids = (self.starts[low:high] + (ids * self.step)[:, None]).reshape(-1)
+        return rows
+
+
+class _Raw:
+    """One tensor as addresses: the witness of what gather and scatter do."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor  # keeps the memory alive
+        if isinstance(tensor, np.ndarray):
+            address, item, strides = tensor.ctypes.data, tensor.itemsize, tensor.strides
+        else:
+            address, item = tensor.data_ptr(), tensor.element_size()
+            strides = tuple(stride * item for stride in tensor.stride())
+        shape = tuple(tensor.shape)
+        memory = (ctypes.c_uint8 * _reach(shape, strides, item)).from_address(address)
+        self.memory = memoryview(memory).cast("B")
+        self.step = strides[0]
+        axes = sorted((-strides[axis], axis) for axis in range(1, len(shape)) if shape[axis] > 1)
+        self.order = item, [(axis, shape[axis]) for _, axis in axes]
+        self.length = item
+        while axes and -axes[-1][0] == self.length:
+            self.length *= shape[axes.pop()[1]]
+        self.starts = [0]
+        for stride, axis in axes:
+            self.starts = [at - stride * i for at in self.starts for i in range(shape[axis])]
+
+    def pieces(self, block: int) -> Iterator[memoryview]:
+        for start in self.starts:
+            at = block * self.step + start
+            yield self.memory[at : at + self.length]
+
+
+def _grouped(layers: Sequence[_Layer]) -> list[_Rows | _Layer]:
+    """The fewest calls: layers of one shape in one allocation move together, where rows allow it."""
+    groups: list[_Rows | _Layer] = []
+    for _, run in groupby(
+        layers, key=lambda layer: (layer.roots, [(v.shape, v.strides) for v in layer.views])
+    ):
+        alike = list(run)
+        parts = [alike] if _row_width(alike) >= _SMALLEST_ROW else [[layer] for layer in alike]
+        for part in parts:
+            width = _row_width(part)
+            groups.append(_Rows(part, width) if width >= _SMALLEST_ROW else part[0])
+    return groups
+
+
+def _row_width(layers: Sequence[_Layer]) -> int:
+    """The largest size such that all these layers' blocks are rows of it, in payload order; 0 if none."""
+    roots = {root for layer in layers for root in layer.roots}
+    steps = {view.strides[0] for layer in layers for view in layer.views}
+    if len(roots) > 1 or len(steps) > 1:
+        return 0
+    low = min(_address(view) for layer in layers for view in layer.views)
+    width = steps.pop()
+    for layer in layers:
+        for size, starts in _runs(layer):
+            width = gcd(width, size, int(np.gcd.reduce(starts - low, axis=None)))
+    return width
+
+
+def _runs(layer: _Layer) -> list[tuple[int, npt.NDArray[np.intp]]]:
+    """For each tensor: the bytes that lie together in memory and in the payload, and block 0's addresses.
+
+    Addresses are [outer, inner]: the planes of a payload take turns after `outer` runs.
+    """
+    turns = 1 if len(layer.views) == 1 else {"planes": 2, "token": 3}[layer.layout.packing]
+    found = []
+    for view in layer.views:
+        size, end = view.itemsize, view.ndim
+        while end > turns and (view.shape[end - 1] == 1 or view.strides[end - 1] == size):
+            end -= 1
+            size *= view.shape[end]
+        starts = np.full(1, _address(view), np.intp)
+        for axis in range(1, end):
+            starts = (starts[:, None] + np.arange(view.shape[axis]) * view.strides[axis]).reshape(-1)
+        found.append((size, starts.reshape(int(np.prod(view.shape[1:turns])), -1)))
+    return found
+
+
+def _row_numbers(layer: _Layer, low: int, width: int) -> Ids:
+    """The rows of block 0, in payload order."""
+    planes = [
+        (((starts - low) // width)[..., None] + np.arange(size // width)).reshape(len(starts), -1)
+        for size, starts in _runs(layer)
+    ]
+    return np.concatenate(planes, axis=1).reshape(-1).astype(np.intp, copy=False)
+
+
+def _as_array(tensor: Any, layout: Layout, number: int) -> Array:
+    """A torch CPU tensor or numpy array as a writable numpy view of unsigned integers."""
+    if isinstance(tensor, np.ndarray):
+        array: Array = tensor
+        kind, dtype = array.dtype.kind, str(array.dtype)
+    else:
+        import torch
+
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+            where = getattr(tensor, "device", type(tensor).__name__)
+            raise LayoutError(f"layer {number}: expected a CPU tensor or a numpy array, got {where}")
+        kind, dtype = ("f" if tensor.is_floating_point() else "i"), str(tensor.dtype)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        array = tensor.detach().view(bits).numpy()
+    # Integers of the right size are taken as raw bits: numpy has no bf16, and engines keep fp8 in uint8.
+    fits = _TORCH_DTYPES.get(dtype) == layout.dtype or (kind in "iu" and array.itemsize == layout.itemsize)
+    if not fits and not layout.is_opaque:
+        raise LayoutError(f"layer {number}: expected dtype {layout.dtype}, got {dtype}")
+    if not array.size or min(array.strides) < 0 or not array.flags.writeable:
+        raise LayoutError(f"layer {number}: the tensor is empty, reversed or read-only: {list(array.shape)}")
+    return array.view(f"u{array.itemsize}")
+
+
+def _root(tensor: Any) -> int:
+    """The address of the allocation a tensor lives in."""
+    if not isinstance(tensor, np.ndarray):
+        return int(tensor.untyped_storage().data_ptr())
+    while isinstance(tensor.base, np.ndarray):
+        tensor = tensor.base
+    return int(tensor.ctypes.data)
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int], item: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    return item + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+
+
+def _short(layout: Layout) -> str:
+    return f"{layout.packing} {layout.dtype}, {len(layout.layers)} layers, blocks of {layout.block_tokens}"

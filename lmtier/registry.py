@@ -1,0 +1,66 @@
+"""URL scheme to tier class, imported on first use, so that no optional dependency is ever required."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from lmtier.config import TierSpec, parse_seconds, parse_size, suggest
+from lmtier.errors import ConfigError, TierError
+from lmtier.tier import Tier
+
+BUILTIN = {
+    "disk": "lmtier_backends.disk:DiskTier",
+    "null": "lmtier_backends.null:NullTier",
+}
+GROUP = "lmtier.tiers"
+
+
+def load_tier(scheme: str) -> type[Tier]:
+    """The class behind `scheme://`: built-in first, then the entry points of group lmtier.tiers."""
+    target = BUILTIN.get(scheme)
+    if target is None:
+        for point in entry_points(group=GROUP, name=scheme):
+            target = point.value
+    if target is None:
+        known = {*BUILTIN, "cpu", *(point.name for point in entry_points(group=GROUP))}
+        raise ConfigError(f"unknown tier {scheme}://{suggest(scheme, known)}")
+    module, _, attribute = target.partition(":")
+    try:
+        cls = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise TierError(f"tier {scheme}:// needs a package that is not installed: {error}") from None
+    if not (isinstance(cls, type) and issubclass(cls, Tier)):
+        raise ConfigError(f"tier {scheme}://: {target} is not a subclass of lmtier.tier.Tier")
+    return cls
+
+
+def open_tier(spec: TierSpec) -> Tier:
+    """Open the tier that a URL names. Its options are its constructor's keyword-only parameters."""
+    cls = load_tier(spec.scheme)
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    hints = typing.get_type_hints(cls.__init__)
+    options = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    values: dict[str, object] = {}
+    for name, text in spec.options.items():
+        if name not in options:
+            known = options | {"capacity", "write", "policy"}
+            raise ConfigError(f"tier {spec.url!r}: unknown option {name!r}{suggest(name, known)}")
+        try:
+            values[name] = _READERS[hints[name]](text)
+        except (ValueError, KeyError, ConfigError):
+            wanted = getattr(hints[name], "__name__", hints[name])
+            raise ConfigError(f"tier {spec.url!r}: {name}={text!r} is not of type {wanted}") from None
+    factory: Callable[..., Tier] = cls
+    return factory(spec.location, **values)
+
+
+_READERS: dict[object, Callable[[str], object]] = {
+    str: str,
+    int: parse_size,
+    float: parse_seconds,
+    bool: lambda text: {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text],
+}

@@ -1,0 +1,148 @@
+"""One big buffer, taken at start, and its extents: allocate, free, view. No keys, no policy.
+
+Extents are whole pages. Best fit over free ranges that are merged with their neighbours at once, so
+memory that was cut for one layout serves another later. Every operation costs O(log of the number
+of distinct free sizes), and a cache of equal objects has one or two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lmtier.codec import PAGE, padded
+from lmtier.errors import MisuseError
+
+log = logging.getLogger("lmtier")
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_PREFAULT_STEP = 64 << 20
+
+
+class Slab:
+    def __init__(self, capacity: int, *, hugepages: bool = False) -> None:
+        self.capacity = capacity // PAGE * PAGE
+        if self.capacity <= 0:
+            raise MisuseError(f"a slab of {capacity} bytes holds no page of {PAGE}")
+        self._memory = mmap.mmap(-1, self.capacity)
+        if hugepages:
+            self._memory.madvise(_MADV_HUGEPAGE)
+        self._view = memoryview(self._memory)
+        self.used = 0
+        self._taken: dict[int, int] = {}  # offset -> size
+        self._free: dict[int, int] = {}  # offset -> size
+        self._ends: dict[int, int] = {}  # end -> offset, of the free ranges
+        self._by_size: dict[int, dict[int, None]] = {}  # size -> offsets, oldest first
+        self._sizes: list[int] = []  # the keys of _by_size, sorted
+        self._add_free(0, self.capacity)
+
+    def __repr__(self) -> str:
+        return f"<Slab used {self.used} of {self.capacity}, {len(self._taken)} extents>"
+
+    def allocate(self, sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """Offsets of extents for all `sizes` (rounded up to pages), or None and nothing changed."""
+        taken: list[int] = []
+        for size in sizes:
+            offset = self._take(padded(size))
+            if offset is None:
+                for done in taken:
+                    self.free(done)
+                return None
+            taken.append(offset)
+        return tuple(taken)
+
+    def free(self, offset: int) -> None:
+        size = self._taken.pop(offset, None)
+        if size is None:
+            raise MisuseError(f"extent at {offset} is not allocated: freed twice?")
+        self.used -= size
+        end = offset + size
+        if (before := self._ends.get(offset)) is not None:
+            size += self._drop_free(before)
+            offset = before
+        if end in self._free:
+            size += self._drop_free(end)
+        self._add_free(offset, size)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self._view[offset : offset + nbytes]
+
+    def clear_padding(self, offset: int, nbytes: int) -> None:
+        """Zero what lies between the payload and the end of its last page: it goes to disk with it."""
+        self._view[offset + nbytes : offset + padded(nbytes)] = bytes(padded(nbytes) - nbytes)
+
+    def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Touch every page, so that no copy pays for a page fault (four times the cost). Takes seconds.
+
+        Safe beside readers and writers: populating a page does not change it. Where the kernel is
+        older than that call, pages are faulted by their first use instead, and a line says so.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)  # a plain mmap.madvise would hold the GIL
+        base = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
+        for at in range(0, self.capacity, _PREFAULT_STEP):
+            if stopped():
+                return
+            size = min(_PREFAULT_STEP, self.capacity - at)
+            if libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                error = ctypes.get_errno()
+                log.warning("slab is not prefaulted (errno %d): first writes will be slower", error)
+                return
+
+    def check(self) -> None:
+        """Prove that free and taken ranges tile the buffer, and that all books agree."""
+        ranges = sorted([*self._taken.items(), *self._free.items()])
+        at = 0
+        for offset, size in ranges:
+            assert offset == at, f"gap or overlap at {at}: next range begins at {offset}"
+            assert size > 0, f"empty range at {offset}"
+            assert size % PAGE == 0, f"range at {offset} is not whole pages"
+            at = offset + size
+        assert at == self.capacity, f"ranges end at {at}, capacity is {self.capacity}"
+        assert self.used == sum(self._taken.values()), "used is wrong"
+        assert self._ends == {offset + size: offset for offset, size in self._free.items()}, "ends"
+        assert not self._ends.keys() & self._free.keys(), "free neighbours were not merged"
+        assert self._sizes == sorted(self._by_size), "sizes are not sorted"
+        sizes = {size: set(offsets) for size, offsets in self._by_size.items()}
+        for offset, size in self._free.items():
+            sizes[size].remove(offset)
+        assert not any(sizes.values()), "a size list holds a range that is not free"
+
+    def _take(self, size: int) -> int | None:
+        if not size:
+            raise MisuseError("an extent of no bytes")
+        at = bisect.bisect_left(self._sizes, size)
+        if at == len(self._sizes):
+            return None
+        have = self._sizes[at]
+        offset = next(iter(self._by_size[have]))
+        self._drop_free(offset)
+        if have > size:
+            self._add_free(offset + size, have - size)
+        self._taken[offset] = size
+        self.used += size
+        return offset
+
+    def _add_free(self, offset: int, size: int) -> None:
+        self._free[offset] = size
+        self._ends[offset + size] = offset
+        offsets = self._by_size.get(size)
+        if offsets is None:
+            offsets = self._by_size[size] = {}
+            bisect.insort(self._sizes, size)
+        offsets[offset] = None
+
+    def _drop_free(self, offset: int) -> int:
+        size = self._free.pop(offset)
+        del self._ends[offset + size]
+        offsets = self._by_size[size]
+        del offsets[offset]
+        if not offsets:
+            del self._by_size[size]
+            del self._sizes[bisect.bisect_left(self._sizes, size)]
+        return size
