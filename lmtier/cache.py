@@ -421,8 +421,8 @@ class Cache:
 
     # ---- save: reserve, commit, abort
 
-    def reserve(self, keys: Sequence[bytes], form: Form) -> Reservation:
-        """Extents for those chunks of `keys` that no tier holds and nobody is filling.
+    def reserve(self, keys: Sequence[bytes], form: Form, *, first: int = 0) -> Reservation:
+        """Extents for those chunks of `keys`, from number `first` on, that no tier holds or is getting.
 
         All or nothing per chunk, and in order: when room ends, what was reserved is a usable prefix
         and the rest is dropped and counted. Reserving makes nothing visible: `commit` does.
@@ -436,7 +436,7 @@ class Cache:
         for number, key in enumerate(keys):
             entry = self.index.get(key)
             if entry is None:
-                if any(below.keeps(key) for below in self.below):
+                if number < first or any(below.keeps(key) for below in self.below):
                     known += not new
                     continue
                 offsets = self._allocate(form, parent)
@@ -595,11 +595,18 @@ class Cache:
         """Forget everything that is not leased; with `force` also that. Later releases are harmless."""
         for entry in self.index.entries():
             if not entry.leases or force:
-                self._evict_now(entry)
+                self._take_out(entry)
         for below in self.below:
             below.clear(force=force)
 
-    def _evict_now(self, entry: Entry) -> None:
+    def discard(self, entry: Entry) -> None:
+        """Delete a chunk everywhere, because its content is not to be believed. Leases on it stay."""
+        if entry.state is not State.GONE:
+            self._take_out(entry)
+        for below in self.below:
+            below.discard(entry.key)
+
+    def _take_out(self, entry: Entry) -> None:
         if self.index.remove(entry):
             self._free(entry)
 

@@ -37,7 +37,7 @@ Ids: TypeAlias = npt.NDArray[np.intp]
 _Span: TypeAlias = "tuple[_Rows | _Layer, int, int]"
 
 _SMALLEST_ROW = 64  # bytes; below this the row numbers weigh as much as the rows
-_SHARED_BYTES = 1 << 20  # below this a second thread costs more than it copies
+_SHARED_BYTES = 4 << 20  # below this a second thread costs more than it copies
 
 _TORCH_DTYPES = {
     "torch.float32": "fp32",
@@ -402,17 +402,16 @@ class _Rows:
 
     def gather(self, low: int, high: int, ids: Ids, payload: Array) -> None:
         out = payload[self.at + low * self.size : self.at + high * self.size].view(self.dtype)
-        self.flat.take(self._numbers(low, high, ids), None, out, "clip")
+        self.flat.take(self._numbers(low, high, ids).reshape(-1), None, out, "clip")
 
     def scatter(self, low: int, high: int, payload: Array, ids: Ids, first_block: int) -> None:
         src = payload[self.at + low * self.size : self.at + high * self.size].view(self.dtype)
-        if first_block:
-            src = src.reshape(high - low, self.blocks, -1)[:, first_block:].reshape(-1)
-        self.flat[self._numbers(low, high, ids)] = src
+        blocks = src.reshape(high - low, self.blocks, -1)
+        self.flat[self._numbers(low, high, ids)] = blocks[:, first_block:]
 
     def _numbers(self, low: int, high: int, ids: Ids) -> Ids:
-        """Row numbers in payload order: layers, blocks, rows of a block."""
-        rows: Ids = (self.starts[low:high] + (ids * self.step)[:, None]).reshape(-1)
+        """Row numbers [layers, blocks, rows of a block], in payload order."""
+        rows: Ids = self.starts[low:high] + (ids * self.step)[:, None]
         return rows
 
 

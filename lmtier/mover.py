@@ -1,0 +1,325 @@
+"""Per-layer save and load between an engine's KV memory and the extents of a cache.
+
+A mover belongs to one rank. It never looks anything up: a match or a reservation says which extents,
+the engine says which blocks. Before it serves, a canary proves that save followed by load returns the
+engine's own bytes; afterwards, fingerprints of the raw blocks, taken by a code path that shares nothing
+with the copies, are kept with the chunks and compared after a load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from lmtier.cache import Cache, Match, Reservation
+from lmtier.codec import NO_FINGERPRINT
+from lmtier.errors import CanaryError, LayoutError, MisuseError
+from lmtier.index import Entry
+from lmtier.keys import Extra, Identity, KeyChain, check_skip, seed
+from lmtier.layout import Shard, cover, form_of, padded
+from lmtier.paging import PagedKV
+
+log = logging.getLogger("lmtier")
+
+_SAMPLE = 16  # verify=sample compares the chunks whose key is 0 modulo this
+
+
+class Mover:
+    """Moves KV between one rank's engine blocks and a cache in the same process.
+
+    `ranks` lists the shards that the ranks of this engine store, this one's among them; by default
+    this rank holds all. `spare_blocks` are engine blocks that nobody uses yet: the canary runs on them
+    at once. Without them, call `prove` before the first real copy, which is refused otherwise.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        kv: PagedKV,
+        identity: Identity,
+        *,
+        ranks: Sequence[Shard] | None = None,
+        spare_blocks: Sequence[int] | None = None,
+    ) -> None:
+        if kv.layout.chunk_tokens != cache.chunk_tokens:
+            raise LayoutError(
+                f"the layout has chunk_tokens={kv.layout.chunk_tokens}, the cache {cache.chunk_tokens}"
+            )
+        self.cache = cache
+        self.kv = kv
+        self.identity = identity
+        self.form = form_of(kv.layout, ranks or (kv.shard,))
+        self.number = self.form.shards.index(kv.shard)
+        self._proven = False
+        if spare_blocks is not None:
+            self.prove(spare_blocks)
+
+    def chain(self, tokens: Any, *, lora: str = "", salt: str = "", extras: Sequence[Extra] = ()) -> KeyChain:
+        """The keys of a request; `extend` it as the request grows. Opaque packings never share keys."""
+        packing = self.kv.layout.packing
+        identity = self.identity
+        if self.kv.layout.is_opaque:
+            salt = f"{salt}\0packing={packing},{self.kv.layout.block_tokens}"
+        start = seed(identity, self.cache.chunk_tokens, lora=lora, salt=salt)
+        return KeyChain(start, self.cache.chunk_tokens, tokens, extras)
+
+    def match(self, chain: KeyChain, *, deadline: float | None = None) -> Match:
+        """The longest stored prefix, brought into the slab; it leaves at least one token to compute."""
+        whole = max(0, chain.tokens - 1) // chain.chunk_tokens
+        keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
+        match = self.cache.match(keys, self.form, tokens=chain.tokens, deadline=deadline)
+        return self.cache.wait(match)
+
+    def load(self, match: Match, block_ids: Sequence[int], *, computed_tokens: int = 0) -> Load:
+        """Begin loading a match into the request's blocks; slots of `computed_tokens` are left alone."""
+        self._need_proof()
+        return Load(self, match, block_ids, computed_tokens)
+
+    def save(self, chain: KeyChain, block_ids: Sequence[int], *, skip_leading_tokens: int = 0) -> Save:
+        """Begin saving the full chunks of `chain` that are not stored yet.
+
+        Blocks of the first `skip_leading_tokens` are not read, whatever is stored.
+        """
+        self._need_proof()
+        return Save(self, chain, block_ids, skip_leading_tokens)
+
+    def sampled(self, key: bytes) -> bool:
+        """Whether this chunk carries a fingerprint; decided by its key, so that both sides agree."""
+        verify = self.cache.config.verify
+        return verify == "always" or (verify == "sample" and key[-1] % _SAMPLE == 0)
+
+    def blocks_of(self, block_ids: Sequence[int], chunk: int) -> Sequence[int]:
+        per_chunk = self.kv.layout.blocks
+        ids = block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
+        if len(ids) != per_chunk:
+            raise LayoutError(
+                f"chunk {chunk} needs blocks {chunk * per_chunk} to {(chunk + 1) * per_chunk} of the "
+                f"request, which has {len(block_ids)}"
+            )
+        return ids
+
+    def prove(self, spare_blocks: Sequence[int], *, block_bytes: int | None = None) -> None:
+        """The canary: random bytes through save and load, layer by layer and whole, compared raw.
+
+        Half of `spare_blocks` are source and target, the rest guards that must not change.
+        `block_bytes` is what the engine says one block takes over all layers of this rank: a tensor
+        that shows only part of a block would otherwise go unnoticed. Contents are restored.
+        """
+        kv, per_chunk = self.kv, self.kv.layout.blocks
+        spare = list(spare_blocks)
+        if len(set(spare)) != len(spare) or len(spare) < 2 * per_chunk:
+            raise CanaryError(
+                f"the canary needs {2 * per_chunk} different spare blocks, got {len(set(spare))}"
+            )
+        source, target, guards = spare[:per_chunk], spare[per_chunk : 2 * per_chunk], spare[2 * per_chunk :]
+        before = kv.raw_blocks(spare)
+        if block_bytes is not None and len(before) != block_bytes * len(spare):
+            raise CanaryError(
+                f"the engine says a block takes {block_bytes} bytes over all layers, the tensors show "
+                f"{len(before) // len(spare)}: part of the KV would be lost"
+            )
+        offsets = self.cache.slab.allocate([kv.nbytes])
+        if offsets is None:
+            raise CanaryError(f"the cpu tier has no room for one object of {kv.nbytes} bytes")
+        extent = self.cache.slab.view(offsets[0], kv.nbytes)
+        layers = range(kv.shard.first_layer, kv.shard.end_layer)
+        try:
+            for way, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
+                kv.write_raw(spare, os.urandom(len(before)))
+                wanted, untouched = kv.raw_blocks(source), kv.raw_blocks(guards)
+                for step in steps:
+                    kv.gather(step, source, extent)
+                for step in steps:
+                    kv.scatter(step, extent, target)
+                if kv.raw_blocks(target) != wanted:
+                    raise CanaryError(
+                        f"canary ({way}): loading what was saved does not return the engine's bytes; "
+                        f"the declared layout does not fit {kv!r}"
+                    )
+                if kv.raw_blocks(source) != wanted or kv.raw_blocks(guards) != untouched:
+                    raise CanaryError(f"canary ({way}): blocks that nobody asked for were changed")
+        finally:
+            kv.write_raw(spare, before)
+            self.cache.slab.free(offsets[0])
+        self._proven = True
+
+    def _need_proof(self) -> None:
+        if not self._proven:
+            raise MisuseError(
+                "the canary has not run on this engine's tensors; pass spare_blocks=… or call prove(…) "
+                "with blocks that no request uses"
+            )
+
+
+class Load:
+    """One match on its way into engine blocks. Call `layer` for each, or `all`; then `finish`.
+
+    As a context manager it finishes by itself and ends the match's leases.
+    """
+
+    def __init__(self, mover: Mover, match: Match, block_ids: Sequence[int], computed_tokens: int) -> None:
+        if not match.ready:
+            raise MisuseError("load of a match that is not ready: wait for it")
+        kv, size = mover.kv, mover.cache.chunk_tokens
+        if computed_tokens % kv.layout.block_tokens:
+            raise LayoutError(
+                f"computed_tokens={computed_tokens} is not whole blocks of {kv.layout.block_tokens}"
+            )
+        self._mover = mover
+        self._match = match
+        self.tokens = match.chunks * size
+        """The prompt's leading tokens whose KV is in the engine when this is finished."""
+        first, inside = divmod(computed_tokens, size)
+        done_blocks = {first: inside // kv.layout.block_tokens}
+        self._finished = False
+        self._chunks = [
+            (chunk, entry, mover.blocks_of(block_ids, chunk), done_blocks.get(chunk, 0))
+            for chunk, entry in enumerate(match.run[first:], start=first)
+        ]
+
+    def layer(self, layer: int) -> None:
+        """Load one layer of every chunk. Ready for the engine's attention when this returns."""
+        for _, entry, ids, first_block in self._chunks:
+            self._copy(layer, entry, ids, first_block)
+
+    def all(self) -> None:
+        for _, entry, ids, first_block in self._chunks:
+            self._copy(None, entry, ids, first_block)
+
+    def _copy(self, layer: int | None, entry: Entry, ids: Sequence[int], first_block: int) -> None:
+        kv, view = self._mover.kv, self._mover.cache.slab.view
+        form = entry.form
+        if form is self._mover.form:
+            offset = entry.offsets[self._mover.number]
+            kv.scatter(layer, view(offset, kv.nbytes), ids, first_block)
+            return
+        assert form.layout is not None  # known since the chunk's header was read
+        for held, part in cover(kv.shard, form.shards) or ():
+            if layer is None or part.first_layer <= layer < part.end_layer:
+                n = form.shards.index(held)
+                payload = view(entry.offsets[n], padded(form.sizes[n]))
+                kv.convert(layer, payload, form.layout, held, ids, part=part, first_block=first_block)
+
+    def finish(self) -> int:
+        """Compare fingerprints, as `verify` says. The number of leading tokens to be believed.
+
+        Fewer than `tokens` means that a chunk did not arrive as it had been saved: it is deleted, and
+        the engine must compute from there, also if it has used some layers already.
+        """
+        if self._finished:
+            return self.tokens
+        self._finished = True
+        mover, metrics = self._mover, self._mover.cache.metrics
+        for chunk, entry, ids, first_block in self._chunks:
+            if first_block or not entry.prints or not mover.sampled(entry.key):
+                continue
+            if entry.form is not mover.form:
+                continue  # another packing or shard: its raw bytes are not comparable
+            mark = entry.prints[mover.number]
+            if mark == NO_FINGERPRINT or mark[:8] != mover.kv.raw_tag:
+                continue
+            metrics.verified.inc()
+            if mark[8:] != mover.kv.raw_fingerprint(ids):
+                metrics.verify_failures.inc()
+                log.error(
+                    "lmtier: chunk %s differs from what was saved and was deleted; recompute from token %d",
+                    entry.key.hex()[:16],
+                    chunk * mover.cache.chunk_tokens,
+                )
+                mover.cache.discard(entry)
+                self.tokens = chunk * mover.cache.chunk_tokens
+                break
+        return self.tokens
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self._mover.cache.release(self._match)
+
+
+class Save:
+    """New chunks on their way out of engine blocks. Call `layer` for each, or `all`; then `commit`.
+
+    As a context manager it commits by itself, and aborts if the block raises. Nothing is visible before.
+    """
+
+    def __init__(
+        self, mover: Mover, chain: KeyChain, block_ids: Sequence[int], skip_leading_tokens: int
+    ) -> None:
+        cache = mover.cache
+        first = check_skip(skip_leading_tokens, cache.chunk_tokens)
+        # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
+        blocks = {chunk: mover.blocks_of(block_ids, chunk) for chunk in range(first, len(chain.keys))}
+        self._mover = mover
+        self._layers: set[int] = set()
+        self.reservation: Reservation = cache.reserve(chain.keys, mover.form, first=first)
+        number = mover.number
+        self._chunks = [
+            (chunk, entry, blocks[chunk], cache.slab.view(entry.offsets[number], mover.kv.nbytes))
+            for chunk, entry in self.reservation.entries.items()
+        ]
+        self.tokens = len(self._chunks) * cache.chunk_tokens
+        """Tokens that are being stored."""
+        self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
+        self._prints: dict[int, list[bytes]] = {
+            chunk: [] for chunk, entry, _, _ in self._chunks if mover.sampled(entry.key)
+        }
+        log.info(
+            "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
+            self.tokens,
+            chain.tokens,
+            self.skip_leading_tokens,
+        )
+
+    def layer(self, layer: int) -> None:
+        """Save one layer of every new chunk."""
+        kv = self._mover.kv
+        for chunk, _, ids, extent in self._chunks:
+            kv.gather(layer, ids, extent)
+            if chunk in self._prints:
+                self._prints[chunk].append(kv.raw_fingerprint(ids, layer))
+        self._layers.add(layer)
+
+    def all(self) -> None:
+        kv = self._mover.kv
+        for chunk, _, ids, extent in self._chunks:
+            kv.gather(None, ids, extent)
+            if chunk in self._prints:
+                self._prints[chunk] = [kv.raw_fingerprint(ids)]
+        self._layers.update(range(kv.shard.first_layer, kv.shard.end_layer))
+
+    def commit(self) -> None:
+        """Make the chunks visible. Every layer must have been saved."""
+        kv = self._mover.kv
+        missing = set(range(kv.shard.first_layer, kv.shard.end_layer)) - self._layers
+        if missing and self._chunks:
+            raise MisuseError(f"commit of a save that lacks layers {sorted(missing)}")
+        prints = {
+            chunk: kv.raw_tag + (marks[0] if len(marks) == 1 else kv.fold(marks))
+            for chunk, marks in self._prints.items()
+        }
+        self._mover.cache.commit(self.reservation, kv.shard, prints)
+
+    def abort(self) -> None:
+        self._mover.cache.abort(self.reservation, self._mover.kv.shard)
+
+    def __enter__(self) -> Save:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()

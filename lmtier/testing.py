@@ -1,0 +1,648 @@
+"""For authors of tiers: the conformance suite that every tier passes, and tiers that fail on purpose.
+
+A new tier's test file is a subclass of TierSuite with three short methods; tests/conformance has examples.
+Nothing here imports pytest or sleeps: concurrency is ordered by gates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lmtier import codec
+from lmtier.codec import Header
+from lmtier.layout import PAGE, LayerShape, Layout, Name, padded
+from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
+from lmtier.workers import BlockingTier
+
+PATIENCE = 10.0
+"""Seconds after which a wait of a test is a failure."""
+
+
+# ---- objects to store
+
+
+def pages(nbytes: int) -> memoryview:
+    """Fresh, aligned memory like an extent of a slab: whole pages, zeros."""
+    return memoryview(mmap.mmap(-1, padded(nbytes)))
+
+
+def opaque_layout(nbytes: int) -> Layout:
+    """The simplest layout of an object of `nbytes`."""
+    return Layout((LayerShape(1, nbytes, 0),), "u8", 1, 1, "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An object to store, and what to compare with after it was loaded."""
+
+    header: Header
+    payload: memoryview
+
+    @property
+    def name(self) -> Name:
+        return self.header.name
+
+    @property
+    def room(self) -> int:
+        return len(self.payload)
+
+    def item(self, replaces: Name | None = None, age: int = 0) -> Item:
+        """For a STORE."""
+        return Item(self.name, self.payload, self.header, replaces, age)
+
+    def at_rest(self) -> bytes:
+        """Header page and payload, as the format has them."""
+        page = pages(PAGE)
+        codec.seal(page, self.header, self.payload)
+        return bytes(page) + bytes(self.payload)
+
+
+def sample(number: int, nbytes: int = 2 * PAGE) -> Sample:
+    """The same number and size give the same object, in any process."""
+    layout = opaque_layout(nbytes)
+    name = Name(hashlib.sha256(f"sample {number}".encode()).digest(), layout.whole)
+    payload = pages(nbytes)
+    payload[:nbytes] = random.Random(number).randbytes(nbytes)
+    return Sample(Header(name, layout, nbytes), payload)
+
+
+# ---- asking a tier
+
+
+def drain(tier: Tier, jobs: int, timeout: float = PATIENCE) -> list[Done]:
+    """Poll, woken by the tier and never by a timer, until `jobs` of them are done."""
+    woken = threading.Event()
+    tier.wake = woken.set
+    deadline = time.monotonic() + timeout
+    finished = tier.poll()
+    while len(finished) < jobs:
+        if not woken.wait(deadline - time.monotonic()):
+            raise TimeoutError(f"{len(finished)} of {jobs} jobs done after {timeout} s")
+        woken.clear()
+        finished += tier.poll()
+    return finished
+
+
+def run(tier: Tier, job: Job, timeout: float = PATIENCE) -> Done:
+    """Submit one job and wait for it. Nothing else may be in flight."""
+    tier.submit(job)
+    (done,) = drain(tier, 1, timeout)
+    assert done.id == job.id, f"job {done.id} was reported, {job.id} was submitted"
+    return done
+
+
+def store(tier: Tier, *samples: Sample, replaces: Name | None = None) -> Done:
+    return run(tier, Job(0, Op.STORE, tuple(each.item(replaces) for each in samples)))
+
+
+def load(tier: Tier, name: Name, room: int) -> tuple[Done, memoryview]:
+    """The job, and the buffer it filled; longer than `room` by nothing, and dirty before."""
+    buffer = pages(room)
+    buffer[:] = b"\xa5" * len(buffer)
+    return run(tier, Job(0, Op.LOAD, (Item(name, buffer),))), buffer
+
+
+def delete(tier: Tier, *names: Name) -> Done:
+    return run(tier, Job(0, Op.DELETE, tuple(map(Item, names))))
+
+
+def lookup(tier: Tier, *names: Name) -> dict[Name, Stat]:
+    return _stats(run(tier, Job(0, Op.LOOKUP, tuple(map(Item, names)))))
+
+
+def scan(tier: Tier) -> dict[Name, Stat]:
+    return _stats(run(tier, Job(0, Op.SCAN, ())))
+
+
+def _stats(done: Done) -> dict[Name, Stat]:
+    assert not done.error, done.error
+    return {name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)}
+
+
+# ---- faults
+
+
+class Gate:
+    """Lets jobs pass until told to hold them. Any thread may open it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._wakes: list[Callable[[], None]] = []
+        self.is_open = True
+
+    def hold(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+        for wake in self._wakes:
+            wake()
+
+    def wait_for(self, jobs: int, timeout: float = PATIENCE) -> None:
+        """Until that many jobs wait here."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting >= jobs, timeout):
+                raise TimeoutError(f"{self._waiting} of {jobs} jobs came to the gate in {timeout} s")
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        self._wakes.append(wake)
+
+    def count(self, change: int) -> None:
+        with self._changed:
+            self._waiting += change
+            self._changed.notify_all()
+
+
+class _Around(Tier):
+    """A tier that hands everything to another one."""
+
+    def __init__(self, inner: Tier) -> None:
+        self._inner = inner
+        self.keeps = inner.keeps
+        inner.wake = self._woken
+
+    def submit(self, job: Job) -> None:
+        self._inner.submit(job)
+
+    def poll(self) -> list[Done]:
+        return self._inner.poll()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _woken(self) -> None:
+        self.wake()  # looked up now: the caller sets it when it likes
+
+
+class SlowTier(_Around):
+    """Holds each job, in order, until `gate` is open and `delay` seconds have passed.
+
+    The inner tier sees a job late, not only the caller its result: a caller that touches a payload
+    too early gets wrong bytes.
+    """
+
+    def __init__(self, inner: Tier, gate: Gate | None = None, delay: float = 0.0) -> None:
+        super().__init__(inner)
+        self._gate = gate or Gate()
+        self._gate.connect(self._woken)
+        self._delay = delay
+        self._held: deque[tuple[float, threading.Timer, Job]] = deque()
+        self._failed: list[Done] = []
+        self._closed = False
+
+    def submit(self, job: Job) -> None:
+        timer = threading.Timer(self._delay, self._woken)
+        self._held.append((time.monotonic() + self._delay, timer, job))
+        self._gate.count(1)
+        if self._delay and not self._closed:
+            timer.daemon = True
+            timer.start()
+        self._forward()
+
+    def poll(self) -> list[Done]:
+        self._forward()
+        failed, self._failed = self._failed, []
+        return failed + self._inner.poll()
+
+    def close(self) -> None:
+        self._closed = True
+        while self._held:
+            _, timer, job = self._pop()
+            timer.cancel()
+            self._failed.append(Done(job.id, {}, {item.name: Reason.CLOSED for item in job.items}))
+        self._inner.close()
+
+    def _forward(self) -> None:
+        now = time.monotonic()
+        while self._held and (self._closed or (self._gate.is_open and self._held[0][0] <= now)):
+            self._inner.submit(self._pop()[-1])
+
+    def _pop(self) -> tuple[float, threading.Timer, Job]:
+        self._gate.count(-1)
+        return self._held.popleft()
+
+
+class FlakyTier(_Around):
+    """Fails one item in `every` with `reason`, chosen by `seed`; the inner tier never sees its bytes."""
+
+    def __init__(
+        self,
+        inner: Tier,
+        *,
+        every: int,
+        reason: Reason = Reason.ERROR,
+        seed: int = 0,
+        ops: Collection[Op] = (Op.STORE, Op.LOAD),
+    ) -> None:
+        super().__init__(inner)
+        self._every = every
+        self._reason = reason
+        self._ops = ops
+        self._count = random.Random(seed).randrange(every)
+        self._failing: dict[int, dict[Name, Reason]] = {}
+
+    def submit(self, job: Job) -> None:
+        bad: dict[Name, Reason] = {}
+        for item in job.items if job.op in self._ops else ():
+            self._count += 1
+            if self._count % self._every == 0:
+                bad[item.name] = self._reason
+        self._failing[job.id] = bad
+        items: Iterable[Item] = (item for item in job.items if item.name not in bad)
+        if job.op is Op.STORE:
+            # Without a header the inner tier must fail it too, so that what it replaces goes either way.
+            items = (replace(item, header=None) if item.name in bad else item for item in job.items)
+        self._inner.submit(replace(job, items=tuple(items)))
+
+    def poll(self) -> list[Done]:
+        return [replace(done, failed=done.failed | self._failing.pop(done.id)) for done in self._inner.poll()]
+
+
+class FullTier(FlakyTier):
+    """Has no room for any store; what it already holds can be loaded."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner, every=1, reason=Reason.FULL, ops=(Op.STORE,))
+
+
+class FaultyModule:
+    """Stands in for a module such as `os`: the `nth` of the `calls` does `fault(name)` instead.
+
+    A close closes first, so that the injected fault is not the leak that a test looks for.
+    """
+
+    def __init__(
+        self, module: ModuleType, calls: Collection[str], nth: int, fault: Callable[[str], None]
+    ) -> None:
+        self._module = module
+        self._calls = calls
+        self._nth = nth
+        self._fault = fault
+        self._lock = threading.Lock()
+        self.made: list[str] = []
+        """The calls so far, by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._module, name)
+        return self._counted(name, real) if name in self._calls else real
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.made.append(name)
+                fails = len(self.made) == self._nth
+            if fails:
+                if name == "close":
+                    real(*args, **kwargs)
+                self._fault(name)
+            return real(*args, **kwargs)
+
+        return call
+
+
+class MemoryTier(BlockingTier):
+    """Objects in dicts that the caller may own, look into and spoil; given them again, it has them again."""
+
+    def __init__(
+        self, objects: dict[Name, bytes] | None = None, used: dict[Name, float] | None = None
+    ) -> None:
+        self.objects: dict[Name, bytes] = {} if objects is None else objects
+        self.used: dict[Name, float] = {} if used is None else used
+        super().__init__("memory", readers=2, writers=2)
+
+    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
+        data = memoryview(self.objects[name])
+        self.used[name] = time.time()
+        at = 0
+        for buffer in buffers:
+            piece = data[at : at + len(buffer)]
+            buffer[: len(piece)] = piece
+            at += len(piece)
+        return len(data)
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        if item.replaces is not None:
+            self.delete([item.replaces])
+        self.used[item.name] = time.time() - item.age / 1e6
+        self.objects[item.name] = b"".join(buffers)
+
+    def delete(self, names: Sequence[Name]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
+
+    def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
+        return {name: self._stat(name) for name in names if name in self.objects}
+
+    def scan(self) -> list[tuple[Name, Stat]]:
+        return [(name, self._stat(name)) for name in list(self.objects)]
+
+    def _stat(self, name: Name) -> Stat:
+        return Stat(len(self.objects[name]) - PAGE, self.used.get(name, 0.0))
+
+
+# ---- the suites
+
+
+class SeamSuite:
+    """What holds for every Tier, also for one that forgets."""
+
+    def make(self, tmp_path: Path) -> Tier:
+        """A tier whose objects are in `tmp_path`. Called again after close, it finds what was there."""
+        raise NotImplementedError
+
+    def test_each_job_is_reported_once(self, tmp_path: Path) -> None:
+        objects = [sample(i) for i in range(40)]
+        with closing(self.make(tmp_path)) as tier:
+            for i, each in enumerate(objects):
+                tier.submit(Job(i, Op.STORE, (each.item(),)))
+            others = [Op.LOAD, Op.DELETE, Op.LOOKUP, Op.STORE]
+            for i, op in enumerate(others, 100):
+                tier.submit(Job(i, op, ()))
+                tier.submit(Job(i + 10, op, (sample(i).item(),)))
+            tier.submit(Job(120, Op.SCAN, ()))
+            done = drain(tier, 40 + 2 * len(others) + 1)
+            expected = [*range(40), *range(100, 104), *range(110, 114), 120]
+            assert sorted(each.id for each in done) == expected
+            assert tier.poll() == []
+            assert all(not (each.ok.keys() & each.failed.keys()) for each in done)
+            assert all(each.seconds >= 0 for each in done)
+
+    def test_what_is_absent_is_a_miss_and_may_be_deleted(self, tmp_path: Path) -> None:
+        name = sample(1).name
+        with closing(self.make(tmp_path)) as tier:
+            done, _ = load(tier, name, PAGE)
+            assert done.ok == {}
+            assert done.failed == {name: Reason.ABSENT}
+            assert lookup(tier, name) == {}
+            assert delete(tier, name).ok == {name: None}
+
+    def test_what_has_not_begun_by_its_deadline_fails(self, tmp_path: Path) -> None:
+        each = sample(1)
+        with closing(self.make(tmp_path)) as tier:
+            for op in (Op.STORE, Op.LOAD):
+                done = run(tier, Job(0, op, (each.item(),), deadline=time.monotonic() - 1))
+                assert (done.ok, done.failed) == ({}, {each.name: Reason.DEADLINE})
+            assert lookup(tier, each.name) == {}
+
+    def test_the_caller_is_woken(self, tmp_path: Path) -> None:
+        with closing(self.make(tmp_path)) as tier:
+            for items in ((), (sample(1).item(),)):
+                woken = threading.Event()
+                tier.wake = woken.set
+                tier.submit(Job(1, Op.STORE, items))
+                assert woken.wait(PATIENCE)
+                assert [done.id for done in drain(tier, 1)] == [1]
+
+    def test_close_ends_every_job_and_may_be_called_again(self, tmp_path: Path) -> None:
+        objects = [sample(i) for i in range(64)]
+        tier = self.make(tmp_path)
+        for i, each in enumerate(objects):
+            tier.submit(Job(i, Op.STORE, (each.item(),)))
+        tier.close()
+        tier.close()
+        done = tier.poll()
+        assert sorted(each.id for each in done) == list(range(64))
+        for each in done:
+            name = objects[each.id].name
+            assert name in each.ok or each.failed[name] is Reason.CLOSED
+
+    def test_a_closed_tier_fails_what_it_is_given(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path)
+        tier.close()
+        each = sample(1)
+        for op in (Op.STORE, Op.LOAD, Op.LOOKUP, Op.DELETE):
+            done = run(tier, Job(3, op, (each.item(),)))
+            assert (done.ok, done.failed) == ({}, {each.name: Reason.CLOSED})
+        assert run(tier, Job(4, Op.SCAN, ())).ok == {}
+
+    def test_threads_end_with_close(self, tmp_path: Path) -> None:
+        before = set(threading.enumerate())
+        tier = self.make(tmp_path)
+        store(tier, sample(1))
+        tier.close()
+        assert set(threading.enumerate()) <= before
+
+
+class TierSuite(SeamSuite):
+    """What holds for every Tier that finds what was stored.
+
+    `raw_objects` and `plant` are the back door: they must not use the tier, so that its write and its
+    read cannot hide each other's mistakes.
+    """
+
+    def raw_objects(self, tmp_path: Path) -> dict[Name, bytes]:
+        """Every object at rest: header page and payload."""
+        raise NotImplementedError
+
+    def plant(self, tmp_path: Path, name: Name, data: bytes) -> None:
+        """Put `data`, sound or not, where the tier looks for `name`."""
+        raise NotImplementedError
+
+    def assert_corrupt(self, tier: Tier, tmp_path: Path, name: Name, data: bytes, room: int) -> None:
+        """Planted under `name`, `data` is never believed, and gone after it was looked at."""
+        self.plant(tmp_path, name, data)
+        done, _ = load(tier, name, room)
+        assert (done.ok, done.failed) == ({}, {name: Reason.CORRUPT})
+        assert lookup(tier, name) == {}
+
+    def test_what_was_stored_is_loaded(self, tmp_path: Path) -> None:
+        with closing(self.make(tmp_path)) as tier:
+            for i, nbytes in enumerate((1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 5, 1 << 20)):
+                each = sample(i, nbytes)
+                assert store(tier, each).ok == {each.name: None}
+                assert self.raw_objects(tmp_path)[each.name] == each.at_rest()
+                done, got = load(tier, each.name, each.room)
+                assert (done.ok, done.failed) == ({each.name: each.header}, {})
+                assert got[:nbytes] == each.payload[:nbytes]
+
+    def test_what_was_planted_is_loaded(self, tmp_path: Path) -> None:
+        each = sample(1)
+        with closing(self.make(tmp_path)) as tier:
+            self.plant(tmp_path, each.name, each.at_rest())
+            done, got = load(tier, each.name, each.room)
+            assert done.ok == {each.name: each.header}
+            assert got == each.payload
+
+    def test_a_job_of_many(self, tmp_path: Path) -> None:
+        objects = [sample(i, PAGE * (1 + i % 5)) for i in range(64)]
+        with closing(self.make(tmp_path)) as tier:
+            done = store(tier, *objects)
+            assert done.ok == dict.fromkeys(each.name for each in objects)
+            absent = sample(1000)
+            items = tuple(Item(each.name, pages(each.room)) for each in (*objects, absent))
+            done = run(tier, Job(7, Op.LOAD, items))
+            assert done.ok == {each.name: each.header for each in objects}
+            assert done.failed == {absent.name: Reason.ABSENT}
+            for each, item in zip(objects, items, strict=False):
+                assert item.payload == each.payload
+
+    def test_room_may_be_longer_but_never_shorter(self, tmp_path: Path) -> None:
+        each = sample(1, 2 * PAGE)
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, each)
+            done, got = load(tier, each.name, 5 * PAGE)
+            assert done.ok == {each.name: each.header}
+            assert got[: each.room] == each.payload
+            done, _ = load(tier, each.name, PAGE)
+            assert done.ok == {}
+
+    def test_lookup_tells_the_room(self, tmp_path: Path) -> None:
+        objects = [sample(i, nbytes) for i, nbytes in enumerate((1, PAGE, PAGE + 1, 9 * PAGE))]
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, *objects)
+            found = lookup(tier, *(each.name for each in objects), sample(99).name)
+            assert {name: stat.nbytes for name, stat in found.items()} == {
+                each.name: each.room for each in objects
+            }
+
+    def test_delete_is_idempotent(self, tmp_path: Path) -> None:
+        objects = [sample(i) for i in range(3)]
+        names = [each.name for each in objects]
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, *objects)
+            for _ in range(2):
+                assert delete(tier, *names[:2]).ok == dict.fromkeys(names[:2])
+                assert self.raw_objects(tmp_path).keys() == {names[2]}
+            assert load(tier, names[0], PAGE)[0].failed == {names[0]: Reason.ABSENT}
+            assert load(tier, names[2], objects[2].room)[0].ok
+
+    def test_a_store_may_be_repeated(self, tmp_path: Path) -> None:
+        each = sample(1)
+        with closing(self.make(tmp_path)) as tier:
+            for _ in range(3):
+                assert store(tier, each).ok == {each.name: None}
+            assert self.raw_objects(tmp_path) == {each.name: each.at_rest()}
+
+    def test_a_store_takes_the_place_of_what_it_replaces(self, tmp_path: Path) -> None:
+        with closing(self.make(tmp_path)) as tier:
+            for number, (old_size, new_size) in enumerate(((4, 4), (4, 2), (2, 4)), 1):
+                old, new = sample(2 * number, old_size * PAGE), sample(2 * number + 1, new_size * PAGE)
+                store(tier, old)
+                assert store(tier, new, replaces=old.name).ok == {new.name: None}
+                raw = self.raw_objects(tmp_path)
+                assert old.name not in raw
+                assert raw[new.name] == new.at_rest()
+                assert load(tier, new.name, new.room)[1] == new.payload
+                assert lookup(tier, old.name) == {}
+            absent, new = sample(100), sample(101)
+            assert store(tier, new, replaces=absent.name).ok == {new.name: None}
+            assert store(tier, new, replaces=new.name).ok == {new.name: None}
+            assert self.raw_objects(tmp_path)[new.name] == new.at_rest()
+
+    def test_what_is_replaced_goes_though_the_store_fails(self, tmp_path: Path) -> None:
+        old, new = sample(1), sample(2)
+        with closing(self.make(tmp_path)) as tier:
+            for job in (
+                Job(1, Op.STORE, (replace(new.item(old.name), header=None),)),
+                Job(2, Op.STORE, (new.item(old.name),), deadline=time.monotonic() - 1),
+            ):
+                store(tier, old)
+                assert run(tier, job).ok == {}
+                assert self.raw_objects(tmp_path) == {}
+
+    def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
+        each = sample(1, PAGE)
+        sound, chance = each.at_rest(), random.Random(0)
+        places = [*range(PAGE), *(PAGE + chance.randrange(PAGE) for _ in range(200)), len(sound) - 1]
+        with closing(self.make(tmp_path)) as tier:
+            for at in places:
+                spoilt = bytearray(sound)
+                spoilt[at] ^= 1 << chance.randrange(8)
+                self.assert_corrupt(tier, tmp_path, each.name, bytes(spoilt), each.room)
+
+    def test_any_other_length_is_a_miss(self, tmp_path: Path) -> None:
+        each = sample(1, 3 * PAGE)
+        sound = each.at_rest()
+        edges = {at + by for at in range(0, len(sound), PAGE) for by in (-1, 0, 1, 512)}
+        shorter = sorted({*edges, *range(0, len(sound), 509), len(sound) - 1} & {*range(len(sound))})
+        with closing(self.make(tmp_path)) as tier:
+            for length in shorter:
+                self.assert_corrupt(tier, tmp_path, each.name, sound[:length], each.room)
+            for more in (1, 16, 511, 512, PAGE - 1, PAGE, PAGE + 1, 7 * PAGE, 1 << 20):
+                self.assert_corrupt(tier, tmp_path, each.name, sound + bytes(more), each.room)
+            self.assert_corrupt(tier, tmp_path, each.name, sound + sound, each.room)
+
+    def test_bytes_of_another_object_are_a_miss(self, tmp_path: Path) -> None:
+        one, two = sample(1), sample(2)
+        other_shard = Name(one.name.key, one.name.shard._replace(end_layer=2))
+        with closing(self.make(tmp_path)) as tier:
+            self.assert_corrupt(tier, tmp_path, one.name, two.at_rest(), one.room)
+            self.assert_corrupt(tier, tmp_path, two.name, one.at_rest(), one.room)
+            self.assert_corrupt(tier, tmp_path, other_shard, one.at_rest(), one.room)
+            mixed = one.at_rest()[:PAGE] + two.at_rest()[PAGE:]
+            self.assert_corrupt(tier, tmp_path, one.name, mixed, one.room)
+            for junk in (bytes(3 * PAGE), b"\xff" * 3 * PAGE, b"lmtierKV" * PAGE):
+                self.assert_corrupt(tier, tmp_path, one.name, junk, one.room)
+
+    def test_what_was_corrupt_can_be_stored_again(self, tmp_path: Path) -> None:
+        each = sample(1)
+        with closing(self.make(tmp_path)) as tier:
+            self.assert_corrupt(tier, tmp_path, each.name, each.at_rest()[:-1] + b"?", each.room)
+            store(tier, each)
+            assert load(tier, each.name, each.room)[0].ok == {each.name: each.header}
+
+    def test_a_scan_after_reopening_finds_what_was_stored(self, tmp_path: Path) -> None:
+        objects = [sample(i, PAGE * (1 + i % 3)) for i in range(50)]
+        tier = self.make(tmp_path)
+        store(tier, *objects)
+        delete(tier, *(each.name for each in objects[:10]))
+        tier.close()
+        with closing(self.make(tmp_path)) as tier:
+            if tier.keeps:
+                assert {name: stat.nbytes for name, stat in scan(tier).items()} == {
+                    each.name: each.room for each in objects[10:]
+                }
+
+    def test_the_order_of_use_survives_reopening(self, tmp_path: Path) -> None:
+        objects = [sample(i) for i in range(5)]
+        tier = self.make(tmp_path)
+        head_to_tail = tuple(each.item(age=i * 10_000_000) for i, each in enumerate(objects))
+        run(tier, Job(0, Op.STORE, head_to_tail))
+        load(tier, objects[3].name, objects[3].room)
+        tier.close()
+        with closing(self.make(tmp_path)) as tier:
+            if tier.keeps:
+                found = scan(tier)
+                oldest_first = sorted(found, key=lambda name: found[name].used)
+                assert oldest_first == [objects[i].name for i in (4, 2, 1, 0, 3)]
+
+    def test_one_object_may_be_loaded_twice_at_once(self, tmp_path: Path) -> None:
+        each = sample(1, 64 * PAGE)
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, each)
+            buffers = [pages(each.room) for _ in range(16)]
+            for i, buffer in enumerate(buffers):
+                tier.submit(Job(i, Op.LOAD, (Item(each.name, buffer),)))
+            done = drain(tier, len(buffers))
+            assert all(one.ok == {each.name: each.header} for one in done)
+            assert all(buffer == each.payload for buffer in buffers)
+
+    def test_loads_beside_stores_and_deletes(self, tmp_path: Path) -> None:
+        objects = [sample(i, 16 * PAGE) for i in range(60)]
+        there, fresh, gone = objects[:20], objects[20:40], objects[40:]
+        buffers = [pages(each.room) for each in there]
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, *there, *gone)
+            for i, (old, buffer, new, victim) in enumerate(zip(there, buffers, fresh, gone, strict=True)):
+                tier.submit(Job(3 * i, Op.LOAD, (Item(old.name, buffer),)))
+                if i % 2:
+                    tier.submit(Job(3 * i + 1, Op.STORE, (new.item(replaces=victim.name),)))
+                else:
+                    tier.submit(Job(3 * i + 1, Op.STORE, (new.item(),)))
+                    tier.submit(Job(3 * i + 2, Op.DELETE, (Item(victim.name),)))
+            done = drain(tier, 50)
+            assert all(not each.failed for each in done)
+            assert buffers == [each.payload for each in there]
+            assert self.raw_objects(tmp_path) == {each.name: each.at_rest() for each in (*there, *fresh)}
