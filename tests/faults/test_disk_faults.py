@@ -1,0 +1,440 @@
+"""The disk tier when the disk, the system or a neighbour misbehaves: a miss with a reason, nothing left."""
+
+import errno
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from lmtier.errors import ConfigError, TierError
+from lmtier.layout import PAGE, Name
+from lmtier.testing import FaultyModule, Sample, delete, load, lookup, sample, scan, store
+from lmtier.tier import Reason
+from lmtier_backends import disk
+from lmtier_backends.disk import DiskTier, Fault, verify
+
+FILE_CALLS = {
+    *("open", "close", "fstat", "stat", "ftruncate", "posix_fallocate", "preadv", "pwritev"),
+    *("rename", "scandir", "unlink", "utime"),
+}
+ERRNOS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.EROFS)
+
+
+def path_of(root: Path, name: Name) -> Path:
+    return root / name.key.hex()[:2] / str(name)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def partial_files(root: Path) -> list[str]:
+    return os.listdir(root / "partial")
+
+
+def assert_stored(tier: DiskTier, *objects: Sample) -> None:
+    for each in objects:
+        done, got = load(tier, each.name, each.room)
+        assert done.ok == {each.name: each.header}, done
+        assert got == each.payload
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    root = tmp_path / "small"
+    root.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(root)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_full_disk_fails_stores_only(small_disk: Path):
+    objects = [sample(i, 1 << 20) for i in range(12)]
+    with closing(DiskTier(small_disk)) as tier:
+        done = store(tier, *objects)
+        kept = [each for each in objects if each.name in done.ok]
+        assert 5 <= len(kept) < 8
+        assert set(done.failed.values()) == {Reason.FULL}
+        assert partial_files(small_disk) == []
+        assert_stored(tier, *kept)
+        late = next(each for each in objects if each.name in done.failed)
+        assert store(tier, late).failed == {late.name: Reason.FULL}
+        # The place of an evicted object is enough, and so is room that was freed.
+        assert store(tier, late, replaces=kept[0].name).ok
+        delete(tier, kept[1].name)
+        assert store(tier, kept[0]).ok
+        assert_stored(tier, late, kept[0], *kept[2:])
+        assert scan(tier).keys() == {each.name for each in (late, kept[0], *kept[2:])}
+
+
+def test_a_full_disk_can_be_opened_and_read(small_disk: Path):
+    each = sample(1)
+    with closing(DiskTier(small_disk)) as tier:
+        store(tier, each)
+    with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(PAGE)):
+            pass
+    assert os.statvfs(small_disk).f_bavail == 0
+    with closing(DiskTier(small_disk)) as tier:
+        assert_stored(tier, each)
+        assert scan(tier).keys() == {each.name}
+
+
+# ---- the nth system call fails
+
+
+def fail_each_call(root: Path, scenario: Callable[[FaultyModule], None]) -> int:
+    """Run `scenario` with each of its file calls failing in each way; return how many runs that took."""
+    runs = 0
+    for code in ERRNOS:
+        nth = 1
+        while True:
+
+            def fail(name: str, code: int = code) -> None:
+                raise OSError(code, os.strerror(code), name)
+
+            faulty = FaultyModule(os, FILE_CALLS, nth, fail)
+            scenario(faulty)
+            assert partial_files(root) == []
+            runs += 1
+            if len(faulty.made) < nth:
+                break
+            nth += 1
+        assert nth > 3
+    return runs
+
+
+def test_any_failing_call_of_a_store_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    old, new, other = sample(1, 4 * PAGE), sample(2, 6 * PAGE), sample(3)
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, other)
+        before = open_files()
+
+        def scenario(faulty: FaultyModule) -> None:
+            store(tier, old)
+            delete(tier, new.name)
+            with monkeypatch.context() as patched:
+                patched.setattr(disk, "os", faulty)
+                done = store(tier, new, replaces=old.name)
+            assert open_files() == before
+            assert not path_of(tmp_path, old.name).exists()
+            assert path_of(tmp_path, new.name).exists() == bool(done.ok)
+            assert done.ok.keys() | done.failed.keys() == {new.name}
+            assert store(tier, new).ok
+            assert_stored(tier, new, other)
+
+        assert fail_each_call(tmp_path, scenario) > 30
+
+
+def test_any_failing_call_of_a_load_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    each = sample(1)
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, each)
+        before = open_files()
+
+        def scenario(faulty: FaultyModule) -> None:
+            with monkeypatch.context() as patched:
+                patched.setattr(disk, "os", faulty)
+                done, got = load(tier, each.name, each.room)
+            assert done.ok.keys() | done.failed.keys() == {each.name}
+            assert got == each.payload if done.ok else Reason.ABSENT not in done.failed.values()
+            assert open_files() == before
+            assert_stored(tier, each)
+
+        assert fail_each_call(tmp_path, scenario) > 15
+
+
+def test_any_failing_call_at_start_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    each = sample(1)
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, each)
+    before = open_files()
+
+    def scenario(faulty: FaultyModule) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(disk, "os", faulty)
+            try:
+                tier = DiskTier(tmp_path)
+            except TierError as error:
+                assert str(tmp_path) in str(error)  # noqa: PT017 - most runs raise, the last does not
+            else:
+                tier.close()
+        assert open_files() == before
+        with closing(DiskTier(tmp_path)) as tier:
+            assert_stored(tier, each)
+
+    assert fail_each_call(tmp_path, scenario) > 15
+
+
+@pytest.mark.parametrize("piece", [PAGE, 3 * PAGE])
+def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int):
+    def short(call):
+        def some(fd: int, buffers, offset: int):
+            return call(fd, [buffers[0][:piece]], offset)
+
+        return some
+
+    each = sample(1, 20 * PAGE)
+    with closing(DiskTier(tmp_path)) as tier:
+        monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+        monkeypatch.setattr(os, "preadv", short(os.preadv))
+        assert store(tier, each).ok
+        assert_stored(tier, each)
+
+
+def test_a_disk_that_takes_nothing_is_an_error_not_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    each = sample(1)
+    with closing(DiskTier(tmp_path)) as tier:
+        monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+        assert store(tier, each).failed == {each.name: Reason.ERROR}
+        assert partial_files(tmp_path) == []
+
+
+# ---- who may open it
+
+
+def test_a_second_opener_is_refused(tmp_path: Path):
+    with closing(DiskTier(tmp_path)):
+        with pytest.raises(TierError, match=f"open in process {os.getpid()}"):
+            DiskTier(tmp_path)
+        script = f"from lmtier_backends.disk import DiskTier; DiskTier({str(tmp_path)!r})"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        other = subprocess.run([sys.executable, "-c", script], capture_output=True, env=env, check=False)
+        assert other.returncode == 1
+        assert f"TierError: disk tier: {tmp_path} is open in process {os.getpid()}".encode() in other.stderr
+    DiskTier(tmp_path).close()
+
+
+def test_a_place_that_is_no_directory_is_named(tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for root in (file, file / "below"):
+        with pytest.raises(TierError, match=re.escape(f"cannot use {root}: ")):
+            DiskTier(root)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "7f").symlink_to(tmp_path)
+    with pytest.raises(TierError, match="7f in it is not a directory"):
+        DiskTier(tmp_path / "root")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: str, *_) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(TierError, match=re.escape(f"cannot use {tmp_path}/new: Permission denied; it must")):
+        DiskTier(tmp_path / "new")
+
+
+def test_no_threads_is_a_mistake(tmp_path: Path):
+    with pytest.raises(ConfigError, match="readers=0"):
+        DiskTier(tmp_path, readers=0)
+
+
+# ---- what is in the directory
+
+
+def test_nobody_else_can_read(tmp_path: Path):
+    each = sample(1)
+    before = os.umask(0)
+    try:
+        with closing(DiskTier(tmp_path / "root")) as tier:
+            store(tier, each)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "root", *(tmp_path / "root").rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_an_existing_root_keeps_its_mode(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    DiskTier(tmp_path).close()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "00").stat().st_mode & 0o777 == 0o700
+
+
+def test_partial_files_go_at_start_and_nothing_else(tmp_path: Path):
+    DiskTier(tmp_path).close()
+    (tmp_path / "partial" / str(sample(1).name)).write_bytes(b"half")
+    (tmp_path / "partial" / "probe").write_bytes(b"")
+    (tmp_path / "partial" / "notes.txt").write_bytes(b"of somebody")
+    DiskTier(tmp_path).close()
+    assert partial_files(tmp_path) == ["notes.txt"]
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path):
+    each, outside = sample(1), tmp_path / "outside"
+    outside.write_bytes(each.at_rest())
+    with closing(DiskTier(tmp_path / "root")) as tier:
+        place = path_of(tmp_path / "root", each.name)
+        place.symlink_to(outside)
+        assert lookup(tier, each.name) == scan(tier) == {}
+        assert load(tier, each.name, each.room)[0].failed == {each.name: Reason.CORRUPT}
+        assert not place.is_symlink()
+        partial = tmp_path / "root" / "partial" / str(each.name)
+        partial.symlink_to(outside)
+        assert store(tier, each).failed == {each.name: Reason.ERROR}
+        assert not partial.is_symlink()
+        place.symlink_to(outside)
+        assert store(tier, each).ok
+        assert not place.is_symlink()
+    assert outside.read_bytes() == each.at_rest()
+
+
+def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Path, caplog):
+    sound, empty, short, odd = (sample(i) for i in range(4))
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, sound)
+        path_of(tmp_path, empty.name).write_bytes(b"")
+        path_of(tmp_path, short.name).write_bytes(bytes(PAGE))
+        path_of(tmp_path, odd.name).write_bytes(bytes(2 * PAGE + 1))
+        home = path_of(tmp_path, sound.name)
+        foreign = [
+            tmp_path / "lost+found",
+            home.with_name("README"),
+            home.with_name(home.name + ".tmp"),
+            home.with_name(home.name.replace("L0-1", "L00-1")),
+            (tmp_path / ("00" if home.parent.name != "00" else "01")) / home.name,
+        ]
+        for path in foreign:
+            path.write_bytes(b"")
+        assert scan(tier).keys() == {sound.name}
+        assert tier.foreign == len(foreign)
+        assert all(path.exists() for path in foreign)
+        assert not any(path_of(tmp_path, each.name).exists() for each in (empty, short, odd))
+        assert [record.message for record in caplog.records] == [
+            f"lmtier: 5 entries in {tmp_path} are foreign, left alone"
+        ]
+
+
+def test_a_file_that_goes_during_a_scan_is_no_error(tmp_path: Path):
+    objects = [sample(i) for i in range(20)]
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, *objects)
+        found = []
+        for name, _ in tier.scan():
+            found.append(name)
+            tier.delete([each.name for each in objects if each.name not in found])
+        assert 1 <= len(found) < len(objects)
+
+
+# ---- direct I/O
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+def test_without_direct_io_it_is_buffered_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, call: str
+):
+    real = getattr(os, call)
+    direct: set[int] = set()
+
+    def refuse_open(path, flags, *mode):
+        if call == "open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real(path, flags, *mode)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def refuse_write(fd, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("probe"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, call, refuse_open if call == "open" else refuse_write)
+    each = sample(1, PAGE + 5)
+    with closing(DiskTier(tmp_path)) as tier:
+        assert store(tier, each).ok
+        assert_stored(tier, each)
+        assert repr(tier) == f"<DiskTier {tmp_path} buffered>"
+        assert partial_files(tmp_path) == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no direct I/O" in record.message
+
+
+def test_tmpfs_works_whether_it_has_direct_io_or_not(small_disk: Path, caplog):
+    each = sample(1, 5 * PAGE)
+    with closing(DiskTier(small_disk)) as tier:
+        assert store(tier, each).ok
+        assert_stored(tier, each)
+    assert len(caplog.records) <= 1
+
+
+# ---- verification
+
+
+def test_verify_names_what_is_wrong_and_mends_what_it_may(tmp_path: Path):
+    objects = [sample(i, PAGE * (1 + i)) for i in range(8)]
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, *objects)
+    flipped, truncated, longer, swapped, empty = (path_of(tmp_path, each.name) for each in objects[:5])
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"?")
+    os.truncate(truncated, PAGE)
+    os.truncate(longer, 1 << 40)
+    swapped.write_bytes(objects[7].at_rest())
+    os.truncate(empty, 0)
+    orphan = tmp_path / "partial" / str(objects[6].name)
+    orphan.write_bytes(b"half")
+    foreign, link = tmp_path / "README", path_of(tmp_path, sample(50).name)
+    foreign.write_bytes(b"")
+    link.symlink_to(path_of(tmp_path, objects[7].name))
+    used = path_of(tmp_path, objects[7].name).stat().st_mtime_ns
+    steps: list[tuple[int, int]] = []
+
+    report = verify(tmp_path, progress=lambda done, of: steps.append((done, of)))
+    assert (report.ok, report.fixed) == (3, 0)
+    assert report.nbytes == sum(PAGE + each.room for each in objects[5:])
+    assert steps == [(i, 10) for i in range(1, 11)]
+    found = {finding.path: finding.fault for finding in report.findings}
+    assert found == {
+        **dict.fromkeys((flipped, truncated, longer, swapped, empty), Fault.CORRUPT),
+        orphan: Fault.ORPHANED,
+        foreign: Fault.FOREIGN,
+        link: Fault.FOREIGN,
+    }
+    reasons = {finding.path: finding.reason for finding in report.findings}
+    assert reasons[flipped] == "payload checksum differs"
+    assert reasons[longer] == f"the file has {1 << 40} bytes, its header says {4 * PAGE}"
+    assert path_of(tmp_path, objects[7].name).stat().st_mtime_ns == used
+
+    assert verify(tmp_path, fix=True).fixed == 6
+    after = verify(tmp_path)
+    assert (after.ok, after.count(Fault.FOREIGN), len(after.findings)) == (3, 2, 2)
+    with closing(DiskTier(tmp_path)) as tier:
+        assert_stored(tier, *objects[5:])
+
+
+def test_verify_leaves_what_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    each = sample(1)
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, each)
+
+    def refuse(*_) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    (finding,) = verify(tmp_path, fix=True).findings
+    assert (finding.fault, finding.reason) == (Fault.UNREADABLE, "Input/output error")
+    assert finding.path.exists()
+
+
+def test_verify_refuses_what_is_in_use_or_no_tier(tmp_path: Path):
+    with pytest.raises(TierError, match="is not the directory of a disk tier"):
+        verify(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with closing(DiskTier(tmp_path)), pytest.raises(TierError, match="open in process"):
+        verify(tmp_path)
