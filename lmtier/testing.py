@@ -414,9 +414,9 @@ class SeamSuite:
         tier.close()
         done = tier.poll()
         assert sorted(each.id for each in done) == list(range(64))
-        for each in done:
-            name = objects[each.id].name
-            assert name in each.ok or each.failed[name] is Reason.CLOSED
+        for one in done:
+            name = objects[one.id].name
+            assert name in one.ok or one.failed[name] is Reason.CLOSED
 
     def test_a_closed_tier_fails_what_it_is_given(self, tmp_path: Path) -> None:
         tier = self.make(tmp_path)

@@ -166,9 +166,7 @@ class Report:
         return sum(finding.fault is fault for finding in self.findings)
 
 
-def verify(
-    root: str | Path, fix: bool = False, progress: Callable[[int, int], None] | None = None
-) -> Report:
+def verify(root: str | Path, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
     """Read every object of a disk tier and say what is wrong with it; `fix` deletes corrupt and orphaned.
 
     Raises TierError if the directory is not a disk tier's, or a tier has it open. `progress` gets the
@@ -312,8 +310,6 @@ def _take_lock(root: Path, create: int) -> FileIO:
     lock = FileIO(fd, "r+")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
     except BlockingIOError as error:
         owner = os.pread(fd, 20, 0).decode("ascii", "replace")
         lock.close()
@@ -324,6 +320,9 @@ def _take_lock(root: Path, create: int) -> FileIO:
     except OSError as error:
         lock.close()
         raise _unusable(root, error) from error
+    with suppress(OSError):  # it only makes the message above better, and a full disk can still be read
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
     return lock
 
 

@@ -47,8 +47,8 @@ def content(key: bytes, shard: Shard) -> bytes:
     return (hashlib.sha256(key + str(shard).encode()).digest() * (size // 32 + 1))[:size]
 
 
-class MemoryTier(Tier):
-    """Objects in a dict, jobs finished one by one in any order when told, some of them badly."""
+class HandTier(Tier):
+    """Objects in a dict; jobs end one by one, in any order, when the machine says so, some of them badly."""
 
     def __init__(self, kept: dict[Name, bytes], keeps: bool) -> None:
         self.keeps = keeps  # type: ignore[misc]
@@ -138,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.tiers = {
-            url: MemoryTier(kept, keeps=url.startswith("near")) for url, kept in self.kept.items()
+            url: HandTier(kept, keeps=url.startswith("near")) for url, kept in self.kept.items()
         }
         config = Config(tiers=self.urls, chunk_tokens=2, load_deadline=3600, prefault=False)
         self.cache = Cache(config, tiers=self.tiers)

@@ -1,0 +1,239 @@
+"""`lmtier bench`: every path of lmtier beside what this machine can do, measured in the same run.
+
+Ours and its limit take turns within a round, so that a noisy neighbour meets both; what is judged is
+the median over rounds. Two kinds of rows:
+
+    rates (GB/s)           judged by ratio = median of ours / limit per round; floor and goal are the least
+    costs (ms, B, µs, ×)   judged by ours; floor and goal are the most. ratio = limit / ours
+
+so a ratio near 1 is good either way. Below the floor something is broken; the goal is where we are going.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias
+
+from lmtier import __version__
+from lmtier.errors import ConfigError
+from lmtier.terminal import Progress, number, table
+
+Samples: TypeAlias = Iterator[tuple[str, float, float]]
+"""What a measurement yields, once a round and path: path, ours, limit, both in the path's unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    unit: str
+    floor: float
+    goal: float
+
+    @property
+    def is_rate(self) -> bool:
+        return self.unit == "GB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is moved. The memory is rotated over, so it must be many times the last-level cache."""
+
+    directory: Path
+    rounds: int
+    memory: int
+    large_layers: int
+    disk_rounds: int
+    disk_chunks: int
+    prompt_chunks: int
+    index_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    path: str
+    ours: float
+    limit: float
+    unit: str
+    ratio: float
+    floor: float
+    goal: float
+    ok: bool
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal is."""
+        return self.ratio >= self.goal if PATHS[self.path].is_rate else self.ours <= self.goal
+
+
+PATHS = {
+    "gather, 32 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "scatter, 32 MiB objects": Bound("GB/s", 0.90, 0.95),
+    "save to cpu, 32 MiB objects": Bound("GB/s", 0.80, 0.90),
+    "load from cpu, 32 MiB objects": Bound("GB/s", 0.88, 0.95),
+    "save to cpu, 1 MiB objects": Bound("GB/s", 0.62, 0.75),
+    "load from cpu, 1 MiB objects": Bound("GB/s", 0.68, 0.80),
+    "save to cpu, 32 MiB objects, 2 cores": Bound("GB/s", 1.2, 1.4),
+    "load from cpu, 32 MiB objects, 2 cores": Bound("GB/s", 1.2, 1.4),
+    "store to disk, 32 MiB objects": Bound("GB/s", 0.80, 0.95),
+    "load from disk, 32 MiB objects": Bound("GB/s", 0.85, 0.97),
+    "match 128k tokens, Python list": Bound("ms", 8.0, 5.0),
+    "match 128k tokens, int32 array": Bound("ms", 3.0, 1.5),
+    "match 128k tokens, kept keys": Bound("ms", 0.4, 0.2),
+    "added to a request that misses": Bound("ms", 0.5, 0.3),
+    "index of 1M chunks, arc: memory a chunk": Bound("B", 400, 250),
+    "index of 1M chunks, lru: memory a chunk": Bound("B", 400, 250),
+    "index of 1M chunks, arc: growth of an operation over 10k": Bound("×", 6, 4),
+    "index of 1M chunks, lru: growth of an operation over 10k": Bound("×", 6, 4),
+}
+
+
+def measure(
+    *,
+    only: str = "",
+    directory: Path | None = None,
+    repeat: int = 1,
+    quick: bool = False,
+) -> list[Row]:
+    """One row for each path whose name contains `only`; `repeat` multiplies the rounds."""
+    from lmtier.bench import copies, disk, lookups
+
+    groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
+        lookups.index: ("index",),
+        lookups.match: ("match", "added"),
+        copies.alone: ("gather", "scatter"),
+        copies.large: ("save to cpu, 32 MiB", "load from cpu, 32 MiB"),
+        copies.small: ("save to cpu, 1 MiB", "load from cpu, 1 MiB"),
+        disk.store_and_load: ("store to disk", "load from disk"),
+    }
+    wanted = [path for path in PATHS if only in path]
+    if not wanted:
+        raise ConfigError(f"no path contains {only!r}; they are:\n  " + "\n  ".join(PATHS))
+    chosen = [group for group, heads in groups.items() if any(path.startswith(heads) for path in wanted)]
+    samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
+    with ExitStack() as stack:
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-")))
+        scale = _quick(directory) if quick else _full(directory, repeat)
+        # Rounds of a group are its steps; the bar need not be exact, it must move.
+        progress = stack.enter_context(Progress(len(chosen) * scale.rounds))
+        for group in chosen:
+            left = scale.rounds
+            for path, ours, limit in group(scale):
+                if path in samples:
+                    samples[path].append((ours, limit))
+                if left and path.startswith(groups[group][:1]):
+                    left -= 1
+                    progress.step(path)
+            progress.step(steps=left)
+    return [_row(path, pairs) for path, pairs in samples.items()]
+
+
+def _full(directory: Path, repeat: int) -> Scale:
+    return Scale(
+        directory=directory,
+        rounds=15 * repeat,
+        memory=1 << 30,
+        large_layers=32,
+        disk_rounds=6 * repeat,
+        disk_chunks=8,
+        prompt_chunks=512,
+        index_chunks=1_000_000,
+    )
+
+
+def _quick(directory: Path) -> Scale:
+    """Every line of code in a few seconds; the figures mean nothing."""
+    return Scale(
+        directory=directory,
+        rounds=2,
+        memory=64 << 20,
+        large_layers=4,
+        disk_rounds=2,
+        disk_chunks=2,
+        prompt_chunks=512,
+        index_chunks=20_000,
+    )
+
+
+def _row(path: str, pairs: list[tuple[float, float]]) -> Row:
+    bound = PATHS[path]
+    ours, limit = (median(each) for each in zip(*pairs, strict=True))
+    ratio = median(a / b if bound.is_rate else b / a for a, b in pairs)
+    ok = ratio >= bound.floor if bound.is_rate else ours <= bound.floor
+    return Row(path, _round(ours), _round(limit), bound.unit, _round(ratio), bound.floor, bound.goal, ok)
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
+
+
+def report(rows: list[Row]) -> str:
+    """The table, and a line for each goal not reached."""
+    lines = [
+        table(
+            ("path", "ours", "limit", "unit", "ratio", "floor", "goal", ""),
+            [
+                (
+                    row.path,
+                    number(row.ours),
+                    number(row.limit),
+                    row.unit,
+                    number(row.ratio),
+                    _bound(row, row.floor),
+                    _bound(row, row.goal),
+                    "" if row.ok else "BELOW FLOOR",
+                )
+                for row in rows
+            ],
+        )
+    ]
+    for row in rows:
+        if not row.reached:
+            is_rate = PATHS[row.path].is_rate
+            got = f"{number(row.ratio)} <" if is_rate else f"{number(row.ours)} {row.unit} >"
+            lines.append(f"below goal: {row.path} {got} {row.goal:g}")
+    return "\n".join(lines)
+
+
+def _bound(row: Row, value: float) -> str:
+    return f"{'≥' if PATHS[row.path].is_rate else '≤'} {value:g}"
+
+
+def header(directory: Path | None) -> str:
+    """The machine, so that a number can be read later."""
+    where = directory or Path(tempfile.gettempdir())
+    today = datetime.date.today().isoformat()
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"lmtier {__version__} on {_cpu_model()}, {cores} cores, {platform.release()}, "
+        f"{where} on {_filesystem(where)}, {today}"
+    )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _filesystem(where: Path) -> str:
+    """The type of the file system that holds `where`: the mount whose path is the longest prefix of it."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, name, *_ = line.split()
+        if where.resolve().is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, name
+    return kind

@@ -1,0 +1,601 @@
+"""What a cache owes its owner: prefixes, leases, room, tiers, and counters that are exact."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lmtier.cache import Cache, Match
+from lmtier.config import Config
+from lmtier.errors import ConfigError, MisuseError, TierError
+from lmtier.index import State
+from lmtier.layout import Layout, Shard, form_of, padded, stored_size
+from lmtier.testing import FlakyTier, FullTier, Gate, MemoryTier, SlowTier
+from lmtier.tier import Op, Reason, Tier
+
+C = 4  # tokens a chunk
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=C, packing="token"
+)
+ONE = form_of(LAYOUT, (LAYOUT.whole,))
+TWO = form_of(LAYOUT, (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)))
+ROOM = padded(LAYOUT.nbytes(LAYOUT.whole))
+AT_REST = stored_size(LAYOUT.nbytes(LAYOUT.whole))
+
+
+def keys(count: int, name: str = "a") -> list[bytes]:
+    return [hashlib.sha256(f"{name}{i}".encode()).digest() for i in range(count)]
+
+
+def content(key: bytes, shard: Shard) -> bytes:
+    size = LAYOUT.nbytes(shard)
+    return (hashlib.sha256(key + str(shard).encode()).digest() * size)[:size]
+
+
+def store(cache: Cache, names: list[bytes], form=ONE) -> int:
+    """Save what is not stored yet; the number of chunks that were."""
+    reservation = cache.reserve(names, form)
+    for entry in reservation.entries.values():
+        for offset, shard in zip(entry.offsets, form.shards, strict=True):
+            data = content(entry.key, shard)
+            cache.slab.view(offset, len(data))[:] = data
+    for shard in sorted(reservation.left):
+        cache.commit(reservation, shard)
+    return len(reservation.entries)
+
+
+def holds_right_bytes(cache: Cache, match: Match) -> bool:
+    return all(
+        bytes(cache.slab.view(offset, LAYOUT.nbytes(shard))) == content(entry.key, shard)
+        for entry in match.run
+        for offset, shard in zip(entry.offsets, entry.form.shards, strict=True)
+    )
+
+
+def look(cache: Cache, names: list[bytes], form=ONE) -> list[str]:
+    """Where the matched chunks came from, after checking their bytes."""
+    match = cache.wait(cache.match(names, form))
+    assert holds_right_bytes(cache, match)
+    sources = match.sources
+    cache.release(match)
+    cache.check()
+    return sources
+
+
+def cpu(chunks: int, **options: str) -> str:
+    return f"cpu://?capacity={chunks * ROOM}" + "".join(f"&{k}={v}" for k, v in options.items())
+
+
+def disk(path: Path, chunks: int = 100, **options: str) -> str:
+    return f"disk://{path}?capacity={chunks * AT_REST}" + "".join(f"&{k}={v}" for k, v in options.items())
+
+
+@pytest.fixture
+def make(tmp_path):
+    caches = []
+
+    def make(*tiers: str, opened: dict[str, Tier] | None = None, **settings) -> Cache:
+        config = Config(tiers=tiers, chunk_tokens=C, prefault=False, **settings)
+        caches.append(Cache(config, tiers=opened))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close(timeout=5)
+        cache.check()
+
+
+# ---- prefixes
+
+
+def test_a_match_is_the_longest_prefix(make):
+    cache = make(cpu(20))
+    store(cache, keys(5))
+    assert look(cache, keys(5)) == ["cpu"] * 5
+    assert look(cache, keys(5) + keys(3, "unseen")) == ["cpu"] * 5
+    assert look(cache, keys(2)) == ["cpu"] * 2
+    assert look(cache, keys(1, "other") + keys(5)) == []
+
+
+def test_a_longer_prompt_stores_only_what_is_new(make):
+    cache = make(cpu(20))
+    assert store(cache, keys(3)) == 3
+    assert store(cache, keys(5)) == 2
+    assert store(cache, keys(5)) == 0
+    assert cache.metrics.value("lmtier_skipped_tokens_total") == (3 + 5) * C
+    assert cache.metrics.value("lmtier_stored_tokens_total", tier="cpu") == 5 * C
+
+
+def test_two_writers_of_one_prefix_keep_one_copy(make):
+    cache = make(cpu(20))
+    first = cache.reserve(keys(3), ONE)
+    second = cache.reserve(keys(4), ONE)
+    assert sorted(first.entries) == [0, 1, 2]
+    assert sorted(second.entries) == [3]
+    cache.commit(second)
+    assert look(cache, keys(4)) == [], "its head is not there yet"
+    cache.commit(first)
+    assert look(cache, keys(4)) == ["cpu"] * 4
+    assert cache.index.used == 4 * ROOM
+
+
+def test_nothing_is_visible_before_the_last_shard_is_committed(make):
+    cache = make(cpu(20))
+    reservation = cache.reserve(keys(2), TWO)
+    cache.commit(reservation, TWO.shards[0])
+    assert look(cache, keys(2), TWO) == []
+    cache.commit(reservation, TWO.shards[1])
+    match = cache.match(keys(2), TWO)
+    assert match.chunks == 2
+    cache.release(match)
+
+
+def test_an_abort_leaves_nothing_visible_and_gives_room_back_when_the_last_rank_is_done(make):
+    cache = make(cpu(20))
+    reservation = cache.reserve(keys(3), TWO)
+    cache.abort(reservation, TWO.shards[0])
+    assert look(cache, keys(3), TWO) == []
+    assert cache.slab.used > 0, "the other rank may still be writing there"
+    cache.commit(reservation, TWO.shards[1])
+    assert cache.slab.used == 0
+    assert store(cache, keys(3), TWO) == 3
+    cache.check()
+
+
+def test_committing_twice_is_refused(make):
+    cache = make(cpu(20))
+    reservation = cache.reserve(keys(1), ONE)
+    cache.commit(reservation)
+    with pytest.raises(MisuseError, match="before"):
+        cache.commit(reservation)
+
+
+def test_an_empty_range_does_nothing(make):
+    cache = make(cpu(1))
+    store(cache, keys(1))
+    for _ in range(3):
+        cache.commit(cache.reserve([], ONE))
+        assert look(cache, []) == []
+    assert look(cache, keys(1)) == ["cpu"]
+
+
+# ---- room
+
+
+def test_when_memory_is_short_a_prefix_is_stored_and_never_a_hole(make):
+    cache = make(cpu(3))
+    assert store(cache, keys(10)) == 3
+    assert look(cache, keys(10)) == ["cpu"] * 3
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="cpu", reason="no_room") == 7 * C
+    assert store(cache, keys(10)) == 0, "its own prefix does not leave to make room for its tail"
+    assert look(cache, keys(10)) == ["cpu"] * 3
+
+
+def test_room_is_made_at_once_and_the_tail_leaves_first(make):
+    cache = make(cpu(4))
+    store(cache, keys(4, "old"))
+    assert store(cache, keys(2, "new")) == 2
+    assert look(cache, keys(4, "old")) == ["cpu"] * 2
+    assert look(cache, keys(2, "new")) == ["cpu"] * 2
+    assert cache.metrics.value("lmtier_evictions_total", tier="cpu", cause="capacity") == 2
+
+
+def test_what_is_leased_is_not_evicted(make):
+    cache = make(cpu(3))
+    store(cache, keys(3))
+    match = cache.match(keys(3), ONE)
+    assert store(cache, keys(3, "new")) == 0
+    assert holds_right_bytes(cache, match)
+    cache.release(match)
+    assert store(cache, keys(3, "new")) == 3
+
+
+def test_a_lease_of_two_readers_needs_two_releases(make):
+    cache = make(cpu(2))
+    store(cache, keys(2))
+    one, other = cache.match(keys(2), ONE), cache.match(keys(2), ONE)
+    cache.release(one)
+    cache.release(one)
+    assert store(cache, keys(2, "new")) == 0
+    cache.release(other)
+    assert store(cache, keys(2, "new")) == 2
+
+
+def test_an_object_larger_than_the_slab_is_dropped_without_evicting(make):
+    cache = make(cpu(2))
+    store(cache, keys(2))
+    huge = Layout.uniform(
+        layers=64, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=C, packing="token"
+    )
+    assert cache.reserve(keys(1, "huge"), form_of(huge, (huge.whole,))).dropped == 1
+    assert look(cache, keys(2)) == ["cpu"] * 2
+
+
+def test_layouts_of_different_size_share_one_slab(make):
+    cache = make(cpu(8))
+    small = Layout.uniform(
+        layers=1, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=C, packing="token"
+    )
+    form = form_of(small, (small.whole,))
+    for turn in range(20):
+        cache.commit(cache.reserve(keys(3, f"small{turn}"), form))
+        assert store(cache, keys(5, f"large{turn}")) == 5
+        cache.check()
+
+
+def test_clear_skips_what_is_leased_and_force_does_not(make):
+    cache = make(cpu(4))
+    store(cache, keys(2))
+    store(cache, keys(2, "b"))
+    match = cache.match(keys(2), ONE)
+    cache.clear()
+    assert look(cache, keys(2, "b")) == []
+    assert look(cache, keys(2)) == ["cpu"] * 2
+    cache.clear(force=True)
+    assert look(cache, keys(2)) == []
+    assert holds_right_bytes(cache, match), "who holds a lease can still read"
+    cache.release(match)
+    assert cache.slab.used == 0
+
+
+# ---- tiers below
+
+
+def test_a_restart_finds_a_warm_disk_before_anything_is_computed(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(5))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert store(cache, keys(5)) == 0, "known before anything was loaded"
+    assert look(cache, keys(5)) == ["disk"] * 5
+    assert look(cache, keys(5)) == ["cpu"] * 5
+
+
+def test_a_prefix_may_come_from_several_tiers(make, tmp_path):
+    cache = make(cpu(4), disk(tmp_path / "kv"))
+    store(cache, keys(4))
+    assert cache.flush()
+    store(cache, keys(2, "new"))
+    assert cache.flush()
+    assert look(cache, keys(4)) == ["cpu", "cpu", "disk", "disk"]
+
+
+def test_a_chunk_that_vanished_cuts_the_match_there(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(5))
+    cache.close()
+    (victim,) = (tmp_path / "kv").rglob(f"{keys(5)[2].hex()}.*")
+    victim.unlink()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, keys(5)) == ["disk"] * 2
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="absent") == 3 * C
+    assert cache.index.pinned == 0
+
+
+def test_a_corrupt_file_is_a_miss_counted_and_deleted(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(3))
+    cache.close()
+    (victim,) = (tmp_path / "kv").rglob(f"{keys(3)[1].hex()}.*")
+    data = bytearray(victim.read_bytes())
+    data[5000] ^= 1
+    victim.write_bytes(data)
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, keys(3)) == ["disk"]
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="corrupt") == 2 * C
+    assert cache.metrics.value("lmtier_tier_failures_total", tier="disk", op="load", reason="corrupt") == 1
+    assert not victim.exists()
+    assert store(cache, keys(3)) == 1, "the recomputed chunk is stored again"
+    assert cache.flush()
+    assert victim.exists()
+
+
+def test_disk_capacity_is_exact_and_the_files_agree(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=5))
+    for turn in range(6):
+        store(cache, keys(3, f"turn{turn}"))
+        assert cache.flush()
+        files = [file.stat().st_size for file in (tmp_path / "kv").rglob("*.L*")]
+        assert sum(files) == cache.stats()["disk"]["used"] <= 5 * AT_REST
+        cache.check()
+    assert len(files) == 5
+    assert cache.metrics.value("lmtier_evictions_total", tier="disk", cause="capacity") == 13
+
+
+def test_a_smaller_capacity_after_a_restart_is_enforced(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=8))
+    store(cache, keys(8))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=3))
+    cache.flush()
+    assert len(list((tmp_path / "kv").rglob("*.L*"))) == 3
+    assert look(cache, keys(8)) == ["disk"] * 3, "the head of the prefix is what was kept"
+
+
+def test_an_object_larger_than_a_tier_is_refused_without_evicting(make, tmp_path):
+    cache = make(cpu(20), f"disk://{tmp_path}/kv?capacity={AT_REST - 1}")
+    store(cache, keys(1))
+    assert cache.flush()
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="disk", reason="larger_than_tier") == C
+
+
+def test_write_policies_decide_what_goes_down(make, tmp_path):
+    cache = make(cpu(4), disk(tmp_path / "seen", write="reused"), disk(tmp_path / "left", write="evicted"))
+    store(cache, keys(2))
+    cache.flush()
+    assert [tier.label for tier in cache.below] == ["disk", "disk-2"]
+    assert cache.stats()["disk"]["chunks"] == 0
+    look(cache, keys(2))
+    cache.flush()
+    assert cache.stats()["disk"]["chunks"] == 2, "seen a second time"
+    for turn in range(3):
+        store(cache, keys(2, f"turn{turn}"))
+        cache.flush()
+    assert cache.stats()["disk-2"]["chunks"] > 0, "next to leave, so written"
+    assert look(cache, keys(2)) == ["disk"] * 2
+
+
+def test_never_writes_nothing_and_still_reads(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(2))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv", write="never"))
+    assert look(cache, keys(2)) == ["disk"] * 2
+    store(cache, keys(2, "new"))
+    cache.flush()
+    assert cache.stats()["disk"]["chunks"] == 2
+
+
+def test_tiers_that_must_be_asked_are_asked_once(make):
+    class Asked(MemoryTier):
+        keeps = False
+
+        def contains(self, names):
+            asked.append(len(names))
+            return super().contains(names)
+
+    asked: list[int] = []
+    objects: dict = {}
+    cache = make(cpu(20), "far://", opened={"far://": Asked(objects)})
+    store(cache, keys(6))
+    cache.close()
+    cache = make(cpu(20), "far://", opened={"far://": Asked(objects)})
+    assert look(cache, keys(8)) == ["far"] * 6
+    assert asked == [8]
+
+
+def test_one_load_serves_every_request_that_waits_for_it(make):
+    objects: dict = {}
+    cache = make(cpu(20), "slow://?capacity=1GiB", opened={"slow://?capacity=1GiB": MemoryTier(objects)})
+    store(cache, keys(3))
+    cache.close()
+
+    loads = []
+
+    class Counting(MemoryTier):
+        def read(self, name, buffers):
+            loads.append(name)
+            return super().read(name, buffers)
+
+    gate = Gate()
+    tier = SlowTier(Counting(objects), gate)
+    cache = make(cpu(20), "slow://?capacity=1GiB", opened={"slow://?capacity=1GiB": tier})
+    gate.hold()
+    matches = [cache.match(keys(3), ONE) for _ in range(4)]
+    for match in matches:
+        cache.prefetch(match)
+        assert not match.ready
+    gate.open()
+    for match in matches:
+        cache.wait(match)
+        assert match.ready
+        assert match.chunks == 3
+        assert holds_right_bytes(cache, match)
+        cache.release(match)
+    assert len(loads) == 3
+
+
+def test_a_request_waits_no_longer_than_its_deadline(make):
+    objects: dict = {}
+    url = "slow://?capacity=1GiB"
+    cache = make(cpu(20), url, opened={url: MemoryTier(objects)})
+    store(cache, keys(3))
+    cache.close()
+    gate = Gate()
+    cache = make(cpu(20), url, opened={url: SlowTier(MemoryTier(objects), gate)})
+    gate.hold()
+    began = time.monotonic()
+    match = cache.wait(cache.match(keys(3), ONE, deadline=0.1))
+    assert time.monotonic() - began < 1.0
+    assert match.chunks == 0
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="deadline") == 3 * C
+    cache.release(match)
+    cache.check()
+    gate.open()
+    cache.flush()
+    assert look(cache, keys(3)) == ["cpu"] * 3, "what arrives late is still of use to the next one"
+
+
+def test_a_cancelled_request_gives_everything_back_at_every_stage(make):
+    objects: dict = {}
+    url = "slow://?capacity=1GiB"
+    cache = make(cpu(20), url, opened={url: MemoryTier(objects)})
+    store(cache, keys(3))
+    cache.close()
+    gate = Gate()
+    cache = make(cpu(20), url, opened={url: SlowTier(MemoryTier(objects), gate)})
+    gate.hold()
+    found = cache.match(keys(3), ONE)
+    cache.release(found)
+    loading = cache.match(keys(3), ONE)
+    cache.prefetch(loading)
+    cache.release(loading)
+    gate.open()
+    cache.flush()
+    ready = cache.wait(cache.match(keys(3), ONE))
+    cache.release(ready)
+    saving = cache.reserve(keys(2, "b"), ONE)
+    cache.abort(saving)
+    cache.check()
+    assert cache.index.pinned == 0
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="cancelled") == 6 * C
+
+
+def test_a_suppressed_load_still_counts_as_stored(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(3))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    match = cache.match(keys(3), ONE)
+    cache.prefetch(match, 0)
+    assert (match.ready, match.chunks) == (True, 0)
+    cache.release(match)
+    assert cache.reserve(keys(3), ONE).known == 3
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="not_worth_it") == 3 * C
+
+
+# ---- failing tiers
+
+
+def test_a_failing_tier_is_left_alone_and_tried_again(make):
+    url = "bad://?capacity=1GiB"
+    tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=(Op.STORE,))
+    cache = make(cpu(50), url, opened={url: tier})
+    store(cache, keys(20))
+    cache.flush(timeout=0.5)
+    below = cache.below[0]
+    assert below.breaker.is_open
+    assert cache.metrics.value("lmtier_breaker_open", tier="bad") == 1
+    assert look(cache, keys(20)) == ["cpu"] * 20, "the tier above is not disabled with it"
+    tier._every = 1 << 60  # it is repaired
+    until = time.monotonic() + 5
+    while below.breaker.is_open and time.monotonic() < until:
+        store(cache, keys(1, f"probe{time.monotonic()}"))
+        cache.flush(timeout=0.1)
+        cache._wake.wait(0.05)
+    assert not below.breaker.is_open
+    assert cache.metrics.value("lmtier_breaker_open", tier="bad") == 0
+
+
+def test_a_full_tier_drops_what_it_cannot_take_and_counts_it(make):
+    url = "full://?capacity=1GiB"
+    cache = make(cpu(50), url, opened={url: FullTier(MemoryTier())})
+    store(cache, keys(3))
+    cache.flush(timeout=1)
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="full", reason="full") == 3 * C
+    assert cache.stats()["full"] == {"chunks": 0, "used": 0, "capacity": 1 << 30}
+    assert look(cache, keys(3)) == ["cpu"] * 3
+
+
+def test_a_full_queue_drops_and_counts(make):
+    url = "slow://?capacity=1GiB"
+    gate = Gate()
+    cache = make(cpu(50), url, opened={url: SlowTier(MemoryTier(), gate)}, queue_length=4)
+    gate.hold()
+    store(cache, keys(20))
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="slow", reason="queue_full") == 16 * C
+    gate.open()
+    assert cache.flush()
+    assert cache.stats()["slow"]["chunks"] == 4
+
+
+def test_metrics_answer_while_every_worker_is_blocked(make):
+    blocked, go_on = threading.Event(), threading.Event()
+
+    class Stuck(MemoryTier):
+        def write(self, item, buffers):
+            blocked.set()
+            assert go_on.wait(10)
+            super().write(item, buffers)
+
+    url = "stuck://?capacity=1GiB"
+    cache = make(cpu(50), url, opened={url: Stuck()})
+    store(cache, keys(20))
+    cache.step()
+    assert blocked.wait(10)
+    assert b'lmtier_queue_depth{op="store",tier="stuck"} 20.0' in cache.metrics.exposition()
+    assert look(cache, keys(20)) == ["cpu"] * 20
+    go_on.set()
+    assert cache.flush()
+
+
+def test_a_tier_that_cannot_be_opened_fails_the_start_and_closes_the_others(make, tmp_path):
+    make(cpu(2), disk(tmp_path / "taken"))
+    with pytest.raises(TierError, match="taken"):
+        make(cpu(2), disk(tmp_path / "free"), disk(tmp_path / "taken"))
+    make(cpu(2), disk(tmp_path / "free"))
+
+
+def test_gpu_tiers_are_refused_until_there_is_cuda(make):
+    with pytest.raises(ConfigError, match="CUDA"):
+        make("gpu://?capacity=1GiB", cpu(2))
+
+
+# ---- sharing between engines that cut differently
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [(ONE, TWO), (TWO, ONE)])
+def test_what_one_parallel_size_saved_another_finds(make, tmp_path, saved, wanted):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(3), saved)
+    assert look(cache, keys(3), wanted) == ["cpu"] * 3
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, keys(3), wanted) == ["disk"] * 3
+
+
+def test_half_of_a_chunk_is_a_miss(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(2), TWO)
+    cache.close()
+    (half,) = (tmp_path / "kv").rglob(f"{keys(2)[0].hex()}.{TWO.shards[0]}")
+    half.unlink()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, keys(2), TWO) == []
+
+
+# ---- counters
+
+
+def test_counters_are_exact_over_many_events_and_still_while_idle(make):
+    cache = make(cpu(200))
+    store(cache, keys(100))
+    asked = hit = 0
+    names = keys(100)
+    for turn in range(10_000):
+        length = turn * 37 % 100 + 1
+        cache.release(cache.match(names[:length], ONE, tokens=length * C + 3))
+        asked += length * C + 3
+        hit += length * C
+    value = cache.metrics.value
+    assert value("lmtier_asked_tokens_total") == asked
+    assert value("lmtier_hit_tokens_total", tier="cpu") == hit
+    assert value("lmtier_missed_tokens_total", reason="partial_chunk") == asked - hit
+    assert value("lmtier_recent_hit_ratio") == pytest.approx(hit / asked, abs=0.02)
+    before = {name: value(f"lmtier_{name}_total") for name in ("asked_tokens", "skipped_tokens", "lookups")}
+    for _ in range(100):
+        cache.step()
+    assert before == {name: value(f"lmtier_{name}_total") for name in before}
+
+
+def test_evicted_and_never_stored_are_different_misses(make):
+    cache = make(cpu(2))
+    store(cache, keys(2))
+    store(cache, keys(2, "b"))
+    assert look(cache, keys(2) + keys(1, "c")) == []
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="evicted") == 2 * C
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="never_stored") == C
+
+
+def test_an_entry_shows_its_state_in_its_repr(make):
+    cache = make(cpu(4))
+    reservation = cache.reserve(keys(1), ONE)
+    (entry,) = reservation.entries.values()
+    assert repr(entry).endswith("FILLING leases=1 kids=0>")
+    cache.commit(reservation)
+    assert entry.state is State.READY
+    assert repr(cache.match(keys(1), ONE)) == "<Match 1 of 1 chunks, 1 in the slab, ready>"
