@@ -141,9 +141,15 @@ class Below:
         self._queue.append(entry.key)
         self._queued.add(entry.key)
 
-    def pump(self, slab: Index, view: Callable[[int, int], memoryview]) -> None:
-        """Submit what is queued, as far as the tier, its room and its breaker allow."""
+    def pump(
+        self, slab: Index, view: Callable[[int, int], memoryview], release: Callable[[Entry], None]
+    ) -> None:
+        """Submit what is queued, as far as the tier, its room and its breaker allow.
+
+        Each chunk is leased in the slab until its write is done; then `release` hears of it.
+        """
         self._retry_deletes()
+        added: list[Entry] = []
         while self._queue and self.is_warm and self.storing < MAX_STORING and self.breaker.allows():
             key = self._queue[0]
             entry = slab.get(key)
@@ -160,47 +166,51 @@ class Below:
                 parent = self._nearest(entry)
                 room = self._make_room(entry.form, parent)
                 if room is None:
-                    return  # deletions under way will make it
+                    break  # deletions under way will make it
                 if isinstance(room, str):
                     self._unqueue()
                     self._drop(room)
                     continue
                 replaces = room
                 mine = self.index.add(key, entry.form, entry.form.at_rest, State.FILLING, parent)
+                added.append(mine)
             self._unqueue()
             slab.lease(entry)
-            self._store(entry, mine, slab, view, replaces)
+            self._store(entry, mine, view, release, replaces)
+        if self.index is not None:
+            for tail in set(added) - {entry.parent for entry in added}:
+                self.index.refresh(ancestry(tail))
 
     def _store(
         self,
         entry: Entry,
         mine: Entry | None,
-        slab: Index,
         view: Callable[[int, int], memoryview],
+        release: Callable[[Entry], None],
         replaces: Sequence[Name | None],
     ) -> None:
         form = entry.form
         assert form.layout is not None  # whatever is in the slab was declared, or loaded with its header
         prints = entry.prints or (bytes(16),) * len(form.shards)
-        age = depth(entry)
+        used = self._use(mine)
         items = tuple(
             Item(
                 name := Name(entry.key, shard),
                 view(offset, padded(size)),
                 Header(name, form.layout, size, mark),
                 old,
-                age,
+                used,
             )
             for shard, size, offset, mark, old in zip(
                 form.shards, form.sizes, entry.offsets, prints, replaces, strict=True
             )
         )
         self.storing += 1
-        self._submit(Op.STORE, items, partial(self._stored, entry, mine, slab))
+        self._submit(Op.STORE, items, partial(self._stored, entry, mine, release))
 
-    def _stored(self, entry: Entry, mine: Entry | None, slab: Index, done: Done) -> None:
+    def _stored(self, entry: Entry, mine: Entry | None, release: Callable[[Entry], None], done: Done) -> None:
         self.storing -= 1
-        slab.release(entry)
+        release(entry)
         self._record(Op.STORE, done)
         if not done.failed:
             self._metrics.stored_tokens.labels(self.label).inc(self._chunk_tokens)
@@ -269,8 +279,9 @@ class Below:
     ) -> None:
         """Read one chunk into `payloads`; `then` hears its headers, or why it is a miss."""
         names = [Name(key, shard) for shard in form.shards]
-        items = tuple(Item(name, payload) for name, payload in zip(names, payloads, strict=True))
         mine = self.index.get(key) if self.index is not None else None
+        used = self._use(mine)
+        items = tuple(Item(name, payload, used=used) for name, payload in zip(names, payloads, strict=True))
         if mine is not None and self.index is not None:
             self.index.lease(mine)
         self._submit(Op.LOAD, items, partial(self._loaded, mine, form, then), deadline)
@@ -345,6 +356,27 @@ class Below:
             self._jobs.pop(each.id)(each)
         return len(done)
 
+    def persist_order(self) -> None:
+        """Tell the tier who leaves first, as far as it thinks otherwise, so that a restart knows."""
+        items: list[Item] = []
+        newest = 0
+        for entry in self.index.order() if self.index is not None else ():
+            if entry.used <= newest:
+                entry.used = newest + 1000
+                names = (Name(entry.key, shard) for shard in entry.form.shards)
+                items.extend(Item(name, used=entry.used) for name in names)
+            newest = entry.used
+        if items and not self.breaker.is_open:
+            self._submit(Op.TOUCH, tuple(items), partial(self._record, Op.TOUCH))
+
+    def _use(self, mine: Entry | None) -> int:
+        """The time to note for a use of `mine` now: never later than that of its parent."""
+        now = time.time_ns()
+        if mine is None:
+            return now
+        mine.used = now if mine.parent is None else min(now, mine.parent.used - 1000)
+        return mine.used
+
     def close(self) -> None:
         self.tier.close()
         self.poll()
@@ -366,16 +398,16 @@ class Below:
         index = self.index
         assert index is not None
         parts: dict[bytes, list[tuple[Shard, int]]] = {}
-        ages: dict[bytes, float] = {}
+        used: dict[bytes, int] = {}
         for name, stat in done.ok.items():
             if isinstance(stat, Stat):
                 key, shard = name
                 parts.setdefault(key, []).append((shard, stat.nbytes))
-                ages[key] = max(stat.used, ages.get(key, 0.0))
-        for key in sorted(parts, key=ages.__getitem__):
+                used[key] = max(stat.used, used.get(key, 0))
+        for key in sorted(parts, key=used.__getitem__):
             shards, sizes = zip(*sorted(parts[key]), strict=True)
             form = form_of(None, shards, sizes)
-            index.add(key, form, form.at_rest, State.READY, None)
+            index.add(key, form, form.at_rest, State.READY, None).used = used[key]
         if index.used > index.capacity:
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
@@ -448,15 +480,16 @@ def rooms(form: Form) -> list[int]:
     return [padded(size) for size in form.sizes]
 
 
+def ancestry(entry: Entry | None) -> list[Entry]:
+    """An entry and its ancestors that are still there, head first."""
+    run: list[Entry] = []
+    while entry is not None and entry.state is not State.GONE:
+        run.append(entry)
+        entry = entry.parent
+    return run[::-1]
+
+
 def done_bytes(form: Form, names: Iterable[Name]) -> int:
     """Bytes at rest of those parts of a chunk that `names` are."""
     sizes = dict(zip(form.shards, form.sizes, strict=True))
     return sum(stored_size(sizes[name.shard]) for name in names)
-
-
-def depth(entry: Entry) -> int:
-    """How many ancestors the slab knows: what makes a tail older than its head after a restart."""
-    levels = 0
-    while (parent := entry.parent) is not None:
-        entry, levels = parent, levels + 1
-    return levels

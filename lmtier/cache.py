@@ -540,7 +540,7 @@ class Cache:
                     below.touch(keys)
             self._write_ahead()
             for below in self.below:
-                below.pump(self.index, self.slab.view)
+                below.pump(self.index, self.slab.view, self._release)
             self._expire()
         return results
 
@@ -548,7 +548,7 @@ class Cache:
         """For tiers with write=evicted: send down what is next to leave, before its room is needed."""
         short = _AHEAD * self._room - self.index.free
         if self._evicted and short > 0:
-            for entry in self.index.leaving(short) or ():
+            for entry in self.index.leaving(short)[0]:
                 for below in self._evicted:
                     below.offer(entry)
 
@@ -616,6 +616,9 @@ class Cache:
             return
         if not self.flush(timeout):
             log.warning("lmtier: closed before everything was written to the tiers below")
+        for below in self.below:
+            below.persist_order()
+        self.flush(timeout)
         self._closed.set()
         for below in self.below:
             below.close()

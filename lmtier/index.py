@@ -32,7 +32,7 @@ class State(IntEnum):
 class Entry:
     """One chunk in one place. Plain slots: there may be a million of them."""
 
-    __slots__ = ("form", "key", "kids", "leases", "nbytes", "offsets", "parent", "prints", "state")
+    __slots__ = ("form", "key", "kids", "leases", "nbytes", "offsets", "parent", "prints", "state", "used")
 
     def __init__(self, key: bytes, form: Form, nbytes: int, state: State) -> None:
         self.key = key
@@ -46,6 +46,8 @@ class Entry:
         """In the slab: where each shard of the form lies."""
         self.prints: tuple[bytes, ...] = ()
         """In the slab: the fingerprint of each shard, if its writer took one."""
+        self.used = 0
+        """In a tier below: what that tier thinks when it was last used, in ns."""
 
     def __repr__(self) -> str:
         return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.kids}>"
@@ -153,12 +155,16 @@ class Index:
         """Whether it was here and was evicted, as far as a bounded memory goes."""
         return key in self._ghosts
 
-    def leaving(self, need: int) -> list[Entry] | None:
-        """Who would have to leave to free `need` bytes, tails before their heads; None if that cannot be."""
-        if need > self.used - self.pinned:
-            return None
+    def order(self) -> list[Entry]:
+        """Everybody, first to leave first, as the policy sees it."""
+        return [entry for entry in self._policy.order() if isinstance(entry, Entry)]
+
+    def leaving(self, need: int) -> tuple[list[Entry], int]:
+        """Who leaves next, tails before their heads, until `need` bytes are free; and the bytes that are."""
         victims: list[Entry] = []
         freed = 0
+        if self.used == self.pinned:
+            return victims, freed
         childless: dict[Entry, int] = {}  # parents of victims -> how many of their kids go
         with closing(self._policy.order()) as order:
             for entry in order:
@@ -168,15 +174,19 @@ class Index:
                 victims.append(entry)
                 freed += entry.nbytes
                 if freed >= need:
-                    return victims
+                    break
                 if entry.parent is not None:
                     childless[entry.parent] = childless.get(entry.parent, 0) + 1
-        return None
+        return victims, freed
 
     def evict(self, need: int) -> list[Entry] | None:
         """Take out just enough to free `need` bytes, or nothing at all."""
-        victims = self.leaving(need)
-        for entry in victims or ():
+        if need > self.used - self.pinned:
+            return None
+        victims, freed = self.leaving(need)
+        if freed < need:
+            return None
+        for entry in victims:
             self.remove(entry, evicted=True)
         return victims
 

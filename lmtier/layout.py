@@ -313,14 +313,16 @@ class Layout:
         try:
             fields = json.loads(text)
             runs = [(int(count), LayerShape(*map(int, shape))) for count, *shape in fields["layers"]]
-            if sum(count for count, _ in runs) > 65_536:
-                raise LayoutError("more than 65536 layers")
+            if any(count < 1 for count, _ in runs) or sum(count for count, _ in runs) > 65_536:
+                raise LayoutError("a run of no layers, or more than 65536 layers")
             layers = tuple(shape for count, shape in runs for _ in range(count))
             rest = {name: fields[name] for name in ("dtype", "block_tokens", "chunk_tokens", "packing")}
             layout = Layout(layers, **rest)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LayoutError(f"not a layout: {error}") from None
-        if layout.to_json() != text:
+        # 16.0 and true equal 16 and 1, but must not be interned in their place.
+        exact = type(layout.block_tokens) is int is type(layout.chunk_tokens)
+        if not exact or layout.to_json() != text:
             raise LayoutError("not a layout: not in canonical form")
         return layout
 

@@ -39,7 +39,7 @@ _Span: TypeAlias = "tuple[_Rows | _Layer, int, int]"
 _SMALLEST_ROW = 64  # bytes; below this the row numbers weigh as much as the rows
 _SHARED_BYTES = 4 << 20  # below this a second thread costs more than it copies
 
-_TORCH_DTYPES = {
+_DTYPES = {
     "torch.float32": "fp32",
     "torch.float16": "fp16",
     "torch.bfloat16": "bf16",
@@ -190,12 +190,12 @@ class PagedKV:
             for piece in self._pieces(tensors, block_ids):
                 digest.update(piece)
             each.append(digest.digest())
-        return each[0] if layer is not None else self.fold(each)
+        return self.fold(each)
 
     @staticmethod
     def fold(layers: Sequence[bytes]) -> bytes:
-        """The fingerprint of an object from those of its layers, in order."""
-        return xxhash.xxh3_64_digest(b"".join(layers))
+        """The fingerprint of an object from those of its layers, in order. That of one layer is its own."""
+        return layers[0] if len(layers) == 1 else xxhash.xxh3_64_digest(b"".join(layers))
 
     def raw_blocks(self, block_ids: Any) -> bytes:
         """The bytes of any blocks, all layers, in memory order."""
@@ -379,7 +379,7 @@ class _Layer:
 class _Rows:
     """Consecutive layers whose blocks are rows of one flat memory: one numpy call moves them all.
 
-    Rows are void scalars, because numpy copies those by memmove, one a row number.
+    Rows are void scalars: numpy moves each with one memmove, whatever its size.
     """
 
     def __init__(self, layers: Sequence[_Layer], width: int) -> None:
@@ -515,7 +515,7 @@ def _as_array(tensor: Any, layout: Layout, number: int) -> Array:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         array = tensor.detach().view(bits).numpy()
     # Integers of the right size are taken as raw bits: numpy has no bf16, and engines keep fp8 in uint8.
-    fits = _TORCH_DTYPES.get(dtype) == layout.dtype or (kind in "iu" and array.itemsize == layout.itemsize)
+    fits = _DTYPES.get(dtype) == layout.dtype or (kind in "iu" and array.itemsize == layout.itemsize)
     if not fits and not layout.is_opaque:
         raise LayoutError(f"layer {number}: expected dtype {layout.dtype}, got {dtype}")
     if not array.size or min(array.strides) < 0 or not array.flags.writeable:

@@ -57,9 +57,9 @@ class Sample:
     def room(self) -> int:
         return len(self.payload)
 
-    def item(self, replaces: Name | None = None, age: int = 0) -> Item:
+    def item(self, replaces: Name | None = None, used: int = 0) -> Item:
         """For a STORE."""
-        return Item(self.name, self.payload, self.header, replaces, age)
+        return Item(self.name, self.payload, self.header, replaces, used)
 
     def at_rest(self) -> bytes:
         """Header page and payload, as the format has them."""
@@ -315,16 +315,14 @@ class FaultyModule:
 class MemoryTier(BlockingTier):
     """Objects in dicts that the caller may own, look into and spoil; given them again, it has them again."""
 
-    def __init__(
-        self, objects: dict[Name, bytes] | None = None, used: dict[Name, float] | None = None
-    ) -> None:
+    def __init__(self, objects: dict[Name, bytes] | None = None, used: dict[Name, int] | None = None) -> None:
         self.objects: dict[Name, bytes] = {} if objects is None else objects
-        self.used: dict[Name, float] = {} if used is None else used
+        self.used: dict[Name, int] = {} if used is None else used
         super().__init__("memory", readers=2, writers=2)
 
-    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
-        data = memoryview(self.objects[name])
-        self.used[name] = time.time()
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
+        data = memoryview(self.objects[item.name])
+        self.touch([item])
         at = 0
         for buffer in buffers:
             piece = data[at : at + len(buffer)]
@@ -335,12 +333,15 @@ class MemoryTier(BlockingTier):
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
         if item.replaces is not None:
             self.delete([item.replaces])
-        self.used[item.name] = time.time() - item.age / 1e6
+        self.touch([item])
         self.objects[item.name] = b"".join(buffers)
 
     def delete(self, names: Sequence[Name]) -> None:
         for name in names:
             self.objects.pop(name, None)
+
+    def touch(self, items: Sequence[Item]) -> None:
+        self.used.update({item.name: item.used or time.time_ns() for item in items})
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         return {name: self._stat(name) for name in names if name in self.objects}
@@ -349,7 +350,7 @@ class MemoryTier(BlockingTier):
         return [(name, self._stat(name)) for name in list(self.objects)]
 
     def _stat(self, name: Name) -> Stat:
-        return Stat(len(self.objects[name]) - PAGE, self.used.get(name, 0.0))
+        return Stat(len(self.objects[name]) - PAGE, self.used.get(name, 0))
 
 
 # ---- the suites
@@ -608,15 +609,17 @@ class TierSuite(SeamSuite):
     def test_the_order_of_use_survives_reopening(self, tmp_path: Path) -> None:
         objects = [sample(i) for i in range(5)]
         tier = self.make(tmp_path)
-        head_to_tail = tuple(each.item(age=i * 10_000_000) for i, each in enumerate(objects))
+        now, step = time.time_ns(), 10_000_000_000
+        head_to_tail = tuple(each.item(used=now - i * step) for i, each in enumerate(objects))
         run(tier, Job(0, Op.STORE, head_to_tail))
         load(tier, objects[3].name, objects[3].room)
+        run(tier, Job(0, Op.TOUCH, (Item(objects[4].name, used=now - step // 2),)))
         tier.close()
         with closing(self.make(tmp_path)) as tier:
             if tier.keeps:
                 found = scan(tier)
                 oldest_first = sorted(found, key=lambda name: found[name].used)
-                assert oldest_first == [objects[i].name for i in (4, 2, 1, 0, 3)]
+                assert oldest_first == [objects[i].name for i in (2, 1, 4, 0, 3)]
 
     def test_one_object_may_be_loaded_twice_at_once(self, tmp_path: Path) -> None:
         each = sample(1, 64 * PAGE)

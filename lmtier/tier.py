@@ -17,6 +17,7 @@ class Op(Enum):
     STORE = "store"
     LOAD = "load"
     DELETE = "delete"
+    TOUCH = "touch"
 
 
 class Reason(StrEnum):
@@ -41,8 +42,9 @@ class Item:
     replaces: Name | None = None
     """STORE: an evicted object of about the same size whose place may be written over. It goes either
     way, also when the STORE fails; only Reason.CLOSED leaves it."""
-    age: int = 0
-    """STORE: microseconds this object counts as older than now, so that a tail is older than its head."""
+    used: int = 0
+    """STORE, LOAD, TOUCH: when it counts as last used, in ns since the epoch; 0: now. The caller keeps
+    a tail older than its head, so that the order in which chunks leave survives a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class Stat:
 
     nbytes: int
     """Payload bytes in whole pages: the room a LOAD needs."""
-    used: float = 0.0
-    """When it was last used, for the order after a warm start; any increasing scale."""
+    used: int = 0
+    """When it was last used, in ns since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Done:
 
     id: int
     ok: dict[Name, Header | Stat | None]
-    """LOAD: the verified header. LOOKUP, SCAN: a Stat. STORE, DELETE: None."""
+    """LOAD: the verified header. LOOKUP, SCAN: a Stat. Else None."""
     failed: dict[Name, Reason] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""

@@ -53,7 +53,7 @@ class _Result:
 
 
 class BlockingTier(Tier):
-    """Subclass this and write five plain blocking functions. Everything else is done here.
+    """Subclass this and write plain blocking functions: four, and two more for a warm start.
 
     The functions run on several threads at once, never twice at once for the same name. They may raise:
     FileNotFoundError is a miss, TimeoutError a deadline, OSError with ENOSPC a full tier, anything else
@@ -77,7 +77,7 @@ class BlockingTier(Tier):
     # ---- what a backend author writes
 
     @abstractmethod
-    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
         """Fill `buffers` (header page, payload room) in one go; return the bytes that arrived.
 
         An object longer than the buffers must return more than their size.
@@ -94,6 +94,9 @@ class BlockingTier(Tier):
     @abstractmethod
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         """Which of these are there."""
+
+    def touch(self, items: Sequence[Item]) -> None:
+        """Remember when these were last used, if the tier tells it in `scan`."""
 
     def scan(self) -> Iterable[tuple[Name, Stat]]:
         """Everything that is there, for a warm start. A tier that does not keep has nothing to say."""
@@ -182,7 +185,7 @@ class BlockingTier(Tier):
         match op:
             case Op.LOAD:
                 (item,) = items
-                got = self.read(item.name, (page, item.payload))
+                got = self.read(item, (page, item.payload))
                 if got < codec.PAGE:
                     raise codec.CorruptObject(f"truncated: {got} bytes, the header takes 4096")
                 return {item.name: codec.unseal(page, item.payload, item.name, got - codec.PAGE)}
@@ -195,6 +198,9 @@ class BlockingTier(Tier):
                 return {item.name: None}
             case Op.DELETE:
                 self.delete(names)
+                return dict.fromkeys(names)
+            case Op.TOUCH:
+                self.touch(items)
                 return dict.fromkeys(names)
             case Op.LOOKUP:
                 return dict(self.contains(names))

@@ -69,12 +69,9 @@ class DiskTier(BlockingTier):
     def __repr__(self) -> str:
         return f"<DiskTier {self.root} {'O_DIRECT' if self._direct else 'buffered'}>"
 
-    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
-        path = self._path(name)
-        got = _read(path, self._direct, buffers)
-        now = time.time_ns()
-        with suppress(OSError):  # the order of use is worth less than the object
-            os.utime(path, ns=(now, now), follow_symlinks=False)
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
+        got = _read(self._path(item.name), self._direct, buffers)
+        self.touch([item])
         return got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
@@ -84,7 +81,7 @@ class DiskTier(BlockingTier):
             with suppress(FileNotFoundError):
                 os.rename(self._path(item.replaces), partial)
         try:
-            _write(partial, self._direct, buffers, time.time_ns() - item.age * 1000)
+            _write(partial, self._direct, buffers, item.used or time.time_ns())
             os.rename(partial, self._path(item.name))
         except BaseException:
             with suppress(OSError):
@@ -95,6 +92,12 @@ class DiskTier(BlockingTier):
         for name in names:
             with suppress(FileNotFoundError):
                 os.unlink(self._path(name))
+
+    def touch(self, items: Sequence[Item]) -> None:
+        for item in items:
+            used = item.used or time.time_ns()
+            with suppress(OSError):  # the order of use is worth less than the object
+                os.utime(self._path(item.name), ns=(used, used), follow_symlinks=False)
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         found = {}
@@ -280,7 +283,7 @@ def _object_stat(status: os.stat_result) -> Stat | None:
     size = status.st_size
     if not stat.S_ISREG(status.st_mode) or size <= PAGE or size % PAGE:
         return None
-    return Stat(size - PAGE, status.st_mtime)
+    return Stat(size - PAGE, status.st_mtime_ns)
 
 
 # ---- the directory

@@ -12,11 +12,11 @@ from lmtier.workers import BlockingTier
 class NullTier(BlockingTier):
     keeps = False
 
-    def __init__(self) -> None:
+    def __init__(self, location: str = "") -> None:
         super().__init__("null", readers=1, writers=1)
 
-    def read(self, name: Name, buffers: Sequence[memoryview]) -> int:
-        raise FileNotFoundError(name)
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
+        raise FileNotFoundError(item.name)
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
         pass

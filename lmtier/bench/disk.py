@@ -24,6 +24,7 @@ from lmtier.slab import Slab
 from lmtier.workers import Crew
 
 READERS, WRITERS = 4, 2
+SETS = 5
 PATIENCE = 120.0
 
 
@@ -32,10 +33,11 @@ def store_and_load(scale: Scale) -> Samples:
     form = form_of(layout, [layout.whole])
     chunks, room = scale.disk_chunks, form.room
     nbytes = chunks * room
-    # The slab holds two sets, the disk four: a set that is loaded left the slab two rounds before it.
+    # The slab holds two sets, the disk SETS. A set is loaded two rounds after it was stored: it has left
+    # the slab by then, and of the disk's sets it is the least recently used.
     tiers = (
         f"cpu://?capacity={2 * nbytes}&policy=lru",
-        f"disk://{scale.directory}/tier?capacity={4 * chunks * stored_size(room)}"
+        f"disk://{scale.directory}/tier?capacity={SETS * chunks * stored_size(room)}"
         f"&policy=lru&readers={READERS}&writers={WRITERS}",
     )
     config = Config(chunk_tokens=CHUNK_TOKENS, tiers=tiers, prefault=False, load_deadline=PATIENCE)
@@ -44,9 +46,9 @@ def store_and_load(scale: Scale) -> Samples:
         with Cache(config) as cache:
             cache.slab.prefault()
             tier = Tier(cache, form, chunks)
-            for _ in range(6):  # the slab and the disk are full, and every file is there
+            for _ in range(SETS + 2):  # the slab and the disk are full, and every file is there
                 tier.store()
-            bare.write()
+                bare.write()
             for number in range(scale.disk_rounds):
                 yield paired("store to disk, 32 MiB objects", nbytes, number, tier.store, bare.write)
                 yield paired("load from disk, 32 MiB objects", nbytes, number, tier.load, bare.read)
@@ -92,39 +94,44 @@ class Tier:
             found.append(cache.wait(cache.match(keys, self._form)))
 
         took = seconds(work)
-        assert found[0].sources == ["disk"] * self._chunks, f"{found[0]!r} came from {found[0].sources}"
+        assert found[0].sources == ["disk"] * self._chunks, f"{found[0]!r} came from {found[0].sources}, {found[0].cut}"
         cache.release(found[0])
         return took
 
 
 class Bare:
-    """The limit: threads that take the next file from a list and move it in one call."""
+    """The limit: threads that take the next file from a list and move it in one call.
 
-    def __init__(self, directory: Path, files: int, room: int) -> None:
+    As many files as the tier has, in the same turns, so that both meet the same disk.
+    """
+
+    def __init__(self, directory: Path, chunks: int, room: int) -> None:
         directory.mkdir(parents=True)
         self._direct = _direct(directory)
-        self._paths = [directory / str(number) for number in range(files)]
-        self._slab = Slab(files * (PAGE + room))
-        self._slab.prefault()
+        self._chunks = chunks
         self._size = PAGE + room
+        self._paths = [directory / str(number) for number in range(SETS * chunks)]
+        self._slab = Slab(2 * chunks * self._size)
+        self._slab.prefault()
         self._readers, self._writers = Crew(READERS - 1), Crew(WRITERS - 1)
+        self._sets = 0
         for path in self._paths:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.posix_fallocate(fd, 0, self._size)
-            os.close(fd)
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, self._size)
 
     def write(self) -> float:
-        return self._all(self._writers, WRITERS, partial(self._one, os.pwritev, os.O_WRONLY))
+        self._sets += 1
+        return self._all(self._sets, self._writers, WRITERS, partial(self._one, os.pwritev, os.O_WRONLY))
 
     def read(self) -> float:
-        return self._all(self._readers, READERS, partial(self._one, os.preadv, os.O_RDONLY))
+        return self._all(self._sets - 2, self._readers, READERS, partial(self._one, os.preadv, os.O_RDONLY))
 
     def close(self) -> None:
         self._readers.close()
         self._writers.close()
 
-    def _all(self, crew: Crew, threads: int, one: Callable[[int], None]) -> float:
-        left = deque(range(len(self._paths)))
+    def _all(self, turn: int, crew: Crew, threads: int, one: Callable[[int], None]) -> float:
+        left = deque(range(turn * self._chunks, (turn + 1) * self._chunks))
 
         def work() -> None:
             while left:
@@ -137,9 +144,9 @@ class Bare:
         return seconds(lambda: crew.run([work] * threads))
 
     def _one(self, move: Callable[[int, list[memoryview], int], int], flags: int, number: int) -> None:
-        start = number * self._size
+        start = number % (2 * self._chunks) * self._size
         page, payload = self._slab.view(start, PAGE), self._slab.view(start + PAGE, self._size - PAGE)
-        fd = os.open(self._paths[number], flags | self._direct)
+        fd = os.open(self._paths[number % len(self._paths)], flags | self._direct)
         try:
             moved = move(fd, [page, payload], 0)
             assert moved == self._size, f"moved {moved} of {self._size} bytes"

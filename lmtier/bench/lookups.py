@@ -110,12 +110,12 @@ def _traced(make: Callable[[], T]) -> tuple[T, int]:
 
 
 def _filled(policy: str, count: int) -> Index:
-    """Full, of prompts of 32 chunks."""
+    """Full, of prompts of 8 chunks."""
     form = form_of(TINY, [TINY.whole])
     index = Index(count, make_policy(policy))
     run: list[Entry] = []
     for number in range(count):
-        if len(run) == 32:
+        if len(run) == 8:
             index.refresh(run)
             run = []
         run.append(index.add(_key(number), form, 1, State.READY, run[-1] if run else None))
@@ -141,16 +141,21 @@ def _get(bare: dict[bytes, None]) -> float:
 
 
 def _use(index: Index, keys: list[bytes]) -> float:
-    """Everything that happens to a chunk in its life."""
+    """Everything that happens to a chunk in its life, a prompt's prefix at a time."""
 
     def work() -> None:
         for key in keys:
-            entry = index.get(key)
-            if entry is None:  # was evicted below
-                continue
-            index.touch((entry,))
-            index.lease(entry)
-            index.release(entry)
+            above = index.get(key)
+            run = []
+            while above is not None:
+                run.append(above)
+                above = above.parent
+            run.reverse()
+            index.touch(run)
+            for entry in run:
+                index.lease(entry)
+            for entry in run:
+                index.release(entry)
             (victim,) = index.evict(1) or ()
             index.add(victim.key, victim.form, 1, State.READY, None)
 

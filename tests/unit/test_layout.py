@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_offsets_are_the_running_sum_of_the_layers(layout, data):
     shard = data.draw(shards(layout))
     offsets = layout.offsets(shard)
     sizes = [layout.layer_bytes(layer, shard) for layer in range(shard.first_layer, shard.end_layer)]
-    assert [b - a for a, b in zip(offsets, offsets[1:], strict=False)] == sizes
+    assert [b - a for a, b in pairwise(offsets)] == sizes
     assert offsets[0] == 0
     assert layout.nbytes(shard) == offsets[-1] == sum(sizes)
     for layer, size in zip(range(shard.first_layer, shard.end_layer), sizes, strict=True):
@@ -321,6 +322,33 @@ def test_equal_layers_take_one_line():
 
 
 GOOD = json.loads(LLAMA.to_json())
+BAD: list[dict[str, Any]] = [
+    {"layers": []},
+    {"layers": [[0, 8, 128, 128]]},
+    {"layers": [[-1, 8, 128, 128]]},
+    {"layers": [[10**9, 8, 128, 128]]},
+    {"layers": [[2**63, 8, 128, 128]]},
+    {"layers": [[-(10**9), 1, 1, 1], [10**9, 1, 1, 1]]},
+    {"layers": [[16, 8, 128, 128], [16, 8, 128, 128]]},
+    {"layers": [[32, 8, 128]]},
+    {"layers": [[32, 8, 128, 128, 1]]},
+    {"layers": [[]]},
+    {"layers": ["32"]},
+    {"layers": [[32, "8", 128, 128]]},
+    {"layers": [[32, 8.0, 128, 128]]},
+    {"layers": {"32": 1}},
+    {"layers": 7},
+    {"dtype": ["bf16"]},
+    {"dtype": None},
+    {"packing": 5},
+    {"packing": None},
+    {"block_tokens": "16"},
+    {"block_tokens": 16.0},
+    {"block_tokens": True, "chunk_tokens": 1},
+    {"chunk_tokens": None},
+    {"chunk_tokens": float("nan")},
+    {"extra": 1},
+]
 
 
 @pytest.mark.parametrize(
@@ -336,36 +364,7 @@ GOOD = json.loads(LLAMA.to_json())
         LLAMA.to_json() + b" ",
         b" " + LLAMA.to_json(),
         LLAMA.to_json()[:-1],
-        *(
-            json.dumps({**GOOD, **change}, separators=(",", ":"), sort_keys=True).encode()
-            for change in (
-                {"layers": []},
-                {"layers": [[0, 8, 128, 128]]},
-                {"layers": [[-1, 8, 128, 128]]},
-                {"layers": [[10**9, 8, 128, 128]]},
-                {"layers": [[2**63, 8, 128, 128]]},
-                {"layers": [[-(10**9), 1, 1, 1], [10**9, 1, 1, 1]]},
-                {"layers": [[16, 8, 128, 128], [16, 8, 128, 128]]},
-                {"layers": [[32, 8, 128]]},
-                {"layers": [[32, 8, 128, 128, 1]]},
-                {"layers": [[]]},
-                {"layers": ["32"]},
-                {"layers": [[32, "8", 128, 128]]},
-                {"layers": [[32, 8.0, 128, 128]]},
-                {"layers": {"32": 1}},
-                {"layers": 7},
-                {"dtype": ["bf16"]},
-                {"dtype": None},
-                {"packing": 5},
-                {"packing": None},
-                {"block_tokens": "16"},
-                {"block_tokens": 16.0},
-                {"block_tokens": True, "chunk_tokens": 1},
-                {"chunk_tokens": None},
-                {"chunk_tokens": float("nan")},
-                {"extra": 1},
-            )
-        ),
+        *(json.dumps({**GOOD, **change}, separators=(",", ":"), sort_keys=True).encode() for change in BAD),
     ],
 )
 def test_anything_but_a_canonical_layout_is_refused(text):

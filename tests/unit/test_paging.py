@@ -107,10 +107,10 @@ def engine(
         flats = np.split(memory[0], np.cumsum(sizes)[:-1])
     else:
         flats = memory = [rng.integers(0, 256, size * item, np.uint8).view(f"u{item}") for size in sizes]
-    for flat, (layer, room, size) in zip(flats, cuts, strict=True):
+    for flat, (layer, spread, used) in zip(flats, cuts, strict=True):
         # Every second slot of a padded axis is used, so that a stride is taken for what it is.
-        steps = tuple(slice(None, None, r // s) for r, s in zip(room, size, strict=True))
-        view = flat.reshape(room)[steps].transpose([axes.index(a) for a in "BHNC"])
+        steps = tuple(slice(None, None, r // u) for r, u in zip(spread, used, strict=True))
+        view = flat.reshape(spread)[steps].transpose([axes.index(a) for a in "BHNC"])
         if layer - shard.first_layer == len(made):
             made.append([])
         made[-1].append(view)
@@ -179,7 +179,7 @@ def noise(nbytes: int, seed: int = 7) -> np.ndarray:
 
 
 def chunk_ids(layout: Layout, seed: int = 3, blocks: int = BLOCKS) -> list[int]:
-    return np.random.default_rng(seed).permutation(blocks)[: layout.blocks].tolist()
+    return [int(block) for block in np.random.default_rng(seed).permutation(blocks)[: layout.blocks]]
 
 
 UNEVEN = (LayerShape(2, 3, 5), LayerShape(4, 4, 4), LayerShape(4, 4, 4))
@@ -251,13 +251,13 @@ def test_any_engine_memory_saves_and_loads_as_the_definition_says(made, smallest
     ids = data.draw(st.permutations(range(BLOCKS)))[: layout.blocks]
     layer = data.draw(st.sampled_from([None, *range(shard.first_layer, shard.end_layer)]))
     got = np.zeros(layout.nbytes(shard), np.uint8)
-    kv.gather(layer, ids, memoryview(got))
+    kv.gather(layer, ids, got)
     assert got.tobytes() == slow_save(reference, ids, layer).tobytes()
     assert ours.snapshot() == reference.snapshot(), "gather wrote to the engine"
 
     first_block = data.draw(st.integers(0, layout.blocks))
     payload = noise(layout.nbytes(shard))
-    kv.scatter(layer, memoryview(payload), ids, first_block)
+    kv.scatter(layer, payload.data, ids, first_block)
     slow_load(reference, payload, ids, layer=layer, first_block=first_block)
     assert ours.snapshot() == reference.snapshot()
 
@@ -340,6 +340,15 @@ def test_a_payload_may_lie_in_a_longer_extent():
     assert extent[kv.nbytes :] == bytes(100)
     with pytest.raises(LayoutError, match=f"takes {kv.nbytes} bytes, the buffer has {kv.nbytes - 1}"):
         kv.gather(None, [0, 1, 2, 3], memoryview(extent)[: kv.nbytes - 1])
+
+
+def test_a_read_only_buffer_cannot_be_gathered_into():
+    for storage in ("stacked", "apart"):
+        kv = engine(make_layout("planes"), two=True, storage=storage).paged()
+        untouched = bytes(kv.nbytes)
+        with pytest.raises(ValueError, match=r"read-only|not writeable|WRITEBACK|writeable"):
+            kv.gather(None, [0, 1, 2, 3], untouched)
+        assert untouched == bytes(kv.nbytes)
 
 
 # ---- engines without pages
@@ -436,6 +445,25 @@ def test_conversion_follows_the_strides(arrangement):
     ours.paged().convert(None, payload, stored, stored.whole, ids)
     slow_load(reference, payload, ids, stored=stored, held=stored.whole)
     assert ours.snapshot() == reference.snapshot()
+
+
+@pytest.mark.parametrize("packing", ["planes", "cpu-vec"])
+@pytest.mark.parametrize("arrangement", ["heads outside", "padded blocks"])
+def test_conversion_writes_through_where_heads_lie_apart(packing, arrangement):
+    layout, stored = make_layout(packing, UNEVEN), make_layout("token", UNEVEN, n=4)
+    ours, reference = (engine(layout, arrangement=arrangement) for _ in range(2))
+    payload, ids = noise(stored.nbytes(stored.whole)), chunk_ids(layout)
+    ours.paged().convert(None, payload, stored, stored.whole, ids)
+    slow_load(reference, payload, ids, stored=stored, held=stored.whole)
+    assert ours.snapshot() == reference.snapshot()
+
+
+@pytest.mark.parametrize("arrangement", ["NHD", "padded tokens"])
+def test_conversion_is_refused_where_a_packed_head_lies_in_pieces(arrangement):
+    layout, stored = make_layout("planes"), make_layout("token")
+    kv = engine(layout, arrangement=arrangement).paged()
+    with pytest.raises(LayoutError, match="layer 0: packing 'planes' needs each head's block in one piece"):
+        kv.convert(None, noise(kv.nbytes), stored, stored.whole, [0, 1, 2, 3])
 
 
 def test_latent_blocks_change_size():
@@ -659,6 +687,19 @@ def test_fingerprints_of_layers_fold_into_that_of_the_object():
     kv = engine(make_layout()).paged()
     each = [kv.raw_fingerprint([3, 4, 5, 6], layer) for layer in range(3)]
     assert PagedKV.fold(each) == kv.raw_fingerprint([3, 4, 5, 6])
+
+
+def test_the_fingerprint_of_a_single_layer_is_that_of_the_object():
+    kv = engine(make_layout(shapes=EVEN[:1])).paged()
+    assert kv.raw_fingerprint([3, 4, 5, 6], 0) == kv.raw_fingerprint([3, 4, 5, 6])
+
+
+def test_golden_fingerprint():
+    """Objects at rest carry these: a change here makes every stored fingerprint incomparable."""
+    kv = engine(make_layout()).paged()
+    kv.scatter(None, bytes(i % 251 for i in range(kv.nbytes)), [7, 0, 3, 10])
+    assert kv.raw_tag.hex() == "5b476dc113274527"
+    assert kv.raw_fingerprint([7, 0, 3, 10]).hex() == "01b1d77cf08869fe"
 
 
 def test_arrangements_that_differ_have_tags_that_differ():
