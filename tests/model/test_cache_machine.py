@@ -66,8 +66,8 @@ class HandTier(Tier):
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
-        if job.op is Op.SCAN:
-            self.finish(0)
+        if job.op in (Op.SCAN, Op.TOUCH):
+            self.finish(-1)
 
     def poll(self) -> list[Done]:
         done, self.done = self.done, []

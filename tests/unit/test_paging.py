@@ -80,10 +80,11 @@ def engine(
     arrangement: str = "HND",
     storage: str = "stacked",
     two: bool = False,
+    gap: int = 0,
     seed: int = 0,
     blocks: int = BLOCKS,
 ) -> Engine:
-    """Random KV memory: `stacked` puts all layers in one storage, `apart` gives each tensor its own."""
+    """Random KV memory: `stacked` puts all tensors in one storage, `gap` elements apart."""
     shard = shard or layout.whole
     rng = np.random.default_rng(seed)
     axes, _, pad = ARRANGEMENTS[arrangement].partition("+")
@@ -99,7 +100,7 @@ def engine(
         for width in widths:
             size = {"B": blocks, "H": heads, "N": n, "C": width}
             room = {**size, **({pad: size[pad] * 2} if pad else {})}
-            sizes.append(math.prod(room.values()))
+            sizes.append(math.prod(room.values()) + gap)
             cuts.append((layer, [room[a] for a in axes], [size[a] for a in axes]))
     item = layout.itemsize
     if storage == "stacked":
@@ -110,17 +111,25 @@ def engine(
     for flat, (layer, spread, used) in zip(flats, cuts, strict=True):
         # Every second slot of a padded axis is used, so that a stride is taken for what it is.
         steps = tuple(slice(None, None, r // u) for r, u in zip(spread, used, strict=True))
-        view = flat.reshape(spread)[steps].transpose([axes.index(a) for a in "BHNC"])
+        view = flat[: math.prod(spread)].reshape(spread)[steps].transpose([axes.index(a) for a in "BHNC"])
         if layer - shard.first_layer == len(made):
             made.append([])
         made[-1].append(view)
     bits = [tuple(views) for views in made]
-    return Engine(layout, shard, [as_given(views, layout) for views in made], bits, memory)
+    return Engine(layout, shard, [as_given(views, memory, layout) for views in made], bits, memory)
 
 
-def as_given(views: list[np.ndarray], layout: Layout) -> Any:
-    signed = {1: np.uint8, 2: np.int16, 4: np.int32}[layout.itemsize]
-    tensors = [torch.from_numpy(view.view(signed)).view(TORCH[layout.dtype]) for view in views]
+def as_given(views: list[np.ndarray], memory: list[np.ndarray], layout: Layout) -> Any:
+    """The same views as tensors: views of one array become views of one torch storage."""
+    item = layout.itemsize
+    signed = {1: np.uint8, 2: np.int16, 4: np.int32}[item]
+    tensors = []
+    for view in views:
+        (whole,) = (one for one in memory if np.may_share_memory(one, view))
+        base = torch.from_numpy(whole.view(signed)).view(TORCH[layout.dtype])
+        strides = [stride // item for stride in view.strides]
+        offset = (view.ctypes.data - whole.ctypes.data) // item
+        tensors.append(base.as_strided(view.shape, strides, offset))
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
@@ -211,6 +220,8 @@ def engines(draw: st.DrawFn) -> tuple[Layout, Shard, dict[str, Any]]:
         st.just(0) if packing == "latent" else st.sampled_from([1, 2, 3, 16, 32]),
     )
     shapes = draw(st.lists(shape, min_size=1, max_size=3))
+    if packing != "latent" and draw(st.booleans()):
+        shapes = [LayerShape(heads, k, k) for heads, k, _ in shapes]
     if draw(st.booleans()):
         shapes = shapes[:1] * len(shapes)
     layout = Layout(tuple(shapes), draw(st.sampled_from(list(TORCH))), draw(st.integers(1, 3)), 6, packing)
@@ -226,6 +237,7 @@ def engines(draw: st.DrawFn) -> tuple[Layout, Shard, dict[str, Any]]:
         "arrangement": draw(st.sampled_from(list(ARRANGEMENTS))),
         "storage": draw(st.sampled_from(["stacked", "apart"])),
         "two": two,
+        "gap": draw(st.integers(0, 5)),
         "seed": draw(st.integers(0, 5)),
     }
     return layout, shard, how
@@ -238,7 +250,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     return int(request.param)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(made=engines(), smallest=st.sampled_from([1, 64, 1 << 30]), data=st.data())
 def test_any_engine_memory_saves_and_loads_as_the_definition_says(made, smallest, data):
     layout, shard, how = made
@@ -293,10 +305,27 @@ def test_layers_of_one_storage_move_in_one_call(made):
     kv.scatter(None, payload, [4, 2])
     kv.gather(None, [4, 2], other)
     assert other == payload.tobytes()
+    for layer, tensor in enumerate(tensors):
+        planes = layout.planes(payload, layout.whole, layer)
+        ours = tensor.unbind() if "2" in made else tensor.split(32, dim=-1)
+        for plane, kept in zip(planes, ours, strict=True):
+            assert (plane.view(np.int16) == kept[[4, 2]].view(torch.int16).numpy()).all()
+
+
+@pytest.mark.parametrize("packing", ["token", "planes"])
+@pytest.mark.parametrize("gap", [0, 1, 8])
+def test_k_and_v_of_one_storage_take_turns_as_the_packing_says(way, packing, gap):
+    layout = make_layout(packing)
+    ours, reference = (engine(layout, two=True, gap=gap) for _ in range(2))
+    payload, ids = noise(layout.nbytes(layout.whole)), chunk_ids(layout)
+    ours.paged().scatter(None, payload, ids)
+    slow_load(reference, payload, ids)
+    assert ours.snapshot() == reference.snapshot()
 
 
 def test_layers_that_lie_apart_move_in_a_call_each():
     layout = make_layout(n=4)
+    assert repr(engine(layout).paged()).count("rows of") == 1
     assert "layer 0 strided" in repr(engine(make_layout("planes"), two=True, storage="apart").paged())
     assert repr(engine(layout, storage="apart").paged()).count("rows of") == 3
 
@@ -494,8 +523,9 @@ def test_any_parallelism_reads_any_other(stored_packing, ranks, stored_ranks, cu
         plan = cover(shard, have)
         assert plan is not None
         for held, part in plan:
-            ours.paged().convert(None, objects[held], stored, held, chunk_ids(layout), part=part)
-            slow_load(reference, objects[held], chunk_ids(layout), stored=stored, held=held)
+            ids, first_block = chunk_ids(layout), rank % 2
+            ours.paged().convert(None, objects[held], stored, held, ids, part=part, first_block=first_block)
+            slow_load(reference, objects[held], ids, stored=stored, held=held, first_block=first_block)
         assert ours.snapshot() == reference.snapshot()
 
 

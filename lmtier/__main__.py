@@ -1,0 +1,7 @@
+"""`python -m lmtier`."""
+
+import sys
+
+from lmtier.cli import main
+
+sys.exit(main())

@@ -1,0 +1,92 @@
+"""The `lmtier` command: bench, config, demo, verify."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lmtier import __version__, config, registry
+from lmtier.errors import ConfigError, LMTierError
+from lmtier.terminal import Progress, complain, say, table
+
+# Exit codes: 0 all is well, 1 something was found (below a floor, a corrupt object), 2 wrong usage.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except LMTierError as error:
+        complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
+    parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    bench = commands.add_parser("bench", help="measure every path beside its physical limit")
+    bench.add_argument("--only", default="", metavar="PATTERN", help="paths whose name contains this")
+    bench.add_argument("--dir", type=Path, help="where the disk paths write (default: a temporary directory)")
+    bench.add_argument("--repeat", type=int, default=1, metavar="N", help="N times as many rounds")
+    bench.add_argument("--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced")
+    bench.set_defaults(run=_bench)
+
+    show = commands.add_parser("config", help="print the effective configuration and where it came from")
+    show.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
+    show.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override one setting")
+    show.set_defaults(run=_config)
+
+    demo = commands.add_parser("demo", help="a conversation, cold, from CPU, and from disk after a restart")
+    demo.add_argument("--dir", type=Path, help="directory of the disk tier (default: a temporary one)")
+    demo.add_argument("--keep", action="store_true", help="leave the disk tier's directory in place")
+    demo.set_defaults(run=_demo)
+
+    verify = commands.add_parser("verify", help="read every object of a disk tier and report what is wrong")
+    verify.add_argument("dir", type=Path, metavar="DIR")
+    verify.add_argument("--fix", action="store_true", help="delete what is corrupt or orphaned")
+    verify.set_defaults(run=_verify)
+
+    for command in (bench, show, verify):
+        command.add_argument("--json", action="store_true", help="machine-readable output")
+    return parser
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from lmtier import bench
+
+    if args.repeat < 1:
+        raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
+    rows = bench.measure(only=args.only, directory=args.dir, repeat=args.repeat, quick=args.quick)
+    if args.json:
+        say(json.dumps(bench.as_json(rows), indent=2))
+    else:
+        say(bench.header(args.dir))
+        say(bench.report(rows))
+    if args.quick:
+        complain("a quick run is a smoke test: sizes are tiny, floors are not enforced")
+        return 0
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def _config(args: argparse.Namespace) -> int:
+    effective, origins = config.load(args.config, overrides=_overrides(args.set))
+    values = {name: getattr(effective, name) for name in origins}
+    if args.json:
+        say(json.dumps({name: {"value": values[name], "origin": origins[name]} for name in origins}, indent=2))
+        return 0
+    tiers = values.pop("tiers")
+    rows = [(name, str(value), origins[name]) for name, value in values.items()]
+    rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(tiers)]
+    say(table(("setting", "value", "origin"), rows))
+    say()
+    say(table(("tier", "location", "capacity", "write", "policy", "options"), map(_described, effective.specs)))
+    return 0
