@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -391,9 +391,7 @@ class Cache:
         """Count the lookup, once: each token asked was hit somewhere, or missed for one reason."""
         match.settled = True
         size = self.chunk_tokens
-        hits: dict[str, int] = {}
-        for label in match.sources:
-            hits[label] = hits.get(label, 0) + size
+        hits = {label: chunks * size for label, chunks in Counter(match.sources).items()}
         missed: dict[str, int] = {}
         for i in range(match.chunks, len(match.keys)):
             reason = match.cut or self._why_missing(match.keys[i])

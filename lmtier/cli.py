@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from lmtier import __version__, config, registry
+from lmtier import __version__, config
 from lmtier.errors import ConfigError, LMTierError
-from lmtier.terminal import Progress, complain, say, table
+from lmtier.terminal import Progress, complain, say, size, table
 
 # Exit codes: 0 all is well, 1 something was found (below a floor, a corrupt object), 2 wrong usage.
 
@@ -37,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--only", default="", metavar="PATTERN", help="paths whose name contains this")
     bench.add_argument("--dir", type=Path, help="where the disk paths write (default: a temporary directory)")
     bench.add_argument("--repeat", type=int, default=1, metavar="N", help="N times as many rounds")
-    bench.add_argument("--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced")
+    bench.add_argument(
+        "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
+    )
     bench.set_defaults(run=_bench)
 
     show = commands.add_parser("config", help="print the effective configuration and where it came from")
@@ -81,12 +81,71 @@ def _config(args: argparse.Namespace) -> int:
     effective, origins = config.load(args.config, overrides=_overrides(args.set))
     values = {name: getattr(effective, name) for name in origins}
     if args.json:
-        say(json.dumps({name: {"value": values[name], "origin": origins[name]} for name in origins}, indent=2))
+        say(
+            json.dumps({name: {"value": values[name], "origin": origins[name]} for name in origins}, indent=2)
+        )
         return 0
     tiers = values.pop("tiers")
     rows = [(name, str(value), origins[name]) for name, value in values.items()]
     rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(tiers)]
     say(table(("setting", "value", "origin"), rows))
     say()
-    say(table(("tier", "location", "capacity", "write", "policy", "options"), map(_described, effective.specs)))
+    say(
+        table(
+            ("tier", "location", "capacity", "write", "policy", "options"), map(_described, effective.specs)
+        )
+    )
     return 0
+
+
+def _overrides(pairs: Sequence[str]) -> dict[str, str]:
+    given = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {pair}: write it as name=value")
+        given[name] = value
+    return given
+
+
+def _described(spec: config.TierSpec) -> Sequence[str]:
+    if spec.scheme not in ("cpu", "gpu"):
+        from lmtier.registry import load_tier
+
+        load_tier(spec.scheme)  # an unknown scheme is an error here, not first when the engine starts
+    capacity = "-" if spec.capacity is None else size(spec.capacity)
+    options = " ".join(f"{name}={value}" for name, value in spec.options.items())
+    return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from lmtier.demo import run
+
+    run(args.dir, keep=args.keep)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from lmtier.registry import BUILTIN
+
+    module, _, _ = BUILTIN["disk"].partition(":")
+    with Progress() as progress:
+        report = import_module(module).verify(args.dir, args.fix, progress.at)
+    left = len(report.findings) - report.fixed
+    if args.json:
+        findings = [
+            {"path": str(each.path), "fault": str(each.fault), "reason": each.reason}
+            for each in report.findings
+        ]
+        say(
+            json.dumps({"ok": report.ok, "bytes": report.nbytes, "fixed": report.fixed, "findings": findings})
+        )
+    else:
+        if report.findings:
+            rows = [(each.path, each.fault, each.reason) for each in report.findings]
+            say(table(("file", "fault", "reason"), rows))
+            say()
+        say(f"{report.ok} objects are sound ({size(report.nbytes)}), {report.fixed} deleted, {left} left.")
+        if left and not args.fix:
+            say("`--fix` deletes what is corrupt or orphaned; a reader would treat it as a miss.")
+    return 1 if left else 0

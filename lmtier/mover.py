@@ -261,7 +261,6 @@ class Save:
         # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
         blocks = {chunk: mover.blocks_of(block_ids, chunk) for chunk in range(first, len(chain.keys))}
         self._mover = mover
-        self._layers: set[int] = set()
         self.reservation: Reservation = cache.reserve(chain.keys, mover.form, first=first)
         number = mover.number
         self._chunks = [
@@ -271,9 +270,11 @@ class Save:
         self.tokens = len(self._chunks) * cache.chunk_tokens
         """Tokens that are being stored."""
         self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
-        self._prints: dict[int, list[bytes]] = {
-            chunk: [] for chunk, entry, _, _ in self._chunks if mover.sampled(entry.key)
+        self._missing = set(range(mover.kv.shard.first_layer, mover.kv.shard.end_layer))
+        self._prints: dict[int, dict[int, bytes]] = {
+            chunk: {} for chunk, entry, _, _ in self._chunks if mover.sampled(entry.key)
         }
+        """Chunk -> layer -> fingerprint."""
         log.info(
             "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
             self.tokens,
@@ -287,25 +288,25 @@ class Save:
         for chunk, _, ids, extent in self._chunks:
             kv.gather(layer, ids, extent)
             if chunk in self._prints:
-                self._prints[chunk].append(kv.raw_fingerprint(ids, layer))
-        self._layers.add(layer)
+                self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+        self._missing.discard(layer)
 
     def all(self) -> None:
         kv = self._mover.kv
         for chunk, _, ids, extent in self._chunks:
             kv.gather(None, ids, extent)
             if chunk in self._prints:
-                self._prints[chunk] = [kv.raw_fingerprint(ids)]
-        self._layers.update(range(kv.shard.first_layer, kv.shard.end_layer))
+                for layer in self._missing:
+                    self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+        self._missing.clear()
 
     def commit(self) -> None:
         """Make the chunks visible. Every layer must have been saved."""
         kv = self._mover.kv
-        missing = set(range(kv.shard.first_layer, kv.shard.end_layer)) - self._layers
-        if missing and self._chunks:
-            raise MisuseError(f"commit of a save that lacks layers {sorted(missing)}")
+        if self._missing and self._chunks:
+            raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
         prints = {
-            chunk: kv.raw_tag + (marks[0] if len(marks) == 1 else kv.fold(marks))
+            chunk: kv.raw_tag + kv.fold([marks[layer] for layer in sorted(marks)])
             for chunk, marks in self._prints.items()
         }
         self._mover.cache.commit(self.reservation, kv.shard, prints)

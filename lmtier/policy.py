@@ -192,9 +192,9 @@ class ARC(Policy[E]):
         once, again = self._once, self._again
         move = again.move_to_end
         for entry in entries:
-            if entry in again:
-                move(entry)
-            else:
+            try:
+                move(entry)  # the rule; asking first would cost as much again
+            except KeyError:
                 del once[entry]
                 again[entry] = None
 

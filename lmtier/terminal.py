@@ -35,6 +35,15 @@ def number(value: float) -> str:
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
+def size(nbytes: int) -> str:
+    """In the largest unit that leaves a number of at least 1."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
 def _is_number(text: str) -> bool:
     bare = text.strip("≥≤×% ").replace(",", "")
     return not bare or bare == "-" or bare.replace(".", "", 1).isdigit()
@@ -45,13 +54,16 @@ class Progress:
 
     WIDTH = 24
 
-    def __init__(self, total: int) -> None:
-        self._total = max(1, total)
+    def __init__(self, total: int = 1) -> None:
+        self._total = total
         self._done = 0
         self._shown = sys.stderr.isatty()
 
-    def step(self, what: str = "", steps: int = 1) -> None:
-        self._done = min(self._total, self._done + steps)
+    def step(self, what: str = "") -> None:
+        self.at(self._done + 1, self._total, what)
+
+    def at(self, done: int, total: int, what: str = "") -> None:
+        self._done, self._total = min(done, total), max(1, total)
         if self._shown:
             full = self.WIDTH * self._done // self._total
             bar = "█" * full + "░" * (self.WIDTH - full)

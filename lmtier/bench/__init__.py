@@ -121,18 +121,15 @@ def measure(
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-")))
         scale = _quick(directory) if quick else _full(directory, repeat)
-        # Rounds of a group are its steps; the bar need not be exact, it must move.
-        progress = stack.enter_context(Progress(len(chosen) * scale.rounds))
-        for group in chosen:
-            left = scale.rounds
-            for path, ours, limit in group(scale):
+        progress = stack.enter_context(Progress())
+        for done, group in enumerate(chosen):
+            most = scale.rounds * sum(path.startswith(groups[group]) for path in PATHS)
+            for seen, (path, ours, limit) in enumerate(group(scale)):
+                progress.at(100 * done + min(99, 100 * seen // most), 100 * len(chosen), path)
                 if path in samples:
                     samples[path].append((ours, limit))
-                if left and path.startswith(groups[group][:1]):
-                    left -= 1
-                    progress.step(path)
-            progress.step(steps=left)
-    return [_row(path, pairs) for path, pairs in samples.items()]
+    # Without a second core, its paths do not exist.
+    return [_row(path, pairs) for path, pairs in samples.items() if pairs]
 
 
 def _full(directory: Path, repeat: int) -> Scale:

@@ -50,7 +50,10 @@ def _layout(layers: int, heads: int, head_dim: int) -> Layout:
 
 
 class Engine:
-    """Paged KV in one allocation, layer by layer (LBHNC), and its blocks in the random order of a busy engine."""
+    """Paged KV in one allocation, layer by layer (LBHNC).
+
+    Blocks come as vLLM's free list gives them: runs that a finished request gave back, last block first.
+    """
 
     def __init__(self, layout: Layout, memory: Bytes) -> None:
         self.layout = layout
@@ -62,17 +65,15 @@ class Engine:
         heads, k, v = layout.layers[0]
         every = self.memory.view(np.uint16).reshape(layers, blocks, heads, BLOCK_TOKENS, k + v)
         self.tensors = list(every)
-        self._order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
         self._at = 0
 
     def block_ids(self, chunks: int) -> list[int]:
         """The blocks of the next request. All memory is used before any is used again."""
         if self._at + chunks > self.chunks:
             self._at = 0
-        per_chunk = self.layout.blocks
-        ids = self._order[self._at * per_chunk : (self._at + chunks) * per_chunk]
+        first, end = self._at * self.layout.blocks, (self._at + chunks) * self.layout.blocks
         self._at += chunks
-        return [int(block) for block in ids]
+        return list(range(end - 1, first - 1, -1))
 
 
 def touched(nbytes: int) -> Bytes:
@@ -127,7 +128,7 @@ class Memcpy:
 def paired(
     path: str, nbytes: int, number: int, ours: Callable[[], float], limit: Callable[[], float]
 ) -> tuple[str, float, float]:
-    """One round in GB/s. Who goes first alternates: the second finds the memory system as the first left it."""
+    """One round in GB/s. Who goes first alternates: the second finds the caches as the first left them."""
     if number % 2:
         bound, got = limit(), ours()
     else:

@@ -100,7 +100,9 @@ class Tier:
             found.append(cache.wait(cache.match(keys, self._form)))
 
         took = seconds(work)
-        assert found[0].sources == ["disk"] * self._chunks, f"{found[0]!r} came from {found[0].sources}, {found[0].cut}"
+        assert found[0].sources == ["disk"] * self._chunks, (
+            f"{found[0]!r} came from {found[0].sources}, {found[0].cut}"
+        )
         self.extents = self._extents(found[0].run)
         cache.release(found[0])
         return took
