@@ -146,6 +146,7 @@ class Cache:
         self._reused = [below for below in self.below if below.write == "reused"]
         self._evicted = [below for below in self.below if below.write == "evicted"]
         self._room = 0  # of the largest chunk so far
+        self._took_room = False
         self._declare()
         self._prefault = None
         if config.prefault:
@@ -545,7 +546,9 @@ class Cache:
     def _write_ahead(self) -> None:
         """For tiers with write=evicted: send down what is next to leave, before its room is needed."""
         short = _AHEAD * self._room - self.index.free
-        if self._evicted and short > 0:
+        took_room, self._took_room = self._took_room, False
+        # Only after room was taken: a tier with little room would drop one such chunk for another for ever.
+        if self._evicted and took_room and short > 0:
             for entry in self.index.leaving(short)[0]:
                 for below in self._evicted:
                     below.offer(entry)
@@ -631,6 +634,7 @@ class Cache:
         The chunk's own prefix cannot be evicted for it: `parent` is leased while we look.
         """
         self._room = max(self._room, form.room)
+        self._took_room = True
         offsets = self.slab.allocate(form.sizes)
         if offsets is not None:
             return offsets

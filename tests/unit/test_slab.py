@@ -65,9 +65,13 @@ def test_prefault_does_not_change_what_is_written():
 
 
 def test_prefault_stops_when_told():
-    asked = []
-    slab = Slab(PAGE)
-    slab.prefault(lambda: bool(asked.append(1)) or True)
+    asked: list[int] = []
+
+    def stopped() -> bool:
+        asked.append(1)
+        return True
+
+    Slab(PAGE).prefault(stopped)
     assert asked == [1]
 
 
