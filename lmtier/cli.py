@@ -121,8 +121,7 @@ def _described(spec: config.TierSpec) -> Sequence[str]:
 def _demo(args: argparse.Namespace) -> int:
     from lmtier.demo import run
 
-    run(args.dir, keep=args.keep)
-    return 0
+    return 0 if run(args.dir, keep=args.keep) else 1
 
 
 def _verify(args: argparse.Namespace) -> int:

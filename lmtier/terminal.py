@@ -57,6 +57,7 @@ class Progress:
     def __init__(self, total: int = 1) -> None:
         self._total = total
         self._done = 0
+        self._line = ""
         self._shown = sys.stderr.isatty()
 
     def step(self, what: str = "") -> None:
@@ -64,12 +65,25 @@ class Progress:
 
     def at(self, done: int, total: int, what: str = "") -> None:
         self._done, self._total = min(done, total), max(1, total)
+        self._line = f"{100 * self._done // self._total:3d} %  {what}"
+        self._draw()
+
+    def say(self, text: str) -> None:
+        """A line of output above the bar."""
+        self._clear()
+        say(text)
+        self._draw()
+
+    def _draw(self) -> None:
         if self._shown:
             full = self.WIDTH * self._done // self._total
             bar = "█" * full + "░" * (self.WIDTH - full)
-            room = max(0, shutil.get_terminal_size().columns - self.WIDTH - 9)
-            line = f"\r{bar} {100 * self._done // self._total:3d} %  {what[:room]}\x1b[K"
-            print(line, end="", file=sys.stderr, flush=True)
+            room = shutil.get_terminal_size().columns - self.WIDTH - 2
+            print(f"\r{bar} {self._line[:room]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -77,5 +91,4 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._clear()
