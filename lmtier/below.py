@@ -85,6 +85,8 @@ class Below:
         self._metrics = metrics
         self._chunk_tokens = chunk_tokens
         self._undeleted: list[tuple[list[Name], int]] = []
+        self._going: set[bytes] = set()
+        """Chunks being written, deleted or written over: a name is in one such job at a time."""
         self._jobs: dict[int, Callable[[Done], None]] = {}
         self._ids = count(1)
         self._declare()
@@ -114,6 +116,11 @@ class Below:
         if self.index is not None and len(self.index):
             get = self.index.get
             self.index.touch([entry for key in keys if (entry := get(key))])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be given work."""
+        return self.is_warm and self.breaker.allows()
 
     @property
     def has_jobs(self) -> bool:
@@ -150,8 +157,13 @@ class Below:
         """
         self._retry_deletes()
         added: list[Entry] = []
-        while self._queue and self.is_warm and self.storing < MAX_STORING and self.breaker.allows():
+        held_back = 0
+        while len(self._queue) > held_back and self.storing < MAX_STORING and self.is_ready:
             key = self._queue[0]
+            if key in self._going:
+                self._queue.rotate(-1)
+                held_back += 1
+                continue
             entry = slab.get(key)
             if entry is None or entry.state is not State.READY:
                 self._unqueue()
@@ -190,6 +202,7 @@ class Below:
         replaces: Sequence[Name | None],
     ) -> None:
         form = entry.form
+        self._going.update((entry.key, *(name.key for name in replaces if name)))
         assert form.layout is not None  # whatever is in the slab was declared, or loaded with its header
         prints = entry.prints or (bytes(16),) * len(form.shards)
         used = self._use(mine)
@@ -206,10 +219,18 @@ class Below:
             )
         )
         self.storing += 1
-        self._submit(Op.STORE, items, partial(self._stored, entry, mine, release))
+        self._submit(Op.STORE, items, partial(self._stored, entry, mine, replaces, release))
 
-    def _stored(self, entry: Entry, mine: Entry | None, release: Callable[[Entry], None], done: Done) -> None:
+    def _stored(
+        self,
+        entry: Entry,
+        mine: Entry | None,
+        replaced: Sequence[Name | None],
+        release: Callable[[Entry], None],
+        done: Done,
+    ) -> None:
         self.storing -= 1
+        self._going.difference_update((entry.key, *(name.key for name in replaced if name)))
         release(entry)
         self._record(Op.STORE, done)
         if not done.failed:
@@ -309,33 +330,29 @@ class Below:
             then(headers)
             return
         reasons = set(done.failed.values())
-        lost = reasons & {Reason.ABSENT, Reason.CORRUPT}
-        if lost and mine is not None and mine.state is State.READY:
-            self._forget(mine, set(done.ok))
+        if mine is not None and reasons & {Reason.ABSENT, Reason.CORRUPT} and self._is_here(mine):
+            self.discard(mine.key)  # all of it: what stays of a chunk that lost a part is nobody's
         then(Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons))
 
-    def _forget(self, mine: Entry, left: set[Name]) -> None:
-        """Part of a chunk is lost: take it out, and delete the parts that are not."""
-        assert self.index is not None
-        self.index.remove(mine)
-        self._delete(list(left), done_bytes(mine.form, left))
+    def _is_here(self, mine: Entry) -> bool:
+        return self.index is not None and self.index.get(mine.key) is mine
 
     def discard(self, key: bytes) -> None:
-        """Delete one chunk, because what it holds is of no use (foreign layout, cleared)."""
+        """Delete one chunk: now, or when its write is done. While it is read it stays."""
         if self.index is None or (entry := self.index.get(key)) is None:
             return
         if not entry.leases:
             self.index.remove(entry)
             self._delete([Name(key, shard) for shard in entry.form.shards], entry.nbytes)
+        elif entry.state is State.FILLING:
+            self.index.remove(entry)
 
     def clear(self, *, force: bool) -> None:
         self._queue.clear()
         self._queued.clear()
         for entry in self.index.entries() if self.index is not None else ():
-            if not entry.leases:
+            if force or not entry.leases:
                 self.discard(entry.key)
-            elif force and self.index is not None and entry.state is State.FILLING:
-                self.index.remove(entry)  # deleted when its write is done
 
     # ---- asking
 
@@ -421,6 +438,7 @@ class Below:
     def _delete(self, names: list[Name], nbytes: int) -> None:
         if names:
             self.leaving += nbytes
+            self._going.update(name.key for name in names)
             items = tuple(Item(name) for name in names)
             self._submit(Op.DELETE, items, partial(self._deleted, names, nbytes))
 
@@ -430,6 +448,7 @@ class Below:
             self._undeleted.append((names, nbytes))
         else:
             self.leaving -= nbytes
+            self._going.difference_update(name.key for name in names)
 
     def _retry_deletes(self) -> None:
         if self._undeleted and self.breaker.allows():

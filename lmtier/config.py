@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -36,7 +37,7 @@ def parse_size(text: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
     if not found or found[2] not in _SIZE_UNITS:
         raise ConfigError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 1048576")
-    return int(float(found[1]) * _SIZE_UNITS[found[2]])
+    return int(Decimal(found[1]) * _SIZE_UNITS[found[2]])
 
 
 def parse_seconds(text: str | float) -> float:
@@ -103,7 +104,7 @@ class Config:
     load_deadline: float = 2.0
     """Seconds after which a request stops waiting for tiers below and computes instead."""
     verify: str = "sample"
-    """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 16), always."""
+    """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 64), always."""
     copy_threads: int = 1
     """Threads a whole-object copy may use, the caller's included."""
     hugepages: bool = True

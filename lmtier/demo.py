@@ -16,16 +16,17 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
 from lmtier.cache import CPU, Cache
 from lmtier.config import Config
+from lmtier.errors import MisuseError
 from lmtier.keys import Identity
 from lmtier.layout import Layout
 from lmtier.mover import Mover
 from lmtier.paging import PagedKV
 from lmtier.terminal import Progress, number, say, table
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8, 512, 8, 4, 64, 4096
-BLOCK_TOKENS, CHUNK_TOKENS, BLOCKS = 16, 256, 512
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 6, 512, 8, 4, 64, 4096
+BLOCK_TOKENS, CHUNK_TOKENS, BLOCKS = 16, 256, 256
 ANSWER_TOKENS = 16
-SYSTEM_TOKENS, MESSAGE_TOKENS, TURNS = 1000, 700, 4
+SYSTEM_TOKENS, MESSAGE_TOKENS, TURNS = 1500, 300, 3
 
 LAYOUT = Layout.uniform(
     layers=LAYERS,
@@ -70,7 +71,8 @@ class Engine:
         random = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=random) / shape[0] ** 0.5
+            scaled: Tensor = torch.randn(shape, generator=random) / shape[0] ** 0.5
+            return scaled
 
         self._embed = weight(VOCAB, HIDDEN) * VOCAB**0.5
         self._layers = [
@@ -92,7 +94,7 @@ class Engine:
         self.spare_blocks = range(BLOCKS - 2 * LAYOUT.blocks, BLOCKS)
 
     def serve(self, prompt: Sequence[int], mover: Mover | None) -> Served:
-        """Answer a prompt; the engine remembers nothing of earlier ones, as if others had needed its memory."""
+        """Answer a prompt. The engine has lost the earlier ones, as if others had needed its memory."""
         self._memory.zero_()
         blocks = torch.randperm(BLOCKS, generator=self._random)[
             : -(-(len(prompt) + ANSWER_TOKENS) // BLOCK_TOKENS)
@@ -107,12 +109,16 @@ class Engine:
             match = mover.match(chain)
             sources = list(match.sources)
             ids = blocks.tolist()
-            with mover.load(match, ids) as load, mover.save(chain, ids) as save:
-                x = self._embed[torch.tensor(prompt[load.tokens :])]
-                for layer in range(LAYERS):
-                    load.layer(layer)
-                    x = self._layer(layer, x, load.tokens, blocks)
-                    save.layer(layer)
+            with mover.save(chain, ids) as save:
+                with mover.load(match, ids) as load:
+                    start = load.tokens
+                    x = self._embed[torch.tensor(prompt[start:])]
+                    for layer in range(LAYERS):
+                        load.layer(layer)
+                        x = self._layer(layer, x, start, blocks)
+                        save.layer(layer)
+                if load.tokens < start:  # an engine computes again from there; nothing of this is kept
+                    raise MisuseError(f"what was loaded is not what was saved, from token {load.tokens} on")
             hidden = x
         answer = [self._next(hidden)]
         ms = (perf_counter() - began) * 1e3
@@ -124,7 +130,7 @@ class Engine:
         return Served(answer, kv, ms, sources)
 
     def _forward(self, tokens: Sequence[int], start: int, blocks: Tensor) -> Tensor:
-        x = self._embed[torch.tensor(tokens)]
+        x: Tensor = self._embed[torch.tensor(tokens)]
         for layer in range(LAYERS):
             x = self._layer(layer, x, start, blocks)
         return x
@@ -132,7 +138,7 @@ class Engine:
     def _layer(self, layer: int, x: Tensor, start: int, blocks: Tensor) -> Tensor:
         """One layer over the tokens at [start, start + len(x)); writes their KV, attends over all before."""
         done = []
-        for piece in x.split(CHUNK_TOKENS):  # `start` is whole chunks, so pieces are the same chunks always
+        for piece in torch.split(x, CHUNK_TOKENS):  # `start` is whole chunks: always the same pieces
             done.append(self._piece(layer, piece, start, blocks))
             start += len(piece)
         return torch.cat(done)
@@ -151,7 +157,8 @@ class Engine:
         seen = torch.arange(end) <= position[:, None]
         attended = scaled_dot_product_attention(q, k, v, attn_mask=seen)
         x = x + attended.transpose(0, 1).reshape(len(x), -1) @ wo
-        return x + gelu(layer_norm(x, (HIDDEN,)) @ up) @ down
+        out: Tensor = x + gelu(layer_norm(x, (HIDDEN,)) @ up) @ down
+        return out
 
     def _next(self, x: Tensor) -> int:
         return int((layer_norm(x[-1], (HIDDEN,)) @ self._unembed).argmax())
@@ -204,14 +211,12 @@ def run(directory: Path | None, *, keep: bool) -> bool:
         return False
     say("Same: every answer, and every byte of KV in the engine, is what it is without lmtier.")
     say("\nNext:")
-    say(
-        "  lmtier bench                     what it costs on this machine, beside what memcpy and the disk cost"
-    )
-    say("  lmtier config                    what can be set")
+    say("  lmtier bench      what it costs on this machine, beside memcpy and the bare disk")
+    say("  lmtier config     what can be set")
     if keep:
         say(f"  lmtier verify {root}    what is on disk now")
         say(f"  lmtier demo --keep --dir {root}    again: this time the first turn comes from disk")
-    say("  README.md                        the eight lines that put it into your engine")
+    say("  README.md         the eight lines that put it into your engine")
     return True
 
 

@@ -16,6 +16,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ def weights_digest(paths: Iterable[str | os.PathLike[str]], samples: int = 64) -
     return hashlib.sha256(_pack(*sorted(each))).hexdigest()
 
 
+@lru_cache(maxsize=1024)
 def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "") -> bytes:
     """key[-1]: the namespace in which a chain of chunks lives."""
     return hashlib.sha256(

@@ -24,7 +24,7 @@ from lmtier.paging import PagedKV
 
 log = logging.getLogger("lmtier")
 
-_SAMPLE = 16  # verify=sample compares the chunks whose key is 0 modulo this
+_SAMPLE = 64  # verify=sample compares the chunks whose key is 0 modulo this
 
 
 class Mover:

@@ -93,7 +93,7 @@ class Memcpy:
     """The limit: the same number of bytes in pieces of one object, one thread, rotating like ours."""
 
     def __init__(self, memory: Bytes, piece: int) -> None:
-        bare = Slab(len(memory))  # the same kind of pages as ours
+        bare = Slab(len(memory), hugepages=Config().hugepages)  # the same kind of pages as ours
         bare.prefault()
         self._memory = memory
         self._bare = np.frombuffer(bare.view(0, bare.capacity), np.uint8)
@@ -141,7 +141,7 @@ def alone(scale: Scale) -> Samples:
     engine = Engine(large_layout(scale.large_layers), touched(scale.memory))
     kv = PagedKV(engine.layout, engine.layout.whole, engine.tensors)
     memcpy = Memcpy(engine.memory, kv.nbytes)
-    slab = Slab(engine.chunks * kv.nbytes)
+    slab = Slab(engine.chunks * kv.nbytes, hugepages=Config().hugepages)
     slab.prefault()
     chunks = min(PROMPT_CHUNKS, engine.chunks)
 

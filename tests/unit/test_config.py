@@ -1,0 +1,249 @@
+"""Settings: what may be written, who wins, and what an error says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmtier.config import Config, TierSpec, load, parse_seconds, parse_size, suggest
+from lmtier.errors import ConfigError
+
+CPU = "cpu://?capacity=1GiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        (4096, 4096),
+        ("1b", 1),
+        ("1k", 1 << 10),
+        ("1KB", 1 << 10),
+        ("512MiB", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("4 gib", 4 << 30),
+        ("1.5GiB", 3 << 29),
+        ("2T", 2 << 40),
+        ("1PiB", 1 << 50),
+    ],
+)
+def test_sizes_read_as_people_write_them(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 GiB GiB", "4XiB", "1e9", "0x10", "1,000"])
+def test_what_is_not_a_size_says_how_to_write_one(text):
+    with pytest.raises(ConfigError, match="4GiB"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 60))
+def test_plain_bytes_are_exact_up_to_the_largest_disks(nbytes):
+    assert parse_size(str(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("200us", 2e-4),
+        ("200ms", 0.2),
+        ("2", 2.0),
+        (2.5, 2.5),
+        ("2s", 2.0),
+        ("3m", 180),
+        ("1h", 3600),
+        ("7d", 604800),
+    ],
+)
+def test_durations_read_as_people_write_them(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "s", "-2s", "2 weeks", "soon"])
+def test_what_is_not_a_duration_says_how_to_write_one(text):
+    with pytest.raises(ConfigError, match="200ms"):
+        parse_seconds(text)
+
+
+def test_a_suggestion_is_close_or_lists_everything():
+    assert suggest("chunk_token", ["chunk_tokens", "verify"]) == "; did you mean 'chunk_tokens'?"
+    assert suggest("zzz", ["b", "a"]) == "; known: a, b"
+
+
+# ---- who wins
+
+
+def test_defaults_make_a_configuration():
+    config, origins = load(env={})
+    assert config == Config()
+    assert set(origins.values()) == {"default"}
+
+
+def test_later_sources_win_and_origins_say_so(tmp_path):
+    file = tmp_path / "lmtier.toml"
+    file.write_text('chunk_tokens = 64\nverify = "off"\nqueue_length = 7\n')
+    env = {"LMTIER_CHUNK_TOKENS": "128", "LMTIER_VERIFY": "always", "OTHER": "x"}
+    config, origins = load(file, env, {"chunk_tokens": 512})
+    assert (config.chunk_tokens, config.verify, config.queue_length) == (512, "always", 7)
+    assert origins["chunk_tokens"] == "arguments"
+    assert origins["verify"] == "environment"
+    assert origins["queue_length"] == str(file)
+    assert origins["load_deadline"] == "default"
+
+
+def test_the_environment_names_the_file(tmp_path):
+    file = tmp_path / "any-name.toml"
+    file.write_text(f'tiers = ["{CPU}"]\nload_deadline = "200ms"\n')
+    config, origins = load(env={"LMTIER_CONFIG_FILE": str(file)})
+    assert config.load_deadline == pytest.approx(0.2)
+    assert origins["tiers"] == str(file)
+
+
+@pytest.mark.parametrize("joint", [",", " ", ", ", "\n"])
+def test_tiers_in_one_string_are_separated_by_commas_or_spaces(joint):
+    urls = (CPU, "disk:///a?capacity=1GiB&write=reused")
+    config, _ = load(env={"LMTIER_TIERS": joint.join(urls)})
+    assert config.tiers == urls
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("1", True), ("yes", True), ("False", False), ("0", False)]
+)
+def test_switches_read_as_people_write_them(word, value):
+    config, _ = load(env={"LMTIER_PREFAULT": word})
+    assert config.prefault is value
+
+
+def test_a_configuration_cannot_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().chunk_tokens = 1  # type: ignore[misc]
+
+
+# ---- what an error says
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides", "words"),
+    [
+        ({}, {"chunk_token": 8}, ["'chunk_token'", "arguments", "did you mean 'chunk_tokens'"]),
+        (
+            {"LMTIER_CHUNK_TOKEN": "8"},
+            {},
+            ["'LMTIER_CHUNK_TOKEN'", "environment", "did you mean 'chunk_tokens'"],
+        ),
+    ],
+)
+def test_an_unknown_setting_is_named_with_its_place_and_a_suggestion(env, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load(env=env, overrides=overrides)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_an_unknown_setting_in_a_file_names_the_file(tmp_path):
+    file = tmp_path / "lmtier.toml"
+    file.write_text("tires = []\n")
+    with pytest.raises(ConfigError, match=r"'tires' in .*lmtier\.toml; did you mean 'tiers'"):
+        load(file, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_tokens", "many"),
+        ("chunk_tokens", 2.5),
+        ("chunk_tokens", True),
+        ("chunk_tokens", "-8"),
+        ("load_deadline", "soon"),
+        ("load_deadline", None),
+        ("prefault", "maybe"),
+        ("prefault", 2),
+        ("tiers", 5),
+    ],
+)
+def test_a_wrong_type_names_the_setting_its_value_and_its_place(name, value):
+    with pytest.raises(ConfigError, match=f"{name}=.* from arguments does not fit"):
+        load(env={}, overrides={name: value})
+
+
+@pytest.mark.parametrize("text", ["chunk_tokens = ", "= 3", '"'])
+def test_a_file_that_is_no_toml_is_named(tmp_path, text):
+    file = tmp_path / "lmtier.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"configuration file .*lmtier\.toml"):
+        load(file, {})
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
+        load(tmp_path / "nowhere.toml", {})
+
+
+# ---- combinations that cannot work
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [],
+        ["disk:///a?capacity=1GiB"],
+        [CPU, CPU],
+        ["disk:///a?capacity=1GiB", CPU],
+    ],
+)
+def test_there_is_one_cpu_tier_above_every_other(tiers):
+    with pytest.raises(ConfigError, match="exactly one cpu:// tier, above"):
+        Config(tiers=tiers)
+
+
+@pytest.mark.parametrize("tiers", [["cpu://"], [CPU, "disk:///a"]])
+def test_a_tier_that_is_bounded_needs_its_bound(tiers):
+    with pytest.raises(ConfigError, match="needs a capacity"):
+        Config(tiers=tiers)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunk_tokens": 0},
+        {"chunk_tokens": -256},
+        {"copy_threads": 0},
+        {"queue_length": 0},
+        {"load_deadline": 0.0},
+        {"verify": "sometimes"},
+    ],
+)
+def test_values_that_cannot_work_name_their_setting(wrong):
+    ((name, _),) = wrong.items()
+    with pytest.raises(ConfigError, match=name):
+        Config(**wrong)
+
+
+# ---- a tier's URL
+
+
+def test_a_url_is_taken_apart():
+    spec = TierSpec.parse("disk:///var/lib/lmtier?capacity=500GiB&write=reused&policy=lru&readers=8")
+    assert (spec.scheme, spec.location, spec.capacity) == ("disk", "/var/lib/lmtier", 500 << 30)
+    assert (spec.write, spec.policy, spec.options) == ("reused", "lru", {"readers": "8"})
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("/var/lib/lmtier", "not a URL"),
+        ("disk:/var", "not a URL"),
+        ("disk:///a?capacity", "name=value"),
+        ("disk:///a?capacity=1GiB&capacity=2GiB", "given twice"),
+        ("disk:///a?capacity=much", "'much' is not a size"),
+        ("disk:///a?capacity=0", "holds nothing"),
+        ("disk:///a?capacity=1GiB&write=alway", "did you mean 'always'"),
+        ("disk:///a?capacity=1GiB&policy=lruu", "did you mean 'lru'"),
+    ],
+)
+def test_a_url_that_cannot_be_read_says_why(url, words):
+    with pytest.raises(ConfigError, match=words):
+        TierSpec.parse(url)
