@@ -64,6 +64,8 @@ class Match:
     asking: int = 0
     cut: str = ""
     """Why it ends before what had been found, if it does."""
+    found: int = 0
+    """How many chunks had been found by then."""
     settled: bool = False
     released: bool = False
 
@@ -379,10 +381,11 @@ class Cache:
                 waiters.remove(match)
                 match.waiting -= 1
             self._release(entry)
+        if not match.cut:
+            match.cut, match.found = reason, match.chunks
         del match.run[chunks:]
         del match.sources[chunks:]
         del match.below[max(0, chunks - len(match.run)) :]
-        match.cut = match.cut or reason
 
     def _settle_if_ready(self, match: Match) -> None:
         if match.ready and not match.settled:
@@ -395,7 +398,7 @@ class Cache:
         hits = {label: match.sources.count(label) * size for label in set(match.sources)}
         missed: dict[str, int] = {}
         for i in range(match.chunks, len(match.keys)):
-            reason = match.cut or self._why_missing(match.keys[i])
+            reason = match.cut if i < match.found else self._why_missing(match.keys[i])
             missed[reason] = missed.get(reason, 0) + size
         tail = match.asked_tokens - len(match.keys) * size
         if tail:
@@ -403,6 +406,8 @@ class Cache:
         self.metrics.settle(match.asked_tokens, hits, missed)
 
     def _why_missing(self, key: bytes) -> str:
+        if any(below.has(key) and below.breaker.is_open for below in self.below):
+            return "tier_down"
         indexes = [self.index, *(below.index for below in self.below if below.index is not None)]
         if any(key in index for index in indexes):
             return "behind_a_gap"

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure every path beside its physical limit")
     bench.add_argument("--only", default="", metavar="PATTERN", help="paths whose name contains this")
-    bench.add_argument("--dir", type=Path, help="where the disk paths write (default: a temporary directory)")
+    bench.add_argument("--dir", type=Path, help="where the disk paths write, in a directory of their own")
     bench.add_argument("--repeat", type=int, default=1, metavar="N", help="N times as many rounds")
     bench.add_argument(
         "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
@@ -46,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_config)
 
     demo = commands.add_parser("demo", help="a conversation, cold, from CPU, and from disk after a restart")
-    demo.add_argument("--dir", type=Path, help="directory of the disk tier (default: a temporary one)")
+    demo.add_argument(
+        "--dir", type=Path, help="where the disk tier goes, in a directory of its own unless --keep"
+    )
     demo.add_argument("--keep", action="store_true", help="leave the disk tier's directory in place")
     demo.set_defaults(run=_demo)
 
@@ -65,7 +67,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
-    rows = bench.measure(only=args.only, directory=args.dir, repeat=args.repeat, quick=args.quick)
+    rows = bench.measure(only=args.only, directory=_made(args.dir), repeat=args.repeat, quick=args.quick)
     if args.json:
         say(json.dumps(bench.as_json(rows), indent=2))
     else:
@@ -80,21 +82,17 @@ def _bench(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> int:
     effective, origins = config.load(args.config, overrides=_overrides(args.set))
     values = {name: getattr(effective, name) for name in origins}
+    tiers = [_described(spec) for spec in effective.specs]
     if args.json:
-        say(
-            json.dumps({name: {"value": values[name], "origin": origins[name]} for name in origins}, indent=2)
-        )
+        shown = {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
+        say(json.dumps(shown, indent=2))
         return 0
-    tiers = values.pop("tiers")
+    urls = values.pop("tiers")
     rows = [(name, str(value), origins[name]) for name, value in values.items()]
-    rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(tiers)]
+    rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(urls)]
     say(table(("setting", "value", "origin"), rows))
     say()
-    say(
-        table(
-            ("tier", "location", "capacity", "write", "policy", "options"), map(_described, effective.specs)
-        )
-    )
+    say(table(("tier", "location", "capacity", "write", "policy", "options"), tiers))
     return 0
 
 
@@ -118,10 +116,19 @@ def _described(spec: config.TierSpec) -> Sequence[str]:
     return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"
 
 
+def _made(directory: Path | None) -> Path | None:
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--dir {directory}: {error.strerror}") from None
+    return directory
+
+
 def _demo(args: argparse.Namespace) -> int:
     from lmtier.demo import run
 
-    return 0 if run(args.dir, keep=args.keep) else 1
+    return 0 if run(_made(args.dir), keep=args.keep) else 1
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -179,8 +179,6 @@ def run(directory: Path | None, *, keep: bool) -> bool:
     """The whole demo; whether every answer and every byte was the same with and without lmtier."""
     torch.set_num_threads(1)  # a second thread would make the times depend on who else is awake
     with ExitStack() as stack:
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
         if not keep:
             root = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-demo-", dir=directory))
@@ -194,6 +192,7 @@ def run(directory: Path | None, *, keep: bool) -> bool:
         progress = stack.enter_context(Progress(2 * (TURNS + 2)))
         lines = Lines(progress)
         logger = logging.getLogger("lmtier")
+        stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.INFO)
         logger.addHandler(lines)
         stack.callback(logger.removeHandler, lines)

@@ -41,7 +41,6 @@ KNOWN_PACKINGS = ("token", "planes", "latent", "cpu-vec")
 PAGE = 4096
 """Objects take whole pages, in memory and at rest; so does their header."""
 
-_HEX_KEY = re.compile("[0-9a-f]{64}")
 
 Array = npt.NDArray[Any]
 
@@ -98,9 +97,12 @@ class Name(NamedTuple):
     def parse(cls, text: str) -> Name | None:
         stem, _, tail = text.partition(".")
         shard = Shard.parse(tail)
-        if shard is None or not _HEX_KEY.fullmatch(stem):
+        try:
+            key = bytes.fromhex(stem)
+        except ValueError:
             return None
-        return cls(bytes.fromhex(stem), shard)
+        # fromhex takes spaces and capitals too: a second spelling of one name.
+        return cls(key, shard) if shard and len(key) == 32 and key.hex() == stem else None
 
 
 class LayerShape(NamedTuple):

@@ -17,6 +17,29 @@ _BYTES = tuple(4.0**n for n in range(6, 18))  # 4 KiB to 16 GiB
 _WINDOW = 1000
 
 
+MISS_REASONS = {
+    "never_stored": "no tier had it, as far as anybody remembers",
+    "evicted": "a tier had it, and it left to make room",
+    "behind_a_gap": "a tier has it, but not what comes before it; or it is being stored right now",
+    "partial_chunk": "the tokens after the last whole chunk, and the one that is always computed",
+    "absent": "it was gone when it was to be loaded",
+    "corrupt": "it was damaged or not what its name says, and was deleted",
+    "foreign": "its layout cannot be read by this engine",
+    "error": "its tier failed to read it",
+    "full": "its tier had no room",
+    "deadline": "it did not come in time",
+    "closed": "its tier was closed",
+    "tier_down": "its tier keeps failing and is left alone",
+    "no_room": "everything in the cpu tier was leased",
+    "being_filled": "an engine was storing it",
+    "left_meanwhile": "it was evicted below between lookup and load",
+    "cleared": "somebody cleared the cache",
+    "cancelled": "the request ended before it was loaded",
+    "not_worth_it": "the caller asked for less",
+}
+"""Why a token that was asked for was not supplied: all the values of that label."""
+
+
 class Metrics:
     """One cache's metrics, in a registry of its own unless one is given."""
 
@@ -85,6 +108,7 @@ class Metrics:
         for tier, tokens in hits.items():
             self.hit_tokens.labels(tier).inc(tokens)
         for reason, tokens in missed.items():
+            assert reason in MISS_REASONS, f"{reason} is not a reason anybody declared"
             self.missed_tokens.labels(reason).inc(tokens)
         if len(self._recent) == _WINDOW:
             old_asked, old_hit = self._recent[0]

@@ -186,7 +186,6 @@ class ARC(Policy[E]):
             self._again[entry] = None
         else:
             self._once[entry] = None
-        self._capacity = max(self._capacity, len(self))
 
     def touch(self, entries: Iterable[E]) -> None:
         once, again = self._once, self._again
@@ -203,6 +202,7 @@ class ARC(Policy[E]):
             (self._once if entry in self._once else self._again).move_to_end(entry)
 
     def remove(self, entry: E, evicted: bool) -> None:
+        self._capacity = max(self._capacity, len(self))
         if entry in self._once:
             del self._once[entry]
             ghosts = self._once_ghosts

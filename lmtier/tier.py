@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from lmtier.codec import Header
 from lmtier.layout import Name
@@ -58,8 +59,7 @@ class Job:
     """In time.monotonic(). What has not begun by then fails with Reason.DEADLINE."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stat:
+class Stat(NamedTuple):
     """What a tier knows of an object without reading it."""
 
     nbytes: int

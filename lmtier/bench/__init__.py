@@ -101,7 +101,10 @@ def measure(
     repeat: int = 1,
     quick: bool = False,
 ) -> list[Row]:
-    """One row for each path whose name contains `only`; `repeat` multiplies the rounds."""
+    """One row for each path whose name contains `only`; `repeat` multiplies the rounds.
+
+    The disk paths write about 8 GiB in a directory of their own under `directory`, which is removed.
+    """
     from lmtier.bench import copies, disk, lookups
 
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
@@ -118,9 +121,8 @@ def measure(
     chosen = [group for group, heads in groups.items() if any(path.startswith(heads) for path in wanted)]
     samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
     with ExitStack() as stack:
-        if directory is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-")))
-        scale = _quick(directory) if quick else _full(directory, repeat)
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-", dir=directory)))
+        scale = _quick(own) if quick else _full(own, repeat)
         progress = stack.enter_context(Progress())
         for done, group in enumerate(chosen):
             most = scale.rounds * sum(path.startswith(groups[group]) for path in PATHS)
@@ -129,7 +131,7 @@ def measure(
                 if path in samples:
                     samples[path].append((ours, limit))
     # Without a second core, its paths do not exist.
-    return [_row(path, pairs) for path, pairs in samples.items() if pairs]
+    return [judge(path, pairs) for path, pairs in samples.items() if pairs]
 
 
 def _full(directory: Path, repeat: int) -> Scale:
@@ -159,7 +161,8 @@ def _quick(directory: Path) -> Scale:
     )
 
 
-def _row(path: str, pairs: list[tuple[float, float]]) -> Row:
+def judge(path: str, pairs: list[tuple[float, float]]) -> Row:
+    """The row of a path from its rounds of (ours, limit)."""
     bound = PATHS[path]
     ours, limit = (median(each) for each in zip(*pairs, strict=True))
     ratio = median(a / b if bound.is_rate else b / a for a, b in pairs)

@@ -106,9 +106,6 @@ class Memcpy:
     def back(self, pieces: int) -> float:
         return self._seconds(self._bare, self._memory, pieces)
 
-    def resize(self, piece: int) -> None:
-        self._piece, self._at = piece, 0
-
     def _seconds(self, src: Bytes, dst: Bytes, pieces: int) -> float:
         piece = self._piece
         total = len(src) // piece
