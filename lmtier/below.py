@@ -7,15 +7,12 @@ room that deletions will give back, and a breaker. Everything here runs on the o
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
-from typing import TypeAlias
 
 from lmtier.codec import Header
 from lmtier.config import TierSpec
@@ -24,6 +21,7 @@ from lmtier.layout import Form, Name, Shard, form_of, padded, stored_size
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
 from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
+from lmtier.workers import collector_paused
 
 log = logging.getLogger("lmtier")
 
@@ -417,23 +415,18 @@ class Below:
         """A warm start: everything that is there, the oldest first, as far as the capacity goes."""
         index = self.index
         assert index is not None
-        Parts: TypeAlias = tuple[tuple[Shard, int], ...]
-        parts: dict[bytes, Parts] = {}
+        parts: dict[bytes, tuple[tuple[Shard, int], ...]] = {}
         used: dict[bytes, int] = {}
-        for (key, shard), stat in done.ok.items():
-            if isinstance(stat, Stat):
-                others = parts.get(key, ())
-                parts[key] = (*others, (shard, stat.nbytes))
-                used[key] = max(stat.used, used[key]) if others else stat.used
-        forms: dict[Parts, Form] = {}
         with collector_paused():
+            for (key, shard), stat in done.ok.items():
+                if isinstance(stat, Stat):
+                    others = parts.get(key, ())
+                    parts[key] = (*others, (shard, stat.nbytes))
+                    used[key] = max(stat.used, used[key]) if others else stat.used
+            forms = {cut: form_of(None, *zip(*sorted(cut), strict=True)) for cut in set(parts.values())}
             for key in sorted(parts, key=used.__getitem__):
-                cut = parts[key]
-                form = forms.get(cut)
-                if form is None:
-                    shards, sizes = zip(*sorted(cut), strict=True)
-                    form = forms[cut] = form_of(None, shards, sizes)
-                index.add(key, form, form.at_rest, State.READY, None).used = used[key]
+                form = forms[parts[key]]
+                index.adopt(Entry(key, form, form.at_rest, State.READY, used[key]))
         if index.used > index.capacity:
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
@@ -506,18 +499,6 @@ class Below:
 
 def rooms(form: Form) -> list[int]:
     return [padded(size) for size in form.sizes]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """A million entries that all stay are no garbage; looking for some among them doubles a warm start."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def ancestry(entry: Entry | None) -> list[Entry]:

@@ -34,7 +34,7 @@ class Entry:
 
     __slots__ = ("form", "key", "kids", "leases", "nbytes", "offsets", "parent", "prints", "state", "used")
 
-    def __init__(self, key: bytes, form: Form, nbytes: int, state: State) -> None:
+    def __init__(self, key: bytes, form: Form, nbytes: int, state: State, used: int = 0) -> None:
         self.key = key
         self.form = form
         self.nbytes = nbytes
@@ -46,7 +46,7 @@ class Entry:
         """In the slab: where each shard of the form lies."""
         self.prints: tuple[bytes, ...] = ()
         """In the slab: the fingerprint of each shard, if its writer took one."""
-        self.used = 0
+        self.used = used
         """In a tier below: what that tier thinks when it was last used, in ns."""
 
     def __repr__(self) -> str:
@@ -96,6 +96,12 @@ class Index:
             self.pinned += nbytes
         self.link(entry, parent)
         return entry
+
+    def adopt(self, entry: Entry) -> None:
+        """What was there before this process, one by one, the oldest first; nothing is known of its chain."""
+        self._entries[entry.key] = entry
+        self._policy.insert(entry)
+        self.used += entry.nbytes
 
     def ready(self, entry: Entry) -> None:
         """Its maker is done: visible from now on, and the maker's lease ends."""

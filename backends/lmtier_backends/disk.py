@@ -115,8 +115,7 @@ class DiskTier(BlockingTier):
                 self.foreign += 1
                 continue
             try:
-                status = _object_stat(entry.stat(follow_symlinks=False))
-                if status is not None:
+                if (status := _object_stat(entry.stat(follow_symlinks=False))) is not None:
                     yield name, status
                 else:
                     os.unlink(entry.path)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from lmtier import __version__
 from lmtier.errors import ConfigError
-from lmtier.terminal import Progress, number, table
+from lmtier.terminal import Progress, complain, number, table
 
 Samples: TypeAlias = Iterator[tuple[str, float, float]]
 """What a measurement yields, once a round and path: path, ours, limit, both in the path's unit."""
@@ -103,7 +103,7 @@ def measure(
 ) -> list[Row]:
     """One row for each path whose name contains `only`; `repeat` multiplies the rounds.
 
-    The disk paths write about 8 GiB in a directory of their own under `directory`, which is removed.
+    The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
     from lmtier.bench import copies, disk, lookups
 
@@ -130,17 +130,19 @@ def measure(
                 progress.at(100 * done + min(99, 100 * seen // most), 100 * len(chosen), path)
                 if path in samples:
                     samples[path].append((ours, limit))
-    # Without a second core, its paths do not exist.
+    for path, pairs in samples.items():
+        if not pairs:
+            complain(f"{path}: left out, two bare threads are no faster than one here just now")
     return [judge(path, pairs) for path, pairs in samples.items() if pairs]
 
 
 def _full(directory: Path, repeat: int) -> Scale:
     return Scale(
         directory=directory,
-        rounds=15 * repeat,
+        rounds=21 * repeat,
         memory=1 << 30,
         large_layers=32,
-        disk_rounds=6 * repeat,
+        disk_rounds=8 * repeat,
         disk_chunks=8,
         prompt_chunks=512,
         index_chunks=1_000_000,

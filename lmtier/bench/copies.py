@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
 PROMPT_CHUNKS = 8  # of 2,048 tokens
+FREE_CORE = 1.4  # the gain of two bare threads, from which on a second core counts as free
 
 
 def large_layout(layers: int) -> Layout:
@@ -101,25 +102,35 @@ class Memcpy:
         self._at = 0
 
     def out(self, pieces: int) -> float:
-        return self._seconds(self._memory, self._bare, pieces)
+        memory, bare = self._spans(pieces)
+        return seconds(partial(_copy, memory, bare))
 
     def back(self, pieces: int) -> float:
-        return self._seconds(self._bare, self._memory, pieces)
+        memory, bare = self._spans(pieces)
+        return seconds(partial(_copy, bare, memory))
 
-    def _seconds(self, src: Bytes, dst: Bytes, pieces: int) -> float:
-        piece = self._piece
-        total = len(src) // piece
-        spans = [
-            slice(at * piece, (at + 1) * piece)
-            for at in ((self._at + i) % total for i in range(pieces))
-        ]  # fmt: skip
+    def gain(self, crew: Crew) -> float:
+        """How many times faster two threads are just now: a second core that is busy, or memory that one
+        thread can saturate, has nothing to give. The best of two readings each, or noise would choose."""
+        ones, twos = [], []
+        for _ in range(2):
+            memory, bare = self._spans(PROMPT_CHUNKS)
+            ones.append(seconds(partial(_copy, memory, bare)))
+            halves = [partial(_copy, memory[i::2], bare[i::2]) for i in range(2)]
+            twos.append(seconds(partial(crew.run, halves)))
+        return min(ones) / min(twos)
+
+    def _spans(self, pieces: int) -> tuple[list[Bytes], list[Bytes]]:
+        """The next pieces of both memories."""
+        size, total = self._piece, len(self._memory) // self._piece
+        starts = [(self._at + i) % total * size for i in range(pieces)]
         self._at = (self._at + pieces) % total
+        return [self._memory[at : at + size] for at in starts], [self._bare[at : at + size] for at in starts]
 
-        def copy() -> None:
-            for span in spans:
-                np.copyto(dst[span], src[span])
 
-        return seconds(copy)
+def _copy(src: list[Bytes], dst: list[Bytes]) -> None:
+    for a, b in zip(src, dst, strict=True):
+        np.copyto(b, a)
 
 
 def paired(
@@ -178,18 +189,17 @@ def alone(scale: Scale) -> Samples:
 
 def large(scale: Scale) -> Samples:
     with Tier(scale, large_layout(scale.large_layers)) as tier:
-        yield from tier.samples("32 MiB objects", tier.mover(None))
-        if len(os.sched_getaffinity(0)) > 1:
-            crew = Crew(helpers=1)
-            try:
-                yield from tier.samples("32 MiB objects, 2 cores", tier.mover(crew))
-            finally:
-                crew.close()
+        yield from tier.samples("32 MiB objects")
+        crew = Crew(helpers=1)
+        try:
+            yield from tier.samples("32 MiB objects, 2 cores", crew)
+        finally:
+            crew.close()
 
 
 def small(scale: Scale) -> Samples:
     with Tier(scale, small_layout()) as tier:
-        yield from tier.samples("1 MiB objects", tier.mover(None))
+        yield from tier.samples("1 MiB objects")
 
 
 class Tier:
@@ -211,16 +221,14 @@ class Tier:
     def __exit__(self, *_: object) -> None:
         self._cache.close()
 
-    def mover(self, crew: Crew | None) -> Mover:
-        layout, engine = self._engine.layout, self._engine
+    def samples(self, what: str, crew: Crew | None = None) -> Samples:
+        """Fill the tier; rounds of saves, of which each must evict; rounds of loads of what is there."""
+        engine, chunks, memcpy = self._engine, self._chunks, self._memcpy
+        layout = engine.layout
         self._cache.clear()
         kv = PagedKV(layout, layout.whole, engine.tensors, crew)
         spare = range(2 * layout.blocks)  # nobody uses any block yet
-        return Mover(self._cache, kv, Identity(model="bench", weights="bench"), spare_blocks=spare)
-
-    def samples(self, what: str, mover: Mover) -> Samples:
-        """Fill the tier; rounds of saves, of which each must evict; rounds of loads of what is there."""
-        engine, chunks, memcpy = self._engine, self._chunks, self._memcpy
+        mover = Mover(self._cache, kv, Identity(model="bench", weights="bench"), spare_blocks=spare)
         nbytes = chunks * engine.nbytes
         # A prompt of the small model takes less than a millisecond: several make one reading.
         times = max(1, min(engine.chunks // chunks // 2, (64 << 20) // nbytes))
@@ -234,7 +242,7 @@ class Tier:
 
         for _ in range(fill + 2):
             save()
-        for number in range(self._rounds):
+        for number in self._numbers(crew):
             yield paired(
                 f"save to cpu, {what}",
                 times * nbytes,
@@ -249,17 +257,25 @@ class Tier:
             tokens, ids = next(turns), engine.block_ids(chunks)
             return seconds(lambda: self._load(mover, tokens, ids))
 
-        for number in range(-2, self._rounds):
-            sample = paired(
+        for _ in range(2):
+            load()
+        for number in self._numbers(crew):
+            yield paired(
                 f"load from cpu, {what}",
                 times * nbytes,
                 number,
                 lambda: sum(load() for _ in range(times)),
                 lambda: memcpy.back(times * chunks),
             )
-            if number >= 0:
-                yield sample
         self._cache.check()
+
+    def _numbers(self, crew: Crew | None) -> Iterator[int]:
+        """Of the rounds; with a crew, of those that begin while bare threads gain from a second core."""
+        number = 0
+        for _ in range(2 * self._rounds):
+            if number < self._rounds and (crew is None or self._memcpy.gain(crew) >= FREE_CORE):
+                yield number
+                number += 1
 
     def _tokens(self) -> Sequence[int]:
         """A prompt nobody has seen; one token more than its chunks, because the last is always computed."""
