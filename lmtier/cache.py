@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
+from itertools import count
 
 from lmtier.below import Below
 from lmtier.codec import NO_FINGERPRINT, Header
@@ -34,6 +34,9 @@ log = logging.getLogger("lmtier")
 
 CPU = "cpu"
 _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction
+_TRIES = 64  # evictions for one chunk before its room is given up as too fragmented
+_LOADING_SHARE = 7 / 8  # of the slab that may wait for tiers below: one that hangs must not take all of it
+_WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
 _SEEN = 64  # prefixes whose recency below is brought up to date in the next step
 
 
@@ -49,7 +52,7 @@ class Match:
     """
 
     id: int
-    keys: Sequence[bytes]
+    keys: tuple[bytes, ...]
     form: Form
     asked_tokens: int
     deadline: float
@@ -91,9 +94,9 @@ class Reservation:
     entries: dict[int, Entry]
     """Chunk number -> its entry, FILLING; `entry.offsets[n]` is where shard n of the form goes."""
     known: int
-    """Leading chunks that were stored already: skip_leading_tokens, in chunks."""
+    """Leading chunks that are stored, or that the caller skipped: skip_leading_tokens, in chunks."""
     dropped: int
-    """Chunks for which there was no room."""
+    """Chunks that are neither stored nor in `entries`."""
     left: set[Shard]
     prints: dict[int, list[bytes]] = field(default_factory=dict)
     aborted: bool = False
@@ -113,7 +116,8 @@ class Cache:
     ) -> None:
         """Open the tiers of `config`. `tiers` supplies opened ones for some of its URLs (tests, adapters).
 
-        Returns when the tiers below know what they hold, unless told not to wait for that.
+        Returns when the tiers below know what they hold, unless told not to wait for that. A tier that
+        fails at it, or takes more than a minute, is used when it is done.
         """
         self.config = config
         self.chunk_tokens = config.chunk_tokens
@@ -129,17 +133,27 @@ class Cache:
             raise ConfigError("gpu:// tiers need CUDA, which this version does not have yet")
         top, *lower = config.specs
         assert top.capacity is not None
-        self.slab = Slab(top.capacity, hugepages=config.hugepages)
+        try:
+            self.slab = Slab(top.capacity, hugepages=config.hugepages)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"tier {top.url!r}: this machine does not give that much memory: {error}"
+            ) from None
+        self._loading = 0
+        """Bytes of extents that wait for tiers below."""
         self.index = Index(self.slab.capacity, make_policy(top.policy))
         self.below: list[Below] = []
         try:
             for spec in lower:
                 tier = (tiers or {}).get(spec.url) or open_tier(spec)
                 tier.wake = self._wake.set
-                twins = sum(each.label.split("-")[0] == spec.scheme for each in self.below)
+                twins = sum(each.scheme == spec.scheme for each in lower[: len(self.below)])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
                 self.below.append(
-                    Below(label, spec, tier, self.metrics, self.chunk_tokens, config.queue_length)
+                    Below(
+                        *(label, spec, tier, self.metrics, self.chunk_tokens, config.queue_length),
+                        patience=config.load_deadline,
+                    )
                 )
         except BaseException:
             for below in self.below:
@@ -153,9 +167,11 @@ class Cache:
         self._prefault = None
         if config.prefault:
             self._prefault = start_thread("lmtier-prefault", self.slab.prefault, self._closed.is_set)
-        while wait_until_warm and not self.is_warm:
-            self._wait()
-            self.step()
+        until = time.monotonic() + _WARM_PATIENCE
+        while wait_until_warm and any(below.has_jobs for below in self.below) and time.monotonic() < until:
+            self._wait(until)
+            for below in self.below:
+                below.poll()
 
     def __repr__(self) -> str:
         return f"<Cache {self.index!r} below {self.below!r}>"
@@ -186,12 +202,17 @@ class Cache:
         `tokens` is the length of the prompt, for the metrics. `deadline` is in seconds from now.
         """
         began = time.monotonic()
-        asked = len(keys) * self.chunk_tokens if tokens is None else tokens
+        self._need_open()
+        names = tuple(keys)  # the caller's list grows with its request
+        whole = len(names) * self.chunk_tokens
+        asked = whole if tokens is None else tokens
+        if asked < whole:
+            raise MisuseError(f"tokens={asked} is less than the {whole} that these keys stand for")
         seconds = self.config.load_deadline if deadline is None else deadline
-        match = Match(next(self._ids), keys, form, asked, began + seconds)
+        match = Match(next(self._ids), names, form, asked, began + seconds)
         self._matches[match.id] = match
-        self._extend(match, len(keys))
-        self._saw(keys, match.run)
+        self._extend(match, len(names))
+        self._saw(names, match.run)
         self._find_below(match)
         self._settle_if_ready(match)
         self.metrics.lookup_seconds.observe(time.monotonic() - began)
@@ -209,12 +230,12 @@ class Cache:
 
     def _extend(self, match: Match, end: int) -> None:
         """Lease the chunks from `run` to `end` that are in the slab now, or on their way into it."""
-        index, form, run = self.index, match.form, match.run
+        index, form, run, keys = self.index, match.form, match.run, match.keys
         get, ready = index.get, State.READY
         parent = run[-1] if run else None
         pinned = 0
-        for key in islice(match.keys, len(run), end):
-            entry = get(key)
+        for i in range(len(run), end):
+            entry = get(keys[i])
             if entry is None or (entry.form is not form and not entry.form.serves(form)):
                 break
             if entry.state is not ready:
@@ -236,33 +257,32 @@ class Cache:
     def _find_below(self, match: Match) -> None:
         """Add the chunks beyond `run` whose place is known; ask the tiers whose content is not."""
         keys, form = match.keys, match.form
-        trusted = [below for below in self.below if not below.breaker.is_open or below.breaker.allows()]
+        trusted = [below for below in self.below if below.up.allows()]
         known = [below for below in trusted if below.index is not None and len(below.index)]
         asked = [below for below in trusted if below.index is None]
-        for key in islice(keys, match.chunks, None):
-            below = next((below for below in known if below.holds(key, form)), None)
-            if below is None:
-                entry = self.index.get(key)  # the slab again, behind what was found below
-                if entry is None or entry.state < State.LOADING or not entry.form.serves(form):
-                    break
-                match.sources.append(CPU)
+        for i in range(match.chunks, len(keys)):
+            entry = self.index.get(keys[i])
+            if entry is not None and entry.state >= State.LOADING and entry.form.serves(form):
+                match.sources.append(CPU)  # the slab again, behind what was found below
                 match.below.append(None)
                 continue
+            below = next((below for below in known if below.holds(keys[i], form)), None)
+            if below is None:
+                break
             match.sources.append(below.label)
             match.below.append(below)
         missing = keys[match.chunks :]
         if missing:
             for below in asked:
-                match.asking += 1
                 names = [Name(key, shard) for key in missing for shard in form.shards]
-                below.lookup(names, partial(self._answered, match, below))
+                match.asking += below.lookup(names, match.deadline, partial(self._answered, match, below))
 
     def _answered(self, match: Match, below: Below, found: dict[Name, Stat]) -> None:
         match.asking -= 1
         if match.released or match.cut or match.settled:
             return
         sizes = dict(zip(match.form.shards, map(padded, match.form.sizes), strict=True))
-        for key in islice(match.keys, match.chunks, None):
+        for key in match.keys[match.chunks :]:
             stats = [found.get(Name(key, shard)) for shard in match.form.shards]
             if any(stat is None for stat in stats) or [stat.nbytes for stat in stats if stat] != list(
                 sizes.values()
@@ -277,6 +297,7 @@ class Cache:
 
         Returns at once. The match is ready when `step` has seen the last of them arrive or fail.
         """
+        self._need_open()
         if match.released:
             raise MisuseError("prefetch of a match that was released")
         if chunks is not None and chunks < match.chunks:
@@ -294,11 +315,14 @@ class Cache:
         at = len(match.run)
         key = match.keys[at]
         form = below.form(key, match.form) if below is not None else None
-        if below is None or form is None or not below.breaker.allows():
+        if below is None or form is None or not below.up.allows():
             self._truncate(match, at, "left_meanwhile" if form is None else "tier_down")
             return False
-        if key in self.index:  # being written by an engine right now
-            self._truncate(match, at, "being_filled")
+        if (entry := self.index.get(key)) is not None:
+            self._truncate(match, at, "being_filled" if entry.state is State.FILLING else "foreign")
+            return False
+        if self._loading + form.room > self.index.capacity * _LOADING_SHARE:
+            self._truncate(match, at, "no_room")
             return False
         parent = match.run[-1] if match.run else None
         offsets = self._allocate(form, parent)
@@ -307,6 +331,7 @@ class Cache:
             return False
         entry = self.index.add(key, form, form.room, State.LOADING, parent)
         entry.offsets = offsets
+        self._loading += form.room
         self.index.lease(entry)
         match.run.append(entry)
         match.waiting += 1
@@ -314,15 +339,16 @@ class Cache:
         payloads = [
             self.slab.view(offset, padded(size)) for offset, size in zip(offsets, form.sizes, strict=True)
         ]
-        below.load(key, form, payloads, match.deadline, partial(self._arrived, entry, below))
+        below.load(key, form, payloads, partial(self._arrived, entry, below))
         return True
 
     def _arrived(self, entry: Entry, below: Below, result: dict[Shard, Header] | Reason) -> None:
         """A chunk came up from a tier below, or did not."""
+        self._loading -= entry.nbytes
         waiters = self._waiters.pop(entry, [])
         failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
         if failure == "foreign":
-            below.discard(entry.key)
+            below.discard(entry.key, entry.form)
         if not failure:
             self.index.ready(entry)
             for other in self.below:
@@ -363,11 +389,7 @@ class Cache:
         del self._matches[match.id]
         if not match.settled:
             if not match.ready:
-                arrived = next(
-                    (i for i, entry in enumerate(match.run) if entry.state is not State.READY),
-                    len(match.run),
-                )
-                self._truncate(match, arrived, "cancelled")
+                self._truncate(match, complete(match), "cancelled")
             self._settle(match)
         for entry in match.run:
             self._release(entry)
@@ -406,7 +428,10 @@ class Cache:
         self.metrics.settle(match.asked_tokens, hits, missed)
 
     def _why_missing(self, key: bytes) -> str:
-        if any(below.has(key) and below.breaker.is_open for below in self.below):
+        entry = self.index.get(key)
+        if entry is not None and entry.state is State.FILLING:
+            return "being_filled"
+        if any(below.up.is_open and below.index is not None and key in below.index for below in self.below):
             return "tier_down"
         indexes = [self.index, *(below.index for below in self.below if below.index is not None)]
         if any(key in index for index in indexes):
@@ -431,28 +456,35 @@ class Cache:
         All or nothing per chunk, and in order: when room ends, what was reserved is a usable prefix
         and the rest is dropped and counted. Reserving makes nothing visible: `commit` does.
         """
+        self._need_open()
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
-        self._make_room(keys, form)
+        wanted = [number >= first and not self._is_stored(key, form) for number, key in enumerate(keys)]
+        self._make_room(keys, sum(wanted) * form.room)
         new: dict[int, Entry] = {}
         run: list[Entry] = []
         known = dropped = 0
+        why = ""  # a first chunk that could not be stored makes all later ones useless
         parent: Entry | None = None
         for number, key in enumerate(keys):
             entry = self.index.get(key)
-            if entry is None:
-                if number < first or any(below.keeps(key) for below in self.below):
-                    known += not new
+            if entry is None and wanted[number]:
+                if not why and (offsets := self._allocate(form, parent)) is not None:
+                    entry = self.index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
+                    entry.offsets = offsets
+                    new[number] = entry
+                else:
+                    why = why or "no_room"
+                    dropped += 1
                     continue
-                offsets = self._allocate(form, parent)
-                if offsets is None:
-                    dropped = len(keys) - number
-                    break
-                entry = self.index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
-                entry.offsets = offsets
-                new[number] = entry
+            elif entry is not None and not entry.form.serves(form):
+                why = why or "foreign"  # this engine cannot read what stands under its key
+                dropped += 1
+                continue
             else:
-                known += not new
+                known += not new and not dropped
+                if entry is None:
+                    continue
                 self.index.link(entry, parent)
             run.append(entry)
             parent = entry
@@ -460,7 +492,7 @@ class Cache:
         self._seen.append(tuple(keys))
         self.metrics.skipped_tokens.inc((len(keys) - dropped - len(new)) * self.chunk_tokens)
         if dropped:
-            self.metrics.dropped_tokens.labels(CPU, "no_room").inc(dropped * self.chunk_tokens)
+            self.metrics.dropped_tokens.labels(CPU, why).inc(dropped * self.chunk_tokens)
         left = set(form.shards) if new else set()
         reservation = Reservation(next(self._ids), form, new, known, dropped, left)
         if new:
@@ -555,7 +587,7 @@ class Cache:
         took_room, self._took_room = self._took_room, False
         # Only after room was taken: a tier with little room would drop one such chunk for another for ever.
         if self._evicted and took_room and short > 0:
-            for entry in self.index.leaving(short)[0]:
+            for entry in self.index.next_to_leave(short)[0]:
                 for below in self._evicted:
                     below.offer(entry)
 
@@ -564,12 +596,8 @@ class Cache:
         now = time.monotonic()
         for match in [match for match in self._matches.values() if now > match.deadline]:
             if match.waiting or match.asking:
-                arrived = next(
-                    i for i in range(len(match.run) + 1)
-                    if i == len(match.run) or match.run[i].state is not State.READY
-                )  # fmt: skip
                 match.asking = 0
-                self._truncate(match, arrived, "deadline")
+                self._truncate(match, complete(match), "deadline")
                 self._settle_if_ready(match)
 
     def wait(self, match: Match) -> Match:
@@ -599,19 +627,22 @@ class Cache:
         self._wake.clear()
 
     def clear(self, *, force: bool = False) -> None:
-        """Forget everything that is not leased; with `force` also that. Later releases are harmless."""
+        """Forget everything that is not leased; with `force` also that. Later releases are harmless.
+
+        Tiers that must be asked are shared, and keep theirs.
+        """
         for entry in self.index.entries():
             if not entry.leases or force:
                 self._take_out(entry)
         for below in self.below:
-            below.clear(force=force)
+            below.clear(self.index, force=force)
 
     def discard(self, entry: Entry) -> None:
-        """Delete a chunk everywhere, because its content is not to be believed. Leases on it stay."""
+        """Delete a chunk in every tier, because its content is not to be believed. Leases on it stay."""
         if entry.state is not State.GONE:
             self._take_out(entry)
         for below in self.below:
-            below.discard(entry.key)
+            below.discard(entry.key, entry.form)
 
     def _take_out(self, entry: Entry) -> None:
         if self.index.remove(entry):
@@ -632,39 +663,46 @@ class Cache:
         if self._prefault is not None:
             self._prefault.join()
 
+    def _need_open(self) -> None:
+        if self._closed.is_set():
+            raise MisuseError("this cache is closed")
+
     # ---- room
 
-    def _make_room(self, keys: Sequence[bytes], form: Form) -> None:
+    def _is_stored(self, key: bytes, form: Form) -> bool:
+        """In the slab, in whatever form; or below, of use to a reader of `form`. Or on its way there."""
+        return key in self.index or any(below.spares(key, form) for below in self.below)
+
+    def _make_room(self, keys: Sequence[bytes], need: int) -> None:
         """Evict at once what the missing chunks of a prompt will need, if that much can leave.
 
         `_allocate` would do it chunk by chunk; this is for speed alone.
         """
-        get = self.index.get
-        resident = [entry for key in keys if (entry := get(key)) is not None]
-        short = (len(keys) - len(resident)) * form.room - self.index.free
-        if short > 0:
-            self._evict(short, resident[-1] if resident else None)
+        if need > self.index.free:
+            get = self.index.get
+            tail = next((entry for key in reversed(keys) if (entry := get(key)) is not None), None)
+            self._evict(need - self.index.free, tail)
 
     def _allocate(self, form: Form, parent: Entry | None) -> tuple[int, ...] | None:
         """Extents for one chunk, evicting what must go; None if everything left is leased."""
         self._room = max(self._room, form.room)
         self._took_room = True
-        # Enough bytes may be free and yet in pieces: then one more leaves, and we look again.
-        while (offsets := self.slab.allocate(form.sizes)) is None:
+        # Enough bytes may be free and yet in pieces: then one more leaves, and we look again. But not for
+        # ever: chunks of another size in between, leased ones, can make a run impossible.
+        for _ in range(_TRIES):
+            if (offsets := self.slab.allocate(form.sizes)) is not None:
+                return offsets
             if not self._evict(max(1, form.room - self.index.free), parent):
                 return None
-        return offsets
+        return None
 
     def _evict(self, need: int, tail: Entry | None) -> bool:
         """Free at least `need` bytes, or nothing. The prefix that ends in `tail` stays whatever happens."""
-        if tail is not None:
-            self.index.lease(tail)
-        victims = self.index.evict(need)
-        if tail is not None:
-            self.index.release(tail)
+        victims = self.index.evict(need, keep=tail)
         unwritten = 0
         for victim in victims or ():
-            unwritten += bool(self.below) and not any(below.has(victim.key) for below in self.below)
+            saved = any(below.has(victim.key, victim.form) for below in self.below)
+            unwritten += bool(self.below) and not saved
             self._free(victim)
         if victims:
             self._evicted_chunks.inc(len(victims) - unwritten)
@@ -699,7 +737,7 @@ class Cache:
         }
         for below in self.below:
             if (index := below.index) is not None:
-                used = index.used + below.leaving
+                used = index.used + below.deleting
                 tiers[below.label] = {"chunks": len(index), "used": used, "capacity": index.capacity}
         return tiers
 
@@ -725,3 +763,9 @@ class Cache:
                 assert entry.leases == leases.get(entry, 0), f"{entry!r} is leased by nobody"
         for below in self.below:
             below.check()
+
+
+def complete(match: Match) -> int:
+    """How many leading chunks of the match are in the slab, complete."""
+    states = enumerate(match.run)
+    return next((i for i, entry in states if entry.state is not State.READY), len(match.run))

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote
 
 from lmtier.errors import ConfigError
+from lmtier.layout import PAGE
 from lmtier.policy import POLICIES
 
 ENV_PREFIX = "LMTIER_"
@@ -91,7 +92,7 @@ class TierSpec:
         size = None if capacity is None else parse_size(capacity)
         if size == 0:
             raise ConfigError(f"tier {url!r}: capacity=0 holds nothing; leave the tier out instead")
-        return cls(url, scheme, location, size, write, policy, options)
+        return cls(url, scheme, unquote(location), size, write, policy, options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,6 @@ class Config:
     """Seconds after which a request stops waiting for tiers below and computes instead."""
     verify: str = "sample"
     """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 64), always."""
-    copy_threads: int = 1
-    """Threads a whole-object copy may use, the caller's included."""
     hugepages: bool = True
     """Ask for transparent huge pages under the slab: gathers of small blocks run up to twice as fast."""
     prefault: bool = True
@@ -115,8 +114,9 @@ class Config:
     """Chunks that may wait to be written, per tier; beyond it they are dropped and counted."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiers", tuple(self.tiers))  # a list is what people write
-        for name, least in (("chunk_tokens", 1), ("copy_threads", 1), ("queue_length", 1)):
+        for each in fields(self):  # a list of tiers, "2s": what people write
+            object.__setattr__(self, each.name, _convert(each.name, getattr(self, each.name), "arguments"))
+        for name, least in (("chunk_tokens", 1), ("queue_length", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
         if self.verify not in VERIFY:
@@ -132,10 +132,24 @@ class Config:
         for spec in specs:
             if spec.scheme in ("cpu", "gpu", "disk") and spec.capacity is None:
                 raise ConfigError(f"tier {spec.url!r} needs a capacity, like ?capacity=32GiB")
+            if spec.scheme in ("cpu", "gpu"):
+                _check_memory(spec)
 
     @property
     def specs(self) -> tuple[TierSpec, ...]:
         return tuple(TierSpec.parse(url) for url in self.tiers)
+
+
+def _check_memory(spec: TierSpec) -> None:
+    """Memory has a capacity and a policy; whatever else stands in the URL is a mistake."""
+    extra = {*spec.options, *(["write"] if spec.write != "always" else [])}
+    if extra:
+        hint = suggest(min(extra), ("capacity", "policy"))
+        raise ConfigError(f"tier {spec.url!r}: unknown option {min(extra)!r}{hint}")
+    if spec.location:
+        raise ConfigError(f"tier {spec.url!r}: memory has no path; write {spec.scheme}://?capacity=32GiB")
+    if spec.capacity is not None and spec.capacity < PAGE:
+        raise ConfigError(f"tier {spec.url!r}: {spec.capacity} bytes hold no page of {PAGE}")
 
 
 _NAMES = {f.name: f for f in fields(Config)}
@@ -145,11 +159,16 @@ def _convert(name: str, value: Any, origin: str) -> Any:
     """`value` as the type of field `name`; strings are read the way a person writes them."""
     try:
         if name == "tiers":
-            return tuple(re.split(r"[\s,]+", value.strip())) if isinstance(value, str) else tuple(value)
+            urls = tuple(value.split() if isinstance(value, str) else value)
+            if not all(isinstance(url, str) for url in urls):
+                raise TypeError
+            return urls
         kind: type = type(_NAMES[name].default)
         if kind is bool:
             words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
             return value if isinstance(value, bool) else words[str(value).lower()]
+        if kind is str and not isinstance(value, str):
+            raise TypeError
         if kind is float:
             return parse_seconds(value)
         if kind is int and (isinstance(value, (bool, float)) or not str(value).strip().isdigit()):

@@ -165,7 +165,7 @@ class Index:
         """Everybody, first to leave first, as the policy sees it."""
         return [entry for entry in self._policy.order() if isinstance(entry, Entry)]
 
-    def leaving(self, need: int) -> tuple[list[Entry], int]:
+    def next_to_leave(self, need: int) -> tuple[list[Entry], int]:
         """Who leaves next, tails before their heads, until `need` bytes are free; and the bytes that are."""
         victims: list[Entry] = []
         freed = 0
@@ -185,11 +185,16 @@ class Index:
                     childless[entry.parent] = childless.get(entry.parent, 0) + 1
         return victims, freed
 
-    def evict(self, need: int) -> list[Entry] | None:
-        """Take out just enough to free `need` bytes, or nothing at all."""
-        if need > self.used - self.pinned:
-            return None
-        victims, freed = self.leaving(need)
+    def evict(self, need: int, keep: Entry | None = None) -> list[Entry] | None:
+        """Take out just enough to free `need` bytes, or nothing. The prefix that ends in `keep` stays."""
+        if keep is not None:
+            self.lease(keep)
+        victims: list[Entry] = []
+        freed = 0
+        if need <= self.used - self.pinned:
+            victims, freed = self.next_to_leave(need)
+        if keep is not None:
+            self.release(keep)
         if freed < need:
             return None
         for entry in victims:

@@ -11,10 +11,11 @@ Only whole chunks have a key; a tail shorter than a chunk is recomputed.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -59,32 +60,66 @@ class Identity:
         return not self.weights
 
     def digest(self) -> bytes:
-        secret = _PROCESS_SECRET if self.is_private else ""
-        named = (f"{f.name}={getattr(self, f.name)}" for f in fields(self))
-        return hashlib.sha256(_pack(*(part.encode() for part in (*named, secret)))).digest()
+        # With the process id, because a forked child inherits the secret.
+        return _digest(self, f"{_PROCESS_SECRET}{os.getpid()}" if self.is_private else "")
 
 
-def weights_digest(paths: Iterable[str | os.PathLike[str]], samples: int = 64) -> str:
-    """Identify weights by their files: sizes, the first 64 KiB (safetensors headers), and sampled pages.
+@lru_cache(maxsize=64)
+def _digest(identity: Identity, secret: str) -> bytes:
+    named = (f"{f.name}={getattr(identity, f.name)}" for f in fields(identity))
+    return hashlib.sha256(_pack(*(part.encode() for part in (*named, secret)))).digest()
 
-    Reads about `samples` × 4 KiB a file, so gigabytes cost milliseconds. File names do not count.
+
+def weights_digest(paths: Iterable[str | os.PathLike[str]]) -> str:
+    """Identify weights by sampling their files; gigabytes cost milliseconds. File names do not count.
+
+    Of a safetensors file: the header, small tensors whole, and of each larger one its first, middle and
+    last page. Of any other file: its first MiB and a page of every MiB. So an edit of single elements
+    inside one large tensor can go unnoticed; a hub commit, where there is one, cannot.
     """
     each = []
     for path in paths:
-        size = os.path.getsize(path)
-        digest = hashlib.sha256(struct.pack("<Q", size))
         with open(path, "rb") as file:
-            digest.update(file.read(64 << 10))
-            for i in range(samples):
-                file.seek(size * i // samples)
-                digest.update(file.read(4096))
+            digest = hashlib.sha256(struct.pack("<Q", size := os.fstat(file.fileno()).st_size))
+            head = file.read(_HEAD_BYTES)
+            digest.update(head)
+            for start, end in _samples(head, size):
+                file.seek(start)
+                digest.update(file.read(end - start))
         each.append(digest.digest())
     if not each:
         raise MisuseError("weights_digest: no files given; pass the paths of the model's weights")
     return hashlib.sha256(_pack(*sorted(each))).hexdigest()
 
 
-@lru_cache(maxsize=1024)
+_HEAD_BYTES = 1 << 20
+_SAMPLE_BYTES = 4096
+
+
+def _samples(head: bytes, size: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a weights file to hash, beside its first bytes."""
+    spans: list[tuple[int, int]] = []
+    try:
+        (length,) = struct.unpack_from("<Q", head)
+        tensors = json.loads(head[8 : 8 + length])
+        spans = [
+            (8 + length + start, 8 + length + end)
+            for name, tensor in tensors.items()
+            if name != "__metadata__"
+            for start, end in [tensor["data_offsets"]]
+        ]
+    except (struct.error, ValueError, AttributeError, KeyError, TypeError):
+        spans = []
+    for start, end in spans:
+        if end - start <= 64 << 10:
+            yield start, end
+        else:
+            middle = (start + end) // 2
+            yield from ((at, at + _SAMPLE_BYTES) for at in (start, middle, end - _SAMPLE_BYTES))
+    if not spans:
+        yield from ((at, at + _SAMPLE_BYTES) for at in range(0, size, 1 << 20))
+
+
 def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "") -> bytes:
     """key[-1]: the namespace in which a chain of chunks lives."""
     return hashlib.sha256(
@@ -107,6 +142,10 @@ class Extra:
     tokens: int
     identity: str
 
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.tokens < 1 or not self.identity:
+            raise LayoutError(f"{self!r} names no content: it needs an identity and at least one token")
+
 
 def as_tokens(tokens: Any) -> Tokens:
     """Token ids as a contiguous int32 array: from a list, an array, a numpy array or a CPU tensor.
@@ -118,7 +157,10 @@ def as_tokens(tokens: Any) -> Tokens:
             return np.frombuffer(array("i", tokens), dtype=np.int32).astype("<i4", copy=False)
         except (OverflowError, TypeError) as error:
             raise LayoutError(f"token ids must be integers that fit in 32 bits: {error}") from None
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, RuntimeError) as error:
+        raise LayoutError(f"token ids must be in CPU memory: {error}") from None
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         raise LayoutError(f"token ids must be one row of integers, not {ids.ndim}-dimensional {ids.dtype}")
     if ids.dtype != np.int32 and ids.size:

@@ -374,6 +374,9 @@ _FORMS: dict[tuple[Layout | None, tuple[Shard, ...], tuple[int, ...]], Form] = {
 def form_of(layout: Layout | None, shards: Iterable[Shard], sizes: Iterable[int] | None = None) -> Form:
     """The one Form of this layout and these shards; sizes follow from the layout where there is one."""
     cut = tuple(shards)
+    for number, shard in enumerate(cut):
+        if any(shard.overlap(other) for other in cut[:number]):
+            raise LayoutError(f"shard {shard} overlaps another of the same form; replicas are stored once")
     if sizes is None:
         if layout is None:
             raise LayoutError("a form without a layout needs the sizes of its shards")

@@ -82,7 +82,9 @@ class Metrics:
         self.chunks = gauge("chunks", "Chunks held.", "tier")
         self.queue_depth = gauge("queue_depth", "Jobs waiting or running.", "tier", "op")
         self.leases = gauge("leased_chunks", "Chunks that cannot leave now: leased, or on their way.")
-        self.breaker_open = gauge("breaker_open", "1 while a tier is not asked because it fails.", "tier")
+        self.breaker_open = gauge(
+            "breaker_open", "1 while a tier is left alone because it fails.", "tier", "direction"
+        )
         self.hit_ratio = gauge(
             "recent_hit_ratio", f"Hit tokens over asked tokens of the last {_WINDOW} lookups."
         )

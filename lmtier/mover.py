@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ from lmtier.codec import NO_FINGERPRINT
 from lmtier.errors import CanaryError, LayoutError, MisuseError
 from lmtier.index import Entry
 from lmtier.keys import Extra, Identity, KeyChain, check_skip, seed
-from lmtier.layout import Shard, cover, form_of, padded
+from lmtier.layout import Layout, Shard, cover, form_of, padded
 from lmtier.paging import PagedKV
 
 log = logging.getLogger("lmtier")
@@ -30,9 +31,10 @@ _SAMPLE = 64  # verify=sample compares the chunks whose key is 0 modulo this
 class Mover:
     """Moves KV between one rank's engine blocks and a cache in the same process.
 
-    `ranks` lists the shards that the ranks of this engine store, this one's among them; by default
-    this rank holds all. `spare_blocks` are engine blocks that nobody uses yet: the canary runs on them
-    at once. Without them, call `prove` before the first real copy, which is refused otherwise.
+    `ranks` lists the shards that the ranks of this engine store, this one's among them, replicas once;
+    by default this rank holds all. What `identity` leaves open is taken from the layout. `spare_blocks`
+    are engine blocks that nobody uses yet: the canary runs on them at once. Without them, call `prove`
+    before the first real copy, which is refused otherwise.
     """
 
     def __init__(
@@ -50,20 +52,18 @@ class Mover:
             )
         self.cache = cache
         self.kv = kv
-        self.identity = identity
-        self.form = form_of(kv.layout, ranks or (kv.shard,))
+        self.identity = completed(identity, kv.layout)
+        self.form = form_of(kv.layout, dict.fromkeys(ranks or (kv.shard,)))
+        if kv.shard not in self.form.shards:
+            raise LayoutError(f"this rank's shard {kv.shard} is not among ranks {self.form.shards}")
         self.number = self.form.shards.index(kv.shard)
         self._proven = False
         if spare_blocks is not None:
             self.prove(spare_blocks)
 
     def chain(self, tokens: Any, *, lora: str = "", salt: str = "", extras: Sequence[Extra] = ()) -> KeyChain:
-        """The keys of a request; `extend` it as the request grows. Opaque packings never share keys."""
-        packing = self.kv.layout.packing
-        identity = self.identity
-        if self.kv.layout.is_opaque:
-            salt = f"{salt}\0packing={packing},{self.kv.layout.block_tokens}"
-        start = seed(identity, self.cache.chunk_tokens, lora=lora, salt=salt)
+        """The keys of a request; `extend` it as the request grows."""
+        start = seed(self.identity, self.cache.chunk_tokens, lora=lora, salt=salt)
         return KeyChain(start, self.cache.chunk_tokens, tokens, extras)
 
     def match(self, chain: KeyChain, *, deadline: float | None = None) -> Match:
@@ -71,20 +71,40 @@ class Mover:
         whole = max(0, chain.tokens - 1) // chain.chunk_tokens
         keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
         match = self.cache.match(keys, self.form, tokens=chain.tokens, deadline=deadline)
-        return self.cache.wait(match)
+        try:
+            return self.cache.wait(match)
+        except BaseException:
+            self.cache.release(match)
+            raise
 
     def load(self, match: Match, block_ids: Sequence[int], *, computed_tokens: int = 0) -> Load:
-        """Begin loading a match into the request's blocks; slots of `computed_tokens` are left alone."""
-        self._need_proof()
-        return Load(self, match, block_ids, computed_tokens)
+        """Begin loading a match into the request's blocks; slots of `computed_tokens` are left alone.
 
-    def save(self, chain: KeyChain, block_ids: Sequence[int], *, skip_leading_tokens: int = 0) -> Save:
+        The match's leases end with the load, or here if it cannot begin.
+        """
+        try:
+            self._need_proof()
+            return Load(self, match, block_ids, computed_tokens)
+        except BaseException:
+            self.cache.release(match)
+            raise
+
+    def save(
+        self,
+        chain: KeyChain,
+        block_ids: Sequence[int],
+        *,
+        skip_leading_tokens: int = 0,
+        reservation: Reservation | None = None,
+    ) -> Save:
         """Begin saving the full chunks of `chain` that are not stored yet.
 
-        Blocks of the first `skip_leading_tokens` are not read, whatever is stored.
+        Blocks of the first `skip_leading_tokens` are not read, whatever is stored. Where several ranks
+        store one form, somebody reserves once, `cache.reserve(chain.keys, mover.form)`, and each rank
+        saves its shard of that `reservation`.
         """
         self._need_proof()
-        return Save(self, chain, block_ids, skip_leading_tokens)
+        return Save(self, chain, block_ids, skip_leading_tokens, reservation)
 
     def sampled(self, key: bytes) -> bool:
         """Whether this chunk carries a fingerprint; decided by its key, so that both sides agree."""
@@ -108,6 +128,7 @@ class Mover:
         `block_bytes` is what the engine says one block takes over all layers of this rank: a tensor
         that shows only part of a block would otherwise go unnoticed. Contents are restored.
         """
+        self._proven = False
         kv, per_chunk = self.kv, self.kv.layout.blocks
         spare = list(spare_blocks)
         if len(set(spare)) != len(spare) or len(spare) < 2 * per_chunk:
@@ -121,10 +142,7 @@ class Mover:
                 f"the engine says a block takes {block_bytes} bytes over all layers, the tensors show "
                 f"{len(before) // len(spare)}: part of the KV would be lost"
             )
-        offsets = self.cache.slab.allocate([kv.nbytes])
-        if offsets is None:
-            raise CanaryError(f"the cpu tier has no room for one object of {kv.nbytes} bytes")
-        extent = self.cache.slab.view(offsets[0], kv.nbytes)
+        extent = memoryview(bytearray(kv.nbytes))  # not of the slab, which may be full of what is warm
         layers = range(kv.shard.first_layer, kv.shard.end_layer)
         try:
             for way, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
@@ -143,7 +161,6 @@ class Mover:
                     raise CanaryError(f"canary ({way}): blocks that nobody asked for were changed")
         finally:
             kv.write_raw(spare, before)
-            self.cache.slab.free(offsets[0])
         self._proven = True
 
     def _need_proof(self) -> None:
@@ -157,12 +174,14 @@ class Mover:
 class Load:
     """One match on its way into engine blocks. Call `layer` for each, or `all`; then `finish`.
 
-    As a context manager it finishes by itself and ends the match's leases.
+    As a context manager it finishes by itself and ends the match's leases. What was computed on top of
+    a load may be committed only after `finish` has confirmed it.
     """
 
     def __init__(self, mover: Mover, match: Match, block_ids: Sequence[int], computed_tokens: int) -> None:
-        if not match.ready:
-            raise MisuseError("load of a match that is not ready: wait for it")
+        if match.released or not match.ready:
+            state = "was released" if match.released else "is not ready: wait for it"
+            raise MisuseError(f"load of a match that {state}")
         kv, size = mover.kv, mover.cache.chunk_tokens
         if computed_tokens % kv.layout.block_tokens:
             raise LayoutError(
@@ -170,11 +189,12 @@ class Load:
             )
         self._mover = mover
         self._match = match
-        self.tokens = match.chunks * size
+        self.tokens = len(match.run) * size
         """The prompt's leading tokens whose KV is in the engine when this is finished."""
         first, inside = divmod(computed_tokens, size)
         done_blocks = {first: inside // kv.layout.block_tokens}
         self._finished = False
+        self._missing = set(range(kv.shard.first_layer, kv.shard.end_layer))
         self._chunks = [
             (chunk, entry, mover.blocks_of(block_ids, chunk), done_blocks.get(chunk, 0))
             for chunk, entry in enumerate(match.run[first:], start=first)
@@ -184,10 +204,12 @@ class Load:
         """Load one layer of every chunk. Ready for the engine's attention when this returns."""
         for _, entry, ids, first_block in self._chunks:
             self._copy(layer, entry, ids, first_block)
+        self._missing.discard(layer)
 
     def all(self) -> None:
         for _, entry, ids, first_block in self._chunks:
             self._copy(None, entry, ids, first_block)
+        self._missing.clear()
 
     def _copy(self, layer: int | None, entry: Entry, ids: Sequence[int], first_block: int) -> None:
         kv, view = self._mover.kv, self._mover.cache.slab.view
@@ -212,6 +234,8 @@ class Load:
         if self._finished:
             return self.tokens
         self._finished = True
+        if self._missing and self._chunks:
+            raise MisuseError(f"finish of a load that lacks layers {sorted(self._missing)}")
         mover, metrics = self._mover, self._mover.cache.metrics
         for chunk, entry, ids, first_block in self._chunks:
             if first_block or not entry.prints or not mover.sampled(entry.key):
@@ -254,14 +278,21 @@ class Save:
     """
 
     def __init__(
-        self, mover: Mover, chain: KeyChain, block_ids: Sequence[int], skip_leading_tokens: int
+        self,
+        mover: Mover,
+        chain: KeyChain,
+        block_ids: Sequence[int],
+        skip_leading_tokens: int,
+        reservation: Reservation | None,
     ) -> None:
         cache = mover.cache
+        if reservation is None and len(mover.form.shards) > 1:
+            raise MisuseError("several ranks store this form: reserve once, pass it to each as reservation=")
         first = check_skip(skip_leading_tokens, cache.chunk_tokens)
         # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
         blocks = {chunk: mover.blocks_of(block_ids, chunk) for chunk in range(first, len(chain.keys))}
         self._mover = mover
-        self.reservation: Reservation = cache.reserve(chain.keys, mover.form, first=first)
+        self.reservation = reservation or cache.reserve(chain.keys, mover.form, first=first)
         number = mover.number
         self._chunks = [
             (chunk, entry, blocks[chunk], cache.slab.view(entry.offsets[number], mover.kv.nbytes))
@@ -320,7 +351,34 @@ class Save:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.commit()
-        else:
+        if kind is not None:
             self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+
+def completed(identity: Identity, layout: Layout) -> Identity:
+    """`identity` with what it leaves open taken from the layout, so that unlike KV never shares a key.
+
+    An opaque packing is part of it: nobody but itself can read it. Known packings are not, because they
+    convert.
+    """
+    first = layout.layers[0]
+    attention = [identity.attention] if identity.attention else []
+    if len(set(layout.layers)) > 1:
+        attention.append(f"layers={[tuple(shape) for shape in layout.layers]}")
+    if layout.is_opaque:
+        attention.append(f"packing={layout.packing},{layout.block_tokens}")
+    return replace(
+        identity,
+        dtype=identity.dtype or layout.dtype,
+        layers=identity.layers or len(layout.layers),
+        kv_heads=identity.kv_heads or first.heads,
+        head_dim=identity.head_dim or first.k,
+        planes=2 if first.v else 1,
+        attention=";".join(attention),
+    )

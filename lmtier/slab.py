@@ -30,7 +30,9 @@ class Slab:
         self.capacity = capacity // PAGE * PAGE
         if self.capacity <= 0:
             raise MisuseError(f"a slab of {capacity} bytes holds no page of {PAGE}")
-        self._memory = mmap.mmap(-1, self.capacity)
+        # Private, not the default of shared: a forked child must not write into its parent's extents, and
+        # the kernel gives huge pages to shared memory only where that was allowed separately.
+        self._memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hugepages:
             self._memory.madvise(_MADV_HUGEPAGE)
         self._view = memoryview(self._memory)

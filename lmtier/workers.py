@@ -26,6 +26,10 @@ from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
 
 log = logging.getLogger("lmtier")
 
+CLOSE_PATIENCE = 5.0
+"""Seconds that closing waits for calls into storage that are under way."""
+
+_Ends: TypeAlias = "SimpleQueue[BaseException | None]"
 Outcome: TypeAlias = "dict[Name, Header | Stat | None]"
 
 
@@ -144,8 +148,12 @@ class BlockingTier(Tier):
         self._closing.set()
         while self._queues:
             self._queues.pop().put(None)
+        until = time.monotonic() + CLOSE_PATIENCE
         while self._threads:
-            self._threads.pop().join()
+            thread = self._threads.pop()
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():  # in a call that does not return; it keeps its memory alive
+                log.error("lmtier: %s hangs in its storage and was left behind", thread.name)
 
     # ---- the threads
 
@@ -171,7 +179,9 @@ class BlockingTier(Tier):
             return self._fail(job, names, Reason.DEADLINE, "")
         try:
             return _Result(job.id, self._do(job.op, part.items, names, page))
-        except (FileNotFoundError, KeyError):
+        except (FileNotFoundError, KeyError) as error:
+            if job.op is Op.STORE:  # not a miss: the place to store it has gone
+                return self._fail(job, names, Reason.ERROR, repr(error))
             return self._fail(job, names, Reason.ABSENT, "")
         except codec.CorruptObject as error:
             log.error("lmtier: %s is corrupt, deleting it: %s", names[0], error)
@@ -225,17 +235,22 @@ class Crew:
     """A few threads that share one batch of copies with the caller, who is one of them."""
 
     def __init__(self, helpers: int) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Callable[[], None], _Ends] | None] = SimpleQueue()
         self._threads = [start_thread(f"lmtier-copy-{i}", self._work) for i in range(max(0, helpers))]
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Run all of them; return when the last is done; raise what one of them raised."""
-        ours = tasks[:: len(self._threads) + 1]
-        theirs = [task for i, task in enumerate(tasks) if i % (len(self._threads) + 1)]
+        # Each run has its own queue of ends: one that is interrupted cannot leave an end for the next.
+        ends: _Ends = SimpleQueue()
+        parties = len(self._threads) + 1
+        theirs = [task for i, task in enumerate(tasks) if i % parties]
         for task in theirs:
-            self._tasks.put(task)
-        errors = [self._attempt(task) for task in ours] + [self._ends.get() for _ in theirs]
+            self._tasks.put((task, ends))
+        try:
+            for task in tasks[::parties]:
+                task()
+        finally:
+            errors = [ends.get() for _ in theirs]
         for error in errors:
             if error is not None:
                 raise error
@@ -248,16 +263,14 @@ class Crew:
         self._threads.clear()
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self._ends.put(self._attempt(task))
-
-    @staticmethod
-    def _attempt(task: Callable[[], None]) -> BaseException | None:
-        try:
-            task()
-        except Exception as error:  # noqa: BLE001 - the thread's edge; raised again by run()
-            return error
-        return None
+        while (given := self._tasks.get()) is not None:
+            task, ends = given
+            try:
+                task()
+            except Exception as error:  # noqa: BLE001 - the thread's edge; raised again by run()
+                ends.put(error)
+            else:
+                ends.put(None)
 
 
 @contextmanager

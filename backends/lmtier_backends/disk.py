@@ -49,7 +49,11 @@ class DiskTier(BlockingTier):
     def __init__(self, root: str | Path, *, readers: int = 4, writers: int = 2) -> None:
         if readers < 1 or writers < 1:
             raise ConfigError(f"disk tier: readers={readers}, writers={writers}: each must be 1 or more")
-        self.root = Path(root)
+        if not str(root):
+            raise ConfigError(
+                "disk tier: which directory? write it like disk:///var/lib/lmtier?capacity=500GiB"
+            )
+        self.root = Path(root).expanduser().absolute()  # the process may change its directory
         self.foreign = 0
         """Entries of the directory that are not ours, as the last scan saw it. They are left alone."""
         try:
@@ -126,7 +130,9 @@ class DiskTier(BlockingTier):
 
     def close(self) -> None:
         super().close()
-        self._lock.close()
+        if not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child keeps the file open, and the lock with it
+            self._lock.close()
 
     def _path(self, name: Name) -> str:
         text = str(name)

@@ -242,7 +242,7 @@ def test_parts_that_only_read_alike_differ():
 
 def test_tokens_and_extras_never_trade_bytes():
     plain = keys_of([1, 2, 3, 4, 5, 6, 7, 8])
-    for extra in (Extra(0, 1, ""), Extra(4, 4, "a"), Extra(0, 8, "\0")):
+    for extra in (Extra(0, 1, "\n"), Extra(4, 4, "a"), Extra(0, 8, "\0")):
         assert keys_of([1, 2, 3, 4, 5, 6, 7, 8], (extra,)) != plain
     pair = (Extra(0, 1, "ab"), Extra(1, 1, "c"))
     moved = (Extra(0, 1, "a"), Extra(1, 1, "bc"))
@@ -321,8 +321,14 @@ def test_the_order_in_which_images_are_given_does_not_matter():
 
 
 def test_an_image_that_ends_where_a_chunk_begins_is_not_in_it():
-    assert keys_of(range(4, 8), (Extra(-2, 2, "cat"),)) == keys_of(range(4, 8))
     assert keys_of(range(4), (Extra(4, 2, "cat"),)) == keys_of(range(4))
+    assert keys_of(range(8), (Extra(2, 2, "cat"),))[0] != keys_of(range(8))[0]
+
+
+@pytest.mark.parametrize("wrong", [(0, 0, "cat"), (-1, 2, "cat"), (0, 2, "")])
+def test_an_image_without_content_is_refused(wrong):
+    with pytest.raises(LayoutError, match="names no content"):
+        Extra(*wrong)
 
 
 def test_images_do_not_depend_on_how_the_prompt_grew():

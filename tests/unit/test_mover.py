@@ -237,6 +237,122 @@ def test_keys_separate_what_must_not_be_shared(cache):
         cache.release(match)
 
 
+# ---- what must not leak, or be believed too early
+
+
+def test_a_load_that_cannot_begin_ends_its_leases(cache):
+    engine = Engine(cache)
+    save(engine, range(16), engine.blocks(16))
+    with pytest.raises(LayoutError, match="needs blocks"):
+        load(engine, range(17), engine.blocks(4))
+    assert cache.index.pinned == 0
+
+
+def test_a_released_match_cannot_be_loaded(cache):
+    engine = Engine(cache)
+    save(engine, range(16), engine.blocks(16))
+    match = engine.mover.match(engine.mover.chain(range(17)))
+    cache.release(match)
+    with pytest.raises(MisuseError, match="was released"):
+        engine.mover.load(match, engine.blocks(17))
+
+
+def test_a_load_that_lacks_a_layer_is_not_confirmed(cache):
+    engine = Engine(cache)
+    save(engine, range(16), engine.blocks(16))
+    loading = engine.mover.load(engine.mover.match(engine.mover.chain(range(17))), engine.blocks(17))
+    loading.layer(0)
+    with pytest.raises(MisuseError, match=r"lacks layers \[1, 2\]"):
+        loading.finish()
+    cache.release(loading._match)
+
+
+def test_a_with_block_that_forgets_a_layer_leaves_nothing_behind(cache):
+    engine = Engine(cache)
+    blocks = engine.blocks(16)
+
+    def forgetful() -> None:
+        with engine.mover.save(engine.mover.chain(range(16)), blocks) as saving:
+            saving.layer(0)
+
+    with pytest.raises(MisuseError, match="lacks layers"):
+        forgetful()
+    assert cache.index.used == 0
+    assert save(engine, range(16), blocks) == 16
+
+
+def test_a_proof_that_fails_ends_an_earlier_one(cache):
+    engine = Engine(cache)
+    with pytest.raises(CanaryError):
+        engine.mover.prove(SPARE, block_bytes=1)
+    with pytest.raises(MisuseError, match="canary"):
+        engine.mover.save(engine.mover.chain(range(8)), engine.blocks(8))
+
+
+def test_a_second_engine_can_prove_itself_on_a_full_cache():
+    config = Config(tiers=["cpu://?capacity=8KiB"], chunk_tokens=C, prefault=False)
+    with Cache(config) as cache:
+        one = Engine(cache, 1)
+        save(one, range(64), one.blocks(64))
+        assert cache.index.free < one.kv.nbytes
+        Engine(cache, 2)
+
+
+def test_engines_with_another_dtype_never_share_a_key(cache):
+    engine = Engine(cache)
+    save(engine, range(16), engine.blocks(16))
+    half = Layout.uniform(
+        layers=L, heads=H, head_dim=D, dtype="fp16", block_tokens=N, chunk_tokens=C, packing="token"
+    )
+    kv = PagedKV(half, half.whole, [torch.zeros(BLOCKS, H, N, 2 * D).half() for _ in range(L)])
+    other = Mover(cache, kv, IDENTITY, spare_blocks=SPARE)
+    assert not set(other.chain(range(16)).keys) & set(engine.mover.chain(range(16)).keys)
+
+
+def test_replicated_ranks_store_once(cache):
+    ranks = [layout().shard(rank=rank, ranks=4) for rank in range(4)]  # 2 heads: each shard twice
+    kv = PagedKV(layout(), ranks[0], [torch.zeros(BLOCKS, 1, N, 2 * D).bfloat16() for _ in range(L)])
+    mover = Mover(cache, kv, IDENTITY, ranks=ranks, spare_blocks=SPARE)
+    assert mover.form.shards == (ranks[0], ranks[2])
+    with pytest.raises(LayoutError, match="not among ranks"):
+        Mover(cache, kv, IDENTITY, ranks=ranks[2:])
+
+
+def test_ranks_save_one_reservation_together(cache):
+    ranks = [layout().shard(rank=rank, ranks=2) for rank in range(2)]
+    memory = [[torch.randn(BLOCKS, 1, N, 2 * D).bfloat16() for _ in range(L)] for _ in ranks]
+    movers = [
+        Mover(cache, PagedKV(layout(), shard, tensors), IDENTITY, ranks=ranks, spare_blocks=SPARE)
+        for shard, tensors in zip(ranks, memory, strict=True)
+    ]
+    chain = movers[0].chain(range(16))
+    with pytest.raises(MisuseError, match="reserve once"):
+        movers[0].save(chain, range(4))
+    reservation = cache.reserve(chain.keys, movers[0].form)
+    for mover in movers:
+        with mover.save(chain, range(4), reservation=reservation) as saving:
+            saving.all()
+    match = movers[1].match(chain.extend([99]))
+    assert match.chunks == 2
+    with movers[1].load(match, range(10, 14)) as loading:
+        loading.all()
+    assert all(torch.equal(layer[:4], layer[10:14]) for layer in memory[1])
+
+
+def test_after_a_failed_verification_the_recomputed_chunks_are_stored_again(cache):
+    engine = Engine(cache)
+    blocks = engine.blocks(32)
+    save(engine, range(32), blocks)
+    victim = cache.index.get(engine.mover.chain(range(32)).keys[1])
+    assert victim is not None
+    cache.slab.view(victim.offsets[0], 100)[50] ^= 4
+    assert load(engine, range(33), engine.blocks(33)) == 8
+    assert save(engine, range(32), blocks) == 8, "one chunk, between those that are still there"
+    target = engine.blocks(33)
+    assert load(engine, range(33), target) == 32
+    assert torch.equal(engine.bytes_of(blocks, 32), engine.bytes_of(target, 32))
+
+
 # ---- proof
 
 
@@ -254,7 +370,6 @@ def test_the_canary_leaves_the_engine_as_it_was(cache):
     before = [layer.clone() for layer in engine.layers]
     engine.mover.prove(SPARE)
     assert all(torch.equal(a, b) for a, b in zip(before, engine.layers, strict=True))
-    assert cache.slab.used == 0
 
 
 def test_the_canary_sees_a_tensor_that_shows_half_of_a_block(cache):
