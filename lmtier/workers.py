@@ -69,7 +69,7 @@ class BlockingTier(Tier):
     Reads and writes have threads of their own, so that neither waits behind a queue of the other.
     """
 
-    def __init__(self, name: str, readers: int = 4, writers: int = 2) -> None:
+    def __init__(self, name: str, readers: int = 4, writers: int = 4) -> None:
         self._running: dict[int, _Running] = {}
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._reads: SimpleQueue[_Part | None] = SimpleQueue()

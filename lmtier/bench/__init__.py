@@ -143,7 +143,7 @@ def _full(directory: Path, repeat: int) -> Scale:
         memory=1 << 30,
         large_layers=32,
         disk_rounds=8 * repeat,
-        disk_chunks=8,
+        disk_chunks=16,
         prompt_chunks=512,
         index_chunks=1_000_000,
     )

@@ -79,7 +79,7 @@ class Engine:
 
 def touched(nbytes: int) -> Bytes:
     """Memory whose pages are there, with no zeros in it."""
-    memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     memory.reshape(-1, 4096)[:] = np.random.default_rng(0).integers(1, 256, 4096, np.uint8)
     return memory
 
