@@ -159,6 +159,7 @@ class Cache:
             for below in self.below:
                 below.close()
             raise
+        self._always = [below for below in self.below if below.write == "always"]
         self._reused = [below for below in self.below if below.write == "reused"]
         self._evicted = [below for below in self.below if below.write == "evicted"]
         self._room = 0  # of the largest chunk so far
@@ -351,8 +352,8 @@ class Cache:
             below.discard(entry.key, entry.form)
         if not failure:
             self.index.ready(entry)
-            for other in self.below:
-                if other.write == "always" and other is not below:
+            for other in self._always:
+                if other is not below:
                     other.offer(entry)
         elif entry.state is not State.GONE:
             self.index.remove(entry)
@@ -431,12 +432,13 @@ class Cache:
         entry = self.index.get(key)
         if entry is not None and entry.state is State.FILLING:
             return "being_filled"
-        if any(below.up.is_open and below.index is not None and key in below.index for below in self.below):
-            return "tier_down"
-        indexes = [self.index, *(below.index for below in self.below if below.index is not None)]
-        if any(key in index for index in indexes):
-            return "behind_a_gap"
-        return "evicted" if any(index.was_evicted(key) for index in indexes) else "never_stored"
+        reason = "evicted" if self.index.was_evicted(key) else "never_stored"
+        for below in self.below:
+            if below.index is not None and key in below.index:
+                return "tier_down" if below.up.is_open else "behind_a_gap"
+            if below.index is not None and below.index.was_evicted(key):
+                reason = "evicted"
+        return reason if entry is None else "behind_a_gap"
 
     def seen(self, keys: Sequence[bytes]) -> None:
         """The engine had this prefix itself: keep it young here too, since the engine will lose it first."""
@@ -544,26 +546,32 @@ class Cache:
         """Each entry was leased once per shard; end one of them, and with the last one make it visible."""
         if not reservation.entries:
             return
-        last = not reservation.left
-        size = self.chunk_tokens
-        for chunk, entry in reservation.entries.items():
-            if not last or reservation.aborted:
+        if reservation.left or reservation.aborted:
+            for entry in reservation.entries.values():
                 self._release(entry)
-            elif entry.state is State.GONE:  # cleared by force while it was written
+        else:
+            self._publish(reservation)
+        if not reservation.left:
+            del self._reservations[reservation.id]
+
+    def _publish(self, reservation: Reservation) -> None:
+        form, size = reservation.form, self.chunk_tokens
+        published = 0
+        for chunk, entry in reservation.entries.items():
+            if entry.state is State.GONE:  # cleared by force while it was written
                 self._release(entry)
                 self.metrics.dropped_tokens.labels(CPU, "cleared").inc(size)
-            else:
-                entry.prints = tuple(reservation.prints.get(chunk, ()))
-                for offset, nbytes in zip(entry.offsets, entry.form.sizes, strict=True):
-                    if nbytes != padded(nbytes):
-                        self.slab.clear_padding(offset, nbytes)
-                self.index.ready(entry)
-                self._stored.inc(size)
-                for below in self.below:
-                    if below.write == "always":
-                        below.offer(entry)
-        if last:
-            del self._reservations[reservation.id]
+                continue
+            if chunk in reservation.prints:
+                entry.prints = tuple(reservation.prints[chunk])
+            if not form.is_whole_pages:
+                for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
+                    self.slab.clear_padding(offset, nbytes)
+            self.index.ready(entry)
+            published += 1
+            for below in self._always:
+                below.offer(entry)
+        self._stored.inc(published * size)
 
     # ---- I/O results
 
@@ -671,7 +679,9 @@ class Cache:
 
     def _is_stored(self, key: bytes, form: Form) -> bool:
         """In the slab, in whatever form; or below, of use to a reader of `form`. Or on its way there."""
-        return key in self.index or any(below.spares(key, form) for below in self.below)
+        if key in self.index:
+            return True
+        return bool(self.below) and any(below.spares(key, form) for below in self.below)
 
     def _make_room(self, keys: Sequence[bytes], need: int) -> None:
         """Evict at once what the missing chunks of a prompt will need, if that much can leave.

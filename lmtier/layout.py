@@ -348,6 +348,10 @@ class Form:
         return sum(padded(size) for size in self.sizes)
 
     @cached_property
+    def is_whole_pages(self) -> bool:
+        return all(size % PAGE == 0 for size in self.sizes)
+
+    @cached_property
     def at_rest(self) -> int:
         """Bytes that the objects take in a tier below, header pages included."""
         return sum(stored_size(size) for size in self.sizes)

@@ -202,16 +202,18 @@ class ARC(Policy[E]):
             (self._once if entry in self._once else self._again).move_to_end(entry)
 
     def remove(self, entry: E, evicted: bool) -> None:
-        self._capacity = max(self._capacity, len(self))
-        if entry in self._once:
-            del self._once[entry]
+        once, again = self._once, self._again
+        self._capacity = max(self._capacity, len(once) + len(again))
+        if entry in once:
+            del once[entry]
             ghosts = self._once_ghosts
         else:
-            del self._again[entry]
+            del again[entry]
             ghosts = self._again_ghosts
-        if evicted:
-            ghosts[entry.key] = None
-        while len(self._once_ghosts) > max(0, self._capacity - len(self._once)):
+        if not evicted:
+            return
+        ghosts[entry.key] = None
+        while len(self._once_ghosts) > max(0, self._capacity - len(once)):
             self._once_ghosts.popitem(last=False)
         while self._again_ghosts and len(self._once_ghosts) + len(self._again_ghosts) > self._capacity:
             self._again_ghosts.popitem(last=False)
