@@ -279,28 +279,27 @@ class Cache:
                 match.asking += below.lookup(names, match.deadline, partial(self._answered, match, below))
 
     def _answered(self, match: Match, below: Below, found: dict[Name, Stat]) -> None:
-        match.asking -= 1
-        if match.released or match.cut or match.settled:
+        if not match.asking or match.released:  # nobody waits for it: too late
             return
-        sizes = dict(zip(match.form.shards, map(padded, match.form.sizes), strict=True))
+        match.asking -= 1
+        sizes = [padded(size) for size in match.form.sizes]
         for key in match.keys[match.chunks :]:
             stats = [found.get(Name(key, shard)) for shard in match.form.shards]
-            if any(stat is None for stat in stats) or [stat.nbytes for stat in stats if stat] != list(
-                sizes.values()
-            ):
+            if [stat and stat.nbytes for stat in stats] != sizes:
                 break
             match.sources.append(below.label)
             match.below.append(below)
         self._settle_if_ready(match)
 
     def prefetch(self, match: Match, chunks: int | None = None) -> None:
-        """Bring what was found below into leased extents; `chunks` keeps only the first so many.
+        """Bring what was found so far into leased extents; `chunks` keeps only the first so many.
 
         Returns at once. The match is ready when `step` has seen the last of them arrive or fail.
         """
         self._need_open()
         if match.released:
             raise MisuseError("prefetch of a match that was released")
+        match.asking = 0  # what has not been answered by now is not waited for
         if chunks is not None and chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")
         while match.below:
