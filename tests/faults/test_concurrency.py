@@ -370,7 +370,6 @@ def test_an_answer_that_comes_too_late_ends_no_lease(asked):
     cache.commit(cache.reserve(keys(4, "near"), ONE))
     match = cache.wait(cache.match(keys(4, "near") + keys(1, "far"), ONE, deadline=0))
     run = list(match.run)
-    assert [entry.leases for entry in run] == [1, 1, 1, 1]
     cache.discard(run[1])  # another request's verification failed
     gate.open()
     step_until(cache, lambda: not cache.below[0].has_jobs)
