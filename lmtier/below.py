@@ -27,7 +27,7 @@ from lmtier.workers import collector_paused
 
 log = logging.getLogger("lmtier")
 
-MAX_STORING = 8
+MAX_STORING = 12
 """Chunks on their way into one tier at a time: enough to keep its threads busy, little to lose."""
 MAX_LOOKUPS = 64
 """Questions that a tier has not answered; beyond it is not asked."""

@@ -21,7 +21,7 @@ from lmtier.errors import CanaryError, LayoutError, MisuseError
 from lmtier.index import Entry
 from lmtier.keys import Extra, Identity, KeyChain, check_skip, seed
 from lmtier.layout import Layout, Shard, cover, form_of, padded
-from lmtier.paging import PagedKV
+from lmtier.paging import BlockIds, PagedKV
 
 log = logging.getLogger("lmtier")
 
@@ -111,7 +111,8 @@ class Mover:
         verify = self.cache.config.verify
         return verify == "always" or (verify == "sample" and key[-1] % _SAMPLE == 0)
 
-    def blocks_of(self, block_ids: Sequence[int], chunk: int) -> Sequence[int]:
+    def blocks_of(self, block_ids: Sequence[int], chunk: int) -> BlockIds:
+        """The engine blocks of one chunk of a request, checked."""
         per_chunk = self.kv.layout.blocks
         ids = block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
         if len(ids) != per_chunk:
@@ -119,7 +120,7 @@ class Mover:
                 f"chunk {chunk} needs blocks {chunk * per_chunk} to {(chunk + 1) * per_chunk} of the "
                 f"request, which has {len(block_ids)}"
             )
-        return ids
+        return self.kv.check(ids)
 
     def prove(self, spare_blocks: Sequence[int], *, block_bytes: int | None = None) -> None:
         """The canary: random bytes through save and load, layer by layer and whole, compared raw.
@@ -211,7 +212,7 @@ class Load:
             self._copy(None, entry, ids, first_block)
         self._missing.clear()
 
-    def _copy(self, layer: int | None, entry: Entry, ids: Sequence[int], first_block: int) -> None:
+    def _copy(self, layer: int | None, entry: Entry, ids: BlockIds, first_block: int) -> None:
         kv, view = self._mover.kv, self._mover.cache.slab.view
         form = entry.form
         if form is self._mover.form:

@@ -1,8 +1,8 @@
 """One big buffer, taken at start, and its extents: allocate, free, view. No keys, no policy.
 
-Extents are whole pages. Best fit over free ranges that are merged with their neighbours at once, so
-memory that was cut for one layout serves another later. Every operation costs O(log of the number
-of distinct free sizes), and a cache of equal objects has one or two.
+Extents are whole pages. What is freed waits, by size, for the next object of that size, which is the
+rule in a cache; when nothing fits, all that waits is merged with its neighbours, so memory that was
+cut for one layout serves another later. Beyond that, best fit: O(log of the number of free sizes).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Slab:
         self._view = memoryview(self._memory)
         self.used = 0
         self._taken: dict[int, int] = {}  # offset -> size
+        self._waiting: dict[int, list[int]] = {}  # size -> offsets that were freed, oldest first
         self._free: dict[int, int] = {}  # offset -> size
         self._ends: dict[int, int] = {}  # end -> offset, of the free ranges
         self._by_size: dict[int, dict[int, None]] = {}  # size -> offsets, oldest first
@@ -52,6 +53,9 @@ class Slab:
         taken: list[int] = []
         for size in sizes:
             offset = self._take(padded(size))
+            if offset is None and self._waiting:
+                self._merge()
+                offset = self._take(padded(size))
             if offset is None:
                 for done in taken:
                     self.free(done)
@@ -64,6 +68,19 @@ class Slab:
         if size is None:
             raise MisuseError(f"extent at {offset} is not allocated: freed twice?")
         self.used -= size
+        waiting = self._waiting.get(size)
+        if waiting is None:
+            waiting = self._waiting[size] = []
+        waiting.append(offset)
+
+    def _merge(self) -> None:
+        """Return what waits to the free ranges."""
+        for size, offsets in self._waiting.items():
+            for offset in offsets:
+                self._give_back(offset, size)
+        self._waiting.clear()
+
+    def _give_back(self, offset: int, size: int) -> None:
         end = offset + size
         if (before := self._ends.get(offset)) is not None:
             size += self._drop_free(before)
@@ -98,7 +115,8 @@ class Slab:
 
     def check(self) -> None:
         """Prove that free and taken ranges tile the buffer, and that all books agree."""
-        ranges = sorted([*self._taken.items(), *self._free.items()])
+        waiting = [(offset, size) for size, offsets in self._waiting.items() for offset in offsets]
+        ranges = sorted([*self._taken.items(), *self._free.items(), *waiting])
         at = 0
         for offset, size in ranges:
             assert offset == at, f"gap or overlap at {at}: next range begins at {offset}"
@@ -118,6 +136,13 @@ class Slab:
     def _take(self, size: int) -> int | None:
         if not size:
             raise MisuseError("an extent of no bytes")
+        waiting = self._waiting.get(size)
+        if waiting:
+            # The youngest: a prompt is evicted tail first, so the next one is laid out head first.
+            offset = waiting.pop()
+            self._taken[offset] = size
+            self.used += size
+            return offset
         at = bisect.bisect_left(self._sizes, size)
         if at == len(self._sizes):
             return None

@@ -46,7 +46,7 @@ _BEYOND = memoryview(mmap.mmap(-1, PAGE))
 
 
 class DiskTier(BlockingTier):
-    def __init__(self, root: str | Path, *, readers: int = 4, writers: int = 4) -> None:
+    def __init__(self, root: str | Path, *, readers: int = 8, writers: int = 8) -> None:
         if readers < 1 or writers < 1:
             raise ConfigError(f"disk tier: readers={readers}, writers={writers}: each must be 1 or more")
         if not str(root):

@@ -24,7 +24,7 @@ from lmtier.keys import Identity, KeyChain, seed
 from lmtier.layout import PAGE, Form, form_of, stored_size
 from lmtier.workers import Crew
 
-READERS, WRITERS = 4, 4
+READERS, WRITERS = 8, 8
 SETS = 5
 PATIENCE = 120.0
 

@@ -109,7 +109,7 @@ def test_blocks_of_skipped_tokens_are_never_read(cache):
     blocks = engine.blocks(32)
     reads: list[int] = []
     real = engine.kv.gather
-    engine.kv.gather = lambda layer, ids, out: (reads.extend(ids), real(layer, ids, out))  # type: ignore[assignment,method-assign,func-returns-value]
+    engine.kv.gather = lambda layer, ids, out: (reads.extend(ids.ids), real(layer, ids, out))  # type: ignore[assignment,method-assign,func-returns-value]
     assert save(engine, range(32), blocks, skip_leading_tokens=16) == 16
     assert set(reads) == set(blocks[4:])
 
