@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -24,7 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
-PROMPT_CHUNKS = 8  # of 2,048 tokens
+PROMPT_CHUNKS = 8  # of 2,048 tokens, which are 256 MiB
+SMALL_PROMPT_CHUNKS = 16  # of 4,096 tokens
 FREE_CORE = 1.4  # the gain of two bare threads, from which on a second core counts as free
 
 
@@ -198,17 +200,17 @@ def large(scale: Scale) -> Samples:
 
 
 def small(scale: Scale) -> Samples:
-    with Tier(scale, small_layout()) as tier:
+    with Tier(scale, small_layout(), SMALL_PROMPT_CHUNKS) as tier:
         yield from tier.samples("1 MiB objects")
 
 
 class Tier:
     """A cache of one CPU tier beside an engine of the same size: each save evicts an older prompt."""
 
-    def __init__(self, scale: Scale, layout: Layout) -> None:
+    def __init__(self, scale: Scale, layout: Layout, prompt_chunks: int = PROMPT_CHUNKS) -> None:
         self._rounds = scale.rounds
         self._engine = Engine(layout, touched(scale.memory))
-        self._chunks = min(PROMPT_CHUNKS, self._engine.chunks // 2)
+        self._chunks = min(prompt_chunks, self._engine.chunks // 2)
         self._memcpy = Memcpy(self._engine.memory, self._engine.nbytes)
         url = f"cpu://?capacity={self._engine.chunks * self._engine.nbytes}"
         self._cache = Cache(Config(chunk_tokens=CHUNK_TOKENS, tiers=[url], prefault=False))
@@ -271,6 +273,8 @@ class Tier:
 
     def _numbers(self, crew: Crew | None) -> Iterator[int]:
         """Of the rounds; with a crew, of those that begin while bare threads gain from a second core."""
+        if crew is not None and median(self._memcpy.gain(crew) for _ in range(9)) < FREE_CORE:
+            return  # else the few rounds in which noise slowed the one thread would be all there is
         number = 0
         for _ in range(2 * self._rounds):
             if number < self._rounds and (crew is None or self._memcpy.gain(crew) >= FREE_CORE):
