@@ -229,6 +229,7 @@ def _conversation(root: Path, progress: Progress) -> tuple[list[tuple[object, ..
     )
     random = torch.Generator().manual_seed(1)
     history = torch.randint(VOCAB, (SYSTEM_TOKENS,), generator=random).tolist()
+    engine.serve(history[: 2 * CHUNK_TOKENS], None)  # the first use of everything is slow, whoever is first
     rows: list[tuple[object, ...]] = []
     same = True
 
