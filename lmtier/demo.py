@@ -226,6 +226,7 @@ def _conversation(root: Path, progress: Progress) -> tuple[list[tuple[object, ..
         tiers=["cpu://?capacity=256MiB", f"disk://{root}?capacity=1GiB"],
         load_deadline=10,
         verify="always",
+        prefault=False,  # it would take a core during the first turn, of a demo that uses little of the slab
     )
     random = torch.Generator().manual_seed(1)
     history = torch.randint(VOCAB, (SYSTEM_TOKENS,), generator=random).tolist()

@@ -22,7 +22,7 @@ log = logging.getLogger("lmtier")
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-_PREFAULT_STEP = 64 << 20
+_PREFAULT_STEP = 8 << 20
 
 
 class Slab:
