@@ -126,8 +126,12 @@ def _made(directory: Path | None) -> Path | None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from lmtier.demo import run
-
+    try:
+        from lmtier.demo import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the demo needs {error.name}; install it with: pip install 'lmtier[torch]'"
+        ) from None
     return 0 if run(_made(args.dir), keep=args.keep) else 1
 
 

@@ -179,6 +179,10 @@ def _convert(name: str, value: Any, origin: str) -> Any:
         raise ConfigError(f"{name}={value!r} from {origin} does not fit: expected {wanted}") from None
 
 
+def _as_variable(name: str) -> str:
+    return f"{ENV_PREFIX}{name.upper()}"
+
+
 def load(
     file: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
@@ -206,8 +210,9 @@ def load(
     for origin, given in sources:
         for name, value in given.items():
             if name not in _NAMES:
-                shown = f"{ENV_PREFIX}{name.upper()}" if origin == "environment" else name
-                raise ConfigError(f"unknown setting {shown!r} in {origin}{suggest(name, _NAMES)}")
+                spell = _as_variable if origin == "environment" else str
+                hint = suggest(spell(name), map(spell, _NAMES))
+                raise ConfigError(f"unknown setting {spell(name)!r} in {origin}{hint}")
             values[name] = _convert(name, value, origin)
             origins[name] = origin
     return Config(**values), origins

@@ -362,3 +362,13 @@ def test_errors_of_ours_are_one_line_and_others_are_not_hidden(run, monkeypatch)
     monkeypatch.setattr(bench, "measure", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("bench")
+
+
+def test_the_demo_without_torch_is_one_clear_sentence(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)  # what Python does for a module that is not there
+    monkeypatch.delitem(sys.modules, "lmtier.demo", raising=False)
+    assert main(["demo"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "lmtier: the demo needs torch; install it with: pip install 'lmtier[torch]'\n"
+    )

@@ -133,7 +133,7 @@ def test_a_configuration_cannot_change():
         (
             {"LMTIER_CHUNK_TOKEN": "8"},
             {},
-            ["'LMTIER_CHUNK_TOKEN'", "environment", "did you mean 'chunk_tokens'"],
+            ["'LMTIER_CHUNK_TOKEN'", "environment", "did you mean 'LMTIER_CHUNK_TOKENS'"],
         ),
     ],
 )
