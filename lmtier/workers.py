@@ -10,6 +10,7 @@ import errno
 import gc
 import logging
 import mmap
+import os
 import threading
 import time
 from abc import abstractmethod
@@ -75,6 +76,9 @@ class BlockingTier(Tier):
         self._reads: SimpleQueue[_Part | None] = SimpleQueue()
         self._writes: SimpleQueue[_Part | None] = SimpleQueue()
         self._closing = threading.Event()
+        # All writers at once would share the cores for their first checksums, and the storage would wait
+        # for all of them; a few at a time, the first write begins when the first checksum is done.
+        self._sealing = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
         self._queues = [self._reads] * readers + [self._writes] * writers
         self._threads = [
             start_thread(f"lmtier-{name}-{i}", self._work, queue) for i, queue in enumerate(self._queues)
@@ -205,7 +209,8 @@ class BlockingTier(Tier):
                 (item,) = items
                 if item.header is None:
                     raise ValueError("a STORE item needs a header")
-                codec.seal(page, item.header, item.payload)
+                with self._sealing:
+                    codec.seal(page, item.header, item.payload)
                 self.write(item, (page, item.payload))
                 return {item.name: None}
             case Op.DELETE:
