@@ -143,7 +143,7 @@ def _full(directory: Path, repeat: int) -> Scale:
         memory=1 << 30,
         large_layers=32,
         disk_rounds=8 * repeat,
-        disk_chunks=16,
+        disk_chunks=32,  # 1 GiB a reading, so that filling and emptying the queue does not rule it
         prompt_chunks=512,
         index_chunks=1_000_000,
     )
