@@ -16,9 +16,10 @@ from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from lmtier.breaker import Breaker
-from lmtier.codec import NO_FINGERPRINT, Header
+from lmtier.codec import NO_MARK, Header
 from lmtier.config import TierSpec
 from lmtier.index import Entry, Index, State
+from lmtier.keys import is_value
 from lmtier.layout import Form, Name, Shard, form_of, padded, stored_size
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
@@ -85,6 +86,8 @@ class Below:
         self._undeleted: list[tuple[list[Name], int]] = []
         self._going: set[bytes] = set()
         """Chunks being written, deleted or written over: a name is in one such job at a time."""
+        self._unwanted: set[bytes] = set()
+        """Chunks that were deleted before it was known what the tier holds; its scan may have seen them."""
         self._jobs: dict[int, _Waiting] = {}
         self._lookups = 0
         self._overdue = 0
@@ -115,6 +118,10 @@ class Below:
         entry = self.index.get(key) if self.index is not None else None
         return entry is not None and entry.form.serves(form) and not self.up.is_open
 
+    def is_leaving(self, key: bytes) -> bool:
+        """Whether a restart now could find what was discarded under this key."""
+        return key in self._going
+
     def touch(self, keys: Sequence[bytes]) -> None:
         if self.index is not None and len(self.index):
             get = self.index.get
@@ -141,8 +148,10 @@ class Below:
         """Write this chunk when its turn comes, if it is still in the slab by then."""
         if self.write == "never" or self.has(entry.key, entry.form):
             return
+        if self.index is None and is_value(entry.key):
+            return  # it may change, and nobody can tell the others who ask this tier
         if len(self._queue) >= self._queue_length:
-            self._drop("queue_full")
+            self._drop(entry.key, "queue_full")
             return
         self._queue.append(entry.key)
         self._queued.add(entry.key)
@@ -169,7 +178,7 @@ class Below:
             entry = slab.get(key)
             if entry is None or entry.state is not State.READY:
                 self._unqueue()
-                self._drop("evicted_before_write")
+                self._drop(key, "evicted_before_write")
                 continue
             room, mine = _Room((None,) * len(entry.form.shards)), None
             if self.index is not None:
@@ -186,7 +195,7 @@ class Below:
                     break  # deletions under way will make it
                 if room.never:
                     self._unqueue()
-                    self._drop(room.never)
+                    self._drop(key, room.never)
                     continue
                 mine = self.index.add(key, entry.form, entry.form.at_rest, State.FILLING, parent)
                 added.append(mine)
@@ -208,7 +217,7 @@ class Below:
         form = entry.form
         self._going.update((entry.key, *(name.key for name in replaces if name)))
         assert form.layout is not None  # whatever is in the slab was declared, or loaded with its header
-        prints = entry.prints or (NO_FINGERPRINT,) * len(form.shards)
+        prints = entry.prints or (NO_MARK,) * len(form.shards)
         used = self._use(mine)
         items = tuple(
             Item(
@@ -237,13 +246,15 @@ class Below:
         self._going.difference_update((entry.key, *(name.key for name in replaced if name)))
         release(entry)
         if not done.failed:
-            self._metrics.stored_tokens.labels(self.label).inc(self._chunk_tokens)
+            self._metrics.stored_tokens.labels(self.label).inc(self._tokens(entry.key))
             self._transfer("down", entry.form.at_rest, done.seconds)
         else:
-            self._drop(next(iter(done.failed.values())))
+            self._drop(entry.key, next(iter(done.failed.values())))
         if mine is None or self.index is None:
             return
         if not done.failed and mine.state is not State.GONE:
+            if is_value(mine.key):
+                mine.prints = entry.prints
             self.index.ready(mine)
             return
         if mine.state is not State.GONE:
@@ -306,31 +317,62 @@ class Below:
         self._submit(Op.LOAD, items, partial(self._loaded, mine, form, then), deadline)
 
     def _loaded(self, mine: Entry | None, form: Form, then: Heard, done: Done) -> None:
+        reason = self._let_go(mine, done)
+        if reason is None:
+            self._transfer("up", form.at_rest, done.seconds)
+            then({name.shard: value for name, value in done.ok.items() if isinstance(value, Header)})
+        else:
+            then(reason)
+
+    def _let_go(self, mine: Entry | None, done: Done) -> Reason | None:
+        """End the lease of a read; why it failed, if it did. What it showed to be lost is deleted whole."""
         reasons = set(done.failed.values())
         if mine is not None and self.index is not None:
             if self.index.release(mine):  # discarded while it was read
                 self._delete([Name(mine.key, shard) for shard in mine.form.shards], mine.nbytes)
             elif reasons & {Reason.ABSENT, Reason.CORRUPT} and self.index.get(mine.key) is mine:
-                self.discard(mine.key, form)  # all of it: what stays of a chunk that lost a part is nobody's
-        if not reasons:
-            self._transfer("up", form.at_rest, done.seconds)
-            then({name.shard: value for name, value in done.ok.items() if isinstance(value, Header)})
+                self.discard(mine.key, mine.form)  # what stays of a chunk that lost a part is nobody's
+        return Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons, default=None)
+
+    def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
+        """Read the mark of a chunk of one shard that this tier holds, and keep it with the entry."""
+        mine = self.index.get(key) if self.index is not None else None
+        if mine is None or self.index is None or mine.state is not State.READY:
+            then(Reason.ABSENT)
+            return
+        self.index.lease(mine)
+        item = Item(Name(key, mine.form.shards[0]), used=mine.used)
+        deadline = time.monotonic() + self._patience
+        self._submit(Op.PEEK, (item,), partial(self._peeked, mine, then), deadline)
+
+    def _peeked(self, mine: Entry, then: Callable[[bytes | Reason], None], done: Done) -> None:
+        reason = self._let_go(mine, done)
+        if reason is None:
+            (header,) = done.ok.values()
+            assert isinstance(header, Header)
+            mine.prints = (header.mark,)
+            then(header.mark)
         else:
-            then(Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons))
+            then(reason)
 
     def discard(self, key: bytes, form: Form) -> None:
         """Delete one chunk: now, or when whoever writes or reads it is done."""
         if self.index is None:
             self._delete([Name(key, shard) for shard in form.shards], 0)
-        elif (entry := self.index.get(key)) is not None and self.index.remove(entry):
-            self._delete([Name(key, shard) for shard in entry.form.shards], entry.nbytes)
+        elif not self.is_warm:
+            self._unwanted.add(key)
+            self._delete([Name(key, shard) for shard in form.shards], 0)
+        elif (entry := self.index.get(key)) is not None:
+            self._going.add(key)
+            if self.index.remove(entry):
+                self._delete([Name(key, shard) for shard in entry.form.shards], entry.nbytes)
 
-    def clear(self, slab: Index, *, force: bool) -> None:
+    def clear(self, slab: Index, namespace: bytes, *, force: bool) -> None:
         """Forget everything but what is leased, here or (waiting to be written) in the slab."""
         self._queue = deque(key for key in self._queue if key in slab)
         self._queued = set(self._queue)
         for entry in self.index.entries() if self.index is not None else ():
-            if force or not entry.leases:
+            if entry.key.startswith(namespace) and (force or not entry.leases):
                 self.discard(entry.key, entry.form)
 
     # ---- asking
@@ -357,7 +399,7 @@ class Below:
         finished = self.tier.poll()
         for done in finished:
             job = self._jobs.pop(done.id)
-            if job.op in (Op.STORE, Op.LOAD, Op.DELETE, Op.TOUCH):
+            if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
                 for name in job.names:  # what is not ok is a miss, also if the tier forgot to say why
                     if name not in done.ok:
                         done.failed.setdefault(name, Reason.ERROR)
@@ -417,7 +459,7 @@ class Below:
             forms = {cut: form_of_parts(cut) for cut in set(parts.values())}
             for key in sorted(parts, key=used.__getitem__):
                 form = forms[parts[key]]
-                if form is not None:
+                if form is not None and key not in self._unwanted:
                     index.adopt(Entry(key, form, form.at_rest, State.READY, used[key]))
         for key in [key for key, cut in parts.items() if forms[cut] is None]:
             self._delete([Name(key, shard) for shard, _ in parts[key]], 0)
@@ -425,6 +467,7 @@ class Below:
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
                 self._delete([Name(victim.key, shard) for shard in victim.form.shards], victim.nbytes)
+        self._unwanted.clear()
         self.is_warm = True
         if len(index):
             log.info("lmtier: %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
@@ -456,7 +499,7 @@ class Below:
             if now - job.since < self._patience:
                 break
             # A write may wait for others of its size: it gets more time.
-            late = now - job.since > self._patience * (1 if job.op in (Op.LOAD, Op.LOOKUP) else 10)
+            late = now - job.since > self._patience * (1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10)
             if late and number > self._overdue and job.op is not Op.SCAN:
                 self._overdue = number
                 self._metrics.tier_failures.labels(self.label, job.op.value, "overdue").inc()
@@ -465,15 +508,18 @@ class Below:
     def _unqueue(self) -> None:
         self._queued.discard(self._queue.popleft())
 
-    def _drop(self, reason: str) -> None:
-        self._metrics.dropped_tokens.labels(self.label, reason).inc(self._chunk_tokens)
+    def _tokens(self, key: bytes) -> int:
+        return 0 if is_value(key) else self._chunk_tokens
+
+    def _drop(self, key: bytes, reason: str) -> None:
+        self._metrics.dropped_tokens.labels(self.label, reason).inc(self._tokens(key))
 
     def _transfer(self, direction: str, nbytes: int, seconds: float) -> None:
         self._metrics.transfer_bytes.labels(self.label, direction).observe(nbytes)
         self._metrics.transfer_seconds.labels(self.label, direction).observe(seconds)
 
     def _breaker(self, op: Op) -> Breaker:
-        return self.up if op in (Op.LOAD, Op.LOOKUP, Op.SCAN) else self.down
+        return self.up if op in (Op.LOAD, Op.PEEK, Op.LOOKUP, Op.SCAN) else self.down
 
     def _record(self, job: _Waiting, done: Done) -> None:
         """Count failures, and tell the breaker. Absent and corrupt objects are no fault of the tier."""

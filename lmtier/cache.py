@@ -12,16 +12,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
 from lmtier.below import Below
-from lmtier.codec import NO_FINGERPRINT, Header
+from lmtier.codec import NO_MARK, Header
 from lmtier.config import Config
 from lmtier.errors import ConfigError, MisuseError
 from lmtier.index import Entry, Index, State
+from lmtier.keys import is_value
 from lmtier.layout import Form, Name, Shard, form_of, padded
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
@@ -113,8 +114,13 @@ class Cache:
         metrics: Metrics | None = None,
         tiers: Mapping[str, Tier] | None = None,
         wait_until_warm: bool = True,
+        shared: bool = False,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the tiers of `config`. `tiers` supplies opened ones for some of its URLs (tests, adapters).
+
+        `shared` makes a slab that can be given to other processes. `wake` is called, from any thread, when
+        `step` would find something to do.
 
         Returns when the tiers below know what they hold, unless told not to wait for that. A tier that
         fails at it, or takes more than a minute, is used when it is done.
@@ -123,6 +129,7 @@ class Cache:
         self.chunk_tokens = config.chunk_tokens
         self.metrics = metrics or Metrics()
         self._wake = threading.Event()
+        self._tell = wake
         self._ids = count(1)
         self._reservations: dict[int, Reservation] = {}
         self._matches: dict[int, Match] = {}
@@ -134,7 +141,7 @@ class Cache:
         top, *lower = config.specs
         assert top.capacity is not None
         try:
-            self.slab = Slab(top.capacity, hugepages=config.hugepages)
+            self.slab = Slab(top.capacity, hugepages=config.hugepages, shared=shared)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"tier {top.url!r}: this machine does not give that much memory: {error}"
@@ -146,7 +153,7 @@ class Cache:
         try:
             for spec in lower:
                 tier = (tiers or {}).get(spec.url) or open_tier(spec)
-                tier.wake = self._wake.set
+                tier.wake = self._woken
                 twins = sum(each.scheme == spec.scheme for each in lower[: len(self.below)])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
                 self.below.append(
@@ -183,6 +190,10 @@ class Cache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _woken(self) -> None:
+        self._wake.set()
+        self._tell()
+
     @property
     def is_warm(self) -> bool:
         """Whether every tier below knows what it holds."""
@@ -205,7 +216,7 @@ class Cache:
         began = time.monotonic()
         self._need_open()
         names = tuple(keys)  # the caller's list grows with its request
-        whole = len(names) * self.chunk_tokens
+        whole = sum(map(self._tokens, names[:1])) * len(names)
         asked = whole if tokens is None else tokens
         if asked < whole:
             raise MisuseError(f"tokens={asked} is less than the {whole} that these keys stand for")
@@ -216,8 +227,13 @@ class Cache:
         self._saw(names, match.run)
         self._find_below(match)
         self._settle_if_ready(match)
-        self.metrics.lookup_seconds.observe(time.monotonic() - began)
+        if whole:
+            self.metrics.lookup_seconds.observe(time.monotonic() - began)
         return match
+
+    def _tokens(self, key: bytes) -> int:
+        """What a chunk stands for. A named value stands for none, and is in no count of them."""
+        return 0 if is_value(key) else self.chunk_tokens
 
     def _saw(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
         """Keep a prefix young: in the slab now, below in the next step."""
@@ -378,7 +394,7 @@ class Cache:
         if [padded(size) for size in form.sizes] != [padded(size) for size in entry.form.sizes]:
             return "foreign"
         entry.form = form
-        entry.prints = tuple(header.fingerprint for header in each)
+        entry.prints = tuple(header.mark for header in each)
         return ""
 
     def release(self, match: Match) -> None:
@@ -416,6 +432,8 @@ class Cache:
     def _settle(self, match: Match) -> None:
         """Count the lookup, once: each token asked was hit somewhere, or missed for one reason."""
         match.settled = True
+        if not match.asked_tokens and match.keys:
+            return  # a named value
         size = self.chunk_tokens
         hits = {label: match.sources.count(label) * size for label in set(match.sources)}
         missed: dict[str, int] = {}
@@ -512,7 +530,7 @@ class Cache:
         """
         number = self._finish(reservation, shard)
         for chunk, mark in (prints or {}).items():
-            marks = reservation.prints.setdefault(chunk, [NO_FINGERPRINT] * len(reservation.form.shards))
+            marks = reservation.prints.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
             marks[number] = mark
         self._close_if_finished(reservation)
 
@@ -524,7 +542,7 @@ class Cache:
             for entry in reservation.entries.values():
                 if entry.state is not State.GONE:
                     self.index.remove(entry)
-            lost = len(reservation.entries) * self.chunk_tokens
+            lost = sum(self._tokens(entry.key) for entry in reservation.entries.values())
             self.metrics.dropped_tokens.labels(CPU, "aborted").inc(lost)
         self._close_if_finished(reservation)
 
@@ -554,12 +572,12 @@ class Cache:
             del self._reservations[reservation.id]
 
     def _publish(self, reservation: Reservation) -> None:
-        form, size = reservation.form, self.chunk_tokens
-        published = 0
+        form = reservation.form
+        tokens = 0
         for chunk, entry in reservation.entries.items():
             if entry.state is State.GONE:  # cleared by force while it was written
                 self._release(entry)
-                self.metrics.dropped_tokens.labels(CPU, "cleared").inc(size)
+                self.metrics.dropped_tokens.labels(CPU, "cleared").inc(self._tokens(entry.key))
                 continue
             if chunk in reservation.prints:
                 entry.prints = tuple(reservation.prints[chunk])
@@ -567,10 +585,10 @@ class Cache:
                 for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
                     self.slab.clear_padding(offset, nbytes)
             self.index.ready(entry)
-            published += 1
+            tokens += self._tokens(entry.key)
             for below in self._always:
                 below.offer(entry)
-        self._stored.inc(published * size)
+        self._stored.inc(tokens)
 
     # ---- I/O results
 
@@ -633,16 +651,17 @@ class Cache:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def clear(self, *, force: bool = False) -> None:
+    def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
         """Forget everything that is not leased; with `force` also that. Later releases are harmless.
 
-        Tiers that must be asked are shared, and keep theirs.
+        `namespace`, from `keys.namespace`, says of which model. Tiers that must be asked are shared, and
+        keep theirs.
         """
         for entry in self.index.entries():
-            if not entry.leases or force:
+            if entry.key.startswith(namespace) and (force or not entry.leases):
                 self._take_out(entry)
         for below in self.below:
-            below.clear(self.index, force=force)
+            below.clear(self.index, namespace, force=force)
 
     def discard(self, entry: Entry) -> None:
         """Delete a chunk in every tier, because its content is not to be believed. Leases on it stay."""
@@ -650,6 +669,30 @@ class Cache:
             self._take_out(entry)
         for below in self.below:
             below.discard(entry.key, entry.form)
+
+    # ---- named values: chunks that may be replaced
+
+    def forget(self, key: bytes, form: Form) -> None:
+        """Delete what stands under `key`, wherever it is. Gone for good when `is_leaving` says no."""
+        if (entry := self.index.get(key)) is not None:
+            self._take_out(entry)
+        for below in self.below:
+            if below.index is not None:  # the others never got it
+                below.discard(key, form)
+
+    def replace(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
+        """Commit the one chunk of `reservation`, made under a key of nobody's, under `key` from now on.
+
+        What stood there is forgotten first: a restart finds the new one, or none.
+        """
+        (entry,) = reservation.entries.values()
+        self.forget(key, reservation.form)
+        self.index.rekey(entry, key)
+        self.commit(reservation, prints={0: mark})
+
+    def is_leaving(self, key: bytes) -> bool:
+        """Whether a restart now could still find what was forgotten or replaced under this key."""
+        return any(below.is_leaving(key) for below in self.below)
 
     def _take_out(self, entry: Entry) -> None:
         if self.index.remove(entry):

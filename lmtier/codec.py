@@ -2,11 +2,12 @@
 
     0    8   magic "lmtierKV"             88   8   payload bytes as stored (little endian)
     8    4   format version, 1            96   16  xxh3-128 of the payload as stored
-    12   4   layout length                112  16  fingerprint: of what (8), xxh3-64 (8); or zeros
-    16   32  key                          128  n   layout, canonical JSON
-    48   16  shard, 4 × u32               ..       zeros
-    64   16  codec name, zero padded      4080 16  xxh3-128 of bytes 0..4079
-    80   8   payload bytes, raw
+    12   4   layout length, n             112  4   mark length, m
+    16   32  key                          116  12  zeros
+    48   16  shard, 4 × u32               128  n   layout, canonical JSON
+    64   16  codec name, zero padded      ..   m   mark: what its writer wants to read again
+    80   8   payload bytes, raw           ..       zeros
+                                          4080 16  xxh3-128 of bytes 0..4079
 
 A reader checks all of it before one byte is believed. docs/FORMAT.md says the same for other people's
 readers. No pickle, nothing is executed, nothing is allocated on a header's word.
@@ -26,11 +27,13 @@ from lmtier.layout import PAGE, Layout, Name, Shard, padded
 MAGIC = b"lmtierKV"
 VERSION = 1
 RAW = b"raw"
-_HEAD = struct.Struct("<8sII32s4I16sQQ16s16s")
-_LAYOUT_ROOM = PAGE - 16 - _HEAD.size
-NO_FINGERPRINT = bytes(16)
+_HEAD = struct.Struct("<8sII32s4I16sQQ16sI12x")
+_ROOM = PAGE - 16 - _HEAD.size
+NO_MARK = b""
+MARK_ROOM = 3072
+"""Bytes that a mark may take, which leaves enough for any layout."""
 
-__all__ = ["PAGE", "CorruptObject", "Header", "checksum", "padded", "read_header", "seal", "unseal"]
+__all__ = ["PAGE", "CorruptObject", "Header", "checksum", "padded", "peek", "read_header", "seal", "unseal"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -46,7 +49,8 @@ class Header:
     name: Name
     layout: Layout
     nbytes: int
-    fingerprint: bytes = NO_FINGERPRINT
+    mark: bytes = NO_MARK
+    """For KV, the fingerprint of the engine's raw blocks, if one was taken: of what (8), xxh3-64 (8)."""
 
 
 def checksum(data: Buffer) -> bytes:
@@ -56,15 +60,17 @@ def checksum(data: Buffer) -> bytes:
 def seal(page: memoryview, header: Header, payload: memoryview) -> None:
     """Write the header of `payload` into `page`. One pass over the payload, outside the GIL."""
     layout = header.layout.to_json()
-    if len(layout) > _LAYOUT_ROOM:
-        raise LayoutError(f"layout takes {len(layout)} bytes, the header has room for {_LAYOUT_ROOM}")
+    if len(layout) + len(header.mark) > _ROOM:
+        raise LayoutError(
+            f"layout and mark take {len(layout)} + {len(header.mark)} bytes, the header has room for {_ROOM}"
+        )
     key, shard = header.name
     body = payload[: header.nbytes]
     head = _HEAD.pack(
         *(MAGIC, VERSION, len(layout), key, *shard, RAW),
-        *(header.nbytes, header.nbytes, checksum(body), header.fingerprint),
+        *(header.nbytes, header.nbytes, checksum(body), len(header.mark)),
     )
-    page[:PAGE] = (head + layout).ljust(PAGE - 16, b"\0") + bytes(16)
+    page[:PAGE] = (head + layout + header.mark).ljust(PAGE - 16, b"\0") + bytes(16)
     page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
 
 
@@ -76,7 +82,7 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
         raise CorruptObject("not an lmtier object (magic)")
     fields = _HEAD.unpack_from(page)
     _, version, layout_len, key, *rest = fields
-    shard, (codec, raw, stored, digest, fingerprint) = Shard(*rest[:4]), rest[4:]
+    shard, (codec, raw, stored, digest, mark_len) = Shard(*rest[:4]), rest[4:]
     if version != VERSION:
         raise CorruptObject(f"format version {version}, this reader knows {VERSION}")
     if checksum(page[: PAGE - 16]) != page[PAGE - 16 : PAGE]:
@@ -84,12 +90,23 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
     if codec.rstrip(b"\0") != RAW or raw != stored:
         raise CorruptObject(f"unknown codec {codec!r}")
     try:
-        layout = Layout.from_json(bytes(page[_HEAD.size : _HEAD.size + layout_len]))
+        if layout_len + mark_len > _ROOM:
+            raise LayoutError("layout and mark do not fit in the header")
+        end = _HEAD.size + layout_len
+        layout = Layout.from_json(bytes(page[_HEAD.size : end]))
         if layout.nbytes(shard) != raw:
             raise LayoutError(f"{raw} bytes, its layout says {layout.nbytes(shard)}")
     except LayoutError as error:
         raise CorruptObject(str(error)) from None
-    return Header(Name(key, shard), layout, raw, fingerprint), digest
+    return Header(Name(key, shard), layout, raw, bytes(page[end : end + mark_len])), digest
+
+
+def peek(page: memoryview, name: Name) -> tuple[Header, bytes]:
+    """The header of `name` and its payload's checksum; nothing is known of the payload itself."""
+    header, digest = read_header(page)
+    if header.name != name:
+        raise CorruptObject(f"holds {header.name}, asked for {name}")
+    return header, digest
 
 
 def unseal(page: memoryview, payload: memoryview, name: Name, got: int | None = None) -> Header:
@@ -97,9 +114,7 @@ def unseal(page: memoryview, payload: memoryview, name: Name, got: int | None = 
 
     `payload` may be longer than the object (extents are whole pages), never shorter.
     """
-    header, digest = read_header(page)
-    if header.name != name:
-        raise CorruptObject(f"holds {header.name}, asked for {name}")
+    header, digest = peek(page, name)
     arrived = len(payload) if got is None else got
     if arrived < header.nbytes or len(payload) < header.nbytes:
         raise CorruptObject(f"truncated: {arrived} of {header.nbytes} payload bytes")

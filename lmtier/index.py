@@ -18,6 +18,7 @@ from contextlib import closing
 from enum import IntEnum
 
 from lmtier.errors import MisuseError
+from lmtier.keys import is_value
 from lmtier.layout import Form
 from lmtier.policy import Keyed, Policy
 
@@ -62,6 +63,8 @@ class Index:
         self._entries: dict[bytes, Entry] = {}
         self._policy = policy
         self._max_ghosts = ghosts
+        self.names: set[bytes] = set()
+        """The keys of named values among them, complete ones."""
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self.get = self._entries.get
 
@@ -97,15 +100,28 @@ class Index:
         self.link(entry, parent)
         return entry
 
+    def rekey(self, entry: Entry, key: bytes) -> None:
+        """What was made under another key becomes findable under `key`, where nothing may be now."""
+        if key in self._entries:
+            raise MisuseError(f"chunk {key.hex()[:8]} is here already")
+        del self._entries[entry.key]
+        self._entries[key] = entry
+        self._ghosts.pop(key, None)
+        entry.key = key
+
     def adopt(self, entry: Entry) -> None:
         """What was there before this process, one by one, the oldest first; nothing is known of its chain."""
         self._entries[entry.key] = entry
         self._policy.insert(entry)
         self.used += entry.nbytes
+        if is_value(entry.key):
+            self.names.add(entry.key)
 
     def ready(self, entry: Entry) -> None:
         """Its maker is done: visible from now on, and the maker's lease ends."""
         entry.state = State.READY
+        if is_value(entry.key):
+            self.names.add(entry.key)
         self.release(entry)
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
@@ -137,6 +153,8 @@ class Index:
     def remove(self, entry: Entry, *, evicted: bool = False) -> bool:
         """Take it out, so that nobody finds it. True: nobody holds it either, its room is free now."""
         del self._entries[entry.key]
+        if is_value(entry.key):
+            self.names.discard(entry.key)
         self._policy.remove(entry, evicted)
         self.link(entry, None)
         entry.state = State.GONE
@@ -220,3 +238,5 @@ class Index:
         assert self.pinned == pinned + (self.used - held), "pinned is wrong"
         assert self.used <= self.capacity, f"used {self.used} of {self.capacity}"
         assert not self._ghosts.keys() & self._entries.keys(), "a ghost lives"
+        complete = {entry.key for entry in entries if entry.state is State.READY}
+        assert self.names == {key for key in complete if is_value(key)}, "names are wrong"

@@ -1,11 +1,13 @@
 """Tokens to chained keys: 32 bytes that name the KV of one chunk and of everything before it. Pure.
 
-    key[-1] = H("seed",  format, chunk_tokens, identity, lora, salt)
-    key[i]  = H("chunk", key[i-1], tokens of chunk i as int32 LE, extras of chunk i)
+    key[-1] = N ‖ H("seed",  format, chunk_tokens, identity, lora, salt)
+    key[i]  = N ‖ H("chunk", key[i-1], tokens of chunk i as int32 LE, extras of chunk i)
 
-H is sha256 over length-prefixed parts, so no two different inputs share an encoding. It is
-cryptographic because a prompt is untrusted input: nobody can craft one that lands on another's key.
-Only whole chunks have a key; a tail shorter than a chunk is recomputed.
+N are the 4 bytes of the model's namespace, so that whoever holds a key, a tier or a file name, knows
+what it belongs to without a directory. H is the first 28 bytes of sha256 over length-prefixed parts, so
+no two different inputs share an encoding. It is cryptographic because a prompt is untrusted input:
+nobody can craft one that lands on another's key. Only whole chunks have a key; a tail shorter than a
+chunk is recomputed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ import numpy.typing as npt
 from lmtier.errors import LayoutError, MisuseError
 
 KEY_BYTES = 32
+NAMESPACE_BYTES = 4
+VALUES = bytes(NAMESPACE_BYTES)
+"""The namespace of what is no KV: named values that others keep here, which may change."""
 FORMAT = b"lmtier-key-1"
 
 Tokens = npt.NDArray[np.int32]
@@ -120,9 +125,24 @@ def _samples(head: bytes, size: int) -> Iterator[tuple[int, int]]:
         yield from ((at, at + _SAMPLE_BYTES) for at in range(0, size, 1 << 20))
 
 
+def namespace(model: str) -> bytes:
+    """The 4 bytes with which every key of this model begins. Two models may share them: clear both, then."""
+    digest = hashlib.sha256(_pack(b"namespace", model.encode())).digest()[:NAMESPACE_BYTES]
+    return digest if digest != VALUES else b"\1" * NAMESPACE_BYTES
+
+
+def value_key(name: bytes) -> bytes:
+    """The key under which the value of this name is kept."""
+    return VALUES + hashlib.sha256(_pack(b"value", name)).digest()[: KEY_BYTES - NAMESPACE_BYTES]
+
+
+def is_value(key: bytes) -> bool:
+    return key.startswith(VALUES)
+
+
 def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "") -> bytes:
-    """key[-1]: the namespace in which a chain of chunks lives."""
-    return hashlib.sha256(
+    """key[-1]: where a chain of chunks begins."""
+    digest = hashlib.sha256(
         _pack(
             b"seed",
             FORMAT,
@@ -132,6 +152,7 @@ def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "
             salt.encode(),
         )
     ).digest()
+    return namespace(identity.model) + digest[: KEY_BYTES - NAMESPACE_BYTES]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -217,11 +238,12 @@ class KeyChain:
         head = _pack(b"chunk") + struct.pack("<I", KEY_BYTES)
         middle, no_extras = struct.pack("<I", step), struct.pack("<I", 0)
         sha256, parent, keys = hashlib.sha256, self._parent, self.keys
+        ours, rest = parent[:NAMESPACE_BYTES], KEY_BYTES - NAMESPACE_BYTES
         for start in range(0, full * step, step):
             digest = sha256(head + parent + middle)
             digest.update(row[start : start + step])
             digest.update(self._encode_extras(len(keys)) if self._extras else no_extras)
-            parent = digest.digest()
+            parent = ours + digest.digest()[:rest]
             keys.append(parent)
         self._parent = parent
 

@@ -22,6 +22,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from math import gcd
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy.typing as npt
 
@@ -368,11 +369,13 @@ class Form:
         return known
 
     @cached_property
-    def _serves(self) -> dict[Form, bool]:
-        return {}
+    def _serves(self) -> WeakKeyDictionary[Form, bool]:
+        return WeakKeyDictionary()
 
 
-_FORMS: dict[tuple[Layout | None, tuple[Shard, ...], tuple[int, ...]], Form] = {}
+_FORMS: WeakValueDictionary[tuple[Layout | None, tuple[Shard, ...], tuple[int, ...]], Form] = (
+    WeakValueDictionary()  # values of any size come and go, and their forms with them
+)
 
 
 def form_of(layout: Layout | None, shards: Iterable[Shard], sizes: Iterable[int] | None = None) -> Form:

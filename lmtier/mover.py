@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from lmtier.cache import Cache, Match, Reservation
-from lmtier.codec import NO_FINGERPRINT
+from lmtier.codec import NO_MARK
 from lmtier.errors import CanaryError, LayoutError, MisuseError
 from lmtier.index import Entry
 from lmtier.keys import Extra, Identity, KeyChain, check_skip, seed
@@ -244,7 +244,7 @@ class Load:
             if entry.form is not mover.form:
                 continue  # another packing or shard: its raw bytes are not comparable
             mark = entry.prints[mover.number]
-            if mark == NO_FINGERPRINT or mark[:8] != mover.kv.raw_tag:
+            if mark == NO_MARK or mark[:8] != mover.kv.raw_tag:
                 continue
             metrics.verified.inc()
             if mark[8:] != mover.kv.raw_fingerprint(ids):

@@ -11,9 +11,10 @@ import bisect
 import ctypes
 import logging
 import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from typing import Any
 
 from lmtier.codec import PAGE, padded
 from lmtier.errors import MisuseError
@@ -22,20 +23,66 @@ log = logging.getLogger("lmtier")
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
+_HUGE = 2 << 20
 _PREFAULT_STEP = 8 << 20
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+]
+
+
+class Memory:
+    """Bytes of a file, or of nobody's, at an address that suits huge pages (`mmap.mmap` promises none).
+
+    Unmapped when the last view of it is gone, not before.
+    """
+
+    def __init__(self, nbytes: int, fd: int = -1) -> None:
+        self.nbytes = nbytes
+        kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        nobodys = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        # Reserve addresses for more than is needed, then map over the aligned part of them.
+        reserved = _map(None, nbytes + _HUGE, _PROT_NONE, nobodys, -1)
+        self._start = -(-reserved // _HUGE) * _HUGE
+        # A class of its own, because plain ctypes arrays take no finalizer.
+        array: Any = type("Bytes", (ctypes.c_char * nbytes,), {}).from_address(self._start)  # type: ignore[attr-defined]
+        weakref.finalize(array, _LIBC.munmap, ctypes.c_void_p(reserved), ctypes.c_size_t(nbytes + _HUGE))
+        _map(self._start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind | _MAP_FIXED, fd)
+        self.view = memoryview(array).cast("B")
+
+    def advise(self, advice: int, at: int = 0, nbytes: int | None = None) -> bool:
+        """Whether the kernel took it. A plain mmap.madvise would hold the GIL meanwhile."""
+        start = ctypes.c_void_p(self._start + at)
+        size = ctypes.c_size_t(self.nbytes if nbytes is None else nbytes)
+        return not _LIBC.madvise(start, size, advice)
+
+
+def _map(start: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    got = _LIBC.mmap(start, nbytes, protection, flags, fd, 0)
+    if got == ctypes.c_void_p(-1).value:
+        raise OSError(error := ctypes.get_errno(), os.strerror(error))
+    return int(got)
 
 
 class Slab:
-    def __init__(self, capacity: int, *, hugepages: bool = False) -> None:
+    def __init__(self, capacity: int, *, hugepages: bool = False, shared: bool = False) -> None:
         self.capacity = capacity // PAGE * PAGE
         if self.capacity <= 0:
             raise MisuseError(f"a slab of {capacity} bytes holds no page of {PAGE}")
-        # Private, not the default of shared: a forked child must not write into its parent's extents, and
-        # the kernel gives huge pages to shared memory only where that was allowed separately.
-        self._memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hugepages:
-            self._memory.madvise(_MADV_HUGEPAGE)
-        self._view = memoryview(self._memory)
+        self.fd = os.memfd_create("lmtier-slab") if shared else None
+        """Given to others, who map the same memory. None: it is private, so that a forked child cannot
+        write into its parent's extents."""
+        if self.fd is not None:
+            weakref.finalize(self, os.close, self.fd)
+            os.truncate(self.fd, self.capacity)
+        self._memory = Memory(self.capacity, -1 if self.fd is None else self.fd)
+        self._hugepages = hugepages and self._memory.advise(_MADV_HUGEPAGE)
+        self._view = self._memory.view
         self.used = 0
         self._taken: dict[int, int] = {}  # offset -> size
         self._waiting: dict[int, list[int]] = {}  # size -> offsets that were freed, oldest first
@@ -102,16 +149,24 @@ class Slab:
         Safe beside readers and writers: populating a page does not change it. Where the kernel is
         older than that call, pages are faulted by their first use instead, and a line says so.
         """
-        libc = ctypes.CDLL(None, use_errno=True)  # a plain mmap.madvise would hold the GIL
-        base = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         for at in range(0, self.capacity, _PREFAULT_STEP):
             if stopped():
                 return
-            size = min(_PREFAULT_STEP, self.capacity - at)
-            if libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            if not self._touch(at, min(_PREFAULT_STEP, self.capacity - at)):
                 error = ctypes.get_errno()
                 log.warning("slab is not prefaulted (errno %d): first writes will be slower", error)
                 return
+        if self.fd is not None and not self._hugepages:
+            log.warning("lmtier: the slab has no huge pages: small blocks and the disk will be slower")
+
+    def _touch(self, at: int, size: int) -> bool:
+        if self.fd is not None and self._hugepages:
+            # The kernel gives huge pages to shared memory only where that was allowed (sysfs), but makes them
+            # of small ones at anybody's request: one small page is enough for that.
+            for start in range(at, at + size - _HUGE + 1, _HUGE):
+                touched = self._memory.advise(_MADV_POPULATE_WRITE, start, PAGE)
+                self._hugepages &= touched and self._memory.advise(_MADV_COLLAPSE, start, _HUGE)
+        return self._memory.advise(_MADV_POPULATE_WRITE, at, size)
 
     def check(self) -> None:
         """Prove that free and taken ranges tile the buffer, and that all books agree."""

@@ -468,6 +468,15 @@ class TierSuite(SeamSuite):
                 assert (done.ok, done.failed) == ({each.name: each.header}, {})
                 assert got[:nbytes] == each.payload[:nbytes]
 
+    def test_a_header_can_be_read_alone(self, tmp_path: Path) -> None:
+        each, absent = sample(1, 9 * PAGE), sample(2)
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, each)
+            done = run(tier, Job(0, Op.PEEK, (Item(each.name), Item(absent.name))))
+            assert (done.ok, done.failed) == ({each.name: each.header}, {absent.name: Reason.ABSENT})
+            self.plant(tmp_path, absent.name, each.at_rest())
+            assert run(tier, Job(0, Op.PEEK, (Item(absent.name),))).failed == {absent.name: Reason.CORRUPT}
+
     def test_what_was_planted_is_loaded(self, tmp_path: Path) -> None:
         each = sample(1)
         with closing(self.make(tmp_path)) as tier:

@@ -17,6 +17,7 @@ class Op(Enum):
     LOOKUP = "lookup"
     STORE = "store"
     LOAD = "load"
+    PEEK = "peek"
     DELETE = "delete"
     TOUCH = "touch"
 
@@ -74,7 +75,7 @@ class Done:
 
     id: int
     ok: dict[Name, Header | Stat | None]
-    """LOAD: the verified header. LOOKUP, SCAN: a Stat. Else None."""
+    """LOAD: the verified header. PEEK: the header, and nothing said of the payload. LOOKUP, SCAN: a Stat."""
     failed: dict[Name, Reason] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""

@@ -45,7 +45,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a thread takes: one object of a LOAD or STORE, or a whole LOOKUP, SCAN or DELETE."""
+    """What a thread takes: one object of a LOAD, PEEK or STORE, or a whole LOOKUP, SCAN or DELETE."""
 
     job: Job
     items: tuple[Item, ...]
@@ -88,7 +88,7 @@ class BlockingTier(Tier):
 
     @abstractmethod
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` (header page, payload room) in one go; return the bytes that arrived.
+        """Fill `buffers` (header page, payload room if asked for) in one go; return the bytes that arrived.
 
         An object longer than the buffers must return more than their size.
         """
@@ -115,7 +115,7 @@ class BlockingTier(Tier):
     # ---- the seam
 
     def submit(self, job: Job) -> None:
-        whole = job.op not in (Op.LOAD, Op.STORE)
+        whole = job.op not in (Op.LOAD, Op.STORE, Op.PEEK)
         parts = [job.items] if whole else [(item,) for item in job.items]
         self._running[job.id] = _Running(len(parts), time.monotonic(), Done(job.id, {}))
         if not parts or self._closing.is_set():  # no thread will ever see it
@@ -205,6 +205,9 @@ class BlockingTier(Tier):
                 if got < codec.PAGE:
                     raise codec.CorruptObject(f"truncated: {got} bytes, the header takes 4096")
                 return {item.name: codec.unseal(page, item.payload, item.name, got - codec.PAGE)}
+            case Op.PEEK:
+                (item,) = items
+                return {item.name: codec.peek(page[: self.read(item, (page,))], item.name)[0]}
             case Op.STORE:
                 (item,) = items
                 if item.header is None:

@@ -136,7 +136,7 @@ class DiskTier(BlockingTier):
 
     def _path(self, name: Name) -> str:
         text = str(name)
-        return f"{self.root}/{text[:2]}/{text}"
+        return f"{self.root}/{_fan(text)}/{text}"
 
 
 # ---- verification
@@ -358,6 +358,11 @@ def _probe_direct(root: Path) -> int:
     return os.O_DIRECT
 
 
+def _fan(name: str) -> str:
+    """The directory of an object: the last digits of its key. The first are the same for a whole model."""
+    return name[62:64]
+
+
 def _leftovers(root: Path) -> list[os.DirEntry[str]]:
     """Partial files; none is under way while the lock was just taken. Never anything with another name."""
     with os.scandir(root / PARTIAL) as entries:
@@ -368,13 +373,13 @@ def _walk(root: Path) -> Iterator[tuple[os.DirEntry[str], Name | None]]:
     """Every entry beside the partial files and the lock; None: not an object's name in its place."""
     with os.scandir(root) as entries:
         top = list(entries)
-    for fan in top:
-        if fan.name in (LOCK, PARTIAL):
+    for directory in top:
+        if directory.name in (LOCK, PARTIAL):
             continue
-        if fan.name not in _FANS or not fan.is_dir(follow_symlinks=False):
-            yield fan, None
+        if directory.name not in _FANS or not directory.is_dir(follow_symlinks=False):
+            yield directory, None
             continue
-        with os.scandir(fan.path) as entries:
+        with os.scandir(directory.path) as entries:
             for entry in entries:
-                ours = entry.name[:2] == fan.name and entry.is_file(follow_symlinks=False)
+                ours = _fan(entry.name) == directory.name and entry.is_file(follow_symlinks=False)
                 yield entry, Name.parse(entry.name) if ours else None

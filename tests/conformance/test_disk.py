@@ -16,4 +16,4 @@ class TestDisk(TierSuite):
         return {name: path.read_bytes() for path in paths if (name := Name.parse(path.name))}
 
     def plant(self, tmp_path: Path, name: Name, data: bytes):
-        (tmp_path / name.key.hex()[:2] / str(name)).write_bytes(data)
+        (tmp_path / name.key.hex()[-2:] / str(name)).write_bytes(data)

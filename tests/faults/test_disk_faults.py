@@ -27,7 +27,7 @@ ERRNOS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.EROFS)
 
 
 def path_of(root: Path, name: Name) -> Path:
-    return root / name.key.hex()[:2] / str(name)
+    return root / name.key.hex()[-2:] / str(name)
 
 
 def open_files() -> int:

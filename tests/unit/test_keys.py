@@ -18,7 +18,18 @@ from hypothesis import strategies as st
 
 from lmtier import keys
 from lmtier.errors import LayoutError, MisuseError
-from lmtier.keys import Extra, Identity, KeyChain, as_tokens, check_skip, seed, weights_digest
+from lmtier.keys import (
+    Extra,
+    Identity,
+    KeyChain,
+    as_tokens,
+    check_skip,
+    is_value,
+    namespace,
+    seed,
+    value_key,
+    weights_digest,
+)
 
 LLAMA = Identity(
     model="meta-llama/Meta-Llama-3-8B",
@@ -53,30 +64,51 @@ def keys_of(tokens: object, extras: tuple[Extra, ...] = (), root: Key = ROOT, si
 
 def test_golden_seed():
     assert LLAMA.digest().hex() == "a38f5a8620814d5ae6144670e346a08c0ae80dfe9613d079832b9cf2052ecfb9"
-    assert ROOT.hex() == "52b60b9dac5911d61b0e608735ae589cda76215a4bb72c7f0ef661869b876be6"
+    assert ROOT.hex() == "f697c55a52b60b9dac5911d61b0e608735ae589cda76215a4bb72c7f0ef66186"
     assert (
         seed(LLAMA, 256, lora="sql", salt="tenant").hex()
-        == "8ca02db2cc3233ac3552be448d679e34bbed602619a37d0e9fde0fc2c7032502"
+        == "f697c55a8ca02db2cc3233ac3552be448d679e34bbed602619a37d0e9fde0fc2"
     )
 
 
 def test_golden_keys():
     assert [key.hex() for key in keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9])] == [
-        "768acec6fc8c465e954e9e877cf06486ced56d422d79d07215d1940c2775ed67",
-        "b2a5782e7bcf2d24535106c1651e8de7d42e4d5dc1ee45e0295a0f95c118f1b4",
+        "f697c55a8c742e173495e212dd1d03c14674dacccba3c0f85372daedf20d1d14",
+        "f697c55ae6db48eb48b8786e9d33ec3f1b405ccc60c7c35ca5b6b6d96078a5fb",
     ]
     assert (
         keys_of(range(-(2**31), -(2**31) + 4))[0].hex()
-        == "f39543b26ba18746bbf69cb6c29bedbde086528abb72e6653f0b0b5013c63f54"
+        == "f697c55a25774c68b0d7d2247da49f77c770341232d375999d92545f4ffde647"
     )
 
 
 def test_golden_keys_with_images():
     extras = (Extra(1, 5, "sha256:cat"), Extra(6, 1, "sha256:dog"))
     assert [key.hex() for key in keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9], extras)] == [
-        "cd6acdbd88a745a12ec447714dc230621fb3d1e92648772cab08a4da5addf160",
-        "e6c7773ab37b5b021fe53e41aca54da9978babfc06e34e116bb46edee980b565",
+        "f697c55ab86f76e956d9555a26e2dab5e322f3e4130fb3a81eec4a23964eef31",
+        "f697c55a8d42fb806a5c93af4a5c27f9806e1f8cb88a37794e2980c3f0e82e50",
     ]
+
+
+# ---- namespaces
+
+
+def test_every_key_of_a_model_begins_with_its_namespace():
+    ours = namespace("llama")
+    for lora, salt in (("", ""), ("sql", ""), ("", "tenant")):
+        start = seed(Identity(model="llama", weights="w"), 4, lora=lora, salt=salt)
+        assert {key[:4] for key in (start, *keys_of(range(9), root=start))} == {ours}
+    assert namespace("llama-2") != ours
+
+
+@given(st.text())
+def test_no_model_has_the_namespace_of_values(model: str):
+    assert not is_value(seed(Identity(model=model, weights="w"), 4))
+    assert is_value(value_key(model.encode()))
+
+
+def test_golden_value_key():
+    assert value_key(b"name").hex() == "000000003567cdbd3bfc5f2b5bbe05a0945e8224b386534839b02b5da95d8559"
 
 
 # ---- what a key stands for

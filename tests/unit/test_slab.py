@@ -1,6 +1,9 @@
 """Extents never overlap, never leak, and merge again."""
 
+import gc
+import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +11,9 @@ from hypothesis import strategies as st
 
 from lmtier.errors import MisuseError
 from lmtier.layout import PAGE, padded
-from lmtier.slab import Slab
+from lmtier.slab import Memory, Slab
+
+MiB = 1 << 20
 
 
 def test_what_is_written_to_an_extent_stays_in_it():
@@ -94,3 +99,42 @@ def test_any_mix_of_allocate_and_free_keeps_the_books(steps: list[tuple[bool, in
         slab.free(offset)
     slab.check()
     assert slab.allocate([32 * PAGE]) == (0,)
+
+
+# ---- shared
+
+
+def test_a_shared_slab_is_the_same_memory_for_whoever_has_its_file():
+    slab = Slab(8 * MiB + PAGE, hugepages=True, shared=True)
+    (offset,) = slab.allocate([PAGE]) or ()
+    slab.view(offset, 5)[:] = b"hello"
+    slab.prefault()
+    assert slab.fd is not None
+    other = Memory(slab.capacity, slab.fd)
+    assert other.view[offset : offset + 5] == b"hello"
+    other.view[offset] = ord("j")
+    assert slab.view(offset, 5) == b"jello", "prefaulting changes nothing that is there"
+
+
+def test_a_view_outlives_the_slab_it_came_from():
+    slab = Slab(4 * PAGE, shared=True)
+    view = slab.view(0, PAGE)
+    view[:5] = b"hello"
+    del slab
+    gc.collect()
+    assert view[:5] == b"hello"
+
+
+def test_memory_and_file_of_a_slab_are_given_back():
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("lmtier-slab")
+
+    before = mapped()
+    slab = Slab(4 * PAGE, shared=True)
+    fd = slab.fd
+    assert fd is not None and mapped() == before + 1
+    del slab
+    gc.collect()
+    assert mapped() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
