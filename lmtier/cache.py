@@ -171,6 +171,8 @@ class Cache:
         self._evicted = [below for below in self.below if below.write == "evicted"]
         self._room = 0  # of the largest chunk so far
         self._took_room = False
+        self.no_room_at = float("-inf")
+        """When somebody last found no room, because all there is was leased; in time.monotonic()."""
         self._declare()
         self._prefault = None
         if config.prefault:
@@ -696,7 +698,7 @@ class Cache:
 
     def _take_out(self, entry: Entry) -> None:
         if self.index.remove(entry):
-            self._free(entry)
+            self._free([entry])
 
     def close(self, timeout: float = 30.0) -> None:
         """Write down what waits to be written, then let go of everything. Idempotent."""
@@ -745,30 +747,31 @@ class Cache:
             if (offsets := self.slab.allocate(form.sizes)) is not None:
                 return offsets
             if not self._evict(max(1, form.room - self.index.free), parent):
-                return None
+                break
+        self.no_room_at = time.monotonic()
         return None
 
     def _evict(self, need: int, tail: Entry | None) -> bool:
         """Free at least `need` bytes, or nothing. The prefix that ends in `tail` stays whatever happens."""
         victims = self.index.evict(need, keep=tail)
+        if not victims:
+            return False
         unwritten = 0
-        for victim in victims or ():
-            saved = any(below.has(victim.key, victim.form) for below in self.below)
-            unwritten += bool(self.below) and not saved
-            self._free(victim)
-        if victims:
-            self._evicted_chunks.inc(len(victims) - unwritten)
-            self._evicted_unwritten.inc(unwritten)
-        return bool(victims)
+        if self.below:
+            unwritten = sum(not any(below.has(v.key, v.form) for below in self.below) for v in victims)
+        self._free(victims)
+        self._evicted_chunks.inc(len(victims) - unwritten)
+        self._evicted_unwritten.inc(unwritten)
+        return True
 
     def _release(self, entry: Entry) -> None:
         if self.index.release(entry):
-            self._free(entry)
+            self._free([entry])
 
-    def _free(self, entry: Entry) -> None:
-        for offset in entry.offsets:
-            self.slab.free(offset)
-        entry.offsets = ()
+    def _free(self, entries: Sequence[Entry]) -> None:
+        self.slab.free([offset for entry in entries for offset in entry.offsets])
+        for entry in entries:
+            entry.offsets = ()
 
     # ---- books
 

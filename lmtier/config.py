@@ -1,7 +1,8 @@
-"""One frozen dataclass; from TOML, the environment, or a dict. An unknown key is an error.
+"""Settings, one frozen dataclass each for a cache and its server; from TOML, the environment, or a dict.
 
 Later wins: defaults, the file (`LMTIER_CONFIG_FILE` or `lmtier.toml` given by hand), the environment
-(`LMTIER_CHUNK_TOKENS=128`), what the caller passes. `load` also says where each value came from.
+(`LMTIER_CHUNK_TOKENS=128`, `LMTIER_SERVE_HTTP=…`), what the caller passes. An unknown key is an error.
+`load` and `load_serving` also say where each value came from. A server's settings are the table [serve].
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from lmtier.errors import ConfigError
@@ -22,6 +23,7 @@ from lmtier.layout import PAGE
 from lmtier.policy import POLICIES
 
 ENV_PREFIX = "LMTIER_"
+TOKEN_VARIABLE = "LMTIER_TOKEN"
 WRITES = ("always", "reused", "evicted", "never")
 VERIFY = ("off", "sample", "always")
 
@@ -152,18 +154,68 @@ def _check_memory(spec: TierSpec) -> None:
         raise ConfigError(f"tier {spec.url!r}: {spec.capacity} bytes hold no page of {PAGE}")
 
 
-_NAMES = {f.name: f for f in fields(Config)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Where a server listens, to whom, and how long it waits for them. Empty: not there."""
+
+    listen: str = "127.0.0.1:6380"
+    """Redis clients, and other hosts."""
+    unix: str = ""
+    """Engines on this host, who also get the slab; whoever may open the file."""
+    http: str = "127.0.0.1:9470"
+    """People and Prometheus."""
+    token_file: str = ""
+    """Its first line must be shown: AUTH, Authorization: Bearer. Or the variable LMTIER_TOKEN."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    """Clients must show a certificate that this one signed."""
+    insecure: bool = False
+    """Listen beyond this host without a token or client certificates."""
+    clients: int = 10_000
+    """Connections at a time."""
+    patience: float = 30.0
+    """Seconds without a byte until a client in the middle of something is given up; 1 if room is short."""
+    grace: float = 10.0
+    """Seconds to finish in when told to stop."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(
+                self, each.name, _convert(each.name, getattr(self, each.name), "arguments", Serving)
+            )
+        for name in ("clients", "patience", "grace"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
+        if not (self.listen or self.unix or self.http):
+            raise ConfigError("serve: nowhere to listen; give listen, unix or http an address")
+        for name in ("listen", "http"):
+            if getattr(self, name):
+                host_and_port(getattr(self, name), f"serve: {name}")
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_ca and not self.tls_cert):
+            raise ConfigError(
+                "serve: TLS needs tls_cert and tls_key; tls_ca beside them asks for client certificates"
+            )
 
 
-def _convert(name: str, value: Any, origin: str) -> Any:
+def host_and_port(address: str, what: str) -> tuple[str, int]:
+    """host:port, [::1]:port or :port, which is every address of this host."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*)):(\d{1,5})", address)
+    if not found or int(found[3]) > 65535:
+        raise ConfigError(f"{what}={address!r} is not an address; write it like 127.0.0.1:6380 or [::1]:6380")
+    return found[1] or found[2], int(found[3])
+
+
+def _convert(name: str, value: Any, origin: str, cls: type = Config) -> Any:
     """`value` as the type of field `name`; strings are read the way a person writes them."""
+    field = next(each for each in fields(cls) if each.name == name)
     try:
         if name == "tiers":
             urls = tuple(value.split() if isinstance(value, str) else value)
             if not all(isinstance(url, str) for url in urls):
                 raise TypeError
             return urls
-        kind: type = type(_NAMES[name].default)
+        kind: type = type(field.default)
         if kind is bool:
             words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
             return value if isinstance(value, bool) else words[str(value).lower()]
@@ -175,44 +227,79 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             raise ValueError
         return kind(value)
     except (ValueError, TypeError, KeyError, ConfigError):
-        wanted = str(_NAMES[name].type)
+        wanted = str(field.type)
         raise ConfigError(f"{name}={value!r} from {origin} does not fit: expected {wanted}") from None
 
 
-def _as_variable(name: str) -> str:
-    return f"{ENV_PREFIX}{name.upper()}"
+Settings = TypeVar("Settings", Config, Serving)
+Origins: TypeAlias = "dict[str, str]"
 
 
 def load(
     file: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> tuple[Config, dict[str, str]]:
-    """The effective configuration, and for each field the origin of its value."""
-    env = os.environ if env is None else env
-    sources: list[tuple[str, Mapping[str, Any]]] = []
+) -> tuple[Config, Origins]:
+    """The effective settings of a cache, and for each the origin of its value."""
+    return _load(Config, file, os.environ if env is None else env, overrides or {})
+
+
+def load_serving(
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[Serving, Origins]:
+    """The effective settings of a server, and for each the origin of its value."""
+    return _load(Serving, file, os.environ if env is None else env, overrides or {})
+
+
+def _load(
+    cls: type[Settings],
+    file: str | os.PathLike[str] | None,
+    env: Mapping[str, str],
+    overrides: Mapping[str, Any],
+) -> tuple[Settings, Origins]:
     file = file or env.get(f"{ENV_PREFIX}CONFIG_FILE")
-    if file:
-        try:
-            sources.append((str(file), tomllib.loads(Path(file).read_text())))
-        except OSError as error:
-            raise ConfigError(f"configuration file {file}: {error.strerror}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"configuration file {file}: {error}") from None
-    variables = {
-        name.removeprefix(ENV_PREFIX).lower(): value
-        for name, value in env.items()
-        if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG_FILE"
-    }
-    sources += [("environment", variables), ("arguments", overrides or {})]
+    given = {str(file): _from_file(cls, file)} if file else {}
+    given |= {"environment": _from_environment(cls, env), "arguments": overrides}
+    names = {each.name for each in fields(cls)}
     values: dict[str, Any] = {}
-    origins = dict.fromkeys(_NAMES, "default")
-    for origin, given in sources:
-        for name, value in given.items():
-            if name not in _NAMES:
-                spell = _as_variable if origin == "environment" else str
-                hint = suggest(spell(name), map(spell, _NAMES))
-                raise ConfigError(f"unknown setting {spell(name)!r} in {origin}{hint}")
-            values[name] = _convert(name, value, origin)
+    origins = dict.fromkeys((each.name for each in fields(cls)), "default")
+    for origin, settings in given.items():
+        for name, value in settings.items():
+            if name not in names:
+                known = {_as_variable(cls, each) if origin == "environment" else each for each in names}
+                word = _as_variable(cls, name) if origin == "environment" else name
+                raise ConfigError(f"unknown setting {word!r} in {origin}{suggest(word, known)}")
+            values[name] = _convert(name, value, origin, cls)
             origins[name] = origin
-    return Config(**values), origins
+    return cls(**values), origins
+
+
+def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str, Any]:
+    try:
+        table = tomllib.loads(Path(file).read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {file}: {error}") from None
+    serve = table.pop("serve", {})
+    if not isinstance(serve, dict):
+        raise ConfigError(f"configuration file {file}: [serve] must be a table")
+    return serve if cls is Serving else table
+
+
+def _from_environment(cls: type[Settings], env: Mapping[str, str]) -> Mapping[str, str]:
+    prefix = _as_variable(cls, "")
+    others = {f"{ENV_PREFIX}CONFIG_FILE", TOKEN_VARIABLE}
+    ours = (name for name in env if name.startswith(prefix) and name not in others)
+    is_mine = cls is Serving
+    return {
+        name.removeprefix(prefix).lower(): env[name]
+        for name in ours
+        if is_mine or not name.startswith(_as_variable(Serving, ""))
+    }
+
+
+def _as_variable(cls: type, name: str) -> str:
+    return f"{ENV_PREFIX}{'SERVE_' if cls is Serving else ''}{name.upper()}"

@@ -150,22 +150,25 @@ class Index:
             return True
         return False
 
-    def remove(self, entry: Entry, *, evicted: bool = False) -> bool:
+    def remove(self, entry: Entry) -> bool:
         """Take it out, so that nobody finds it. True: nobody holds it either, its room is free now."""
-        del self._entries[entry.key]
-        if is_value(entry.key):
-            self.names.discard(entry.key)
-        self._policy.remove(entry, evicted)
-        self.link(entry, None)
-        entry.state = State.GONE
-        if evicted:
-            self._ghosts[entry.key] = None
-            if len(self._ghosts) > self._max_ghosts:
-                self._ghosts.popitem(last=False)
-        if entry.leases:
-            return False
-        self.used -= entry.nbytes
-        return True
+        self._take_out([entry], evicted=False)
+        return not entry.leases
+
+    def _take_out(self, entries: Sequence[Entry], *, evicted: bool) -> None:
+        self._policy.remove(entries, evicted)
+        for entry in entries:
+            del self._entries[entry.key]
+            self.link(entry, None)
+            entry.state = State.GONE
+            if not entry.leases:
+                self.used -= entry.nbytes
+            if evicted:
+                self._ghosts[entry.key] = None
+        while len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        if self.names:
+            self.names.difference_update(entry.key for entry in entries)
 
     def touch(self, run: Sequence[Entry]) -> None:
         """A new request saw this prefix, given head first."""
@@ -215,8 +218,7 @@ class Index:
             self.release(keep)
         if freed < need:
             return None
-        for entry in victims:
-            self.remove(entry, evicted=True)
+        self._take_out(victims, evicted=True)
         return victims
 
     def check(self) -> None:

@@ -15,13 +15,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from lmtier.cache import Cache, Match, Reservation
+from lmtier.cache import Match, Reservation
 from lmtier.codec import NO_MARK
 from lmtier.errors import CanaryError, LayoutError, MisuseError
 from lmtier.index import Entry
 from lmtier.keys import Extra, Identity, KeyChain, check_skip, seed
 from lmtier.layout import Layout, Shard, cover, form_of, padded
 from lmtier.paging import BlockIds, PagedKV
+from lmtier.store import Store
 
 log = logging.getLogger("lmtier")
 
@@ -29,7 +30,7 @@ _SAMPLE = 64  # verify=sample compares the chunks whose key is 0 modulo this
 
 
 class Mover:
-    """Moves KV between one rank's engine blocks and a cache in the same process.
+    """Moves KV between one rank's engine blocks and a store: a `Cache`, or a `Client` of a server's.
 
     `ranks` lists the shards that the ranks of this engine store, this one's among them, replicas once;
     by default this rank holds all. What `identity` leaves open is taken from the layout. `spare_blocks`
@@ -39,7 +40,7 @@ class Mover:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Store,
         kv: PagedKV,
         identity: Identity,
         *,
@@ -111,11 +112,11 @@ class Mover:
         verify = self.cache.config.verify
         return verify == "always" or (verify == "sample" and key[-1] % _SAMPLE == 0)
 
-    def blocks_of(self, block_ids: Sequence[int], chunk: int) -> BlockIds:
-        """The engine blocks of one chunk of a request, checked."""
+    def blocks_of(self, block_ids: Sequence[int], first: int, end: int) -> list[BlockIds]:
+        """The engine blocks of chunks [first, end) of a request, checked."""
         per_chunk = self.kv.layout.blocks
-        ids = block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
-        if len(ids) != per_chunk:
+        ids = block_ids[first * per_chunk : end * per_chunk]
+        if (chunk := first + len(ids) // per_chunk) < end:
             raise LayoutError(
                 f"chunk {chunk} needs blocks {chunk * per_chunk} to {(chunk + 1) * per_chunk} of the "
                 f"request, which has {len(block_ids)}"
@@ -196,9 +197,10 @@ class Load:
         done_blocks = {first: inside // kv.layout.block_tokens}
         self._finished = False
         self._missing = set(range(kv.shard.first_layer, kv.shard.end_layer))
+        blocks = mover.blocks_of(block_ids, first, len(match.run))
         self._chunks = [
-            (chunk, entry, mover.blocks_of(block_ids, chunk), done_blocks.get(chunk, 0))
-            for chunk, entry in enumerate(match.run[first:], start=first)
+            (chunk, entry, ids, done_blocks.get(chunk, 0))
+            for chunk, (entry, ids) in enumerate(zip(match.run[first:], blocks, strict=True), start=first)
         ]
 
     def layer(self, layer: int) -> None:
@@ -291,7 +293,7 @@ class Save:
             raise MisuseError("several ranks store this form: reserve once, pass it to each as reservation=")
         first = check_skip(skip_leading_tokens, cache.chunk_tokens)
         # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
-        blocks = {chunk: mover.blocks_of(block_ids, chunk) for chunk in range(first, len(chain.keys))}
+        blocks = dict(enumerate(mover.blocks_of(block_ids, first, len(chain.keys)), start=first))
         self._mover = mover
         self.reservation = reservation or cache.reserve(chain.keys, mover.form, first=first)
         number = mover.number

@@ -222,7 +222,7 @@ class PagedKV:
 
     def _pieces(self, tensors: list[_Raw], block_ids: Any) -> Iterator[memoryview]:
         known = isinstance(block_ids, BlockIds)
-        ids = (block_ids.ids if known else self._checked(np.asarray(block_ids))).tolist()
+        ids = (block_ids.ids if known else self._checked(np.asarray(block_ids), len(block_ids))).tolist()
         return (piece for tensor in tensors for block in ids for piece in tensor.pieces(block))
 
     def _tag(self) -> bytes:
@@ -234,9 +234,12 @@ class PagedKV:
 
     # ---- arguments
 
-    def check(self, block_ids: Any) -> BlockIds:
-        """The blocks of one chunk, to be used many times. Raises LayoutError if they cannot be."""
-        return BlockIds(self._ids(block_ids))
+    def check(self, block_ids: Any) -> list[BlockIds]:
+        """The blocks of consecutive chunks, to be used many times. Raises LayoutError if they cannot be."""
+        ids, size = np.asarray(block_ids), self.layout.blocks
+        if ids.ndim != 1 or len(ids) % size:
+            raise LayoutError(f"a chunk is {size} blocks, got block ids of shape {list(ids.shape)}")
+        return [BlockIds(each) for each in self._checked(ids, size).reshape(-1, size)]
 
     def _ids(self, block_ids: Any, first_block: int = 0) -> Ids:
         if isinstance(block_ids, BlockIds):
@@ -247,23 +250,26 @@ class PagedKV:
                 f"a chunk is {self.layout.blocks} blocks, got block ids of shape {list(ids.shape)} "
                 f"from block {first_block} on"
             )
-        return self._checked(ids[first_block:])
+        return self._checked(ids[first_block:], self.layout.blocks - first_block)
 
-    def _checked(self, ids: Any) -> Ids:
+    def _checked(self, ids: Any, size: int) -> Ids:
+        """Ids of whole chunks, `size` of each: integers, within the engine, none twice in a chunk."""
         # A wrong id must never reach take(mode="clip"), which would read another request's block.
-        # Sixteen ids: Python's min and max are faster than numpy's.
-        listed = ids.tolist()
-        if not listed:
+        # So few ids: Python's min and max are faster than numpy's.
+        if not ids.size:
             return np.empty(0, np.intp)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise LayoutError(
                 f"block ids must be one row of integers, not {ids.ndim}-dimensional {ids.dtype}"
             )
+        listed = ids.tolist()
         if min(listed) < 0 or max(listed) >= self.blocks:
             wrong = next(block for block in listed if not 0 <= block < self.blocks)
             raise LayoutError(f"block id {wrong} is outside of the engine's {self.blocks} blocks")
-        if len(set(listed)) != len(listed):
-            raise LayoutError(f"a block id occurs twice among {listed}")
+        if len(set(listed)) != len(listed):  # two chunks may share a block
+            for at in range(0, len(listed), size):
+                if len(set(chunk := listed[at : at + size])) != size:
+                    raise LayoutError(f"a block id occurs twice among {chunk}")
         return np.asarray(ids, np.intp)
 
     @staticmethod

@@ -40,8 +40,8 @@ class Policy(ABC, Generic[E]):
         """The same request goes on: keep these together with what it adds, but do not count a hit."""
 
     @abstractmethod
-    def remove(self, entry: E, evicted: bool) -> None:
-        """`entry` left: by eviction, which is remembered, or for another reason, which is not."""
+    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+        """These left: by eviction, which is remembered, or for another reason, which is not."""
 
     @abstractmethod
     def order(self) -> Generator[E, None, None]:
@@ -73,8 +73,9 @@ class LRU(Policy[E]):
 
     refresh = touch
 
-    def remove(self, entry: E, evicted: bool) -> None:
-        del self._queue[entry]
+    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+        for entry in entries:
+            del self._queue[entry]
 
     def order(self) -> Generator[E, None, None]:
         yield from self._queue
@@ -116,13 +117,14 @@ class S3FIFO(Policy[E]):
             if entry in self._small:
                 self._small.move_to_end(entry)
 
-    def remove(self, entry: E, evicted: bool) -> None:
-        if self._small.pop(entry, None) is None:
-            del self._main[entry]
-        elif evicted:
-            self._ghost[entry.key] = None
-            while len(self._ghost) > max(16, len(self)):
-                self._ghost.popitem(last=False)
+    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+        for entry in entries:
+            if self._small.pop(entry, None) is None:
+                del self._main[entry]
+            elif evicted:
+                self._ghost[entry.key] = None
+                while len(self._ghost) > max(16, len(self)):
+                    self._ghost.popitem(last=False)
 
     def order(self) -> Generator[E, None, None]:
         promoted: list[E] = []
@@ -201,18 +203,20 @@ class ARC(Policy[E]):
         for entry in entries:
             (self._once if entry in self._once else self._again).move_to_end(entry)
 
-    def remove(self, entry: E, evicted: bool) -> None:
+    def remove(self, entries: Iterable[E], evicted: bool) -> None:
         once, again = self._once, self._again
         self._capacity = max(self._capacity, len(once) + len(again))
-        if entry in once:
-            del once[entry]
-            ghosts = self._once_ghosts
-        else:
-            del again[entry]
-            ghosts = self._again_ghosts
+        for entry in entries:
+            if entry in once:
+                del once[entry]
+                ghosts = self._once_ghosts
+            else:
+                del again[entry]
+                ghosts = self._again_ghosts
+            if evicted:
+                ghosts[entry.key] = None
         if not evicted:
             return
-        ghosts[entry.key] = None
         while len(self._once_ghosts) > max(0, self._capacity - len(once)):
             self._once_ghosts.popitem(last=False)
         while self._again_ghosts and len(self._once_ghosts) + len(self._again_ghosts) > self._capacity:

@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lmtier.codec import PAGE, padded
@@ -104,21 +104,18 @@ class Slab:
                 self._merge()
                 offset = self._take(padded(size))
             if offset is None:
-                for done in taken:
-                    self.free(done)
+                self.free(taken)
                 return None
             taken.append(offset)
         return tuple(taken)
 
-    def free(self, offset: int) -> None:
-        size = self._taken.pop(offset, None)
-        if size is None:
-            raise MisuseError(f"extent at {offset} is not allocated: freed twice?")
-        self.used -= size
-        waiting = self._waiting.get(size)
-        if waiting is None:
-            waiting = self._waiting[size] = []
-        waiting.append(offset)
+    def free(self, offsets: Iterable[int]) -> None:
+        for offset in offsets:
+            size = self._taken.pop(offset, None)
+            if size is None:
+                raise MisuseError(f"extent at {offset} is not allocated: freed twice?")
+            self.used -= size
+            self._waiting.setdefault(size, []).append(offset)
 
     def _merge(self) -> None:
         """Return what waits to the free ranges."""

@@ -1,22 +1,68 @@
-"""What a command is: its name and arity, who calls it, and what it may answer. Tables of them make the server.
+"""What a command is: its name, its arity, who calls it, and what it may answer. A server is tables of them.
 
 A handler answers at once with a value that `resp.encode` knows, or with a generator: one that must wait
-for a tier yields, is resumed after every step of the cache, and returns the value in the end. Its caller's
-next command waits; nobody else does.
+for a tier yields None and is resumed after every step of the cache; it may yield parts of its answer to be
+sent meanwhile; what it returns is the answer, or the rest of it. Its caller's next command waits; nobody
+else does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-Argument: TypeAlias = "bytes | memoryview"
-Waiting: TypeAlias = "Generator[None, None, Any]"
+from lmtier.server.resp import Argument, Error
+
+__all__ = [
+    "Argument",
+    "Caller",
+    "Command",
+    "Handler",
+    "Nothing",
+    "Payload",
+    "Refused",
+    "Table",
+    "Waiting",
+    "WithDescriptor",
+]
+
+
+class Payload(NamedTuple):
+    """Bytes in the slab, sent from there as a bulk string; then `sent` is called, whatever happened."""
+
+    view: memoryview
+    sent: Callable[[], None]
+
+
+class WithDescriptor(NamedTuple):
+    """An answer that carries an open file to a caller on the Unix socket."""
+
+    value: Any
+    fd: int
+
+
+class _Mark(Enum):
+    NOTHING = "Nothing"
+
+
+Nothing = _Mark.NOTHING
+"""The answer of a handler that has sent all of it in parts."""
+
+Waiting: TypeAlias = "Generator[bytes | Payload | None, None, Any]"
 Handler: TypeAlias = "Callable[[Caller, list[Argument]], Any]"
-"""Given who calls and the whole command, name included; a value, or `Waiting` for one."""
+"""Given who calls and the whole command, name included: the answer, or `Waiting` for it."""
 Table: TypeAlias = "Mapping[bytes, Command]"
 """Commands by name, in capitals."""
+
+
+class Refused(Exception):
+    """The command is answered with this error."""
+
+    def __init__(self, error: Error) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass(eq=False, slots=True)
@@ -35,9 +81,12 @@ class Caller:
     """What it turned out to be: redis, or engine."""
     session: Any = None
     """What the verbs of engines keep for it."""
+    drafts: list[Any] = field(default_factory=list)
+    """Room for the values of its present command, in their order. What is left in the end is dropped."""
     asked: int = 0
+    """How many commands it gave."""
     last: str = ""
-    """How many commands it gave, and the name of the last."""
+    """The name of the last."""
     closing: bool = False
     """Close it when what it was answered has been sent."""
 
@@ -47,11 +96,8 @@ class Command(NamedTuple):
     arity: int
     """As in redis: the number of arguments, name included; negative: at least so many."""
     flags: tuple[str, ...] = ()
-    """As in redis: readonly, write, fast, admin, no-auth."""
-
-
-class WithDescriptor(NamedTuple):
-    """An answer that carries an open file to a caller on the Unix socket."""
-
-    value: Any
-    fd: int
+    """As in redis: readonly, write, fast, admin; `loading` and `no_auth` are obeyed."""
+    keys: tuple[int, int, int] = (0, 0, 0)
+    """As in redis: the first argument that is a name, the last, and the step between them."""
+    payloads: range = range(0)
+    """Which arguments are values: their bytes go straight into the slab."""

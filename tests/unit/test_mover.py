@@ -130,6 +130,19 @@ def test_too_few_blocks_drop_that_save_only(cache):
     assert save(engine, range(32), blocks) == 32
 
 
+def test_two_chunks_may_share_a_block_and_one_chunk_may_not_have_it_twice(cache):
+    engine = Engine(cache)
+    blocks = engine.blocks(32)
+    with pytest.raises(LayoutError, match=rf"twice among \[{blocks[4]}, {blocks[4]}\]"):
+        save(engine, range(32), [*blocks[:5], blocks[4], *blocks[6:]])
+    assert cache.index.used == 0
+    shared = [*blocks[:4], blocks[0], *blocks[5:]]
+    assert save(engine, range(32), shared) == 32
+    target = engine.blocks(32)
+    assert load(engine, [*range(32), 32], target) == 32
+    assert torch.equal(engine.bytes_of(shared, 32), engine.bytes_of(target, 32))
+
+
 @settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(1, 15), min_size=1, max_size=6), layerwise=st.booleans())
 def test_chunked_prefill_in_any_steps_stores_what_one_shot_stores(cuts, layerwise):

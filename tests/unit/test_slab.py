@@ -40,7 +40,7 @@ def test_neighbours_merge_so_that_small_pieces_become_a_large_one():
     offsets = slab.allocate([PAGE] * 6)
     assert offsets is not None
     for offset in random.Random(1).sample(offsets, 6):
-        slab.free(offset)
+        slab.free([offset])
         slab.check()
     assert slab.allocate([6 * PAGE]) is not None
 
@@ -49,9 +49,9 @@ def test_freeing_twice_is_an_error():
     slab = Slab(2 * PAGE)
     offsets = slab.allocate([PAGE])
     assert offsets is not None
-    slab.free(offsets[0])
+    slab.free(offsets)
     with pytest.raises(MisuseError, match="freed twice"):
-        slab.free(offsets[0])
+        slab.free(offsets)
 
 
 def test_padding_is_zeroed_and_the_payload_is_not():
@@ -92,11 +92,11 @@ def test_any_mix_of_allocate_and_free_keeps_the_books(steps: list[tuple[bool, in
                 held.append((offsets[0], padded(size)))
         else:
             offset, _ = held.pop(size % len(held))
-            slab.free(offset)
+            slab.free([offset])
         slab.check()
         assert slab.used == sum(size for _, size in held)
     for offset, _ in held:
-        slab.free(offset)
+        slab.free([offset])
     slab.check()
     assert slab.allocate([32 * PAGE]) == (0,)
 

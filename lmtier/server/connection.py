@@ -1,0 +1,314 @@
+"""One client's socket: commands in, answers out, in order; payloads between the socket and the slab.
+
+A connection works until the socket has nothing more or takes nothing more, or its command must wait. Then
+it says what it wants to hear of (`interest`) and is called again. It is closed by whoever finds it dead or
+stuck; `close` takes back all that its present command held.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+from lmtier.server.commands import Argument, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
+from lmtier.server.http import Conversation
+from lmtier.server.resp import CRLF, Commands, Error, ProtocolError, bulk_header, encode
+
+_TURN = 4 << 20  # bytes that one client may move before the others have their turn
+_ENOUGH = 1 << 20  # bytes of answers, beyond which no more commands are run before they are sent
+_BATCH = 64 << 10  # of answers, from which on they are sent before more commands are run
+_SMALL = 16 << 10
+_BUFFERS = 64  # in one system call
+_SLOWEST = 16 << 10  # bytes a second, on average, that a transfer must move to be worth its memory
+_FIRST = 10.0  # seconds in which it need not
+
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    def place(self, caller: Caller, args: list[Argument], argc: int, length: int) -> memoryview | None: ...
+    def answer(self, caller: Caller, args: list[Argument]) -> Any: ...
+    def drop_drafts(self, caller: Caller) -> None: ...
+
+
+class _Out(NamedTuple):
+    """A piece of an answer; `sent` is called when it is gone, or will never be."""
+
+    view: memoryview
+    sent: Callable[[], None] | None = None
+    fd: int | None = None
+
+
+class Stream:
+    """A socket that never blocks, and what waits to be sent on it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.is_open = True
+        self.received = 0
+        self.sent = 0
+        self.began = time.monotonic()
+        self._out: deque[_Out] = deque()
+        self.waits = 0
+        """Bytes that wait to be sent."""
+        self._moved = self.began
+        """When a byte last moved."""
+        self._busy_since: tuple[float, int] | None = None
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+
+    def read(self, target: memoryview) -> int:
+        """Bytes received into `target`; 0: none now. Closes itself when the other side is gone."""
+        try:
+            count = self.sock.recv_into(target)
+        except _NOT_NOW:
+            return 0
+        except OSError:
+            count = 0
+        if not count:
+            self.close()
+        self.received += count
+        self._moved = time.monotonic()
+        return count
+
+    def push(
+        self, data: bytes | memoryview, sent: Callable[[], None] | None = None, fd: int | None = None
+    ) -> None:
+        if not self.is_open:
+            if sent is not None:
+                sent()
+            return
+        self._out.append(_Out(memoryview(data), sent, fd))
+        self.waits += len(data)
+
+    def flush(self) -> None:
+        """Send what the socket takes, a turn's worth at most."""
+        turn = _TURN
+        while self._out and self.is_open and turn > 0:
+            try:
+                count = self._send()
+            except _NOT_NOW:
+                return
+            except OSError:
+                self.close()
+                return
+            turn -= count
+            self.sent += count
+            self.waits -= count
+            self._moved = time.monotonic()
+            self._forget(count)
+
+    def _send(self) -> int:
+        first = self._out[0]
+        if first.fd is not None:
+            return socket.send_fds(self.sock, [first.view], [first.fd])
+        if self._is_tls:
+            return self.sock.send(first.view[:_TURN])
+        pieces: Iterator[_Out] = islice(self._out, _BUFFERS)
+        return self.sock.sendmsg([each.view for each in pieces if each.fd is None])
+
+    def _forget(self, count: int) -> None:
+        """What was sent leaves the queue."""
+        out = self._out
+        while out and len(out[0].view) <= count:
+            count -= len(out[0].view)
+            done = out.popleft()
+            if done.sent is not None:
+                done.sent()
+        if count:
+            first = out[0]
+            out[0] = _Out(first.view[count:], first.sent)
+
+    def is_stuck(self, now: float, patience: float, busy: bool) -> bool:
+        """Whether something that has begun does not go on: not a byte for so long, or too few for longer."""
+        if not (busy or self._out):
+            self._busy_since = None
+            return False
+        if self._busy_since is None:
+            self._busy_since = (now, self.received + self.sent)
+        since, moved = self._busy_since
+        rate = self.received + self.sent - moved
+        too_slow = now - since > _FIRST and rate < _SLOWEST * (now - since)
+        return now - max(self._moved, since) > patience or too_slow
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            while self._out:
+                if (sent := self._out.popleft().sent) is not None:
+                    sent()
+            self.waits = 0
+            self.sock.close()
+
+
+class Connection(Stream):
+    """A client that speaks RESP: a Redis client, or an engine."""
+
+    def __init__(self, host: Host, sock: socket.socket, caller: Caller) -> None:
+        super().__init__(sock)
+        self.caller = caller
+        self._host = host
+        self._commands = Commands(self._place)
+        self._waiting: Waiting | None = None
+
+    def _place(self, args: list[Argument], argc: int, length: int) -> memoryview | None:
+        return self._host.place(self.caller, args, argc, length)
+
+    @property
+    def wants_input(self) -> bool:
+        return self._waiting is None and not self.caller.closing and self.waits < _ENOUGH
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its command waits for a tier."""
+        return self._waiting is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self.waits or self._commands.in_command)
+
+    def hear(self) -> None:
+        """The socket has bytes, or is closed."""
+        turn = _TURN
+        while self.is_open and self.wants_input and turn > 0:
+            target = self._commands.target()
+            count = self.read(target)
+            if not count:
+                break
+            # Small commands cost more than the bytes that they are.
+            turn -= count if len(target) > _SMALL else 16 * count
+            self._commands.received(count)
+            self.go_on()
+            if count < len(target) and not self._is_tls:
+                break
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Run commands, and send what they answer, as far as both go now."""
+        while self.is_open:
+            goes = self.waits < _ENOUGH and (self._resume() if self._waiting else self._next())
+            if not goes or self.waits >= _BATCH:
+                before = self.waits
+                self.flush()
+                if not goes and not (before >= _ENOUGH > self.waits):
+                    break
+        if self.caller.closing and not self.waits and not self._waiting:
+            self.close()
+
+    def _next(self) -> bool:
+        """Run the next command that is all here. False: there is none."""
+        if self.caller.closing:
+            return False
+        try:
+            args = self._commands.next()
+        except ProtocolError as error:
+            self._host.drop_drafts(self.caller)
+            self.caller.closing = True
+            self._reply(Error(f"ERR Protocol error: {error}"))
+            return False
+        if args is None:
+            return False
+        answer = self._host.answer(self.caller, args)
+        if isinstance(answer, _GENERATOR):
+            self._waiting = answer
+            return self._resume()
+        self._end(answer)
+        return True
+
+    def _resume(self) -> bool:
+        """Go on with the command that waits. False: it still does."""
+        assert self._waiting is not None
+        try:
+            part = next(self._waiting)
+        except StopIteration as stop:
+            self._waiting = None
+            self._end(stop.value)
+            return True
+        except Refused as refused:
+            self._waiting = None
+            self._end(refused.error)
+            return True
+        if part is None:
+            return False
+        self._reply(part) if isinstance(part, Payload) else self.push(part)
+        return True
+
+    def _end(self, answer: Any) -> None:
+        self._host.drop_drafts(self.caller)
+        self._reply(answer)
+
+    def _reply(self, answer: Any) -> None:
+        if isinstance(answer, Payload):
+            self.push(bulk_header(len(answer.view)))
+            self.push(answer.view, answer.sent)
+            self.push(CRLF)
+        elif isinstance(answer, WithDescriptor):
+            self.push(encode(answer.value, self.caller.resp3), fd=answer.fd)
+        elif answer is not Nothing:
+            self.push(encode(answer, self.caller.resp3))
+
+    def is_in_the_middle(self) -> bool:
+        return self._commands.in_command and self._waiting is None
+
+    def close(self) -> None:
+        if self.is_open:
+            super().close()
+            if self._waiting is not None:
+                self._waiting.close()
+                self._waiting = None
+            self._host.drop_drafts(self.caller)
+
+
+class HttpConnection(Stream):
+    """A person's browser, or Prometheus."""
+
+    def __init__(self, sock: socket.socket, conversation: Conversation, caller: Caller) -> None:
+        super().__init__(sock)
+        self.caller = caller
+        self._conversation = conversation
+        self._input = memoryview(bytearray(16 << 10))
+        self._last = False  # nothing more will be answered
+
+    @property
+    def wants_input(self) -> bool:
+        return not self.waits
+
+    is_waiting = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waits
+
+    def is_in_the_middle(self) -> bool:
+        return True  # a person's connection may be idle for as long as a transfer may
+
+    def hear(self) -> None:
+        count = self.read(self._input)
+        if count and not self._last:
+            self._conversation.feed(self._input[:count])
+        self.go_on()
+
+    def go_on(self) -> None:
+        self.flush()
+        while self.is_open and not self.waits and (reply := self._conversation.next()) is not None:
+            self.caller.asked += 1
+            self.push(reply.data)
+            self.flush()
+            if not reply.keep:
+                self._last = True
+        if self._last and not self.waits and self.is_open:
+            # What was not read would reset the connection, and take the answer with it: read on to the end.
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+
+
+_GENERATOR = type(_ for _ in ())

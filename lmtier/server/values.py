@@ -1,0 +1,285 @@
+"""Named values that may change and expire, kept as chunks of one shard: what a Redis client thinks it stores.
+
+    key    keys.value_key(name)
+    mark   when it expires (i64, ms since the epoch; 0: never), its length (u64), its name
+    bytes  as they were given; nobody looks into them
+
+A value is received into a draft, which nobody sees, and takes its name when it is complete. Whatever
+must be read from a tier is waited for: such calls are generators that yield until it is there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+import time
+from bisect import bisect_left
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from lmtier.cache import Cache, Match, Reservation
+from lmtier.codec import MARK_ROOM
+from lmtier.index import State
+from lmtier.keys import KEY_BYTES, VALUES, value_key
+from lmtier.layout import Form, LayerShape, Layout, Shard, form_of
+
+_MARK = struct.Struct("<qQ")
+MAX_NAME = MARK_ROOM - _MARK.size
+_SHARD = Shard(0, 1, 0, 1)
+ANY = form_of(None, (_SHARD,), (0,))
+"""What a reader of a value asks for: it takes any size."""
+
+_DRAFT_SHARE = 1 / 2  # of the slab that values on their way in may take: they may never be completed
+_SNAPSHOT_SECONDS = 1.0
+
+T = TypeVar("T")
+Waiting: TypeAlias = "Generator[None, None, T]"
+
+
+class Mark(NamedTuple):
+    """What is known of a value without its bytes."""
+
+    expires: int
+    nbytes: int
+    name: bytes
+
+    def pack(self) -> bytes:
+        return _MARK.pack(self.expires, self.nbytes) + self.name
+
+    @classmethod
+    def parse(cls, mark: bytes) -> Mark | None:
+        if len(mark) < _MARK.size:
+            return None
+        expires, nbytes = _MARK.unpack_from(mark)
+        return cls(expires, nbytes, mark[_MARK.size :])
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """Room for a value that is being received."""
+
+    reservation: Reservation
+    view: memoryview
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A value in the slab, leased until it is let go of."""
+
+    mark: Mark
+    view: memoryview
+    match: Match
+
+
+class Values:
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._count = cache.metrics.values
+        self._drafts = count()
+        self._drafting = 0
+        """Bytes of the slab that drafts take."""
+        self._expiring: list[tuple[int, bytes]] = []
+        self._snapshot: tuple[float, list[bytes]] = (0.0, [])
+
+    # ---- in
+
+    def draft(self, nbytes: int) -> Draft | None:
+        """Room for a value of `nbytes`, or None: there is none."""
+        cache = self._cache
+        form = _form(nbytes, cache.chunk_tokens)
+        if self._drafting + form.room <= cache.index.capacity * _DRAFT_SHARE:
+            key = VALUES + next(self._drafts).to_bytes(KEY_BYTES - len(VALUES), "little")
+            reservation = cache.reserve([key], form)
+            if reservation.entries:
+                self._drafting += form.room
+                (entry,) = reservation.entries.values()
+                return Draft(reservation, cache.slab.view(entry.offsets[0], nbytes))
+        cache.no_room_at = time.monotonic()
+        self._count.labels("refused").inc()
+        return None
+
+    def drop(self, draft: Draft) -> None:
+        """It will not be completed."""
+        self._drafting -= draft.reservation.form.room
+        self._cache.abort(draft.reservation)
+
+    def put(self, draft: Draft, name: bytes, expires: int = 0) -> Waiting[bool]:
+        """Give a complete draft its name, in place of what had it. True when no restart can find the old one.
+
+        False: it is to be had, but a tier keeps failing to delete the old one.
+        """
+        cache, key = self._cache, value_key(name)
+        self._drafting -= draft.reservation.form.room
+        if expires:
+            heapq.heappush(self._expiring, (expires, key))
+        cache.replace(draft.reservation, key, Mark(expires, len(draft.view), name).pack())
+        self._count.labels("set").inc()
+        return (yield from self._gone([key]))
+
+    # ---- out
+
+    def get(self, name: bytes) -> Waiting[Value | None]:
+        """The value, leased: `release` it."""
+        cache, key = self._cache, value_key(name)
+        match = cache.match([key], ANY)
+        try:
+            cache.prefetch(match)
+            while not match.ready:
+                yield
+            value = self._value(match, name)
+        except GeneratorExit:
+            cache.release(match)
+            raise
+        self._count.labels("missed" if value is None else "hit").inc()
+        if value is None:
+            cache.release(match)
+        return value
+
+    def _value(self, match: Match, name: bytes) -> Value | None:
+        if not match.run:
+            return None
+        (entry,) = match.run
+        mark = Mark.parse(entry.prints[0]) if entry.prints else None
+        if mark is None or mark.name != name or mark.nbytes > entry.nbytes:
+            return None
+        if self._is_over(entry.key, mark):
+            return None
+        return Value(mark, self._cache.slab.view(entry.offsets[0], mark.nbytes), match)
+
+    def release(self, value: Value) -> None:
+        self._cache.release(value.match)
+
+    def mark(self, name: bytes) -> Waiting[Mark | None]:
+        """What is known of a value; its header is read if it lies below and was not seen before."""
+        mark = yield from self._mark(value_key(name))
+        return mark if mark is not None and mark.name == name else None
+
+    def _mark(self, key: bytes) -> Waiting[Mark | None]:
+        entry = self._cache.index.get(key)
+        if entry is not None and entry.state is State.READY:
+            mark = Mark.parse(entry.prints[0]) if entry.prints else None
+        else:
+            mark = yield from self._mark_below(key)
+        return None if mark is None or self._is_over(key, mark) else mark
+
+    def _mark_below(self, key: bytes) -> Waiting[Mark | None]:
+        for below in self._cache.below:
+            if below.index is None or not below.holds(key, ANY):
+                continue
+            entry = below.index.get(key)
+            if entry is not None and entry.prints:
+                return Mark.parse(entry.prints[0])
+            heard: list[object] = []
+            below.peek(key, heard.append)
+            until = time.monotonic() + self._cache.config.load_deadline
+            while not heard and time.monotonic() < until:
+                yield
+            if heard and isinstance(heard[0], bytes):
+                return Mark.parse(heard[0])
+        return None
+
+    # ---- all of them
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def _keys(self) -> set[bytes]:
+        indexes = (below.index for below in self._cache.below if below.index is not None)
+        return self._cache.index.names.union(*(index.names for index in indexes))
+
+    def scan(self, cursor: int, most: int) -> Waiting[tuple[int, list[bytes]]]:
+        """Names from `cursor` on, in an order that changes do not disturb, and where to go on; 0: nowhere.
+
+        A value that is there from the first call to the last is returned.
+        """
+        taken, keys = self._snapshot
+        if not cursor or time.monotonic() - taken > _SNAPSHOT_SECONDS:
+            keys = sorted(self._keys())
+            self._snapshot = (time.monotonic(), keys)
+        at = bisect_left(keys, cursor, key=_position)
+        end = min(len(keys), at + most)
+        while end < len(keys) and end > at and _position(keys[end]) == _position(keys[end - 1]):
+            end += 1  # the cursor would point between equals
+        names = []
+        for key in keys[at:end]:
+            mark = yield from self._mark(key)
+            if mark is not None:
+                names.append(mark.name)
+        return (_position(keys[end]) if end < len(keys) else 0), names
+
+    def forget(self, *names: bytes) -> Waiting[int]:
+        """Delete them for good; how many there were."""
+        keys = []
+        for name in names:
+            if (yield from self.mark(name)) is not None:
+                keys.append(value_key(name))
+                self._cache.forget(keys[-1], ANY)
+                self._count.labels("deleted").inc()
+        yield from self._gone(keys)
+        return len(keys)
+
+    def clear(self) -> Waiting[bool]:
+        """Delete all for good; not those that are being received."""
+        keys = self._keys()
+        for key in keys:
+            self._cache.forget(key, ANY)
+        self._count.labels("deleted").inc(len(keys))
+        return (yield from self._gone(list(keys)))
+
+    def retime(self, name: bytes, expires: int) -> Waiting[bool | None]:
+        """Let it expire at another time. None: it is not there; False: no room for the copy it takes."""
+        value = yield from self.get(name)
+        if value is None:
+            return None
+        draft = self.draft(len(value.view))
+        if draft is not None:
+            np.copyto(np.frombuffer(draft.view, np.uint8), np.frombuffer(value.view, np.uint8))
+        self.release(value)
+        return draft is not None and (yield from self.put(draft, name, expires))
+
+    def expire(self) -> int:
+        """Delete what is over, as far as it is known; the rest when somebody asks for it."""
+        now, over = now_ms(), 0
+        while self._expiring and self._expiring[0][0] <= now:
+            _, key = heapq.heappop(self._expiring)
+            entry = self._cache.index.get(key)
+            for below in () if entry is not None else self._cache.below:
+                entry = entry or (below.index.get(key) if below.index is not None else None)
+            mark = Mark.parse(entry.prints[0]) if entry is not None and entry.prints else None
+            over += mark is not None and self._is_over(key, mark)  # it may have been set anew meanwhile
+        return over
+
+    def _is_over(self, key: bytes, mark: Mark) -> bool:
+        if not mark.expires or mark.expires > now_ms():
+            return False
+        self._cache.forget(key, ANY)
+        self._count.labels("expired").inc()
+        return True
+
+    def _gone(self, keys: list[bytes]) -> Waiting[bool]:
+        until = time.monotonic() + self._cache.config.load_deadline
+        while any(map(self._cache.is_leaving, keys)):
+            if time.monotonic() > until:
+                return False
+            yield
+        return True
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _position(key: bytes) -> int:
+    """Where a scan meets this key: 1 to 2**48."""
+    return int.from_bytes(key[len(VALUES) : len(VALUES) + 6], "big") + 1
+
+
+@lru_cache(maxsize=1024)
+def _form(nbytes: int, chunk_tokens: int) -> Form:
+    layout = Layout((LayerShape(1, max(1, nbytes), 0),), "u8", chunk_tokens, chunk_tokens, "value")
+    return form_of(layout, (_SHARD,))
