@@ -160,9 +160,14 @@ class Slab:
         if self.fd is not None and self._hugepages:
             # The kernel gives huge pages to shared memory only where that was allowed (sysfs), but makes them
             # of small ones at anybody's request: one small page is enough for that.
-            for start in range(at, at + size - _HUGE + 1, _HUGE):
-                touched = self._memory.advise(_MADV_POPULATE_WRITE, start, PAGE)
-                self._hugepages &= touched and self._memory.advise(_MADV_COLLAPSE, start, _HUGE)
+            # Some may be busy just then; if a whole step fails, the kernel does not know how, or has no more.
+            starts = range(at, at + size - _HUGE + 1, _HUGE)
+            done = [
+                self._memory.advise(_MADV_POPULATE_WRITE, start, PAGE)
+                and self._memory.advise(_MADV_COLLAPSE, start, _HUGE)
+                for start in starts
+            ]
+            self._hugepages = not done or any(done)
         return self._memory.advise(_MADV_POPULATE_WRITE, at, size)
 
     def check(self) -> None:

@@ -111,6 +111,8 @@ class HandTier(Tier):
             done.failed[name] = Reason.ABSENT
         elif op is Op.LOOKUP:
             done.ok[name] = Stat(len(self.kept[name]) - PAGE)
+        elif op is Op.PEEK:
+            done.ok[name] = codec.peek(memoryview(self.kept[name])[:PAGE], name)[0]
         else:
             data = self.kept[name]
             item.payload[:] = data[PAGE:]

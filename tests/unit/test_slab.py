@@ -111,9 +111,9 @@ def test_a_shared_slab_is_the_same_memory_for_whoever_has_its_file():
     slab.prefault()
     assert slab.fd is not None
     other = Memory(slab.capacity, slab.fd)
-    assert other.view[offset : offset + 5] == b"hello"
+    assert bytes(other.view[offset : offset + 5]) == b"hello"
     other.view[offset] = ord("j")
-    assert slab.view(offset, 5) == b"jello", "prefaulting changes nothing that is there"
+    assert bytes(slab.view(offset, 5)) == b"jello", "prefaulting changes nothing that is there"
 
 
 def test_a_view_outlives_the_slab_it_came_from():
@@ -122,7 +122,7 @@ def test_a_view_outlives_the_slab_it_came_from():
     view[:5] = b"hello"
     del slab
     gc.collect()
-    assert view[:5] == b"hello"
+    assert bytes(view[:5]) == b"hello"
 
 
 def test_memory_and_file_of_a_slab_are_given_back():
