@@ -1,0 +1,252 @@
+"""HTTP/1.1 for people and Prometheus: bytes in, bytes out; GET and HEAD only; no sockets here.
+
+Whoever owns the socket feeds a `Conversation` what it received and sends what `next` returns. A request is
+believed only if it is well-formed to the byte: a proxy in front can not be made to read it differently.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hmac
+import json
+import re
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from lmtier import __version__
+from lmtier.cache import Cache
+from lmtier.errors import MisuseError
+from lmtier.server.report import History, Report
+
+MAX_HEAD = 16 << 10
+"""Bytes of a request line and its headers."""
+OPEN = frozenset({"/healthz", "/health", "/readyz"})
+"""Needs no token: whoever asks learns one word. Kubernetes has no token to show."""
+
+TEXT = "text/plain; charset=utf-8"
+JSON = "application/json"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+# On every response. The page is one file: it may use its own style, script and icon, and our numbers.
+_ALWAYS = (
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("Referrer-Policy", "no-referrer"),
+)
+_CHALLENGE = (
+    ("WWW-Authenticate", 'Basic realm="lmtier", charset="UTF-8"'),
+    ("WWW-Authenticate", 'Bearer realm="lmtier"'),
+)
+
+_BEGIN = re.compile(rb"[A-Z-]{0,20}(?: |\Z)")
+_LINE = re.compile(rb"([A-Z-]{1,20}) ([\x21-\x7e]+) HTTP/(\d)\.(\d)")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_BARE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
+_ONCE = frozenset({"authorization", "content-length", "host", "transfer-encoding"})
+
+
+class Response(NamedTuple):
+    status: int
+    type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
+
+
+class Reply(NamedTuple):
+    data: bytes
+    """To be sent, all of it."""
+    keep: bool
+    """False: then close. Stop sending first and read until the end, or what was not read resets the reply."""
+
+
+class _Refusal(Exception):
+    """A request that gets an error for an answer, after which the connection is of no use."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class _Request(NamedTuple):
+    method: str
+    path: str
+    headers: dict[str, str]
+    keep: bool
+
+
+class Http:
+    """What is served, and to whom."""
+
+    def __init__(self, pages: Pages, token: str | None = None) -> None:
+        if token == "":
+            raise MisuseError("an empty token would let everybody in; None needs no token")
+        self._pages = pages
+        self._token = None if token is None else token.encode()
+
+    def conversation(self) -> Conversation:
+        """One for each connection."""
+        return Conversation(self)
+
+    def answer(self, method: str, path: str, authorization: str) -> Response:
+        if path not in OPEN and not self._is_trusted(authorization):
+            return sentence(401, "show the token: Authorization: Bearer, or as the password", _CHALLENGE)
+        if method not in ("GET", "HEAD"):
+            return sentence(405, f"{method} is not for this server; it only tells", (("Allow", "GET, HEAD"),))
+        if path not in self._pages:
+            return sentence(404, f"no such page; there are {', '.join(sorted(self._pages))}")
+        return self._pages[path]()
+
+    def _is_trusted(self, authorization: str) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, credentials = authorization.partition(" ")
+        shown = credentials.strip(" \t").encode("latin-1")
+        if scheme.lower() == "basic":
+            try:
+                shown = binascii.a2b_base64(shown, strict_mode=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(shown, self._token)
+
+
+class Conversation:
+    """One connection: requests in, replies out, in order. Holds at most one head and what came after it."""
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+        self._input = bytearray()
+        self._over = False
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        """What was received. After the last reply nothing is listened to."""
+        if not self._over:
+            self._input += data
+
+    def next(self) -> Reply | None:
+        """The reply to the next whole request; None if there is none (yet).
+
+        Call it again only when the last reply was sent, and read no more meanwhile: that bounds both sides.
+        """
+        if self._over:
+            return None
+        try:
+            head = self._head()
+            if head is None:
+                return None
+            request = parse(head)
+        except _Refusal as refusal:
+            return self._reply(sentence(refusal.status, str(refusal)), with_body=True, keep=False)
+        response = self._http.answer(request.method, request.path, request.headers.get("authorization", ""))
+        has_body = (
+            request.headers.get("content-length", "0").strip("0") or "transfer-encoding" in request.headers
+        )
+        if has_body and response.status not in (401, 405):
+            response = sentence(413, "requests have no body here")
+        return self._reply(response, request.method != "HEAD", request.keep and not has_body)
+
+    def _head(self) -> bytes | None:
+        """The next request's line and headers, taken out of the input."""
+        waiting = self._input
+        while waiting.startswith(b"\r\n"):  # some clients end a request with one too many
+            del waiting[:2]
+        if waiting and waiting != b"\r" and not _BEGIN.match(waiting):
+            raise _Refusal(400, "this is no HTTP request")
+        end = waiting.find(b"\r\n\r\n", 0, MAX_HEAD)
+        if end < 0:
+            if len(waiting) >= MAX_HEAD:
+                raise _Refusal(431, f"the headers are longer than {MAX_HEAD} bytes")
+            if _BARE.search(waiting):
+                raise _Refusal(400, "lines end in CR LF")
+            return None
+        head = bytes(waiting[:end])
+        del waiting[: end + 4]
+        return head
+
+    def _reply(self, response: Response, with_body: bool, keep: bool) -> Reply:
+        if not keep:
+            self._over = True
+            self._input.clear()
+        lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}"]
+        fields = (
+            ("Date", formatdate(usegmt=True)),
+            ("Content-Type", response.type),
+            ("Content-Length", str(len(response.body))),
+            ("Connection", "keep-alive" if keep else "close"),
+            *_ALWAYS,
+            *response.headers,
+        )
+        lines.extend(f"{name}: {value}" for name, value in fields)
+        head = "\r\n".join(lines).encode() + b"\r\n\r\n"
+        return Reply(head + response.body if with_body else head, keep)
+
+
+def parse(head: bytes) -> _Request:
+    """A request without its final empty line; raises _Refusal."""
+    if _BARE.search(head):
+        raise _Refusal(400, "lines end in CR LF")
+    first, *rest = head.split(b"\r\n")
+    line = _LINE.fullmatch(first)
+    if line is None:
+        raise _Refusal(400, "the first line must read like GET /metrics HTTP/1.1")
+    method, target, major, minor = (part.decode() for part in line.groups())
+    if major != "1":
+        raise _Refusal(505, "this server speaks HTTP/1.1")
+    headers: dict[str, str] = {}
+    for each in rest:
+        field = _HEADER.fullmatch(each)
+        if field is None:
+            raise _Refusal(400, "a header line must read like Name: value")
+        name, value = field[1].decode().lower(), field[2].decode("latin-1").rstrip(" \t")
+        if name in headers and name in _ONCE:
+            raise _Refusal(400, f"{name} is given twice")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()):
+        raise _Refusal(400, "content-length is no number")
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise _Refusal(400, "a body has one length")
+    wishes = {wish.strip().lower() for wish in headers.get("connection", "").split(",")}
+    keep = "close" not in wishes and (minor != "0" or "keep-alive" in wishes)
+    if target.lower().startswith(("http://", "https://")):  # what a proxy is asked
+        target = "/" + target.split("://", 1)[1].partition("/")[2]
+    return _Request(method, target.partition("?")[0], headers, keep)
+
+
+def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ()) -> Response:
+    return Response(status, JSON, json.dumps({"error": error}).encode() + b"\n", headers)
+
+
+def routes(cache: Cache, report: Report, history: History) -> dict[str, Callable[[], Response]]:
+    """Everything a server shows, by path."""
+    page = Path(__file__).with_name("page.html").read_bytes()
+
+    def alive() -> Response:  # whoever could be stuck is who answers
+        return Response(200, TEXT, b"ok\n")
+
+    def ready() -> Response:
+        why_not = report.why_not_ready()
+        return Response(503 if why_not else 200, TEXT, f"{why_not or 'ready'}\n".encode())
+
+    return {
+        "/": lambda: Response(200, "text/html; charset=utf-8", page),
+        "/metrics": lambda: Response(200, METRICS, cache.metrics.exposition()),
+        "/healthz": alive,
+        "/health": alive,
+        "/readyz": ready,
+        "/version": lambda: Response(200, JSON, json.dumps({"version": __version__}).encode()),
+        "/api/stats": lambda: Response(200, JSON, json.dumps(report.snapshot()).encode()),
+        "/api/history": lambda: Response(200, JSON, history.to_json()),
+    }
