@@ -30,7 +30,7 @@ NO_PASS = Error(
 )
 
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
-_MAX_EXPIRY = 1 << 62
+_NEVER = 1 << 63
 _ONE, _ALL, _PAIRS = (1, 1, 1), (1, -1, 1), (1, -1, 2)
 
 
@@ -205,18 +205,19 @@ class Redis:
     def _set(self, caller: Caller, args: list[Argument]) -> Waiting:
         name = _name(args[1])
         words: set[str] = set()
-        expires = 0
+        time: tuple[str, Argument] | None = None
         options = iter(args[3:])
         for option in options:
             word = _word(option)
             given = next(options, None) if word in _TIMES else b""
-            if word not in {*_TIMES, "NX", "XX", "GET", "KEEPTTL"} or given is None or word in words:
+            if word not in {*_TIMES, "NX", "XX", "GET", "KEEPTTL"} or given is None:
                 raise Refused(SYNTAX)
             words.add(word)
             if word in _TIMES:
-                expires = _expiry(word, given, "set")
+                time = word, given
         if len(words & {*_TIMES, "KEEPTTL"}) > 1 or {"NX", "XX"} <= words:
             raise Refused(SYNTAX)
+        expires = _expiry(*time, "set") if time else 0
         draft = self._draft(caller, args[2])
         old: Payload | None = None
         if "GET" in words:
@@ -278,24 +279,29 @@ class Redis:
         return Nothing
 
     def _del(self, caller: Caller, args: list[Argument]) -> Waiting:
-        return (yield from self._values.forget(*map(bytes, dict.fromkeys(args[1:]))))
+        return (yield from self._forget(*map(bytes, dict.fromkeys(args[1:]))))
+
+    def _forget(self, *names: bytes) -> Waiting:
+        deleted = yield from self._values.forget(*names)
+        return TRY_AGAIN if deleted is None else deleted
 
     def _expire(self, caller: Caller, args: list[Argument]) -> Waiting:
         command = _word(args[0])
         word = {"EXPIRE": "EX", "PEXPIRE": "PX", "EXPIREAT": "EXAT", "PEXPIREAT": "PXAT"}[command]
-        expires = _expiry(word, args[2], command.lower(), least=-_MAX_EXPIRY)
         conditions = {_word(arg) for arg in args[3:]}
-        for condition in conditions - {"NX", "XX", "GT", "LT"}:
-            raise Refused(Error(f"ERR Unsupported option {condition.lower()}"))
+        for arg in args[3:]:
+            if _word(arg) not in ("NX", "XX", "GT", "LT"):
+                raise Refused(Error(f"ERR Unsupported option {_shown(arg)}"))
         if "NX" in conditions and len(conditions) > 1:
             raise Refused(Error("ERR NX and XX, GT or LT options at the same time are not compatible"))
         if {"GT", "LT"} <= conditions:
             raise Refused(Error("ERR GT and LT options at the same time are not compatible"))
+        expires = _expiry(word, args[2], command.lower(), least=-_NEVER)
         name = bytes(args[1])
         mark = yield from self._values.mark(name)
         if mark is None:
             return 0
-        had = mark.expires or _MAX_EXPIRY  # never is later than any time
+        had = mark.expires or _NEVER  # which is later than any time
         refused = (
             ("NX" in conditions and mark.expires)
             or ("XX" in conditions and not mark.expires)
@@ -305,7 +311,7 @@ class Redis:
         if refused:
             return 0
         if expires <= now_ms():
-            return (yield from self._values.forget(name))
+            return (yield from self._forget(name))
         return (yield from self._retime(name, expires))
 
     def _persist(self, caller: Caller, args: list[Argument]) -> Waiting:
@@ -339,7 +345,7 @@ class Redis:
         return [str(seconds), str(micros)]
 
     def _select(self, caller: Caller, args: list[Argument]) -> object:
-        if _integer(args[1], Error("ERR invalid DB index")):
+        if _integer(args[1]):
             raise Refused(Error("ERR DB index is out of range"))
         return OK
 
@@ -384,7 +390,7 @@ class Redis:
             raise Refused(
                 Error(
                     "NOAUTH HELLO must be called with the client already authenticated, otherwise the "
-                    "HELLO <proto> AUTH <user> <pass> option can be used to authenticate the client and "
+                    "HELLO AUTH <user> <pass> option can be used to authenticate the client and "
                     "select the RESP protocol version at the same time"
                 )
             )
@@ -425,9 +431,11 @@ class Redis:
                 return Verbatim(_line(caller) + "\n")
             case "LIST", []:
                 return Verbatim("".join(f"{_line(each)}\n" for each in self._callers()))
-            case (("NO-EVICT" | "NO-TOUCH"), [_]):
+            case (("NO-EVICT" | "NO-TOUCH"), [switch]):
+                if _word(switch) not in ("ON", "OFF"):
+                    raise Refused(SYNTAX)
                 return OK
-        raise Refused(_unknown_subcommand("CLIENT", args[1]))
+        raise Refused(_no_subcommand(args, *_CLIENT))
 
     # ---- the server
 
@@ -448,7 +456,7 @@ class Redis:
                 return {name: value for name, value in shown if any(g.match(name.encode()) for g in globs)}
             case "SET", _:
                 raise Refused(Error("ERR a setting cannot be changed while the server runs"))
-        raise Refused(_unknown_subcommand("CONFIG", args[1]))
+        raise Refused(_no_subcommand(args, "GET"))
 
     def _command(self, caller: Caller, args: list[Argument]) -> object:
         match [_word(arg) for arg in args[1:]]:
@@ -463,10 +471,11 @@ class Redis:
             case ["INFO", *names]:
                 found = [(name.encode(), self.everything.get(name.encode())) for name in names]
                 return [each and _described(name, each) for name, each in found]
-        raise Refused(_unknown_subcommand("COMMAND", args[1]))
+        raise Refused(_no_subcommand(args, "COUNT", "LIST"))
 
 
 _TIMES = ("EX", "PX", "EXAT", "PXAT")
+_CLIENT = ("ID", "GETNAME", "SETNAME", "SETINFO", "INFO", "LIST", "NO-EVICT", "NO-TOUCH")
 
 
 def _word(arg: Argument) -> str:
@@ -495,9 +504,10 @@ def _expiry(word: str, arg: Argument, command: str, least: int = 1) -> int:
     """The time that EX, PX, EXAT or PXAT means, in ms since the epoch."""
     number = _integer(arg)
     millis = number if word.startswith("PX") else number * 1000
-    if number < least or abs(millis) >= _MAX_EXPIRY:
+    when = millis if word.endswith("AT") else now_ms() + millis
+    if number < least or not -_NEVER <= millis < _NEVER or when >= _NEVER:
         raise Refused(Error(f"ERR invalid expire time in '{command}' command"))
-    return millis if word.endswith("AT") else now_ms() + millis
+    return when
 
 
 def _glob(pattern: bytes) -> re.Pattern[bytes]:
@@ -561,13 +571,19 @@ def _line(caller: Caller) -> str:
 
 
 def _described(name: bytes, command: Command) -> list[Any]:
-    flags = [Simple(flag) for flag in command.flags]
-    return [name.lower(), command.arity, flags, *command.keys]
+    flags = frozenset(map(Simple, command.flags))
+    none: frozenset[str] = frozenset()
+    # Then: categories, hints, how to find the names, subcommands.
+    return [name.lower(), command.arity, flags, *command.keys, none, [], [], []]
 
 
 def _bad_hello(option: Argument) -> Error:
     return Error(f"ERR Syntax error in HELLO option '{_shown(option)}'")
 
 
-def _unknown_subcommand(command: str, word: Argument) -> Error:
-    return Error(f"ERR unknown subcommand '{_shown(word)}'. Try {command} HELP.")
+def _no_subcommand(args: list[Argument], *known: str) -> Error:
+    """Why no subcommand takes these arguments."""
+    if _word(args[1]) in known:
+        name = f"{_word(args[0])}|{_word(args[1])}".lower()
+        return Error(f"ERR wrong number of arguments for '{name}' command")
+    return Error(f"ERR unknown subcommand '{_shown(args[1])}'. Try {_word(args[0])} HELP.")

@@ -212,16 +212,16 @@ class Values:
                 names.append(mark.name)
         return (_position(keys[end]) if end < len(keys) else 0), names
 
-    def forget(self, *names: bytes) -> Waiting[int]:
-        """Delete them for good; how many there were."""
-        keys = []
+    def forget(self, *names: bytes) -> Waiting[int | None]:
+        """Delete them for good; how many there were. None: a tier keeps failing to delete."""
+        deleted = 0
         for name in names:
             if (yield from self.mark(name)) is not None:
-                keys.append(value_key(name))
-                self._cache.forget(keys[-1], ANY)
+                deleted += 1
+                self._cache.forget(value_key(name), ANY)
                 self._count.labels("deleted").inc()
-        yield from self._gone(keys)
-        return len(keys)
+        # Also those that somebody else deletes just now: what is not there must not come back.
+        return deleted if (yield from self._gone([value_key(name) for name in names])) else None
 
     def clear(self) -> Waiting[bool]:
         """Delete all for good; not those that are being received."""

@@ -65,7 +65,7 @@ class ValuesMachine(RuleBasedStateMachine):
         except StopIteration as stop:
             del self.begun[number]
             result = stop.value
-        if (what == "put" and result) or what == "forget":
+        if (what == "put" and result) or (what == "forget" and result is not None):
             self.told[name] = max(self.told[name], version)
         elif what == "get" and result is not None:
             data = bytes(result.view)
@@ -147,6 +147,11 @@ class ValuesMachine(RuleBasedStateMachine):
     def kill(self) -> None:
         """Whatever a tier has finished stays; all else is lost. Nobody is told anything any more."""
         self.open()
+        for name in NAMES:
+            self.get(name)
+        self.finish_all()
+        for number in list(self.begun):
+            self.go_on(number)
 
     @invariant()
     def books_agree(self) -> None:
