@@ -783,7 +783,7 @@ class Cache:
         self._stored = metrics.stored_tokens.labels(CPU)
         self._evicted_chunks = metrics.evictions.labels(CPU, "capacity")
         self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
-        metrics.leases.set_function(lambda: sum(1 for entry in index.entries() if entry.leases))
+        metrics.leased_bytes.set_function(lambda: index.pinned)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Chunks, bytes used and capacity per tier, as they are now."""

@@ -84,7 +84,9 @@ class Metrics:
         self.capacity_bytes = gauge("capacity_bytes", "Bytes that may be used.", "tier")
         self.chunks = gauge("chunks", "Chunks held.", "tier")
         self.queue_depth = gauge("queue_depth", "Jobs waiting or running.", "tier", "op")
-        self.leases = gauge("leased_chunks", "Chunks that cannot leave now: leased, or on their way.")
+        self.leased_bytes = gauge(
+            "leased_bytes", "Bytes in the slab that cannot leave now: leased, or on their way."
+        )
         self.breaker_open = gauge(
             "breaker_open", "1 while a tier is left alone because it fails.", "tier", "direction"
         )

@@ -37,9 +37,9 @@ def test_the_wheel_holds_three_typed_packages_and_nothing_else(wheel):
         assert f"{package}/py.typed" in wheel.namelist()
 
 
-def test_the_wheel_holds_every_module(wheel):
+def test_the_wheel_holds_every_module_and_the_page(wheel):
     for root in ("lmtier", "backends/lmtier_backends", "integrations/lmtier_integrations"):
-        for path in (ROOT / root).rglob("*.py"):
+        for path in [*(ROOT / root).rglob("*.py"), *(ROOT / root).rglob("*.html")]:
             assert str(path.relative_to((ROOT / root).parent)) in wheel.namelist()
 
 

@@ -68,8 +68,8 @@ def engines(scale: Scale) -> Samples:
     with ExitStack() as stack:
         stack.enter_context(_lmtier(8 * engine.nbytes + LOOKUP_CHUNKS * 4096, unix))
         peer = str(scale.directory / "peer.sock")
-        stack.enter_context(_process(*_module("lmtier.bench.peer"), peer))
-        bare = Bare(_connect(peer), touched(1 << 20).data, LOOKUP_CHUNKS * 32)
+        sock = stack.enter_context(_process(*_module("lmtier.bench.peer"), peer))
+        bare = Bare(sock, touched(1 << 20).data, LOOKUP_CHUNKS * 32)
         client = stack.enter_context(Client(unix))
         yield from _lookups(scale, client, bare)
         kv = PagedKV(layout, layout.whole, engine.tensors)

@@ -284,7 +284,7 @@ def test_a_request_may_end_at_any_stage(make, tmp_path, cancel, kept):
     assert cache.index.pinned == cache._loading == cache.below[0].storing == 0
     assert [*cache._matches, *cache._reservations, *cache._waiters] == []
     assert not any(entry.leases for below in cache.below if below.index for entry in below.index.entries())
-    assert cache.metrics.value("lmtier_leased_chunks") == 0
+    assert cache.metrics.value("lmtier_leased_bytes") == 0
     value = cache.metrics.value
     asked, hit = value("lmtier_asked_tokens_total"), value("lmtier_hit_tokens_total", tier="cpu")
     assert (asked, hit) == (0 if cancel is cancel_half_saved else 8 * C + 1, 0)
