@@ -178,6 +178,8 @@ class Serving:
     """Seconds without a byte until a client in the middle of something is given up; 1 if room is short."""
     grace: float = 10.0
     """Seconds to finish in when told to stop."""
+    linger: float = 0.0
+    """Seconds without any connection after which the server stops by itself; 0: never."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -2,7 +2,7 @@
 
 Pure: no sockets, no cache. `Commands` and `encode` are the server's side, `command` and `Replies` the
 client's. The bytes of a payload go from the socket to their own memory; what came along with a command's
-other bytes, 16 KiB at most, is copied there.
+other bytes, 20 KiB at most, is copied there.
 
 Nothing is believed before it has arrived. A length is compared with the limits before anything is taken for
 it; memory for what is kept grows with the bytes received, never with a number announced; no byte is looked
@@ -31,7 +31,7 @@ DROP: Final = memoryview(b"")
 """The place of an argument for which there is none: its bytes are dropped as they come."""
 DEPTH: Final = 64
 """Arrays in arrays, both ways."""
-_BUFFER = 16 << 10
+_BUFFER = 20 << 10  # the keys of 512 chunks, and a little
 _LINE = 64 << 10
 _VALUES = 1 << 20  # in one reply; an empty one costs 4 bytes on the wire and up to 216 here
 _STAR, _DOLLAR = b"*$"

@@ -31,7 +31,7 @@ from lmtier import __version__
 from lmtier.cache import Cache
 from lmtier.config import TOKEN_VARIABLE, Config, Serving, host_and_port
 from lmtier.errors import ConfigError
-from lmtier.server.commands import Argument, Caller, Command, Refused
+from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.engines import Engines
 from lmtier.server.http import Http, routes
@@ -75,6 +75,7 @@ class Server:
         self._accepted = 0
         self._asked = 0  # by those who left
         self._stop_at: float | None = None
+        self._alone_since = self._started
         self._reload = False
         self.where: list[tuple[str, str]] = []
         """What is listened for, and at which address."""
@@ -97,6 +98,7 @@ class Server:
             **self._redis.table(),
             **self._engines.table(),
             b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, ("readonly",)),
+            b"LMTIER.HISTORY": Command(lambda *_: self._history.to_json(), 1, ("readonly",)),
         }
         self._redis.everything = self._table
         self._report = Report(self.cache, self._clients, self._started)
@@ -188,14 +190,18 @@ class Server:
         self._asked += connection.caller.asked
         if isinstance(connection, Connection):
             self._waiting.discard(connection)
-            self._engines.gone(connection.caller)
+            if not self._report.stopping:
+                # Then it is we who close: an engine may still be copying, so nothing of its is used again.
+                self._engines.gone(connection.caller)
 
     def _look_after(self, now: float) -> None:
         patience = self.serving.patience
         if now - self.cache.no_room_at < _HURRY:
             patience = min(patience, _HURRY)
         for connection in list(self._connections.values()):
-            if connection.is_stuck(now, patience, connection.is_in_the_middle()):
+            # Never an engine: what it holds must stay until it has let go, and it has closed its socket then.
+            is_engine = connection.caller.session is not None
+            if not is_engine and connection.is_stuck(now, patience, connection.is_in_the_middle()):
                 log.warning("lmtier: %s stopped in the middle and was closed", connection.caller.address)
                 connection.close()
                 self._look(connection)
@@ -203,6 +209,11 @@ class Server:
             with suppress(FileExistsError):  # it may have been put aside for want of files
                 self._epoll.register(fd, select.EPOLLIN)
         self._values.expire()
+        if self._connections:
+            self._alone_since = now
+        elif 0 < self.serving.linger < now - self._alone_since:
+            log.info("lmtier: nobody was connected for %.0f s", self.serving.linger)
+            self.stop()
         if not self._history.due():
             self._history.sample(self._report.snapshot())
         if self._reload:
@@ -345,6 +356,7 @@ class Server:
             if name in (b"POST", b"HOST:"):  # a browser was made to speak to us
                 log.warning("lmtier: %s sends HTTP to the Redis port and was closed", caller.address)
                 caller.closing = True
+                return Nothing
             return _unknown(args)
         caller.last = name.decode().lower()
         if len(args) != command.arity if command.arity > 0 else len(args) < -command.arity:
@@ -561,9 +573,13 @@ def _tell_systemd(state: str) -> None:
 
 def _unknown(args: list[Argument]) -> Error:
     """As redis words it, and as little of the arguments as redis shows."""
-    name = bytes(args[0][:128]).decode("utf-8", "surrogateescape")
-    shown = "".join(f"'{bytes(arg[:128]).decode('utf-8', 'surrogateescape')}' " for arg in args[1:20])
-    return Error(f"ERR unknown command '{name}', with args beginning with: {shown[:128]}")
+    name, *words = (bytes(arg[:128]).split(b"\0")[0] for arg in args[:50])
+    shown = b""
+    for word in words:
+        if len(shown) < 128:
+            shown += b"'%s' " % word[: 128 - len(shown)]
+    text = b"ERR unknown command '%s', with args beginning with: %s" % (name, shown)
+    return Error(text.decode("utf-8", "surrogateescape"))
 
 
 def _written(address: Any) -> str:

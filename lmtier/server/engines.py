@@ -1,0 +1,532 @@
+"""Engines and the verbs they speak; what an engine holds ends with it.
+
+A session is one engine: its scheduler, its ranks, each with connections of their own. Matches and
+reservations belong to the session, so that what the scheduler reserved a rank can commit. They end with the
+session's last connection. Until then a rank that dies costs its shard, and nothing else is freed: another
+rank may still be copying. docs/PROTOCOL.md says the same to those who write clients.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import Any
+
+from lmtier import __version__
+from lmtier.cache import Cache, Match, Reservation
+from lmtier.codec import MARK_ROOM
+from lmtier.errors import LayoutError, MisuseError
+from lmtier.index import Entry, State
+from lmtier.keys import KEY_BYTES, VALUES, is_value, namespace
+from lmtier.layout import PAGE, Form, Layout, Shard, form_of
+from lmtier.server.commands import (
+    Argument,
+    Caller,
+    Command,
+    Handler,
+    Refused,
+    Table,
+    Waiting,
+    WithDescriptor,
+)
+from lmtier.server.resp import Error, Simple
+
+PROTOCOL = 1
+MAX_KEYS = 65_536
+"""In one request."""
+MAX_HELD = 65_536
+"""Matches in a session; as many reservations."""
+MAX_FORMS = 64
+MAX_SHARDS = 1024
+MAX_NAME = 128
+MAX_MS = 24 * 3600 * 1000
+RUN_SHIFT = 32
+"""An id of a match or a reservation is the server's run, shifted by this, plus a counter: an id of another
+run names nothing here."""
+
+OK = Simple("OK")
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+_HEX_KEY = re.compile(rb"[0-9a-f]{64}")
+_DIGITS = re.compile(rb"[0-9]{1,19}")
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """What one engine has, over all of its connections."""
+
+    name: str
+    members: dict[Caller, Shard | None] = field(default_factory=dict)
+    """Its connections, and which shard each stands for."""
+    forms: list[Form] = field(default_factory=list)
+    matches: dict[int, Match] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+
+
+class Engines:
+    """The verbs `LMTIER.*` over one cache. Called by the cache's owner."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.run = secrets.randbits(63 - RUN_SHIFT)
+        self._ids = count((self.run << RUN_SHIFT) + 1)
+        self._shared: dict[str, Session] = {}
+
+    def table(self) -> Table:
+        verbs: dict[str, tuple[Handler, int, str]] = {
+            "HELLO": (self._hello, -2, "fast"),
+            "SLAB": (self._slab, 1, "fast"),
+            "FORM": (self._form, -3, "fast"),
+            "MATCH": (self._match, -5, "readonly"),
+            "PREFETCH": (self._prefetch, -2, "readonly"),
+            "POLL": (self._poll, 2, "readonly"),
+            "WAIT": (self._wait, 2, "readonly"),
+            "RELEASE": (self._release, -2, "readonly"),
+            "SEEN": (self._seen, -2, "readonly"),
+            "RESERVE": (self._reserve, -4, "write"),
+            "COMMIT": (self._commit, -3, "write"),
+            "ABORT": (self._abort, 3, "write"),
+            "DISCARD": (self._discard, -2, "write"),
+            "CLEAR": (self._clear, -1, "write"),
+            "FLUSH": (self._flush, 2, "write"),
+            "VERIFIED": (self._verified, 3, "fast"),
+            "STATS": (self._stats, 1, "readonly"),
+            "CHECK": (self._check, 1, "admin"),
+        }
+        return {
+            f"LMTIER.{name}".encode(): Command(_answering(handler), arity, (flag, "loading"))
+            for name, (handler, arity, flag) in verbs.items()
+        }
+
+    def gone(self, caller: Caller) -> None:
+        """A connection was closed."""
+        session: Session | None = caller.session
+        if session is None:
+            return
+        caller.session = None
+        shard = session.members.pop(caller)
+        if not session.members:
+            self._end(session)
+        elif shard is not None:
+            for number, reservation in list(session.reservations.items()):
+                if shard in reservation.left:
+                    self._abort_shards(session, number, reservation, [shard])
+
+    def _end(self, session: Session) -> None:
+        if self._shared.get(session.name) is session:
+            del self._shared[session.name]
+        for match in session.matches.values():
+            self.cache.release(match)
+        for number, reservation in list(session.reservations.items()):
+            self._abort_shards(session, number, reservation, list(reservation.left))
+        session.matches.clear()
+
+    # ---- who calls
+
+    def _hello(self, caller: Caller, arguments: list[Argument]) -> Any:
+        version = _number(arguments[1], "a protocol version")
+        if version != PROTOCOL:
+            raise _refused(
+                f"LMTIERVERSION this server speaks {PROTOCOL}, you asked for {version}: "
+                "install the same lmtier on both sides"
+            )
+        if caller.session is not None:
+            raise _refused("MISUSE this connection said LMTIER.HELLO before")
+        engine, name, shard = "", caller.name, None
+        rest = list(map(_text, arguments[2:]))
+        if len(rest) % 2:
+            raise _refused("ERR LMTIER.HELLO takes pairs: ENGINE id, SHARD L0-32H0-4, NAME text")
+        for option, value in zip(rest[::2], rest[1::2], strict=True):
+            match option.upper():
+                case "ENGINE":
+                    engine = _name(value)
+                case "SHARD":
+                    shard = _shard(value)
+                case "NAME":
+                    name = _name(value)
+                case _:
+                    raise _refused(f"ERR unknown option {option[:32]!r}: ENGINE, SHARD and NAME are known")
+        session = Session(engine)
+        if engine:
+            session = self._shared.setdefault(engine, session)
+        session.members[caller] = shard
+        caller.session, caller.name, caller.kind = session, name, "engine"
+        config = self.cache.config
+        return {
+            "version": __version__,
+            "protocol": PROTOCOL,
+            "run": self.run,
+            "chunk_tokens": self.cache.chunk_tokens,
+            "capacity": self.cache.slab.capacity,
+            "verify": config.verify,
+            "load_deadline": config.load_deadline,
+            "slab": caller.is_local and self.cache.slab.fd is not None,
+        }
+
+    def _slab(self, caller: Caller, arguments: list[Argument]) -> Any:
+        fd = self.cache.slab.fd
+        if not caller.is_local:
+            raise _refused("ERR only a Unix socket hands out the slab: start the server with --unix PATH")
+        if fd is None:
+            raise _refused("ERR this server's slab is private memory: start it with --unix PATH")
+        return WithDescriptor(self.cache.slab.capacity, fd)
+
+    def _form(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = _session(caller)
+        if len(arguments) - 2 > MAX_SHARDS:
+            raise _refused(f"ERR a form has at most {MAX_SHARDS} shards")
+        form = form_of(Layout.from_json(bytes(arguments[1])), (_shard(_text(each)) for each in arguments[2:]))
+        if form in session.forms:
+            return session.forms.index(form)
+        if len(session.forms) == MAX_FORMS:
+            raise _refused(f"ERR a session has at most {MAX_FORMS} forms")
+        session.forms.append(form)
+        return len(session.forms) - 1
+
+    # ---- load
+
+    def _match(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = _session(caller)
+        _need_room(session.matches, "matches: release some")
+        form = _form_of(session, arguments[1])
+        tokens = _number(arguments[2], "a number of tokens")
+        deadline = _number(arguments[3], "a deadline in milliseconds", MAX_MS) / 1000
+        match = self.cache.match(_keys(arguments[4:]), form, tokens=tokens or None, deadline=deadline)
+        number = next(self._ids)
+        session.matches[number] = match
+        return _described(number, match)
+
+    def _prefetch(self, caller: Caller, arguments: list[Argument]) -> Any:
+        number, match = _held(caller, arguments[1])
+        if len(arguments) > 3:
+            raise _refused("ERR LMTIER.PREFETCH takes a match and how many chunks of it, no more")
+        chunks = _number(arguments[2], "a number of chunks") if len(arguments) == 3 else None
+        self.cache.prefetch(match, chunks)
+        return _described(number, match)
+
+    def _poll(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return _described(*_held(caller, arguments[1]))
+
+    def _wait(self, caller: Caller, arguments: list[Argument]) -> Any:
+        number, match = _held(caller, arguments[1])
+        if not match.asking:
+            self.cache.prefetch(match)
+        return _described(number, match) if match.ready else self._waiting(number, match)
+
+    def _waiting(self, number: int, match: Match) -> Waiting:
+        """As Cache.wait; the owner steps meanwhile, and a step ends it at the match's deadline."""
+        while match.asking:
+            yield None
+        if not match.released:
+            self.cache.prefetch(match)
+        while not match.ready and not match.released:
+            yield None
+        if match.released:
+            return Error(f"NOSUCH match {number} was released meanwhile")
+        return _described(number, match)
+
+    def _release(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = _session(caller)
+        for number in [_number(each, "a match") for each in arguments[1:]]:
+            match = session.matches.pop(number, None)
+            if match is not None:
+                self.cache.release(match)
+        return OK
+
+    def _seen(self, caller: Caller, arguments: list[Argument]) -> Any:
+        self.cache.seen(_keys(arguments[1:]))
+        return OK
+
+    # ---- save
+
+    def _reserve(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = _session(caller)
+        _need_room(session.reservations, "reservations: commit or abort some")
+        form = _form_of(session, arguments[1])
+        first = _number(arguments[2], "a number of chunks")
+        reservation = self.cache.reserve(_keys(arguments[3:]), form, first=first)
+        number = 0
+        if reservation.entries:
+            number = next(self._ids)
+            session.reservations[number] = reservation
+        return {
+            "id": number,
+            "known": reservation.known,
+            "dropped": reservation.dropped,
+            "chunks": _ranges(reservation.entries),
+            "pages": _pages(reservation.entries.values()),
+        }
+
+    def _commit(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session, number, reservation = _reserved(caller, arguments[1])
+        pairs = arguments[3:]
+        if len(pairs) % 2:
+            raise _refused("ERR LMTIER.COMMIT takes marks in pairs: chunk hex")
+        prints = {}
+        for chunk, mark in zip(pairs[::2], pairs[1::2], strict=True):
+            if len(mark) > 2 * MARK_ROOM:
+                raise _refused(f"ERR a mark has at most {MARK_ROOM} bytes")
+            prints[_number(chunk, "a chunk")] = _hex(mark)
+        shard = _text(arguments[2])
+        self.cache.commit(reservation, None if shard == "*" else _shard(shard), prints)
+        if not reservation.left:
+            del session.reservations[number]
+        return OK
+
+    def _abort(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session, number, reservation = _reserved(caller, arguments[1])
+        shard = _text(arguments[2])
+        self._abort_shards(
+            session, number, reservation, list(reservation.left) if shard == "*" else [_shard(shard)]
+        )
+        return OK
+
+    def _abort_shards(
+        self, session: Session, number: int, reservation: Reservation, shards: Sequence[Shard]
+    ) -> None:
+        for shard in shards:
+            self.cache.abort(reservation, shard)
+        if not reservation.left:
+            del session.reservations[number]
+
+    # ---- the whole cache
+
+    def _discard(self, caller: Caller, arguments: list[Argument]) -> Any:
+        for key in _keys(arguments[1:]):
+            entry = self.cache.index.get(key)
+            if entry is not None:
+                self.cache.discard(entry)
+                continue
+            for below in self.cache.below:
+                held = below.index.get(key) if below.index is not None else None
+                if held is not None:
+                    below.discard(key, held.form)
+        return OK
+
+    def _clear(self, caller: Caller, arguments: list[Argument]) -> Any:
+        words = [_text(each) for each in arguments[1:]]
+        force = bool(words) and words[-1].upper() == "FORCE"
+        match words[:-1] if force else words:
+            case []:
+                prefix = b""
+            case [option, model] if option.upper() == "NAMESPACE":
+                prefix = namespace(model)
+            case [option, digits] if option.upper() == "PREFIX":
+                prefix = _hex(digits.encode())
+            case _:
+                raise _refused("ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [FORCE]")
+        self.cache.clear(prefix, force=force)
+        return OK
+
+    def _flush(self, caller: Caller, arguments: list[Argument]) -> Any:
+        until = time.monotonic() + _number(arguments[1], "a timeout in milliseconds", MAX_MS) / 1000
+        self.cache.step()
+        return self._flushing(until)
+
+    def _flushing(self, until: float) -> Waiting:
+        below = self.cache.below
+        while any(each.is_busy for each in below) and time.monotonic() < until:
+            yield None
+        return int(not any(each.backlog for each in below))
+
+    def _verified(self, caller: Caller, arguments: list[Argument]) -> Any:
+        compared, failed = (_number(each, "a number of chunks", 1 << 32) for each in arguments[1:])
+        self.cache.metrics.verified.inc(compared)
+        self.cache.metrics.verify_failures.inc(failed)
+        return OK
+
+    def _stats(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return self.cache.stats()
+
+    def _check(self, caller: Caller, arguments: list[Argument]) -> Any:
+        try:
+            self.cache.check()
+        except AssertionError as error:
+            return Error(f"ERR the cache's books do not agree: {error}")
+        return OK
+
+
+def _answering(handler: Handler) -> Handler:
+    """A wrong use is answered, and has changed nothing."""
+
+    def answer(caller: Caller, arguments: list[Argument]) -> Any:
+        try:
+            return handler(caller, arguments)
+        except Refused as refused:
+            return refused.error
+        except MisuseError as error:
+            return Error(f"MISUSE {error}")
+        except LayoutError as error:
+            return Error(f"ERR {error}")
+
+    return answer
+
+
+def _refused(text: str) -> Refused:
+    return Refused(Error(text))
+
+
+# ---- what a session has
+
+
+def _session(caller: Caller) -> Session:
+    session: Session | None = caller.session
+    if session is None:
+        raise _refused(f"NOSESSION say LMTIER.HELLO {PROTOCOL} first")
+    return session
+
+
+def _form_of(session: Session, argument: Argument) -> Form:
+    number = _number(argument, "a form")
+    if number >= len(session.forms):
+        raise _refused(f"NOSUCH form {number}: LMTIER.FORM gives the number of one")
+    return session.forms[number]
+
+
+def _held(caller: Caller, argument: Argument) -> tuple[int, Match]:
+    number = _number(argument, "a match")
+    match = _session(caller).matches.get(number)
+    if match is None:
+        raise _refused(f"NOSUCH match {number}: it was released, or belongs to another engine")
+    return number, match
+
+
+def _reserved(caller: Caller, argument: Argument) -> tuple[Session, int, Reservation]:
+    session, number = _session(caller), _number(argument, "a reservation")
+    reservation = session.reservations.get(number)
+    if reservation is None:
+        raise _refused(f"NOSUCH reservation {number}: it is finished, or belongs to another engine")
+    return session, number, reservation
+
+
+def _need_room(held: dict[int, Any], what: str) -> None:
+    if len(held) >= MAX_HELD:
+        raise _refused(f"ERR this session has {MAX_HELD} {what}")
+
+
+# ---- arguments
+
+
+def _number(argument: Argument, what: str, most: int = (1 << 63) - 1) -> int:
+    digits = bytes(argument)
+    if not _DIGITS.fullmatch(digits):
+        raise _refused(f"ERR {_shown(argument)} is not {what}: digits only")
+    number = int(digits)
+    if number > most:
+        raise _refused(f"ERR {number} is more than {most}, the most for {what}")
+    return number
+
+
+def _text(argument: Argument) -> str:
+    try:
+        return bytes(argument).decode()
+    except UnicodeDecodeError:
+        raise _refused(f"ERR {_shown(argument)} is not UTF-8") from None
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= MAX_NAME:
+        raise _refused(f"ERR a name has 1 to {MAX_NAME} printable characters")
+    return text
+
+
+def _shard(text: str) -> Shard:
+    shard = Shard.parse(text)
+    if shard is None:
+        raise _refused(f"ERR {text[:40]!r} is not a shard: write it like L0-32H0-4")
+    return shard
+
+
+def _hex(argument: Argument) -> bytes:
+    try:
+        return bytes.fromhex(_text(argument))
+    except ValueError:
+        raise _refused(f"ERR {_shown(argument)} is not hexadecimal") from None
+
+
+def _keys(arguments: Sequence[Argument]) -> list[bytes]:
+    """Keys, many concatenated or one in hexadecimal an argument. No key twice: chains have no circles."""
+    parts = [each if len(each) != 64 or not _HEX_KEY.fullmatch(each) else _hex(each) for each in arguments]
+    nbytes = sum(map(len, parts))
+    if nbytes > MAX_KEYS * KEY_BYTES:
+        raise _refused(f"ERR {nbytes // KEY_BYTES} keys: at most {MAX_KEYS} in one request")
+    for part in parts:
+        if len(part) % KEY_BYTES:
+            raise _refused(f"ERR keys have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits; got {len(part)}")
+    data = b"".join(parts)
+    keys = [key for (key,) in _KEY.iter_unpack(data)]
+    if len(set(keys)) != len(keys):
+        raise _refused("MISUSE a key stands twice in one request")
+    if VALUES in data and any(map(is_value, keys)):
+        raise _refused("MISUSE a key of a named value: engines keep KV, SET keeps values")
+    return keys
+
+
+def _shown(argument: Argument) -> str:
+    return repr(bytes(argument[:32]))[1:]
+
+
+# ---- replies
+
+
+def _described(number: int, match: Match) -> dict[str, Any]:
+    """A match in few fields that are cheap to write and to read: the numbers of 512 chunks are one text."""
+    run, form = match.run, match.form
+    reply: dict[str, Any] = {
+        "id": number,
+        "state": "asking" if match.asking else "ready" if match.ready else "found",
+        "sources": " ".join(f"{source}*{length}" for source, length in _runs(match.sources)),
+        "pages": _pages(run),
+    }
+    if match.waiting:
+        loading = [n for n, entry in enumerate(run) if entry.state is State.LOADING]
+        reply["loading"] = _ranges(loading)
+    odd = [entry for entry in run if entry.form is not form or entry.prints]
+    if odd:
+        forms = {form: 0}
+        for entry in odd:
+            forms.setdefault(entry.form, len(forms))
+        if len(forms) > 1:
+            numbers = [forms[entry.form] for entry in run]
+            reply["forms"] = " ".join(f"{number}*{length}" for number, length in _runs(numbers))
+            reply["other_forms"] = [_form_text(each) for each in list(forms)[1:]]
+        marks = [
+            f"{n}:{shard}:{mark.hex()}"
+            for n, entry in enumerate(run)
+            for shard, mark in enumerate(entry.prints)
+            if mark
+        ]
+        if marks:
+            reply["marks"] = " ".join(marks)
+    if match.cut:
+        reply["cut"] = match.cut
+    return reply
+
+
+def _pages(entries: Iterable[Entry]) -> str:
+    return repr([offset // PAGE for entry in entries for offset in entry.offsets])
+
+
+def _form_text(form: Form) -> list[str]:
+    """A chunk on its way has no layout yet, if only its file's name is known: then its sizes say it all."""
+    layout = form.layout.to_json().decode() if form.layout is not None else ""
+    return [layout, *(f"{shard}:{size}" for shard, size in zip(form.shards, form.sizes, strict=True))]
+
+
+def _runs(values: Iterable[Any]) -> Iterable[tuple[Any, int]]:
+    return ((value, sum(1 for _ in same)) for value, same in groupby(values))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-5 7 9`, of ascending numbers."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return " ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)

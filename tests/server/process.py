@@ -1,0 +1,198 @@
+"""The server in a process of its own, and a client that says exactly what it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lmtier.server.resp import INCOMPLETE, Error, Replies, command
+
+PATIENCE = 20.0
+MIB = 1 << 20
+
+_CHILD = """
+import json, sys
+from lmtier.config import Config, Serving
+from lmtier.server.serve import Server
+config, serving = json.loads(sys.argv[1])
+server = Server(Config(**config), Serving(**serving))
+server.obey_signals()
+sys.stdout.write(json.dumps(dict(server.where)) + chr(10))
+sys.stdout.flush()
+server.run()
+"""
+
+
+class Served:
+    """A server on a port of its own choice, ready to answer; its log is `log`."""
+
+    def __init__(
+        self, folder: Path, *tiers: str, config: Any = None, token: str = "", **serving: object
+    ) -> None:
+        self.log = folder / "log"
+        self._token = token
+        if token:
+            (folder / "token").write_text(token)
+            (folder / "token").chmod(0o600)
+            serving["token_file"] = str(folder / "token")
+        self._config = {"tiers": tiers or ("cpu://?capacity=64MiB",), "prefault": False, **(config or {})}
+        self._serving = {"listen": "127.0.0.1:0", "http": "", **serving}
+        self.start()
+
+    def start(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", _CHILD, json.dumps([self._config, self._serving])],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(PATIENCE), "the server does not start"
+        with self.process.stdout:
+            line = self.process.stdout.readline()
+        assert line, f"the server did not start:\n{self.log.read_text()}"
+        self.where: dict[str, str] = json.loads(line)
+        until(lambda: self.ask("LMTIER.REPORT")["ready"])
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.where["redis"].rpartition(":")
+        return host, int(port)
+
+    def connect(self, timeout: float = PATIENCE) -> Wire:
+        return Wire(self.address, timeout)
+
+    def ask(self, *args: str | bytes | int) -> Any:
+        with self.connect() as wire:
+            if self._token:
+                wire.expect("OK", "AUTH", self._token)
+            answer = wire.ask(*args)
+            return json.loads(answer) if args[0] == "LMTIER.REPORT" else answer
+
+    def held(self) -> tuple[int, int, int]:
+        """Bytes that are leased or being received, bytes in the slab, and connections but for this one."""
+        report = self.ask("LMTIER.REPORT")
+        return report["leased_bytes"], report["tiers"][0]["used"], len(report["clients"]) - 1
+
+    def check(self) -> None:
+        """Nothing is held for anybody, and every invariant of the cache is true."""
+        until(lambda: self.held()[0] == 0 and self.held()[2] == 0, 5.0)
+        answer = self.ask("LMTIER.CHECK")
+        assert answer == "OK", answer
+        assert self.process.poll() is None
+
+    def rss(self) -> int:
+        """Bytes of its own: without those of the slab, which is taken once and stays."""
+        rollup = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
+        return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Rss:")) << 10
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def stop(self) -> int:
+        """As systemd stops it; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+
+@contextmanager
+def served(folder: Path, *tiers: str, **settings: Any) -> Iterator[Served]:
+    """Checked before it is killed in the end, if it lives: whatever was done to it, it must be sound."""
+    server = Served(folder, *tiers, **settings)
+    try:
+        yield server
+        if server.process.poll() is None:
+            server.check()
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+class Wire:
+    """A socket, and the replies that come on it."""
+
+    def __init__(self, address: tuple[str, int] | str, timeout: float = PATIENCE) -> None:
+        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        self.socket = socket.socket(family)
+        self.socket.settimeout(timeout)
+        try:
+            self.socket.connect(address)
+        except BaseException:
+            self.socket.close()
+            raise
+        if family == socket.AF_INET:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._replies = Replies(limit=1 << 30)
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def reply(self) -> Any:
+        """The next reply; EOFError when the server has closed."""
+        while (value := self._replies.next()) is INCOMPLETE:
+            try:
+                data = self.socket.recv(MIB)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise EOFError
+            self._replies.feed(data)
+        return value
+
+    def ask(self, *args: str | bytes | int) -> Any:
+        self.send(command(*args))
+        return self.reply()
+
+    def expect(self, wanted: object, *args: str | bytes | int) -> None:
+        answer = self.ask(*args)
+        assert (answer, isinstance(answer, Error)) == (wanted, isinstance(wanted, Error))
+
+    def ends(self) -> bool:
+        """Whether the server closes this connection, after whatever else it says, before the timeout."""
+        try:
+            while self.socket.recv(MIB):
+                pass
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+    def reset(self) -> None:
+        """End as a machine that is switched off ends: with a RST, not a FIN."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.socket.close()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
+    """Poll for what another process does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.005)
