@@ -14,7 +14,9 @@ from lmtier.cache import Cache, Match
 from lmtier.config import Config
 from lmtier.errors import ConfigError, LayoutError, MisuseError, TierError
 from lmtier.index import State
+from lmtier.keys import namespace, value_key
 from lmtier.layout import Layout, Name, Shard, form_of, padded, stored_size
+from lmtier.server.values import Values
 from lmtier.testing import FlakyTier, FullTier, Gate, MemoryTier, SlowTier
 from lmtier.tier import Done, Op, Reason, Tier
 
@@ -834,3 +836,91 @@ def test_an_entry_shows_its_state_in_its_repr(make):
     cache.commit(reservation)
     assert entry.state is State.READY
     assert repr(cache.match(keys(1), ONE)) == "<Match 1 of 1 chunks, 1 in the slab, ready>"
+
+
+# ---- namespaces, and what a server adds
+
+
+def named(model: str, count: int) -> list[bytes]:
+    return [namespace(model) + key[4:] for key in keys(count, model)]
+
+
+def test_one_model_can_be_cleared_and_the_others_stay(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, named("llama", 3))
+    store(cache, named("qwen", 3))
+    cache.flush()
+    cache.clear(namespace("llama"))
+    assert look(cache, named("llama", 3)) == []
+    assert look(cache, named("qwen", 3)) == ["cpu"] * 3
+    assert cache.flush()
+    assert cache.stats()["disk"]["chunks"] == 3
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, named("llama", 3)) == []
+    assert look(cache, named("qwen", 3)) == ["disk"] * 3
+
+
+def test_what_is_discarded_while_a_tier_is_still_being_scanned_does_not_come_back_with_the_scan(make):
+    url, gate, chain = "late://?capacity=1GiB", Gate(), keys(3)
+    objects = kept(make, url, chain)
+    gate.hold()
+    config = Config(tiers=[cpu(20), url], chunk_tokens=C, prefault=False)
+    cache = Cache(config, tiers={url: SlowTier(MemoryTier(objects), gate)}, wait_until_warm=False)
+    (below,) = cache.below
+    assert not cache.is_warm
+    below.discard(chain[2], ONE)
+    assert below.is_leaving(chain[2]), "a restart now would find it"
+    gate.open()
+    assert cache.flush()
+    assert cache.is_warm
+    assert not below.is_leaving(chain[2])
+    assert look(cache, chain) == ["late"] * 2
+    assert {name.key for name in objects} == set(chain[:2])
+    cache.close()
+
+
+def test_a_tier_that_others_share_never_gets_a_value_that_may_change(make):
+    shared, own = "shared://x", "own://?capacity=1GiB"
+    tiers: dict[str, MemoryTier] = {shared: MemoryTier(), own: MemoryTier()}
+    tiers[shared].keeps = False
+    cache = make(cpu(20), own, shared, opened=dict(tiers))
+    values = Values(cache)
+    draft = values.draft(5)
+    assert draft is not None
+    draft.view[:] = b"hello"
+    list(values.put(draft, b"name"))
+    store(cache, keys(2))
+    assert cache.flush()
+    assert {name.key for name in tiers[own].objects} == {value_key(b"name"), *keys(2)}
+    assert {name.key for name in tiers[shared].objects} == set(keys(2))
+
+
+def test_values_are_no_tokens(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    values = Values(cache)
+    draft = values.draft(5)
+    assert draft is not None
+    draft.view[:] = b"hello"
+    list(values.put(draft, b"name"))
+    cache.flush()
+    found = drained(values.get(b"name"), cache)
+    assert bytes(found.view) == b"hello"
+    values.release(found)
+    assert drained(values.get(b"other"), cache) is None
+    for name in ("asked_tokens", "lookups", "skipped_tokens"):
+        assert cache.metrics.value(f"lmtier_{name}_total") == 0
+    for tier in ("cpu", "disk"):
+        assert cache.metrics.value("lmtier_stored_tokens_total", tier=tier) == 0
+
+
+def drained(call, cache):
+    """What a call returns that waits for tiers."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            next(call)
+        except StopIteration as stop:
+            return stop.value
+        assert time.monotonic() < until, "it waits for ever"
+        cache.step()
