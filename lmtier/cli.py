@@ -1,18 +1,33 @@
-"""The `lmtier` command: bench, config, demo, verify."""
+"""The `lmtier` command: serve, ping, stats, top, clear; config, bench, demo, verify."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
+from itertools import count, islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lmtier import __version__, config
-from lmtier.errors import ConfigError, LMTierError
-from lmtier.terminal import Progress, complain, say, size, table
+from lmtier.errors import ConfigError, LMTierError, TierError
+from lmtier.terminal import Progress, complain, say, show_again, size, table
 
-# Exit codes: 0 all is well, 1 something was found (below a floor, a corrupt object), 2 wrong usage.
+if TYPE_CHECKING:
+    from lmtier.server.console import Address
+    from lmtier.server.serve import Server
+
+# Exit codes: 0 all is well, 1 something was found (below a floor, a corrupt object, no server), 2 misuse.
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+_EVERY = 2.0  # seconds between two looks at a server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except LMTierError as error:
         complain(str(error))
-        return 2
+        return 2 if isinstance(error, ConfigError | TierError) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -30,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
     parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_server_commands(commands)
 
     bench = commands.add_parser("bench", help="measure every path beside its physical limit")
     bench.add_argument("--only", default="", metavar="PATTERN", help="paths whose name contains this")
@@ -42,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("config", help="print the effective configuration and where it came from")
     show.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
-    show.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override one setting")
+    show.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=_SET)
     show.set_defaults(run=_config)
 
     demo = commands.add_parser("demo", help="a conversation, cold, from CPU, and from disk after a restart")
@@ -62,6 +78,201 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_SET = "override one setting; of the server: serve.NAME=VALUE"
+
+
+def _add_server_commands(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="run the cache server until told to stop")
+    serve.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
+    serve.add_argument(
+        *("--tier", "-t"),
+        action="append",
+        metavar="URL",
+        help="a tier, the top one first: cpu://?capacity=32GiB, disk:///nvme?capacity=500GiB",
+    )
+    serve.add_argument("--unix", metavar="PATH", help="for engines on this host, who also get the slab")
+    serve.add_argument("--listen", metavar="HOST:PORT", help="for Redis clients; '' for none")
+    serve.add_argument("--http", metavar="HOST:PORT", help="for people and Prometheus; '' for none")
+    serve.add_argument("--token-file", metavar="FILE", help="its first line must be shown by clients")
+    serve.add_argument(
+        "--insecure", action="store_true", default=None, help="listen beyond this host without a token"
+    )
+    serve.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=_SET)
+    serve.set_defaults(run=_serve)
+
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument(
+        *("address",),
+        nargs="?",
+        metavar="ADDRESS",
+        help="host:port, a socket's path, redis://host:port, or rediss:// for TLS (default: where the [serve]"
+        " settings say that this host's server is)",
+    )
+    where.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
+    where.add_argument("--token-file", metavar="FILE", help="the token is its first line (or $LMTIER_TOKEN)")
+    where.add_argument(
+        "--ca", metavar="FILE", help="TLS: who vouches for the server (default: this system's)"
+    )
+    where.add_argument("--cert", metavar="FILE", help="TLS: a certificate to show")
+    where.add_argument("--key", metavar="FILE", help="TLS: its key")
+
+    ping = commands.add_parser("ping", parents=[where], help="is a server there, and is it ready?")
+    ping.set_defaults(run=_ping)
+
+    stats = commands.add_parser("stats", parents=[where], help="what a server was asked and what it holds")
+    stats.add_argument("--watch", action="store_true", help=f"again every {_EVERY:g} s")
+    stats.add_argument("--json", action="store_true", help="machine-readable output; one line a time")
+    stats.set_defaults(run=_stats)
+
+    top = commands.add_parser("top", parents=[where], help="a live view of a server; q quits")
+    top.set_defaults(run=_top)
+    for command in (stats, top):
+        command.add_argument("--times", type=int, metavar="N", help="stop after N looks, when they are lines")
+
+    clear = commands.add_parser("clear", parents=[where], help="make a server forget")
+    what = clear.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--namespace", metavar="MODEL", help="the KV of one model, by the name its engine gives"
+    )
+    what.add_argument("--all", action="store_true", help="everything, named values too")
+    clear.add_argument("--force", action="store_true", help="also what is in use right now")
+    clear.set_defaults(run=_clear)
+
+
+# ---- the server
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from lmtier.server.serve import Server
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("lmtier").setLevel(logging.INFO)
+    ours, servers = _overrides(args.set)
+    if args.tier:
+        ours = {"tiers": args.tier} | ours
+    flags = {name: getattr(args, name) for name in ("unix", "listen", "http", "token_file", "insecure")}
+    servers = {name: value for name, value in flags.items() if value is not None} | servers
+    effective, origins = config.load(args.config, overrides=ours)
+    serving, _ = config.load_serving(args.config, overrides=servers)
+    server = Server(effective, serving)
+    server.obey_signals()
+    say(_screen(server, origins["tiers"] == "default"))
+    server.run()
+    return 0
+
+
+def _screen(server: Server, has_default_tiers: bool) -> str:
+    """What a server that has just opened its doors is."""
+    from lmtier.server.serve import read_token
+
+    serving = server.serving
+    scheme = "https" if serving.tls_cert else "http"
+    lines = [f"lmtier {__version__}, cache server, process {os.getpid()}", ""]
+    lines.append(table(_TIER[:-1], (_described(spec)[:-1] for spec in server.cache.config.specs)))
+    if has_default_tiers:
+        lines.append("These are the default tiers; name yours with --tier or in the file.")
+    lines.append("")
+    rows = []
+    for what, address in server.where:
+        if what == "http":
+            host, _, port = address.rpartition(":")
+            url = f"{scheme}://{_ANYWHERE.get(host, host)}:{port}"
+            rows += [(what, address, f"{url}/ in a browser, {url}/metrics for Prometheus")]
+        elif what == "unix":
+            rows += [(what, address, "engines on this host, who also get the slab")]
+        else:
+            rows += [(what, address, "any Redis client, and other hosts")]
+    lines += [table(("listens", "address", "for"), rows), ""]
+    token = "is asked for" if read_token(serving) else "is not asked for"
+    tls = "TLS" if serving.tls_cert else "no TLS"
+    if serving.tls_ca:
+        tls += ", with a certificate of the client's"
+    unix = " The Unix socket asks for none: it is for its owner alone." if serving.unix else ""
+    lines.append(f"A token {token}; {tls}.{unix}")
+    return "\n".join(lines)
+
+
+# ---- those who ask it
+
+
+def _address(args: argparse.Namespace) -> Address:
+    from lmtier.server.console import address_of, first_line, own_address
+    from lmtier.server.serve import read_token
+
+    if args.address:
+        address = address_of(args.address)
+        token = address.token or os.environ.get(config.TOKEN_VARIABLE) or None
+    else:
+        serving, _ = config.load_serving(args.config)
+        address = own_address(serving)
+        token = None if args.token_file or address.unix else read_token(serving)
+    if args.token_file:
+        token = first_line(args.token_file)
+    address = replace(address, token=token)
+    if args.ca:
+        address = replace(address, ca=args.ca, is_pinned=False)
+    return replace(address, cert=args.cert, key=args.key or "") if args.cert else address
+
+
+def _ping(args: argparse.Namespace) -> int:
+    from lmtier.server.console import Remote, pong
+
+    with Remote(_address(args)) as remote:
+        say(pong(remote))
+    return 0
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from lmtier.server.console import Remote, stats
+
+    address = _address(args)
+    with Remote(address) as remote, suppress(KeyboardInterrupt):
+        for _ in _looks(args.times if args.watch else 1):
+            now = remote.snapshot()
+            if args.json:
+                say(json.dumps(now, indent=None if args.watch else 2))
+            else:
+                (show_again if args.watch else say)(stats(now, str(address)))
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    from lmtier.server.console import Watched, plain, top
+
+    address = _address(args)
+    if sys.stdout.isatty():
+        top(address, _EVERY)
+        return 0
+    watched = Watched(address)
+    with suppress(KeyboardInterrupt):
+        for look in _looks(args.times):
+            if look:
+                watched.look()
+            say(plain(watched.now, watched.line))
+    watched.close()
+    return 0
+
+
+def _looks(times: int | None) -> Iterator[int]:
+    for look in islice(count(), times):
+        if look:
+            time.sleep(_EVERY)
+        yield look
+
+
+def _clear(args: argparse.Namespace) -> int:
+    from lmtier.server.console import Remote, clear
+
+    if args.namespace == "":
+        raise ConfigError("--namespace needs the name of a model; --all forgets everything")
+    with Remote(_address(args)) as remote:
+        say(clear(remote, args.namespace, force=args.force))
+    return 0
+
+
+# ---- what needs no server
+
+
 def _bench(args: argparse.Namespace) -> int:
     from lmtier import bench
 
@@ -79,38 +290,75 @@ def _bench(args: argparse.Namespace) -> int:
     return 0 if all(row.ok for row in rows) else 1
 
 
+_TIER = ("tier", "location", "capacity", "write", "policy", "options")
+
+
 def _config(args: argparse.Namespace) -> int:
-    effective, origins = config.load(args.config, overrides=_overrides(args.set))
-    values = {name: getattr(effective, name) for name in origins}
+    from lmtier.server.report import without_secrets
+
+    ours, servers = _overrides(args.set)
+    effective, origins = config.load(args.config, overrides=ours)
+    serving, serving_origins = config.load_serving(args.config, overrides=servers)
+    values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
+    values["tiers"] = [without_secrets(spec) for spec in effective.specs]
+    serve: dict[str, Any] = {name: getattr(serving, name) for name in serving_origins}
     tiers = [_described(spec) for spec in effective.specs]
+    token, token_origin = _token(serving.token_file, os.environ)
     if args.json:
-        shown = {name: {"value": value, "origin": origins[name]} for name, value in values.items()}
+        shown: dict[str, Any] = {
+            name: {"value": value, "origin": origins[name]} for name, value in values.items()
+        }
+        shown["serve"] = {
+            name: {"value": value, "origin": serving_origins[name]} for name, value in serve.items()
+        }
+        shown["serve"]["token"] = {"value": token, "origin": token_origin}
         say(json.dumps(shown, indent=2))
         return 0
     urls = values.pop("tiers")
     rows = [(name, str(value), origins[name]) for name, value in values.items()]
     rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(urls)]
+    rows += [(f"serve.{name}", _written(value), serving_origins[name]) for name, value in serve.items()]
+    rows += [("serve.token", token or "-", token_origin)]
     say(table(("setting", "value", "origin"), rows))
     say()
-    say(table(("tier", "location", "capacity", "write", "policy", "options"), tiers))
+    say(table(_TIER, tiers))
     return 0
 
 
-def _overrides(pairs: Sequence[str]) -> dict[str, str]:
-    given = {}
+def _token(file: str, env: Mapping[str, str]) -> tuple[str | None, str]:
+    """That there is a token, and where; never the token."""
+    if file:
+        return "(not shown)", file
+    return ("(not shown)", config.TOKEN_VARIABLE) if env.get(config.TOKEN_VARIABLE) else (None, "default")
+
+
+def _written(value: object) -> str:
+    return "-" if value == "" else str(value)
+
+
+def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What --set says: of a cache, and of its server."""
+    ours: dict[str, Any] = {}
+    servers: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ConfigError(f"--set {pair}: write it as name=value")
-        given[name] = value
-    return given
+        if name.startswith("serve."):
+            servers[name.removeprefix("serve.")] = value
+        else:
+            ours[name] = value
+    return ours, servers
 
 
 def _described(spec: config.TierSpec) -> Sequence[str]:
+    from lmtier.server.report import without_secrets
+
     if spec.scheme not in ("cpu", "gpu"):
         from lmtier.registry import load_tier
 
         load_tier(spec.scheme)  # an unknown scheme is an error here, not first when the engine starts
+    spec = config.TierSpec.parse(without_secrets(spec))
     capacity = "-" if spec.capacity is None else size(spec.capacity)
     options = " ".join(f"{name}={value}" for name, value in spec.options.items())
     return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"

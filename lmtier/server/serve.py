@@ -381,6 +381,7 @@ class Server:
                 "kind": each.caller.kind,
                 "address": each.caller.address,
                 "age": now - each.began,
+                "asked": each.caller.asked,
                 "received": each.received,
                 "sent": each.sent,
             }

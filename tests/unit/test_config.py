@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.config import Config, TierSpec, load, parse_seconds, parse_size, suggest
+from lmtier.config import (
+    Config,
+    Serving,
+    TierSpec,
+    host_and_port,
+    load,
+    load_serving,
+    parse_seconds,
+    parse_size,
+    suggest,
+)
 from lmtier.errors import ConfigError
 
 CPU = "cpu://?capacity=1GiB"
@@ -246,3 +256,93 @@ def test_a_url_is_taken_apart():
 def test_a_url_that_cannot_be_read_says_why(url, words):
     with pytest.raises(ConfigError, match=words):
         TierSpec.parse(url)
+
+
+# ---- a server's settings
+
+
+def test_a_server_is_for_this_host_alone_by_default():
+    serving, origins = load_serving(env={})
+    assert serving == Serving()
+    assert (serving.listen, serving.http, serving.unix) == ("127.0.0.1:6380", "127.0.0.1:9470", "")
+    assert (serving.token_file, serving.tls_cert, serving.insecure) == ("", "", False)
+    assert set(origins.values()) == {"default"}
+
+
+def test_a_server_has_a_table_in_the_file_and_variables_of_its_own(tmp_path):
+    file = tmp_path / "lmtier.toml"
+    file.write_text('chunk_tokens = 64\n[serve]\nlisten = "[::1]:7000"\ngrace = "2m"\nclients = 5\n')
+    env = {"LMTIER_SERVE_CLIENTS": "7", "LMTIER_SERVE_INSECURE": "yes", "LMTIER_VERIFY": "off"}
+    serving, origins = load_serving(file, env, {"http": ":9999"})
+    assert (serving.listen, serving.grace, serving.clients, serving.http) == ("[::1]:7000", 120.0, 7, ":9999")
+    assert serving.insecure is True
+    assert (origins["listen"], origins["clients"]) == (str(file), "environment")
+    assert (origins["http"], origins["patience"]) == ("arguments", "default")
+    config, _ = load(file, env)
+    assert (config.chunk_tokens, config.verify) == (64, "off")
+
+
+def test_a_token_is_a_variable_and_no_setting():
+    assert load(env={"LMTIER_TOKEN": "word"})[0] == Config()
+    assert load_serving(env={"LMTIER_TOKEN": "word"})[0] == Serving()
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides", "words"),
+    [
+        ({"LMTIER_SERVE_LISEN": ":1"}, {}, "'LMTIER_SERVE_LISEN' in environment; did you mean .*_LISTEN'"),
+        ({}, {"tokenfile": "x"}, "'tokenfile' in arguments; did you mean 'token_file'"),
+        ({}, {"clients": "many"}, "clients='many' from arguments does not fit"),
+        ({}, {"token_file": 5}, "token_file=5 from arguments does not fit"),
+        ({}, {"grace": "soon"}, "grace='soon' from arguments does not fit"),
+    ],
+)
+def test_an_unknown_or_unfit_setting_of_a_server_is_named(env, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_serving(env=env, overrides=overrides)
+
+
+def test_serve_in_a_file_is_a_table(tmp_path):
+    file = tmp_path / "lmtier.toml"
+    file.write_text("serve = 6380\n")
+    for each in (load, load_serving):
+        with pytest.raises(ConfigError, match=r"\[serve\] must be a table"):
+            each(file, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"listen": "", "http": ""}, "nowhere to listen"),
+        ({"listen": "6380"}, "serve: listen='6380' is not an address"),
+        ({"http": "a:b"}, "serve: http='a:b' is not an address"),
+        ({"clients": 0}, "clients=0: must be more than 0"),
+        ({"patience": 0}, "patience=0.0: must be more than 0"),
+        ({"grace": 0}, "grace=0.0: must be more than 0"),
+        ({"tls_cert": "a"}, "TLS needs tls_cert and tls_key"),
+        ({"tls_key": "a"}, "TLS needs tls_cert and tls_key"),
+        ({"tls_ca": "a"}, "TLS needs tls_cert and tls_key"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        Serving(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:6380", "127.0.0.1", 6380),
+        ("localhost:0", "localhost", 0),
+        (":9470", "", 9470),
+        ("[::1]:65535", "::1", 65535),
+    ],
+)
+def test_addresses_read_as_people_write_them(text, host, port):
+    assert host_and_port(text, "listen") == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:", "::1:80", "a:65536", "a:-1", "a:1:2", "[g]:1", "http://a:1"])
+def test_what_is_no_address_says_how_to_write_one(text):
+    with pytest.raises(ConfigError, match=r"listen=.* write it like 127\.0\.0\.1:6380"):
+        host_and_port(text, "listen")

@@ -1,0 +1,889 @@
+"""The server as whoever runs it meets it: started, asked, and looked at in a terminal, by its commands."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import pty
+import re
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lmtier
+from lmtier import cli
+from lmtier.cli import main
+from lmtier.config import Serving
+from lmtier.errors import ConfigError
+from lmtier.keys import namespace
+from lmtier.layout import form_of
+from lmtier.metrics import MISS_REASONS
+from lmtier.server.client import Client
+from lmtier.server.console import (
+    Address,
+    Remote,
+    Totals,
+    Unreachable,
+    address_of,
+    frame,
+    own_address,
+    stats,
+    timeline,
+)
+from lmtier.server.report import Snapshot
+from lmtier.server.resp import Error, encode
+from lmtier.terminal import Screen, bar, printable, span, spark
+from lmtier.testing import opaque_layout
+from tests.server.process import PATIENCE, until
+
+TOKEN = "a-long-random-word"
+SMALL = ("--tier", "cpu://?capacity=4MiB", "--set", "prefault=false")
+ANY = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
+LAYOUT = opaque_layout(8192)
+FORM = form_of(LAYOUT, [LAYOUT.whole])
+
+
+def environment(**more: object) -> dict[str, str]:
+    """Nobody's settings but these."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("LMTIER_")}
+    return {
+        **ours,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        **{name: str(each) for name, each in more.items()},
+    }
+
+
+class Serve:
+    """`lmtier serve` in a process of its own; returns when it has said where it listens."""
+
+    def __init__(self, log: Path, *argv: object, **env: object) -> None:
+        self._log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "lmtier", "serve", *map(str, argv)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment(**env),
+                text=True,
+            )
+        out: Any = self.process.stdout
+        lines = []
+        for line in out:
+            lines.append(line)
+            if line.startswith("A token "):
+                break
+        self.screen = "".join(lines)
+        if not self.screen:
+            pytest.fail(f"it did not start: {self.log}")
+        self.where: dict[str, str] = dict(re.findall(r"^(redis|http|unix) +(\S+)", self.screen, re.MULTILINE))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def redis(self) -> str:
+        return self.where["redis"]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    started: list[Serve] = []
+
+    def start(*argv: object, **env: object) -> Serve:
+        started.append(Serve(tmp_path / f"log{len(started)}", *SMALL, *argv, **env))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """For all who only ask: 30 tokens of `m` were asked for, 10 hit; 10 of `n` are stored."""
+    folder = tmp_path_factory.mktemp("shared")
+    options = (
+        "--set",
+        "chunk_tokens=1",
+        "--unix",
+        folder / "socket",
+        "--tier",
+        f"disk://{folder}/kv?capacity=8MiB",
+    )
+    server = Serve(folder / "log", *SMALL, *ANY, *options)
+    with Client(str(folder / "socket"), name="the-engine") as client:
+        store(client, names("m", 10))
+        store(client, names("n", 10))
+        assert client.flush(PATIENCE)
+        client.release(client.match(names("m", 30), FORM))
+        yield server
+    server.end()
+
+
+def names(model: str, count: int) -> list[bytes]:
+    return [namespace(model) + hashlib.sha256(f"{model}{i}".encode()).digest()[4:] for i in range(count)]
+
+
+def store(client: Client, keys: list[bytes]) -> None:
+    client.commit(client.reserve(keys, FORM))
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line in this process; its exit code, stdout and stderr."""
+    for name in [name for name in os.environ if name.startswith("LMTIER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cli, "_EVERY", 0.01)
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main([str(each) for each in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# ---- serve
+
+
+def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_path):
+    disk = tmp_path / "kv"
+    server = serve(*ANY, "--tier", f"disk://{disk}?capacity=1GiB&policy=lru", "--unix", tmp_path / "socket")
+    assert len(server.screen.splitlines()) <= 24
+    assert server.screen.startswith(
+        f"lmtier {lmtier.__version__}, cache server, process {server.process.pid}\n"
+    )
+    cells = [re.split(r" {2,}", line) for line in server.screen.splitlines()]
+    assert ["cpu", "-", "4 MiB", "always", "arc"] in cells
+    assert ["disk", str(disk), "1 GiB", "always", "lru"] in cells
+    assert server.where["unix"] == str(tmp_path / "socket")
+    assert f"http://{server.where['http']}/metrics" in server.screen
+    assert "A token is not asked for; no TLS." in server.screen
+    assert "default tiers" not in server.screen
+    assert server.stop() == 0
+    assert "INFO lmtier: stopping" in server.log
+
+
+def test_with_no_tier_given_serve_says_which_it_has(tmp_path):
+    server = Serve(tmp_path / "log", *ANY, "--set", "prefault=false")
+    server.end()
+    assert re.search(r"^cpu +- +1 GiB ", server.screen, re.MULTILINE)
+    assert "These are the default tiers" in server.screen
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(serve, tmp_path):
+    file = tmp_path / "lmtier.toml"
+    file.write_text(
+        f'[serve]\nunix = "{tmp_path}/file"\nlisten = "127.0.0.9:0"\nhttp = "127.0.0.9:0"\ngrace = 3\n'
+    )
+    server = serve("--config", file, "--unix", tmp_path / "flag", LMTIER_SERVE_HTTP="127.0.0.8:0")
+    assert server.where["unix"] == str(tmp_path / "flag")
+    assert server.where["http"].startswith("127.0.0.8:")
+    assert server.where["redis"].startswith("127.0.0.9:")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_it_ends_within_its_grace_with_0_and_takes_its_socket_away(serve, tmp_path, number):
+    server = serve("--listen", "", "--http", "", "--unix", tmp_path / "socket", "--set", "serve.grace=5")
+    with Remote(Address(unix=str(tmp_path / "socket"))) as idle:
+        idle.ask("PING")
+        began = time.monotonic()
+        assert server.stop(number) == 0
+    assert time.monotonic() - began < 5
+    assert not (tmp_path / "socket").exists()
+
+
+def refused(*argv: object, **env: object) -> str:
+    """The one sentence of a server that does not start."""
+    command = [sys.executable, "-W", "error", "-m", "lmtier", "serve", *map(str, argv)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(**env), timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = [line for line in done.stderr.splitlines() if " WARNING " not in line]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        said = refused(*SMALL, "--http", "", "--listen", address)
+    assert said == f"lmtier: serve: cannot listen on {address}: Address already in use"
+
+
+def test_a_disk_that_another_server_has_open_is_named(serve, tmp_path):
+    tier = ("--tier", f"disk://{tmp_path}/kv?capacity=1GiB")
+    serve(*ANY, *tier)
+    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier)
+
+
+def test_other_hosts_are_not_let_in_without_a_token(serve):
+    said = refused(*SMALL, "--listen", "0.0.0.0:0")
+    assert "can be reached from other hosts" in said
+    assert "token" in said
+    assert (
+        serve("--listen", "0.0.0.0:0", "--http", "", LMTIER_TOKEN=TOKEN).where["redis"].startswith("0.0.0.0:")
+    )
+    assert "is not asked for" in serve("--listen", "0.0.0.0:0", "--http", "", "--insecure").screen
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--set", "serve.lisen=:1"), "did you mean 'listen'"),
+        (("--set", "chunk_token=1"), "did you mean 'chunk_tokens'"),
+        (("--tier", "cpu://?capacity=4MiB"), "exactly one cpu:// tier"),
+        (("--listen", "6380"), "write it like 127.0.0.1:6380"),
+        (("--token-file", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_sentence(argv, words):
+    assert words in refused(*SMALL, *argv)
+
+
+# ---- a token
+
+
+def test_a_token_is_asked_for_and_never_shown(serve, run, tmp_path, monkeypatch):
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    (tmp_path / "wrong").write_text("another\n")
+    server = serve(*ANY, "--token-file", tmp_path / "token")
+    assert "A token is asked for" in server.screen
+    code, out, err = run("ping", server.redis)
+    assert (code, out) == (1, "")
+    assert (
+        err
+        == f"lmtier: {server.redis} asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN\n"
+    )
+    assert run("ping", server.redis, "--token-file", tmp_path / "token")[0] == 0
+    assert run("ping", f"redis://:{TOKEN}@{server.redis}")[0] == 0
+    code, _, err = run("stats", server.redis, "--token-file", tmp_path / "wrong")
+    assert (code, "does not take this token" in err) == (1, True)
+    monkeypatch.setenv("LMTIER_TOKEN", TOKEN)
+    code, out, err = run("stats", server.redis)
+    assert (code, err) == (0, "")
+    for shown in (out, server.screen, server.log):
+        assert TOKEN not in shown
+
+
+def test_a_token_is_not_sent_to_a_server_that_asks_for_none(run, shared, monkeypatch):
+    monkeypatch.setenv("LMTIER_TOKEN", TOKEN)
+    assert run("ping", shared.redis)[::2] == (0, "")
+
+
+def test_sighup_reads_the_token_again(serve, tmp_path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    server = serve(*ANY, "--token-file", token)
+
+    def takes(word: str) -> bool:
+        host, _, port = server.redis.rpartition(":")
+        try:
+            with Remote(Address(host=host, port=int(port), token=word)) as remote:
+                return bool(remote.ask("PING"))
+        except Unreachable:
+            return False
+
+    assert takes(TOKEN)
+    token.write_text("the-next-one")
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: takes("the-next-one"))
+    assert not takes(TOKEN)
+    token.write_text("")
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: "the old token and certificates stay" in server.log)
+    assert takes("the-next-one")
+    assert server.stop() == 0
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """server.crt for localhost and client.crt, each signed by itself, with their keys."""
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("server", "client"):
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+        ]
+        command += [
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        ]
+        command += ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt"]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def test_tls_with_a_certificate_of_ones_own(serve, run, certificates, tmp_path):
+    file = tmp_path / "lmtier.toml"
+    file.write_text(
+        f'[serve]\ntls_cert = "{certificates}/server.crt"\ntls_key = "{certificates}/server.key"\n'
+    )
+    server = serve(*ANY, "--config", file)
+    assert "; TLS." in server.screen
+    assert f"https://{server.where['http']}/" in server.screen
+    code, out, _ = run("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
+    assert (code, "ready" in out) == (0, True)
+    code, _, err = run("ping", f"rediss://{server.redis}")
+    assert (code, "is not trusted" in err, "--ca" in err) == (1, True, True)
+    code, _, err = run("ping", server.redis)
+    assert (code, "write rediss://" in err) == (1, True)
+    with file.open("a") as settings:  # who has the server's own settings needs no more
+        settings.write(f'listen = "{server.redis}"\n')
+    assert run("ping", "--config", file)[0] == 0
+
+
+def test_client_certificates_are_asked_for(serve, run, certificates):
+    settings = {"tls_cert": "server.crt", "tls_key": "server.key", "tls_ca": "client.crt"}
+    options = [f"serve.{name}={certificates / file}" for name, file in settings.items()]
+    server = serve(*ANY, *(word for option in options for word in ("--set", option)))
+    assert "with a certificate of the client's" in server.screen
+    to = ("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
+    code, _, err = run(*to)
+    assert (code, "give --cert and --key" in err) == (1, True), err
+    assert run(*to, "--cert", certificates / "client.crt", "--key", certificates / "client.key")[0] == 0
+
+
+def test_a_server_without_tls_is_not_spoken_to_in_tls(run, shared):
+    code, _, err = run("ping", f"rediss://{shared.redis}")
+    assert (code, "write redis://" in err) == (1, True)
+
+
+# ---- ping, stats, clear
+
+
+def test_ping_says_who_answers_how_it_is_and_how_fast(run, shared):
+    for address in (shared.redis, shared.where["unix"], f"unix://{shared.where['unix']}"):
+        code, out, err = run("ping", address)
+        assert (code, err) == (0, "")
+        assert re.fullmatch(
+            rf"lmtier {re.escape(lmtier.__version__)}, ready, up .* s, at \S+; it answered in [\d.]+ ms\n",
+            out,
+        )
+
+
+def test_without_an_address_the_settings_say_where(run, shared, monkeypatch):
+    monkeypatch.setenv("LMTIER_SERVE_UNIX", shared.where["unix"])
+    assert f"at {shared.where['unix']};" in run("ping")[1]
+    monkeypatch.delenv("LMTIER_SERVE_UNIX")
+    monkeypatch.setenv("LMTIER_SERVE_LISTEN", shared.redis)
+    assert f"at {shared.redis};" in run("ping")[1]
+
+
+def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared):
+    code, out, err = run("stats", shared.redis)
+    assert (code, err) == (0, "")
+    cells = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    assert ["asked", "30", "100 %", "in 1 lookups"] in cells
+    assert ["hit in cpu", "10", "33 %"] in cells
+    assert ["missed: never_stored", "20", "67 %", MISS_REASONS["never_stored"]] in cells
+    assert any(row[:4] == ["cpu", "160 KiB", "4 MiB", "4 %"] for row in cells)
+    assert any(row[0] == "disk" for row in cells)
+    assert any(row[:3] == ["engine", "the-engine", "unix"] for row in cells)
+
+
+def test_stats_in_json_are_what_the_server_said(run, shared):
+    _, out, _ = run("stats", shared.redis, "--json")
+    found = json.loads(out)
+    assert found["tokens"]["asked"] == sum(found["tokens"]["hit"].values()) + sum(
+        found["tokens"]["missed"].values()
+    )
+    assert [tier["tier"] for tier in found["tiers"]] == ["cpu", "disk"]
+
+
+def test_stats_that_watch_go_on_until_they_need_not(run, shared):
+    _, out, _ = run("stats", shared.redis, "--watch", "--times", "3")
+    assert out.count("asked") == 3
+    _, out, _ = run("stats", shared.redis, "--watch", "--times", "2", "--json")
+    assert [json.loads(line)["lookups"] for line in out.splitlines()] == [1, 1]
+
+
+def test_clear_forgets_one_model_or_with_all_everything(serve, run, tmp_path):
+    server = serve(*ANY, "--set", "chunk_tokens=1", "--unix", tmp_path / "socket")
+    with Client(str(tmp_path / "socket")) as client:
+        store(client, names("m", 3))
+        store(client, names("n", 4))
+        lease = client.match(names("n", 1), FORM)
+        code, out, _ = run("clear", server.redis, "--namespace", "m")
+        assert (code, "forgot the KV of m: 3 chunks in cpu" in out) == (0, True)
+        assert (
+            "the name must be the one that its engine gives"
+            in run("clear", server.redis, "--namespace", "x")[1]
+        )
+        out = run("clear", server.redis, "--all")[1]
+        assert "forgot everything: 3 chunks in cpu" in out
+        assert "what is in use (8 KiB) was kept: --force forgets that too" in out
+        assert "forgot everything: 1 chunks in cpu" in run("clear", server.redis, "--all", "--force")[1]
+        client.release(lease)
+
+
+@pytest.mark.parametrize("what", [(), ("--namespace", "m", "--all"), ("--force",)])
+def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["clear", shared.redis, *what])
+    assert stop.value.code == 2
+    assert "--all" in capsys.readouterr().err
+    with Remote(address_of(shared.redis)) as remote:
+        assert remote.snapshot()["tiers"][0]["chunks"] == 20
+
+
+def test_clear_of_no_name_is_not_clear_of_everything(run, shared):
+    code, _, err = run("clear", shared.redis, "--namespace", "")
+    assert (code, "--all forgets everything" in err) == (2, True)
+
+
+# ---- those that are not there, or are something else
+
+
+@pytest.mark.parametrize("command", [("ping",), ("stats",), ("clear", "--all"), ("top",)])
+def test_where_nobody_listens_every_command_says_so(run, command, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", tmp_path / "socket"):
+        code, out, err = run(*command, address)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"lmtier: {address} is not there: is `lmtier serve` running?")
+        assert err.count("\n") == 1
+
+
+def test_a_redis_server_is_no_lmtier_server(run, redis_server):
+    code, _, err = run("ping", redis_server)
+    assert (code, "it speaks Redis and nothing more" in err) == (1, True)
+
+
+def test_the_address_of_the_page_is_the_wrong_one(run, shared):
+    code, _, err = run("ping", shared.where["http"])
+    assert (code, "is that the port of its page" in err) == (1, True)
+
+
+@pytest.fixture
+def impostor() -> Iterator[Callable[..., Address]]:
+    """A server that says these bytes, whatever it is asked, and then nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        talks: list[threading.Thread] = []
+
+        def starts(*answers: bytes, hang_up: bool = False) -> Address:
+            def talk() -> None:
+                client, _ = listener.accept()
+                with client, suppress(ConnectionResetError):
+                    for answer in answers:
+                        client.recv(1 << 16)
+                        client.sendall(answer)
+                    while client.recv(1 << 16) and not hang_up:
+                        pass
+
+            talks.append(threading.Thread(target=talk))
+            talks[-1].start()
+            return Address(host="127.0.0.1", port=listener.getsockname()[1])
+
+        yield starts
+        for each in talks:
+            each.join(PATIENCE)
+            assert not each.is_alive()
+
+
+def test_a_server_that_is_silent_is_given_up(impostor):
+    with (
+        Remote(impostor(), timeout=0.1) as remote,
+        pytest.raises(Unreachable, match=r"not answer within 0\.1 s"),
+    ):
+        remote.ask("PING")
+
+
+def test_a_server_that_trickles_is_given_up_too(impostor):
+    with (
+        Remote(impostor(b"$5\r\n", b"x"), timeout=0.1) as remote,
+        pytest.raises(Unreachable, match="not answer"),
+    ):
+        remote.ask("PING")
+
+
+def test_a_server_that_hangs_up_is_named(impostor):
+    with Remote(impostor(hang_up=True)) as remote, pytest.raises(Unreachable, match="closed the connection"):
+        remote.ask("PING")
+
+
+@pytest.mark.parametrize(
+    "report", [b"no json", b"[]", b"{}", b'{"version": "9", "tiers": [], "tokens": {}}', None, 7, [b"x"]]
+)
+def test_a_report_that_is_none_is_not_believed(impostor, report):
+    with Remote(impostor(encode(report, resp3=False))) as remote, pytest.raises(Unreachable):
+        remote.snapshot()
+
+
+def test_what_a_server_says_does_not_steer_the_terminal(impostor, now):
+    hostile = "\x1b]0;owned\x07\x9b2J\r\n"
+    now["clients"][0]["name"] = now["why_not_ready"] = hostile
+    now["ready"] = False
+    answer = encode(json.dumps(now).encode(), resp3=False)
+    with Remote(impostor(answer, encode(Error(f"ERR {hostile}"), resp3=False))) as remote:
+        said = stats(remote.snapshot(), "here")
+        with pytest.raises(Unreachable) as error:
+            remote.ask("PING")
+    for text in (said, str(error.value)):
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:6380", Address(host="127.0.0.1")),
+        ("[::1]:7000", Address(host="::1", port=7000)),
+        (":7000", Address(host="127.0.0.1", port=7000)),
+        ("cache-1:6380", Address(host="cache-1")),
+        ("/run/lmtier/socket", Address(unix="/run/lmtier/socket")),
+        ("./socket", Address(unix="./socket")),
+        ("unix:///run/lmtier/socket", Address(unix="/run/lmtier/socket")),
+        ("redis://cache-1", Address(host="cache-1")),
+        ("redis://:s%40cret@cache-1:7000/0", Address(host="cache-1", port=7000, token="s@cret")),
+        ("rediss://default:word@[::1]:7000", Address(host="::1", port=7000, tls=True, token="word")),
+    ],
+)
+def test_addresses_read_as_people_write_them(text, address):
+    assert address_of(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "6380",
+        "a:b",
+        "http://a:1",
+        "redis://",
+        "redis://a:99999",
+        "redis://a/1",
+        "unix://a",
+        "redis://w@a",
+    ],
+)
+def test_what_is_no_address_says_how_to_write_one(text):
+    with pytest.raises(ConfigError, match="like "):
+        address_of(text)
+
+
+def test_a_token_in_an_address_is_not_repeated():
+    assert TOKEN not in repr(address_of(f"redis://:{TOKEN}@a:1")) + str(address_of(f"redis://:{TOKEN}@a:1"))
+    with pytest.raises(ConfigError) as error:
+        address_of(f"redis://:{TOKEN}@a:1/7")
+    assert TOKEN not in str(error.value)
+
+
+def test_a_server_on_every_address_is_asked_on_this_host():
+    assert own_address(Serving(listen="0.0.0.0:7000", insecure=True)) == Address(host="127.0.0.1", port=7000)
+    assert own_address(Serving(listen="[::]:7000")) == Address(host="::1", port=7000)
+    assert own_address(Serving(unix="/run/x")) == Address(unix="/run/x")
+    with pytest.raises(ConfigError, match="name a server"):
+        own_address(Serving(listen=""))
+
+
+# ---- top
+
+
+@pytest.fixture
+def now(shared: Serve) -> Snapshot:
+    with Remote(address_of(shared.redis)) as remote:
+        return remote.snapshot()
+
+
+def test_top_without_a_terminal_is_a_line_a_look(run, shared):
+    code, out, _ = run("top", shared.redis, "--times", "2")
+    assert code == 0
+    line = r"\d\d:\d\d:\d\d; hit .* of [\d,]+ tokens/s; cpu 4 % full, .*; disk \d % full, .*; \d clients"
+    assert [bool(re.fullmatch(line, each)) for each in out.splitlines()] == [True, True]
+
+
+def test_the_view_says_what_happens_now_and_what_did_lately(now):
+    start = now["time"] - now["uptime"]
+    now["uptime"], now["time"] = 1000.0, start + 1000.0
+    now["tokens"] |= {"asked": 3000, "hit": {"cpu": 1500, "disk": 500}, "missed": {"evicted": 1000}}
+    now["tiers"][1]["bytes_up"] = 64 << 20
+    now["tiers"][1]["breaker_up"] = "open"
+    moved = {"up": {"disk": 0}, "down": {"disk": 0}, "used": {}}
+    history = [
+        {"time": start + 10, "asked": 1000, "hit": {"cpu": 0}, "missed": {"evicted": 1000}, **moved},
+        {"time": start + 996, "asked": 2000, "hit": {"cpu": 1000}, "missed": {"evicted": 1000}, **moved},
+    ]
+    lines = frame(now, timeline(now, history), "here", 80, 24)
+    assert "hit rate   now 100 %   last 16 min 30 s 100 %   since the start 67 %" in lines[2]
+    text = "\n".join(lines)
+    assert re.search(r"^from cpu +125 +1,500 +75 % +█", text, re.MULTILINE)
+    assert re.search(r"^disk .* 8 MiB +16 MiB/s .* open up$", text, re.MULTILINE)
+    assert set(lines[3]) == {"·", "█"}
+
+
+def snapshots() -> st.SearchStrategy[dict[str, Any]]:
+    whole = st.integers(0, 1 << 60)
+    word = st.text("abcdefgh_-", min_size=1, max_size=130)
+    tier = st.fixed_dictionaries(
+        {"tier": word, "url": word, "chunks": st.none() | whole, "used": st.none() | whole}
+        | {
+            "capacity": st.none() | st.integers(1, 1 << 60),
+            "warm": st.booleans(),
+            "write": word,
+            "queue": whole,
+        }
+        | {
+            "breaker_up": word,
+            "breaker_down": word,
+            "evictions": whole,
+            "bytes_up": whole,
+            "bytes_down": whole,
+        }
+        | {"seconds_up": st.floats(0, 1e9), "seconds_down": st.floats(0, 1e9), "failures": whole}
+    )
+    client = st.fixed_dictionaries(
+        {"id": whole, "name": word, "kind": word, "address": word, "age": st.floats(0, 1e9)}
+        | {"received": whole, "sent": whole}
+    )
+    counts = st.dictionaries(word, whole, max_size=20)
+    tokens = st.fixed_dictionaries(
+        {
+            "asked": whole,
+            "hit": counts,
+            "missed": counts,
+            "stored": counts,
+            "skipped": whole,
+            "dropped": counts,
+        }
+    )
+    return st.fixed_dictionaries(
+        {"version": word, "time": st.floats(1e9, 2e9), "uptime": st.floats(0, 1e8), "ready": st.booleans()}
+        | {
+            "why_not_ready": word,
+            "chunk_tokens": whole,
+            "lookups": whole,
+            "recent_hit_ratio": st.floats(0, 1),
+        }
+        | {"tokens": tokens, "leased_bytes": whole, "tiers": st.lists(tier, min_size=1, max_size=6)}
+        | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
+    )
+
+
+@given(snapshots(), st.integers(1, 200), st.integers(1, 70))
+def test_the_view_fits_whatever_it_shows_on_whatever_terminal(now, columns, rows):
+    lines = frame(now, timeline(now, []), "here", columns, rows)
+    assert len(lines) <= rows
+    assert all(len(line) <= columns for line in lines)
+    assert stats(now, "here")
+
+
+def test_tiers_and_clients_are_on_a_small_terminal_however_many_reasons_there_are(now):
+    now["tokens"]["missed"] = dict.fromkeys(MISS_REASONS, 1)
+    text = "\n".join(frame(now, timeline(now, []), "here", 80, 24))
+    assert re.search(r"^cpu .*^disk .*^engine +the-engine", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_past_is_drawn_where_it_was():
+    line = [Totals(0, 0, {}, {}, {}, {}), Totals(450, 10, {"cpu": 0}, {}, {}, {})]
+    line += [Totals(451, 10, {"cpu": 0}, {}, {}, {}), Totals(900, 20, {"cpu": 10}, {}, {}, {})]
+    now: Any = {"uptime": 900.0, "version": "1", "ready": True, "tiers": [], "clients": []}
+    assert frame(now, line, "here", 80, 24)[3] == "·" * 39 + "▁" + "·" * 39 + "█"
+
+
+ON_ITS_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that its ^C is a signal
+from lmtier.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *argv: object, columns: int = 80, rows: int = 24) -> None:
+        self.master, slave = pty.openpty()
+        self.resize(columns, rows)
+        self.settings = termios.tcgetattr(slave)
+        self._slave = slave
+        self.output = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ON_ITS_TERMINAL, *map(str, argv)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=environment(TERM="xterm"),
+        )
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def shows(self, pattern: str, columns: int = 80) -> list[str]:
+        """The lines of the first whole frame from now on that has this in it, and is as wide."""
+        self.output = b""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            self._read(end)
+            for data in self.output.split(b"\x1b[H")[1:]:
+                text = data.decode(errors="replace")
+                lines = text.removesuffix("\x1b[J").replace("\x1b[K", "").split("\r\r\n")
+                is_whole = text.endswith("\x1b[J") and len(lines) > 3 and len(lines[3]) == columns
+                if is_whole and re.search(pattern, "\n".join(lines)):
+                    return lines
+        pytest.fail(f"{pattern!r} was not shown; {self.output[-2000:]!r}")
+
+    def _read(self, end: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.master, selectors.EVENT_READ)
+            if selector.select(max(0.0, end - time.monotonic())):
+                self.output += os.read(self.master, 1 << 16)
+
+    def ends(self) -> int:
+        """Its exit code; afterwards `output` is complete."""
+        end = time.monotonic() + PATIENCE
+        while self.process.poll() is None:
+            self._read(min(end, time.monotonic() + 0.05))
+            assert time.monotonic() < end, "it does not end"
+        self._read(time.monotonic())
+        return self.process.returncode
+
+    @property
+    def is_as_it_was(self) -> bool:
+        return termios.tcgetattr(self._slave) == self.settings and self.output.endswith(Screen.END.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self._slave)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def start(*argv: object, **size: int) -> Terminal:
+        opened.append(Terminal(*argv, **size))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_top_fills_a_terminal_follows_its_size_and_gives_it_back_on_q(shared, terminal):
+    view = terminal("top", shared.redis)
+    lines = view.shows("hit rate")
+    assert len(lines) <= 24
+    assert lines[0].startswith(f"lmtier {lmtier.__version__}, ready, up ")
+    assert lines[0].endswith(f" at {shared.redis}  q quits")
+    text = "\n".join(lines)
+    assert re.search(
+        r"^from cpu .*^missed: never_stored .*^cpu .*^disk .*^engine ", text, re.MULTILINE | re.DOTALL
+    )
+    view.resize(132, 43)
+    view.shows("hit rate", columns=132)
+    view.resize(40, 10)
+    assert len(view.shows("hit rate", columns=40)) == 10
+    view.type(b"x")
+    view.type(b"\x1b[A")
+    view.shows("hit rate", columns=40)
+    view.type(b"q")
+    assert view.ends() == 0
+    assert view.is_as_it_was
+
+
+@pytest.mark.parametrize(("keys", "number", "code"), [(b"\x03", 0, 0), (b"", signal.SIGTERM, 143)])
+def test_top_gives_the_terminal_back_when_it_is_interrupted(shared, terminal, keys, number, code):
+    view = terminal("top", shared.redis)
+    view.shows("hit rate")
+    if keys:
+        view.type(keys)
+    else:
+        view.process.send_signal(number)
+    assert view.ends() == code
+    assert view.is_as_it_was
+
+
+def test_top_waits_for_a_server_that_went_away(serve, terminal, tmp_path):
+    server = serve(*ANY, "--unix", tmp_path / "socket")
+    view = terminal("top", tmp_path / "socket")
+    view.shows("ready")
+    assert server.stop() == 0
+    view.shows(r"is\s+not\s+there:\s+is\s+`lmtier")
+    serve(*ANY, "--unix", tmp_path / "socket")
+    view.shows(f"lmtier {lmtier.__version__}, ready")
+    view.type(b"q")
+    assert view.ends() == 0
+
+
+def test_top_of_no_server_leaves_the_terminal_alone(terminal, tmp_path):
+    view = terminal("top", tmp_path / "socket")
+    assert view.ends() == 1
+    assert Screen.BEGIN.encode() not in view.output
+    assert b"is not there" in view.output
+
+
+def test_watched_stats_replace_what_stands_on_a_terminal(shared, terminal):
+    view = terminal("stats", "--watch", "--times", "1", shared.redis)
+    assert view.ends() == 0
+    assert view.output.startswith(b"\x1b[H\x1b[2J")
+
+
+# ---- pieces of a terminal
+
+
+def test_times_are_said_in_their_two_largest_units():
+    said = [span(each) for each in (0, 59.9, 60, 200, 3600, 14_700, 86_400 * 9 + 7200 + 61)]
+    assert said == ["0 s", "59 s", "1 min 0 s", "3 min 20 s", "1 h", "4 h 5 min", "9 d 2 h"]
+
+
+def test_bars_and_sparks_stay_within_their_room():
+    assert [bar(share, 4) for share in (-1, 0, 0.5, 1, 9)] == ["░░░░", "░░░░", "██░░", "████", "████"]
+    assert spark([0, 0.5, 1, None, 2]) == "▁▅█·█"
+
+
+@given(st.text())
+def test_what_is_printable_is_left_and_nothing_else(text):
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
