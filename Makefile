@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint bench clean
+# What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit.
+PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl
+
+.PHONY: demo test lint bench programs clean
 
 demo: $(INSTALLED)
 	$(BIN)/lmtier demo
 
-test: $(INSTALLED)
+test: $(INSTALLED) programs
 	$(BIN)/pytest
 
 lint: $(INSTALLED)
@@ -20,6 +23,14 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/lmtier bench
+
+programs:
+	@missing=; for each in $(PROGRAMS); do \
+	  command -v $${each%%:*} >/dev/null || missing="$$missing $${each##*:}"; done; \
+	[ -z "$$missing" ] && exit 0; \
+	install="apt-get install --quiet --yes --no-install-recommends$$missing"; \
+	if [ "$$(id -u)" -ne 0 ]; then echo "the tests need$$missing: sudo $$install"; exit 1; fi; \
+	export DEBIAN_FRONTEND=noninteractive; apt-get update --quiet && $$install
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
