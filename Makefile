@@ -8,13 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit.
 PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl
 
-.PHONY: demo test lint bench programs clean
+.PHONY: demo test test-slow lint bench programs clean
 
 demo: $(INSTALLED)
 	$(BIN)/lmtier demo
 
 test: $(INSTALLED) programs
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(INSTALLED) programs
+	$(BIN)/pytest -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

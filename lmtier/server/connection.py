@@ -11,9 +11,9 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from lmtier.server.commands import Argument, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
@@ -22,8 +22,9 @@ from lmtier.server.resp import CRLF, Commands, Error, ProtocolError, bulk_header
 
 _TURN = 4 << 20  # bytes that one client may move before the others have their turn
 _ENOUGH = 1 << 20  # bytes of answers, beyond which no more commands are run before they are sent
+_MANY = 4096  # pieces of answers, beyond which the same: the smallest cost fifty times their bytes
 _BATCH = 64 << 10  # of answers, from which on they are sent before more commands are run
-_SMALL = 16 << 10
+_SMALL = 32 << 10
 _BUFFERS = 64  # in one system call
 _SLOWEST = 16 << 10  # bytes a second, on average, that a transfer must move to be worth its memory
 _FIRST = 10.0  # seconds in which it need not
@@ -113,8 +114,8 @@ class Stream:
             return socket.send_fds(self.sock, [first.view], [first.fd])
         if self._is_tls:
             return self.sock.send(first.view[:_TURN])
-        pieces: Iterator[_Out] = islice(self._out, _BUFFERS)
-        return self.sock.sendmsg([each.view for each in pieces if each.fd is None])
+        pieces = takewhile(lambda each: each.fd is None, islice(self._out, _BUFFERS))
+        return self.sock.sendmsg([each.view for each in pieces])
 
     def _forget(self, count: int) -> None:
         """What was sent leaves the queue."""
@@ -165,7 +166,7 @@ class Connection(Stream):
 
     @property
     def wants_input(self) -> bool:
-        return self._waiting is None and not self.caller.closing and self.waits < _ENOUGH
+        return self._waiting is None and not self.caller.closing and not self._is_full
 
     @property
     def is_waiting(self) -> bool:
@@ -175,6 +176,11 @@ class Connection(Stream):
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self.waits or self._commands.in_command)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether what it was answered must be sent before it is answered more."""
+        return self.waits >= _ENOUGH or len(self._out) >= _MANY
 
     def hear(self) -> None:
         """The socket has bytes, or is closed."""
@@ -195,11 +201,11 @@ class Connection(Stream):
     def go_on(self) -> None:
         """Run commands, and send what they answer, as far as both go now."""
         while self.is_open:
-            goes = self.waits < _ENOUGH and (self._resume() if self._waiting else self._next())
+            was_full = self._is_full
+            goes = not was_full and (self._resume() if self._waiting else self._next())
             if not goes or self.waits >= _BATCH:
-                before = self.waits
                 self.flush()
-                if not goes and not (before >= _ENOUGH > self.waits):
+                if not goes and not (was_full and not self._is_full):
                     break
         if self.caller.closing and not self.waits and not self._waiting:
             self.close()

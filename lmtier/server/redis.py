@@ -233,12 +233,17 @@ class Redis:
                 return old
             if mark is not None and "KEEPTTL" in words:
                 expires = mark.expires
-        if old is not None:
-            yield old
-        answer = yield from self._put(caller, draft, name, expires)
-        if "GET" in words:
-            return Nothing if old is not None else None
-        return answer
+        try:
+            answer = yield from self._put(caller, draft, name, expires)
+        except GeneratorExit:
+            if old is not None:
+                old.sent()
+            raise
+        if "GET" not in words:
+            return answer
+        if answer is not OK and old is not None:
+            old.sent()
+        return old if answer is OK else answer  # not before: with it, the older value is over
 
     def _setnx(self, caller: Caller, args: list[Argument]) -> Waiting:
         name, draft = _name(args[1]), self._draft(caller, args[2])
@@ -274,9 +279,15 @@ class Redis:
         value = yield from self._values.get(name)
         if value is None:
             return None
-        yield self._payload(value)
-        yield from self._values.forget(name)
-        return Nothing
+        try:
+            deleted = yield from self._values.forget(name)
+        except GeneratorExit:
+            self._values.release(value)
+            raise
+        if deleted is None:
+            self._values.release(value)
+            return TRY_AGAIN
+        return self._payload(value)
 
     def _del(self, caller: Caller, args: list[Argument]) -> Waiting:
         return (yield from self._forget(*map(bytes, dict.fromkeys(args[1:]))))

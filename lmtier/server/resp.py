@@ -215,6 +215,8 @@ class Limits:
     """What one command may take: bytes, but for `args`."""
 
     args: int = 1 << 20
+    name: int = 16 << 10
+    """The first argument, which nobody is asked about: whoever sends it may be a stranger."""
     argument: int = 1 << 20
     """One argument that is kept as bytes."""
     command: int = 4 << 20
@@ -245,6 +247,7 @@ class Commands(_Reader):
         self._argc = 0  # of the command that has begun; 0: none has
         self._args: list[Argument] = []
         self._longest_kept = min(limits.argument, limits.payload)
+        self._longest_name = min(limits.name, self._longest_kept)
         self._room = limits.command  # for arguments kept as bytes
         self._length = -1  # of the argument that has begun; -1: none has
         self._payload: memoryview | None = None  # where it goes, if not here
@@ -334,7 +337,7 @@ class Commands(_Reader):
         payload = self._place(self._args, self._argc, length) if self._args else None
         if payload is not None:
             self._begin_payload(payload, length)
-        elif length > min(self._longest_kept, self._room):
+        elif length > min(self._longest_kept if self._args else self._longest_name, self._room):
             raise ProtocolError("too big argument")
         else:
             self._room -= length

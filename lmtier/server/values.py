@@ -36,6 +36,7 @@ ANY = form_of(None, (_SHARD,), (0,))
 
 _DRAFT_SHARE = 1 / 2  # of the slab that values on their way in may take: they may never be completed
 _SNAPSHOT_SECONDS = 1.0
+_FEW = 1024  # times at which something expires
 
 T = TypeVar("T")
 Waiting: TypeAlias = "Generator[None, None, T]"
@@ -84,6 +85,7 @@ class Values:
         self._drafting = 0
         """Bytes of the slab that drafts take."""
         self._expiring: list[tuple[int, bytes]] = []
+        self._most_expiring = _FEW
         self._snapshot: tuple[float, list[bytes]] = (0.0, [])
 
     # ---- in
@@ -115,9 +117,14 @@ class Values:
         """
         cache, key = self._cache, value_key(name)
         self._drafting -= draft.reservation.form.room
+        (entry,) = draft.reservation.entries.values()
+        if entry.state is State.GONE:  # cleared by force while it came: as if it had been here by then
+            cache.forget(key, ANY)
+            cache.commit(draft.reservation)
+        else:
+            cache.replace(draft.reservation, key, Mark(expires, len(draft.view), name).pack())
         if expires:
-            heapq.heappush(self._expiring, (expires, key))
-        cache.replace(draft.reservation, key, Mark(expires, len(draft.view), name).pack())
+            self._will_expire(expires, key)
         self._count.labels("set").inc()
         return (yield from self._gone([key]))
 
@@ -126,15 +133,19 @@ class Values:
     def get(self, name: bytes) -> Waiting[Value | None]:
         """The value, leased: `release` it."""
         cache, key = self._cache, value_key(name)
-        match = cache.match([key], ANY)
-        try:
-            cache.prefetch(match)
-            while not match.ready:
-                yield
-            value = self._value(match, name)
-        except GeneratorExit:
-            cache.release(match)
-            raise
+        while True:
+            match = cache.match([key], ANY)
+            try:
+                cache.prefetch(match)
+                while not match.ready:
+                    yield
+                value = self._value(match, name)
+            except GeneratorExit:
+                cache.release(match)
+                raise
+            if match.cut != "cleared" and (value is None or match.run[0].state is State.READY):
+                break
+            cache.release(match)  # while it was waited for it was replaced, or deleted: what is there now?
         self._count.labels("missed" if value is None else "hit").inc()
         if value is None:
             cache.release(match)
@@ -179,6 +190,8 @@ class Values:
             until = time.monotonic() + self._cache.config.load_deadline
             while not heard and time.monotonic() < until:
                 yield
+            if below.index.get(key) is not entry:  # replaced, or deleted, while it was waited for
+                return (yield from self._mark(key))
             if heard and isinstance(heard[0], bytes):
                 return Mark.parse(heard[0])
         return None
@@ -247,12 +260,24 @@ class Values:
         now, over = now_ms(), 0
         while self._expiring and self._expiring[0][0] <= now:
             _, key = heapq.heappop(self._expiring)
-            entry = self._cache.index.get(key)
-            for below in () if entry is not None else self._cache.below:
-                entry = entry or (below.index.get(key) if below.index is not None else None)
-            mark = Mark.parse(entry.prints[0]) if entry is not None and entry.prints else None
+            mark = self._known(key)
             over += mark is not None and self._is_over(key, mark)  # it may have been set anew meanwhile
         return over
+
+    def _will_expire(self, expires: int, key: bytes) -> None:
+        heapq.heappush(self._expiring, (expires, key))
+        if len(self._expiring) > self._most_expiring:  # most were set anew, or have left
+            marks = {key: self._known(key) for _, key in self._expiring}
+            live = {(mark.expires, key) for key, mark in marks.items() if mark is not None and mark.expires}
+            self._expiring = sorted(live)
+            self._most_expiring = max(_FEW, 2 * len(live))
+
+    def _known(self, key: bytes) -> Mark | None:
+        """What is known of a value without asking a tier."""
+        entry = self._cache.index.get(key)
+        for below in () if entry is not None else self._cache.below:
+            entry = entry or (below.index.get(key) if below.index is not None else None)
+        return Mark.parse(entry.prints[0]) if entry is not None and entry.prints else None
 
     def _is_over(self, key: bytes, mark: Mark) -> bool:
         if not mark.expires or mark.expires > now_ms():

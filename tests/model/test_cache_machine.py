@@ -83,6 +83,8 @@ class HandTier(Tier):
         for item in job.items:
             if self.fault is not None and job.op is not Op.SCAN:
                 done.failed[item.name] = self.fault
+                if item.replaces is not None and self.fault is not Reason.CLOSED:
+                    self.kept.pop(item.replaces, None)  # it goes either way
                 if self.fault is Reason.CORRUPT:
                     self.kept.pop(item.name, None)
             else:

@@ -442,7 +442,9 @@ def test_a_command_that_has_begun_shows():
         (b"*1\r\n$1048577\r\n", "too big argument"),
         (b"*2\r\n$4\r\nPING\r\n$1048577\r\n", "too big argument"),
         (b"*1\r\n$536870913\r\n", "invalid bulk length"),
-        (command(*[bytes(1 << 20)] * 4) + command(*[bytes(1 << 20)] * 4, "x"), "too big argument"),
+        (b"*1\r\n$16385\r\n", "too big argument"),
+        (command(*[bytes(1 << 20)] * 3), "too big argument"),
+        (command("", *[bytes(1 << 20)] * 4) + command("", *[bytes(1 << 20)] * 4, "x"), "too big argument"),
     ],
     ids=lambda each: repr(each[:24]),
 )

@@ -132,7 +132,8 @@ def test_memory_and_file_of_a_slab_are_given_back():
     before = mapped()
     slab = Slab(4 * PAGE, shared=True)
     fd = slab.fd
-    assert fd is not None and mapped() == before + 1
+    assert fd is not None
+    assert mapped() == before + 1
     del slab
     gc.collect()
     assert mapped() == before

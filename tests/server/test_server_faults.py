@@ -1,0 +1,643 @@
+"""Clients that die, stall and drip, a server that is killed: they cost themselves; no value is ever wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmtier.cache import Cache
+from lmtier.config import Config
+from lmtier.server.resp import Error, bulk_header, command
+from lmtier.server.values import Values, now_ms
+from tests.server.process import MIB, Served, Wire, served, until
+
+FORK = multiprocessing.get_context("fork")
+
+
+def content(seed: object, size: int) -> bytes:
+    block = hashlib.shake_128(repr(seed).encode()).digest(min(size, 1 << 16))
+    return (block * (size // max(1, len(block)) + 1))[:size]
+
+
+def begun(*args: str | bytes, length: int) -> bytes:
+    """A command whose last argument is announced and does not come."""
+    return b"*%d\r\n" % (len(args) + 1) + command(*args).partition(b"\r\n")[2] + bulk_header(length)
+
+
+# ---- clients that die
+
+
+@pytest.mark.parametrize("end", [Wire.close, Wire.reset])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        command("SET", "k", "a small value", "EX", 1000),
+        command("SET", "k", "another") + command("GET", "k"),
+        command("MSET", "k", "one", "l", "two", "k", "three"),
+        command("SET", "k", "new", "GET") + command("GETDEL", "l"),
+    ],
+    ids=["SET", "SET and GET", "MSET", "SET GET"],
+)
+def test_a_client_that_dies_at_any_byte_costs_nothing(tmp_path: Path, frame: bytes, end: Any):
+    with served(tmp_path, "cpu://?capacity=1MiB") as server, server.connect() as other:
+        other.expect("OK", "MSET", "k", "1", "l", "2")
+        before = server.held()[:2]
+        for cut in range(len(frame) + 1):
+            dying = server.connect()
+            dying.send(frame[:cut])
+            end(dying)
+            if cut % 10 == 0:
+                other.expect("PONG", "PING")
+        until(lambda: server.held()[0] == 0 and server.held()[2] == 1, 1.0)
+        other.expect("OK", "MSET", "k", "1", "l", "2")
+        assert server.held() == (*before, 1)
+
+
+def test_a_client_killed_in_the_middle_of_a_large_value_gives_its_memory_back(tmp_path: Path):
+    with served(tmp_path, "cpu://?capacity=64MiB") as server:
+        for sent in (0, 1, 5 * MIB, 20 * MIB):
+            ours, theirs = FORK.Pipe()
+
+            def die(sent: int = sent, theirs: Connection = theirs) -> None:
+                wire = server.connect()
+                wire.send(begun("SET", "k", length=20 * MIB) + b"x" * sent)
+                theirs.send("sent")
+                signal.pause()
+
+            child = FORK.Process(target=die)
+            child.start()
+            assert ours.recv() == "sent"
+            until(lambda: server.held()[1] >= 20 * MIB)
+            os.kill(child.pid or 0, signal.SIGKILL)
+            until(lambda: server.held() == (0, 0, 0), 1.0)
+            child.join()
+
+
+# ---- clients that stall
+
+
+def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
+    values = [content(i, 64 * MIB) for i in range(2)]
+    with served(tmp_path, "cpu://?capacity=130MiB") as server, server.connect() as writer:
+        stuck = []
+        for number, value in enumerate(values):
+            writer.expect("OK", "SET", f"large {number}", value)
+            stuck.append(server.connect(timeout=5))
+            stuck[-1].send(command("GET", f"large {number}"))
+            assert stuck[-1].socket.recv(1) == b"$"
+        until(lambda: server.held()[0] == 128 * MIB)
+        writer.expect("OK", "SET", "small", b"while there is room, nobody is hurried")
+        began = time.monotonic()
+        assert isinstance(writer.ask("SET", "other", values[0][: 20 * MIB]), Error)
+        assert server.held()[2] == 3
+        until(lambda: writer.ask("SET", "other", values[0][: 20 * MIB]) == "OK", 4)
+        assert time.monotonic() - began < 3
+        assert any(each.ends() for each in stuck)
+        writer.expect(values[0][: 20 * MIB], "GET", "other")
+        for each in stuck:
+            each.close()
+
+
+def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path: Path):
+    value = content("large", 32 * MIB)
+    with served(tmp_path, "cpu://?capacity=128MiB", patience=1.5) as server:
+        with server.connect() as writer:
+            writer.expect("OK", "SET", "large", value)
+        stuck = [server.connect(timeout=5) for _ in range(4)]
+        idle = stuck.pop()
+        stuck[0].send(command("GET", "large"))
+        stuck[1].send(begun("SET", "k", length=8 * MIB) + b"begun")
+        stuck[2].send(b"*2\r\n$3\r\nGE")
+        reader = server.connect()
+        reader.send(command("GET", "large"))
+        began, heard = time.monotonic(), b""
+        while time.monotonic() - began < 2.5:  # slow, but it goes on
+            heard += reader.socket.recv(200_000)
+            if time.monotonic() - began < 1:
+                assert server.held()[2] == 5
+            select.select([], [], [], 0.02)
+        while len(heard) < len(value):
+            heard += reader.socket.recv(MIB)
+        assert value[:MIB] in heard
+        until(lambda: server.held()[2] == 2, 1.0)
+        for each in stuck:
+            assert each.ends()
+        idle.expect("PONG", "PING")
+        for each in (*stuck, idle, reader):
+            each.close()
+
+
+def test_who_drips_bytes_is_not_fed_for_ever(tmp_path: Path):
+    """Each byte comes in time, but a value would take days."""
+    with served(tmp_path, "cpu://?capacity=128MiB", patience=8) as server, server.connect() as other:
+        other.expect("OK", "SET", "large", content("large", 32 * MIB))
+        starts = (begun("SET", "k", length=32 * MIB), b"PING ", b"*3\r\n$", command("GET", "large"))
+        drips = [server.connect() for _ in starts]
+        for wire, data in zip(drips, starts, strict=True):
+            wire.send(data)
+        began = time.monotonic()
+        while server.held()[2] > 1:
+            assert time.monotonic() - began < 20, server.ask("CLIENT", "LIST")
+            for wire in drips[:3]:
+                with contextlib.suppress(ConnectionError):
+                    wire.send(b"1")
+            drips[3].socket.recv(100)
+            select.select([], [], [], 0.1)
+        assert time.monotonic() - began > 5
+        for wire in drips:
+            wire.close()
+
+
+def test_who_never_reads_fills_its_own_buffers_only(tmp_path: Path):
+    with served(tmp_path, "cpu://?capacity=64MiB", patience=2) as server, server.connect() as other:
+        for i in range(20):
+            other.expect("OK", "SET", f"k{i}", content(i, MIB))
+        before = server.rss()
+        wires = [server.connect(timeout=0.5) for _ in range(3)]
+        for wire, request in zip(
+            wires,
+            (command("PING"), command("GET", "k1"), command("MGET", *(f"k{i}" for i in range(20)))),
+            strict=True,
+        ):
+            many = request * (MIB * 64 // len(request))
+            with pytest.raises(TimeoutError):
+                wire.send(many)
+        assert server.rss() - before < 16 * MIB
+        assert server.held()[0] <= 20 * MIB
+        other.expect("PONG", "PING")
+        until(lambda: server.held() == (0, 20 * MIB, 1), 5)
+        for wire in wires:
+            wire.close()
+
+
+def test_a_thousand_idle_connections_cost_little(tmp_path: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 2000:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4000), hard))
+    with served(tmp_path, "cpu://?capacity=1MiB") as server, server.connect() as one:
+
+        def median() -> float:
+            times = []
+            for _ in range(300):
+                began = time.perf_counter()
+                one.expect("PONG", "PING")
+                times.append(time.perf_counter() - began)
+            return statistics.median(times)
+
+        alone, before = median(), server.rss()
+        idle = [server.connect() for _ in range(1000)]
+        for wire in idle:
+            wire.expect("PONG", "PING")
+        among, grown = median(), server.rss() - before
+        print(f"PING alone {alone * 1e6:.0f} µs, among 1000 {among * 1e6:.0f} µs; {grown >> 10} KiB")
+        assert among < 2 * alone + 200e-6
+        assert grown < 48 * MIB
+        for wire in idle:
+            wire.send(command("ECHO", "here"))
+        for wire in idle:
+            assert wire.reply() == b"here"
+            wire.close()
+
+
+# ---- values
+
+
+def test_a_value_larger_than_the_room_is_refused_and_the_connection_goes_on(tmp_path: Path):
+    with served(tmp_path, "cpu://?capacity=4MiB") as server, server.connect() as wire:
+        wire.expect("OK", "SET", "k", "kept")
+        for frame in (
+            command("SET", "k", b"x" * 5 * MIB),
+            command("MSET", "a", b"x" * MIB, "b", b"x" * MIB, "c", b"x" * MIB),
+            command("SETEX", "k", 10, b"x" * 64 * MIB),
+        ):
+            wire.send(frame + command("GET", "k"))
+            refusal = wire.reply()
+            assert isinstance(refusal, Error)
+            assert refusal.startswith("OOM"), refusal
+            assert wire.reply() == b"kept"
+        wire.expect(1, "DBSIZE")
+        assert server.held() == (0, 4096, 1)
+
+
+def disk(folder: Path, capacity: str) -> str:
+    return f"disk://{folder}/kv?capacity={capacity}"
+
+
+def is_written(server: Served) -> bool:
+    queue: int = server.ask("LMTIER.REPORT")["tiers"][1]["queue"]
+    return not queue
+
+
+def test_what_the_slab_does_not_hold_comes_back_from_the_disk(tmp_path: Path):
+    tiers = ("cpu://?capacity=16MiB", disk(tmp_path, "256MiB"))
+    with served(tmp_path, *tiers) as server, server.connect() as wire:
+        sizes = {f"k{i}": 1 + i * 37_021 for i in range(64)}
+        for name, size in sizes.items():
+            wire.expect("OK", "SET", name, content(name, size))
+            until(lambda: is_written(server))
+        wire.expect(64, "DBSIZE")
+        for name in random.Random(1).sample(sorted(sizes), 64):
+            wire.expect(content(name, sizes[name]), "GET", name)
+        assert wire.ask("MGET", *sizes) == [content(name, size) for name, size in sizes.items()]
+        wire.expect(64, "EXISTS", *sizes)
+        for name, size in sizes.items():
+            wire.expect(size, "STRLEN", name)
+        wire.expect(content("k63", sizes["k63"])[1_000_000:], "GETRANGE", "k63", 1_000_000, -1)
+        wire.send(b"".join(command("GET", name) for name in sizes))  # while others are served
+        with server.connect() as other:
+            other.expect("PONG", "PING")
+        for name, size in sizes.items():
+            assert wire.reply() == content(name, size)
+
+
+def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_path: Path):
+    tiers = ("cpu://?capacity=8MiB", disk(tmp_path, "64MiB"))
+    with served(tmp_path, *tiers) as server:
+        with server.connect() as wire:
+            for i in range(20):
+                wire.expect("OK", "SET", f"k{i}", content(i, 100_000))
+            wire.expect("OK", "SET", "minutes", "v", "EX", 300)
+            wire.expect("OK", "SET", "later", "v")
+            wire.expect(1, "EXPIRE", "later", 600)
+            wire.expect("OK", "SET", "soon", "v", "PX", 700)
+            wire.expect("OK", "SET", "over", "v", "PX", 1)
+            wire.expect("OK", "SET", "kept", "v", "EX", 300)
+            wire.expect(1, "PERSIST", "kept")
+            wire.expect("OK", "SET", "deleted", "v")
+            wire.expect(1, "DEL", "deleted")
+            wire.expect("OK", "SET", b"\x00 any \xff name", "")
+            began = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - began < 5
+        server.start()
+        with server.connect() as wire:
+            until(lambda: wire.ask("GET", "soon") is None, 3)
+            for i in range(20):
+                wire.expect(content(i, 100_000), "GET", f"k{i}")
+            assert 290 < wire.ask("TTL", "minutes") <= 300
+            assert 590 < wire.ask("TTL", "later") <= 600
+            wire.expect(-1, "TTL", "kept")
+            wire.expect([None, None, None], "MGET", "soon", "over", "deleted")
+            wire.expect(-2, "TTL", "soon")
+            wire.expect(b"", "GET", b"\x00 any \xff name")
+            cursor, names = wire.ask("SCAN", 0, "COUNT", 1000)
+            assert cursor == b"0"
+            assert sorted(names) == sorted(
+                [*(b"k%d" % i for i in range(20)), b"minutes", b"later", b"kept", b"\x00 any \xff name"]
+            )
+            wire.expect(len(names), "DBSIZE")
+
+
+def test_sigterm_lets_a_value_that_has_begun_be_finished(tmp_path: Path):
+    tiers = ("cpu://?capacity=64MiB", disk(tmp_path, "64MiB"))
+    value = content("late", 8 * MIB)
+    with served(tmp_path, *tiers) as server, server.connect() as wire, server.connect() as idle:
+        frame = command("SET", "late", value)
+        wire.send(frame[: 4 * MIB])
+        until(lambda: server.held()[1] >= 8 * MIB)
+        server.process.send_signal(signal.SIGTERM)
+        assert idle.ends()
+        wire.send(frame[4 * MIB :])
+        assert wire.reply() == "OK"
+        assert wire.ends()
+        assert server.process.wait(10) == 0
+        server.start()
+        with server.connect() as again:
+            again.expect(value, "GET", "late")
+
+
+def test_a_damaged_file_is_no_value(tmp_path: Path):
+    tiers = ("cpu://?capacity=8MiB", disk(tmp_path, "64MiB"))
+    with served(tmp_path, *tiers) as server:
+        for i in range(10):
+            server.ask("SET", f"k{i}", content(i, 50_000))
+        assert server.stop() == 0
+        files = sorted((tmp_path / "kv").rglob("*.L*"))
+        assert len(files) == 10
+        for number, file in enumerate(files):
+            data = bytearray(file.read_bytes())
+            at = number * len(data) // 10 + 20
+            if number % 3:
+                data[at] ^= 1
+            else:
+                del data[at:]
+            file.write_bytes(data)
+        server.start()
+        with server.connect() as wire:
+            intact = 0
+            for i in range(10):
+                value = wire.ask("GET", f"k{i}")
+                assert value in (None, content(i, 50_000))
+                intact += value is not None
+            assert intact <= 3  # where padding was hit
+            assert server.ask("LMTIER.REPORT")["corrupt"] >= 6 - intact  # the short ones are not even there
+            for i in range(10):
+                wire.expect("OK", "SET", f"k{i}", "new")
+                wire.expect(b"new", "GET", f"k{i}")
+
+
+def test_flushall_while_a_value_is_being_sent(tmp_path: Path):
+    value = content("large", 30 * MIB)
+    tiers = ("cpu://?capacity=64MiB", disk(tmp_path, "128MiB"))
+    with served(tmp_path, *tiers) as server, server.connect() as reader, server.connect() as other:
+        other.expect("OK", "SET", "large", value)
+        reader.send(command("GET", "large"))
+        assert reader.socket.recv(1) == b"$"
+        other.expect("OK", "FLUSHALL")
+        other.expect(None, "GET", "large")
+        other.expect(0, "DBSIZE")
+        for i in range(8):
+            other.expect("OK", "SET", f"k{i}", b"z" * 4 * MIB)  # over whatever is free
+        rest = b"%d\r\n%s\r\n+PONG\r\n" % (len(value), value)
+        reader.send(command("PING"))
+        heard = bytearray()
+        while len(heard) < len(rest):
+            heard += reader.socket.recv(MIB)
+        assert heard == rest
+
+
+def test_the_slab_is_handed_out_among_other_answers(tmp_path: Path):
+    with served(tmp_path, unix=str(tmp_path / "socket")) as server, Wire(server.where["unix"]) as wire:
+        wire.expect("OK", "SET", "k", "v" * 20_000)
+        slab = command("LMTIER.SLAB")
+        wire.send(
+            command("GET", "k") + command("PING") + slab + command("ECHO", "x") + slab + command("QUIT")
+        )
+        heard, files = b"", []
+        while True:
+            data, some, _, _ = socket.recv_fds(wire.socket, 1 << 16, 10)
+            files += some
+            if not data:
+                break
+            heard += data
+        size = b":%d\r\n" % (64 * MIB)
+        assert heard == b"$20000\r\n%s\r\n+PONG\r\n%s$1\r\nx\r\n%s+OK\r\n" % (b"v" * 20_000, size, size)
+        assert [os.fstat(file).st_size for file in files] == [64 * MIB] * 2
+        for file in files:
+            os.close(file)
+
+
+def test_what_is_cleared_by_force_while_it_comes_is_gone(tmp_path: Path):
+    value = content("cleared", MIB)
+    tiers = ("cpu://?capacity=16MiB", disk(tmp_path, "64MiB"))
+    with served(tmp_path, *tiers) as server, server.connect() as wire, server.connect() as other:
+        for frame, answer in (
+            (command("SET", "k", value), "OK"),
+            (command("MSET", "l", value, "k", value), "OK"),
+            (command("SET", "k", value, "GET"), None),
+            (command("SETNX", "k", value), 1),
+        ):
+            other.expect("OK", "SET", "k", "older")
+            wire.send(frame[: -MIB // 2])
+            until(lambda frame=frame: server.held()[1] > len(frame) - 8192)  # type: ignore[misc]
+            other.expect("OK", "LMTIER.CLEAR", "FORCE")
+            wire.send(frame[-MIB // 2 :])
+            assert wire.reply() == answer
+            wire.expect([None, None], "MGET", "k", "l")
+
+
+def overwrite(server: Served, writer: int, said: Connection) -> None:
+    with server.connect() as wire:
+        turn = 0
+        while not said.poll():
+            head = struct.pack("<QQ", writer, turn)
+            value = head + content((writer, turn % 4), 8 * MIB - 16)
+            assert wire.ask("SET", "shared", value) == "OK"
+            turn += 1
+        said.send(turn)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_who_reads_what_two_overwrite_reads_one_of_them_whole(tmp_path: Path, below: bool):
+    tiers = ("cpu://?capacity=64MiB", *([disk(tmp_path, "64MiB")] if below else []))
+    with served(tmp_path, *tiers) as server, server.connect() as reader:
+        reader.expect("OK", "SET", "shared", struct.pack("<QQ", 0, 0) + content((0, 0), 8 * MIB - 16))
+        with writers(server) as turns:
+            reads, seen = 0, set()
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                value = reader.ask("GET", "shared")
+                assert isinstance(value, bytes), value
+                writer, turn = struct.unpack_from("<QQ", value)
+                assert value[16:] == content((writer, turn % 4), 8 * MIB - 16)
+                seen.add((writer, turn))
+                reads += 1
+        assert min(turns) >= 3
+        assert len(seen) >= 3
+
+
+@contextlib.contextmanager
+def writers(server: Served) -> Iterator[list[int]]:
+    turns: list[int] = []
+    pipes = [FORK.Pipe() for _ in range(2)]
+    children = [
+        FORK.Process(target=overwrite, args=(server, i, theirs)) for i, (_, theirs) in enumerate(pipes)
+    ]
+    for child in children:
+        child.start()
+    try:
+        yield turns
+        for ours, _ in pipes:
+            ours.send("stop")
+            assert ours.poll(20), "a writer does not end"
+            turns.append(ours.recv())
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def test_times_to_live_are_kept_for_what_is_there_only():
+    with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
+        values = Values(cache)
+
+        def put(name: bytes, expires: int) -> None:
+            draft = values.draft(100)
+            assert draft is not None
+            for _ in values.put(draft, name, expires):
+                pass
+
+        far = now_ms() + 10**9
+        for i in range(20_000):
+            put(b"k%d" % (i % 400), far + i)
+        soon = now_ms() + 200
+        for i in range(50):
+            put(b"k%d" % i, soon)
+        assert len(values._expiring) < 2000
+        until(lambda: now_ms() > soon)
+        before = len(values)
+        assert values.expire() == before - len(values)
+        assert before - len(values) in range(40, 51)  # one or the other may have been evicted
+
+
+# ---- a server that is killed
+
+NAMES = 24
+
+
+class Oracle:
+    """What one client may find under its own names: nothing, or a value not older than it was told."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.chance = random.Random(number)
+        self.turn = 0
+        self.least = dict.fromkeys((f"{number}/{i}" for i in range(NAMES)), 0)
+        self.counts = dict.fromkeys(("set", "gone", "hit", "nil", "refused"), 0)
+
+    def value(self, name: str) -> bytes:
+        self.turn += 1
+        body = content((name, self.turn), self.chance.choice((20, 3000, 60_000, 250_000)))
+        head = struct.pack("<QHQ", self.turn, len(name), len(body)) + name.encode()
+        return head + body + hashlib.sha256(head + body).digest()
+
+    def believe(self, name: str, value: object) -> None:
+        if value is None:
+            self.counts["nil"] += 1
+            return
+        assert isinstance(value, bytes), f"{name}: {value!r}"
+        turn, length, size = struct.unpack_from("<QHQ", value)
+        assert value[18 : 18 + length].decode() == name, f"{name} has the value of another"
+        assert len(value) == 18 + length + size + 32, f"{name} is torn"
+        assert hashlib.sha256(value[:-32]).digest() == value[-32:], f"{name} is torn"
+        if name in self.least:
+            assert self.least[name] <= turn <= self.turn, f"{name} is of turn {turn}: {self.least[name]}"
+        self.counts["hit"] += 1
+
+    def act(self, wire: Wire) -> None:
+        """One command; what it does to `least` counts from its answer on."""
+        name = self.chance.choice(list(self.least))
+        gone = self.turn + 1
+        match self.chance.randrange(20):
+            case 0 | 1 | 2 | 3 | 4 | 5:
+                self.written(name, wire.ask("SET", name, self.value(name)))
+            case 6:
+                self.written(name, wire.ask("SET", name, self.value(name), "EX", 1000))
+            case 7:
+                answer = wire.ask("SET", name, self.value(name), "GET")
+                if isinstance(answer, Error):
+                    self.written(name, answer)
+                else:
+                    self.believe(name, answer)
+                    self.written(name, "OK")
+            case 8:
+                other = self.chance.choice([each for each in self.least if each != name])
+                values = {each: self.value(each) for each in (name, other)}
+                turn = self.turn
+                answer = wire.ask("MSET", *(part for pair in values.items() for part in pair))
+                self.written(name, answer, turn - 1)
+                self.written(other, answer, turn)
+            case 9 | 10:
+                answer = wire.ask(self.chance.choice(("DEL", "UNLINK")), name)
+                if not isinstance(answer, Error):
+                    self.gone(name, gone)
+            case 11:
+                answer = wire.ask("GETDEL", name)
+                if not isinstance(answer, Error):
+                    self.believe(name, answer)
+                    self.gone(name, gone)
+            case 12:
+                answer = wire.ask(*self.chance.choice((("EXPIRE", name, 1000), ("PERSIST", name))))
+                assert answer in (0, 1) or isinstance(answer, Error)
+            case 13:
+                some = self.chance.sample(list(self.least), 4)
+                for each, value in zip(some, wire.ask("MGET", *some), strict=True):
+                    self.believe(each, value)
+            case 14:
+                other = f"{self.chance.randrange(4)}/{self.chance.randrange(NAMES)}"
+                self.believe(other, wire.ask("GET", other))
+            case 15 if self.chance.random() < 0.1:
+                answer = wire.ask("FLUSHALL")
+                if answer == "OK":
+                    for each in self.least:
+                        self.gone(each, gone)
+            case _:
+                self.believe(name, wire.ask("GET", name))
+
+    def written(self, name: str, answer: object, turn: int = 0) -> None:
+        if isinstance(answer, Error):
+            assert answer.split()[0] in ("OOM", "TRYAGAIN"), answer
+            self.counts["refused"] += 1
+        else:
+            assert answer == "OK", answer
+            self.least[name] = turn or self.turn
+            self.counts["set"] += 1
+
+    def gone(self, name: str, turn: int) -> None:
+        self.least[name] = turn
+        self.counts["gone"] += 1
+
+
+def use(server: Served, oracle: Oracle, said: Connection) -> None:
+    """Everything under the oracle's names, then whatever it likes, until the server is gone."""
+    random.seed(oracle.number)
+    try:
+        with server.connect() as wire:
+            for name in oracle.least:
+                oracle.believe(name, wire.ask("GET", name))
+            while True:
+                oracle.act(wire)
+                said.send("acted")
+    except (EOFError, ConnectionError):
+        said.send(oracle)
+    except AssertionError as wrong:
+        said.send(f"wrong: {wrong}")
+
+
+@pytest.mark.parametrize("kills", [22, pytest.param(100, marks=pytest.mark.slow)])
+def test_after_a_kill_no_value_is_older_than_one_that_was_acknowledged(tmp_path: Path, kills: int):
+    tiers = ("cpu://?capacity=6MiB", disk(tmp_path, "10MiB"))
+    oracles = [Oracle(number) for number in range(4)]
+    chance = random.Random(5)
+    with served(tmp_path, *tiers) as server:
+        for _ in range(kills):
+            pipes = [FORK.Pipe() for _ in oracles]
+            children = [
+                FORK.Process(target=use, args=(server, oracle, theirs))
+                for oracle, (_, theirs) in zip(oracles, pipes, strict=True)
+            ]
+            for child in children:
+                child.start()
+            for _, theirs in pipes:
+                theirs.close()
+            for _ in range(chance.randrange(10, 120)):
+                for ours, _ in pipes:
+                    assert ours.poll(20), "a client hangs"
+                    assert ours.recv() == "acted"
+            server.kill()
+            oracles = []
+            for (ours, _), child in zip(pipes, children, strict=True):
+                while (word := ours.recv()) == "acted":
+                    pass
+                assert isinstance(word, Oracle), word
+                oracles.append(word)
+                child.join()
+                ours.close()
+            server.start()
+        with server.connect() as wire:
+            for oracle in oracles:
+                for name in oracle.least:
+                    oracle.believe(name, wire.ask("GET", name))
+        assert server.ask("LMTIER.REPORT")["corrupt"] == 0
+    counts = {what: sum(oracle.counts[what] for oracle in oracles) for what in oracles[0].counts}
+    print(counts)
+    assert counts["set"] > 20 * kills
+    assert counts["gone"] > 10 * kills
+    assert counts["hit"] > 20 * kills
+    assert counts["refused"] < counts["set"] / 4
