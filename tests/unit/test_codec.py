@@ -270,7 +270,7 @@ def test_a_layout_too_large_for_the_header_is_refused_when_written():
     layout = Layout(layers, "bf16", 1, 1, "token")
     header = Header(Name(NAME.key, layout.whole), layout, 8)
     page = bytearray(PAGE)
-    with pytest.raises(LayoutError, match=r"layout and mark take \d+ \+ 0 bytes, the header has room for 3952"):
+    with pytest.raises(LayoutError, match=r"layout and mark take \d+ \+ 0 bytes, .* has room for 3952"):
         seal(memoryview(page), header, memoryview(bytearray(8)))
     assert page == bytes(PAGE), "nothing half-written"
 
