@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple, TypeAlias
 
 from lmtier.breaker import Breaker
@@ -32,6 +32,8 @@ MAX_STORING = 12
 """Chunks on their way into one tier at a time: enough to keep its threads busy, little to lose."""
 MAX_LOOKUPS = 64
 """Questions that a tier has not answered; beyond it is not asked."""
+_OLDEST = 64
+"""Jobs among which those that do not come back are looked for: there may be a deletion for every chunk."""
 
 View: TypeAlias = "Callable[[int, int], memoryview]"
 Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason], None]"
@@ -139,8 +141,9 @@ class Below:
     @property
     def is_busy(self) -> bool:
         """Whether waiting helps: a tier behind an open breaker gets nothing done."""
-        overdue = any(time.monotonic() - job.since > self._patience for job in self._jobs.values())
-        return (bool(self._jobs) and not overdue) or (self.backlog > 0 and not self.down.is_open)
+        oldest = next(iter(self._jobs.values()), None)
+        is_moving = oldest is not None and time.monotonic() - oldest.since <= self._patience
+        return is_moving or (self.backlog > 0 and not self.down.is_open)
 
     # ---- down
 
@@ -252,6 +255,10 @@ class Below:
             self._drop(entry.key, next(iter(done.failed.values())))
         if mine is None or self.index is None:
             return
+        # A place that could neither be written over nor deleted still holds what must not come back.
+        for old in replaced:
+            if old in done.failed:
+                self._delete([old], 0)
         if not done.failed and mine.state is not State.GONE:
             if is_value(mine.key):
                 mine.prints = entry.prints
@@ -495,7 +502,7 @@ class Below:
         if not self.is_warm and not self._jobs and self.up.allows():
             self._submit(Op.SCAN, (), self._scanned)
         now = time.monotonic()
-        for number, job in self._jobs.items():
+        for number, job in islice(self._jobs.items(), _OLDEST):
             if now - job.since < self._patience:
                 break
             # A write may wait for others of its size: it gets more time.

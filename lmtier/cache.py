@@ -513,7 +513,7 @@ class Cache:
         self._seen.append(tuple(keys))
         self.metrics.skipped_tokens.inc((len(keys) - dropped - len(new)) * self.chunk_tokens)
         if dropped:
-            self.metrics.dropped_tokens.labels(CPU, why).inc(dropped * self.chunk_tokens)
+            self.metrics.dropped_tokens.labels(CPU, why).inc(dropped * self._tokens(keys[0]))
         left = set(form.shards) if new else set()
         reservation = Reservation(next(self._ids), form, new, known, dropped, left)
         if new:

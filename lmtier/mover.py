@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -105,7 +105,24 @@ class Mover:
         saves its shard of that `reservation`.
         """
         self._need_proof()
-        return Save(self, chain, block_ids, skip_leading_tokens, reservation)
+        if reservation is None and len(self.form.shards) > 1:
+            raise MisuseError("several ranks store this form: reserve once, pass it to each as reservation=")
+        first = check_skip(skip_leading_tokens, self.cache.chunk_tokens)
+        # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
+        blocks = dict(enumerate(self.blocks_of(block_ids, first, len(chain.keys)), start=first))
+        save = Save(self, reservation or self.cache.reserve(chain.keys, self.form, first=first), blocks)
+        log.info(
+            "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
+            save.tokens,
+            chain.tokens,
+            save.skip_leading_tokens,
+        )
+        return save
+
+    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
+        """Begin saving this rank's shard of what a scheduler has reserved; `blocks` of each of its chunks."""
+        self._need_proof()
+        return Save(self, reservation, blocks)
 
     def sampled(self, key: bytes) -> bool:
         """Whether this chunk carries a fingerprint; decided by its key, so that both sides agree."""
@@ -145,7 +162,7 @@ class Mover:
                 f"{len(before) // len(spare)}: part of the KV would be lost"
             )
         extent = memoryview(bytearray(kv.nbytes))  # not of the slab, which may be full of what is warm
-        layers = range(kv.shard.first_layer, kv.shard.end_layer)
+        layers = kv.layers
         try:
             for way, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
                 kv.write_raw(spare, os.urandom(len(before)))
@@ -196,7 +213,7 @@ class Load:
         first, inside = divmod(computed_tokens, size)
         done_blocks = {first: inside // kv.layout.block_tokens}
         self._finished = False
-        self._missing = set(range(kv.shard.first_layer, kv.shard.end_layer))
+        self._missing = set(kv.layers)
         blocks = mover.blocks_of(block_ids, first, len(match.run))
         self._chunks = [
             (chunk, entry, ids, done_blocks.get(chunk, 0))
@@ -210,6 +227,11 @@ class Load:
         self._missing.discard(layer)
 
     def all(self) -> None:
+        """Load whatever layers are missing: mostly all of them, in one go."""
+        if len(self._missing) < len(self._mover.kv.layers):
+            for layer in sorted(self._missing):
+                self.layer(layer)
+            return
         for _, entry, ids, first_block in self._chunks:
             self._copy(None, entry, ids, first_block)
         self._missing.clear()
@@ -280,22 +302,10 @@ class Save:
     As a context manager it commits by itself, and aborts if the block raises. Nothing is visible before.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        chain: KeyChain,
-        block_ids: Sequence[int],
-        skip_leading_tokens: int,
-        reservation: Reservation | None,
-    ) -> None:
+    def __init__(self, mover: Mover, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> None:
         cache = mover.cache
-        if reservation is None and len(mover.form.shards) > 1:
-            raise MisuseError("several ranks store this form: reserve once, pass it to each as reservation=")
-        first = check_skip(skip_leading_tokens, cache.chunk_tokens)
-        # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
-        blocks = dict(enumerate(mover.blocks_of(block_ids, first, len(chain.keys)), start=first))
         self._mover = mover
-        self.reservation = reservation or cache.reserve(chain.keys, mover.form, first=first)
+        self.reservation = reservation
         number = mover.number
         self._chunks = [
             (chunk, entry, blocks[chunk], cache.slab.view(entry.offsets[number], mover.kv.nbytes))
@@ -304,17 +314,11 @@ class Save:
         self.tokens = len(self._chunks) * cache.chunk_tokens
         """Tokens that are being stored."""
         self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
-        self._missing = set(range(mover.kv.shard.first_layer, mover.kv.shard.end_layer))
+        self._missing = set(mover.kv.layers)
         self._prints: dict[int, dict[int, bytes]] = {
             chunk: {} for chunk, entry, _, _ in self._chunks if mover.sampled(entry.key)
         }
         """Chunk -> layer -> fingerprint."""
-        log.info(
-            "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
-            self.tokens,
-            chain.tokens,
-            self.skip_leading_tokens,
-        )
 
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk."""
@@ -326,7 +330,12 @@ class Save:
         self._missing.discard(layer)
 
     def all(self) -> None:
+        """Save whatever layers are missing: mostly all of them, in one go."""
         kv = self._mover.kv
+        if len(self._missing) < len(kv.layers):
+            for layer in sorted(self._missing):
+                self.layer(layer)
+            return
         for chunk, _, ids, extent in self._chunks:
             kv.gather(None, ids, extent)
             if chunk in self._prints:

@@ -124,6 +124,10 @@ class PagedKV:
         ways = ", ".join(map(str, self._groups[:4])) + (", …" if len(self._groups) > 4 else "")
         return f"<PagedKV {self.shard} {self.blocks} blocks: {ways}>"
 
+    @property
+    def layers(self) -> range:
+        return range(self.shard.first_layer, self.shard.end_layer)
+
     # ---- to and from a payload
 
     def gather(self, layer: int | None, block_ids: Any, out: Buffer) -> None:

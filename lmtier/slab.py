@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -28,6 +29,9 @@ _MAP_FIXED = 0x10
 _PROT_NONE = 0
 _HUGE = 2 << 20
 _PREFAULT_STEP = 8 << 20
+_SHARED = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+# Whoever cut it short would end all others with a SIGBUS.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -74,12 +78,13 @@ class Slab:
         self.capacity = capacity // PAGE * PAGE
         if self.capacity <= 0:
             raise MisuseError(f"a slab of {capacity} bytes holds no page of {PAGE}")
-        self.fd = os.memfd_create("lmtier-slab") if shared else None
+        self.fd = os.memfd_create("lmtier-slab", _SHARED) if shared else None
         """Given to others, who map the same memory. None: it is private, so that a forked child cannot
         write into its parent's extents."""
         if self.fd is not None:
             weakref.finalize(self, os.close, self.fd)
             os.truncate(self.fd, self.capacity)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = Memory(self.capacity, -1 if self.fd is None else self.fd)
         self._hugepages = hugepages and self._memory.advise(_MADV_HUGEPAGE)
         self._view = self._memory.view

@@ -43,7 +43,7 @@ class Item:
     """STORE: what the header page shall say."""
     replaces: Name | None = None
     """STORE: an evicted object of about the same size whose place may be written over. It goes either
-    way, also when the STORE fails; only Reason.CLOSED leaves it."""
+    way, also when the STORE fails; only Reason.CLOSED leaves it. If it cannot go, it is in `failed` too."""
     used: int = 0
     """STORE, LOAD, TOUCH: when it counts as last used, in ns since the epoch; 0: now. The caller keeps
     a tail older than its head, so that the order in which chunks leave survives a restart."""

@@ -171,8 +171,10 @@ class BlockingTier(Tier):
     def _attempt(self, part: _Part, page: memoryview) -> _Result:
         result = self._try(part, page)
         victims = [item.replaces for item in part.items if item.replaces is not None]
-        if victims and result.failed and Reason.CLOSED not in result.failed.values():
-            self._discard(victims)  # the caller counts them as gone, whatever became of the store
+        must_go = victims and result.failed and Reason.CLOSED not in result.failed.values()
+        # The caller counts them as gone, whatever became of the store, but for what is said here.
+        if must_go and not self._discard(victims):
+            result.failed.update(dict.fromkeys(victims, Reason.ERROR))
         return result
 
     def _try(self, part: _Part, page: memoryview) -> _Result:
@@ -228,11 +230,13 @@ class BlockingTier(Tier):
                 with collector_paused():
                     return dict(self.scan())
 
-    def _discard(self, names: list[Name]) -> None:
+    def _discard(self, names: list[Name]) -> bool:
         try:
             self.delete(names)
         except Exception as error:  # noqa: BLE001 - the thread's edge, reached from its handlers
             log.error("lmtier: could not delete %s: %s", names[0], error)
+            return False
+        return True
 
     @staticmethod
     def _fail(job: Job, names: list[Name], reason: Reason, error: str) -> _Result:

@@ -3,7 +3,7 @@
 A handler answers at once with a value that `resp.encode` knows, or with a generator: one that must wait
 for a tier yields None and is resumed after every step of the cache; it may yield parts of its answer to be
 sent meanwhile; what it returns is the answer, or the rest of it. Its caller's next command waits; nobody
-else does.
+else does, if what takes long yields PAUSE often.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lmtier.server.resp import Argument, Error
 
 __all__ = [
+    "PAUSE",
     "Argument",
     "Caller",
     "Command",
@@ -46,6 +47,9 @@ class WithDescriptor(NamedTuple):
 class _Mark(Enum):
     NOTHING = "Nothing"
 
+
+PAUSE = b""
+"""What a handler yields where the others may have their turn, if its own was long enough."""
 
 Nothing = _Mark.NOTHING
 """The answer of a handler that has sent all of it in parts."""

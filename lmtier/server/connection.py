@@ -13,18 +13,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol
 
-from lmtier.server.commands import Argument, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
+from lmtier.server.commands import PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
 from lmtier.server.http import Conversation
 from lmtier.server.resp import CRLF, Commands, Error, ProtocolError, bulk_header, encode
 
-_TURN = 4 << 20  # bytes that one client may move before the others have their turn
+_TURN = 0.004  # seconds that one client may take before the others have their turn
+_AT_ONCE = 4 << 20  # bytes that are sent before the same
+_RECORDS = 256 << 10  # bytes that TLS takes in one call: what it did not take whole does not count as moved
 _ENOUGH = 1 << 20  # bytes of answers, beyond which no more commands are run before they are sent
 _MANY = 4096  # pieces of answers, beyond which the same: the smallest cost fifty times their bytes
 _BATCH = 64 << 10  # of answers, from which on they are sent before more commands are run
-_SMALL = 32 << 10
 _BUFFERS = 64  # in one system call
 _SLOWEST = 16 << 10  # bytes a second, on average, that a transfer must move to be worth its memory
 _FIRST = 10.0  # seconds in which it need not
@@ -93,7 +95,7 @@ class Stream:
 
     def flush(self) -> None:
         """Send what the socket takes, a turn's worth at most."""
-        turn = _TURN
+        turn = _AT_ONCE
         while self._out and self.is_open and turn > 0:
             try:
                 count = self._send()
@@ -113,7 +115,7 @@ class Stream:
         if first.fd is not None:
             return socket.send_fds(self.sock, [first.view], [first.fd])
         if self._is_tls:
-            return self.sock.send(first.view[:_TURN])
+            return self.sock.send(first.view[:_RECORDS])
         pieces = takewhile(lambda each: each.fd is None, islice(self._out, _BUFFERS))
         return self.sock.sendmsg([each.view for each in pieces])
 
@@ -158,11 +160,12 @@ class Connection(Stream):
         super().__init__(sock)
         self.caller = caller
         self._host = host
-        self._commands = Commands(self._place)
+        # Nothing in a connection refers to it: nobody looks for cycles among what lives long.
+        self._commands = Commands(partial(host.place, caller))
         self._waiting: Waiting | None = None
-
-    def _place(self, args: list[Argument], argc: int, length: int) -> memoryview | None:
-        return self._host.place(self.caller, args, argc, length)
+        self._turn_ends = 0.0
+        self.is_cut = False
+        """Its turn was over before its work was: give it another, no event will tell of it."""
 
     @property
     def wants_input(self) -> bool:
@@ -183,29 +186,44 @@ class Connection(Stream):
         return self.waits >= _ENOUGH or len(self._out) >= _MANY
 
     def hear(self) -> None:
-        """The socket has bytes, or is closed."""
-        turn = _TURN
-        while self.is_open and self.wants_input and turn > 0:
+        """The socket has bytes, or is closed; or the last turn was cut."""
+        was_cut = self._begin_turn()
+        if was_cut:
+            self._work()
+        while self.is_open and self.wants_input and not self.is_cut:
             target = self._commands.target()
             count = self.read(target)
             if not count:
                 break
-            # Small commands cost more than the bytes that they are.
-            turn -= count if len(target) > _SMALL else 16 * count
             self._commands.received(count)
-            self.go_on()
-            if count < len(target) and not self._is_tls:
+            self._work()
+            if count < len(target) and not self._is_tls:  # TLS may have more than the socket shows
                 break
-        self.go_on()
+            self._is_over()
 
     def go_on(self) -> None:
-        """Run commands, and send what they answer, as far as both go now."""
+        """Its command may not have to wait any more, or the socket takes more."""
+        self._begin_turn()
+        self._work()
+
+    def _begin_turn(self) -> bool:
+        self._turn_ends = time.monotonic() + _TURN
+        was_cut, self.is_cut = self.is_cut, False
+        return was_cut
+
+    def _is_over(self) -> bool:
+        self.is_cut = self.is_cut or time.monotonic() > self._turn_ends
+        return self.is_cut
+
+    def _work(self) -> None:
+        """Run commands, and send what they answer, as far as both go now and in this turn."""
         while self.is_open:
             was_full = self._is_full
             goes = not was_full and (self._resume() if self._waiting else self._next())
-            if not goes or self.waits >= _BATCH:
+            is_over = goes and self._is_over()
+            if not goes or is_over or self.waits >= _BATCH:
                 self.flush()
-                if not goes and not (was_full and not self._is_full):
+                if is_over or (not goes and not (was_full and not self._is_full)):
                     break
         if self.caller.closing and not self.waits and not self._waiting:
             self.close()
@@ -245,7 +263,8 @@ class Connection(Stream):
             return True
         if part is None:
             return False
-        self._reply(part) if isinstance(part, Payload) else self.push(part)
+        if part is not PAUSE:
+            self._reply(part) if isinstance(part, Payload) else self.push(part)
         return True
 
     def _end(self, answer: Any) -> None:
@@ -263,7 +282,7 @@ class Connection(Stream):
             self.push(encode(answer, self.caller.resp3))
 
     def is_in_the_middle(self) -> bool:
-        return self._commands.in_command and self._waiting is None
+        return self._commands.in_command and self._waiting is None and not self.is_cut
 
     def close(self) -> None:
         if self.is_open:
@@ -307,6 +326,7 @@ class HttpConnection(Stream):
         self.flush()
         while self.is_open and not self.waits and (reply := self._conversation.next()) is not None:
             self.caller.asked += 1
+            self._busy_since = None  # its patience begins anew: answers are few, and no transfer
             self.push(reply.data)
             self.flush()
             if not reply.keep:

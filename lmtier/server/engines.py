@@ -245,6 +245,10 @@ class Engines:
 
     def _reserve(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = _session(caller)
+        if not caller.is_local:  # it would commit whatever lies in extents that it cannot see
+            raise _refused(
+                "MISUSE only engines on the Unix socket have the slab, and can fill what is reserved"
+            )
         _need_room(session.reservations, "reservations: commit or abort some")
         form = _form_of(session, arguments[1])
         first = _number(arguments[2], "a number of chunks")
@@ -319,6 +323,8 @@ class Engines:
                 prefix = _hex(digits.encode())
             case _:
                 raise _refused("ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [FORCE]")
+        if not self.cache.is_warm:
+            raise _refused("LOADING what the tiers hold is not known yet, so it cannot be cleared")
         self.cache.clear(prefix, force=force)
         return OK
 

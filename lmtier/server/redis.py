@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lmtier.server.commands import Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
+from lmtier.server.commands import PAUSE, Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
 from lmtier.server.resp import Error, Simple, Verbatim, encode
 from lmtier.server.values import MAX_NAME, Draft, Value, Values, now_ms
 
@@ -135,6 +135,7 @@ class Redis:
         found = 0
         for arg in args[1:]:
             found += (yield from self._values.mark(bytes(arg))) is not None
+            yield PAUSE
         return found
 
     def _type(self, caller: Caller, args: list[Argument]) -> Waiting:
@@ -183,7 +184,7 @@ class Redis:
             found += [name for name in names if matches.match(name)]
             if not cursor:
                 return found
-            yield None  # others have their turn
+            yield PAUSE
 
     # ---- writing
 
@@ -272,6 +273,7 @@ class Redis:
         for name in names:
             done = yield from self._put(caller, caller.drafts[0], name)
             answer = answer if done is OK else done
+            yield PAUSE
         return answer
 
     def _getdel(self, caller: Caller, args: list[Argument]) -> Waiting:

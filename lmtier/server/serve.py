@@ -10,6 +10,7 @@ Nothing here blocks: a turn is bounded in bytes, and whatever a tier must do is 
 from __future__ import annotations
 
 import errno
+import gc
 import ipaddress
 import json
 import logging
@@ -71,6 +72,7 @@ class Server:
         self._connections: dict[int, Connection | HttpConnection] = {}
         self._masks: dict[int, int] = {}
         self._waiting: set[Connection] = set()
+        """Those whose command waits for a tier, or whose turn was cut."""
         self._ids = count(1)
         self._accepted = 0
         self._asked = 0  # by those who left
@@ -116,11 +118,13 @@ class Server:
         try:
             while not self._is_done():
                 timeout = _SOON if self._waiting else _TICK
+                if any(each.is_cut for each in self._waiting):
+                    timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
                 self.cache.step()
                 for connection in [each for each in self._waiting if each.is_open]:
-                    connection.go_on()
+                    connection.hear() if connection.is_cut else connection.go_on()
                     self._look(connection)
                 if (now := time.monotonic()) >= tick:
                     tick = now + _TICK
@@ -183,7 +187,8 @@ class Server:
             self._epoll.modify(fd, mask)
             self._masks[fd] = mask
         if isinstance(connection, Connection):
-            (self._waiting.add if connection.is_waiting else self._waiting.discard)(connection)
+            goes_on = connection.is_waiting or connection.is_cut
+            (self._waiting.add if goes_on else self._waiting.discard)(connection)
 
     def _forget(self, fd: int, connection: Connection | HttpConnection) -> None:
         del self._masks[fd], self._connections[fd]
@@ -200,7 +205,8 @@ class Server:
             patience = min(patience, _HURRY)
         for connection in list(self._connections.values()):
             # Never an engine: what it holds must stay until it has let go, and it has closed its socket then.
-            is_engine = connection.caller.session is not None
+            # One that does not see the slab has no bytes to let go of.
+            is_engine = connection.caller.session is not None and connection.caller.is_local
             if not is_engine and connection.is_stuck(now, patience, connection.is_in_the_middle()):
                 log.warning("lmtier: %s stopped in the middle and was closed", connection.caller.address)
                 connection.close()
@@ -209,6 +215,8 @@ class Server:
             with suppress(FileExistsError):  # it may have been put aside for want of files
                 self._epoll.register(fd, select.EPOLLIN)
         self._values.expire()
+        # What lives by now is no garbage. To look for some among a million entries takes a second.
+        gc.freeze()
         if self._connections:
             self._alone_since = now
         elif 0 < self.serving.linger < now - self._alone_since:
@@ -255,7 +263,8 @@ class Server:
         left = 0.0 if self._stop_at is None else self._stop_at - time.monotonic()
         self.cache.close(timeout=max(1.0, left))
         self._epoll.close()
-        os.close(self._bell)
+        bell, self._bell = self._bell, -1  # a thread that hangs in its storage may still want to ring
+        os.close(bell)
 
     # ---- who comes
 

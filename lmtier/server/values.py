@@ -27,6 +27,7 @@ from lmtier.codec import MARK_ROOM
 from lmtier.index import State
 from lmtier.keys import KEY_BYTES, VALUES, value_key
 from lmtier.layout import Form, LayerShape, Layout, Shard, form_of
+from lmtier.server.commands import PAUSE
 
 _MARK = struct.Struct("<qQ")
 MAX_NAME = MARK_ROOM - _MARK.size
@@ -39,7 +40,7 @@ _SNAPSHOT_SECONDS = 1.0
 _FEW = 1024  # times at which something expires
 
 T = TypeVar("T")
-Waiting: TypeAlias = "Generator[None, None, T]"
+Waiting: TypeAlias = "Generator[bytes | None, None, T]"
 
 
 class Mark(NamedTuple):
@@ -86,7 +87,8 @@ class Values:
         """Bytes of the slab that drafts take."""
         self._expiring: list[tuple[int, bytes]] = []
         self._most_expiring = _FEW
-        self._snapshot: tuple[float, list[bytes]] = (0.0, [])
+        self._snapshot: tuple[float, float, list[bytes]] = (0.0, 0.0, [])
+        """All keys in order: as they were then, until when they may be used."""
 
     # ---- in
 
@@ -138,7 +140,7 @@ class Values:
             try:
                 cache.prefetch(match)
                 while not match.ready:
-                    yield
+                    yield None
                 value = self._value(match, name)
             except GeneratorExit:
                 cache.release(match)
@@ -189,7 +191,7 @@ class Values:
             below.peek(key, heard.append)
             until = time.monotonic() + self._cache.config.load_deadline
             while not heard and time.monotonic() < until:
-                yield
+                yield None
             if below.index.get(key) is not entry:  # replaced, or deleted, while it was waited for
                 return (yield from self._mark(key))
             if heard and isinstance(heard[0], bytes):
@@ -199,21 +201,40 @@ class Values:
     # ---- all of them
 
     def __len__(self) -> int:
-        return len(self._keys())
+        most, *others = sorted(self._places(), key=len, reverse=True)
+        return len(most) + len(set().union(*others) - most)
+
+    def _places(self) -> list[set[bytes]]:
+        indexes = (below.index for below in self._cache.below if below.index is not None)
+        return [self._cache.index.names, *(index.names for index in indexes)]
 
     def _keys(self) -> set[bytes]:
-        indexes = (below.index for below in self._cache.below if below.index is not None)
-        return self._cache.index.names.union(*(index.names for index in indexes))
+        return set().union(*self._places())
+
+    def _in_order(self) -> Waiting[list[bytes]]:
+        """All keys as they are now, sorted; a million takes a second, and not from others."""
+        parts: list[list[bytes]] = [[] for _ in range(256)]
+        for number, key in enumerate(self._keys()):
+            parts[key[len(VALUES)]].append(key)
+            if not number % _FEW:
+                yield PAUSE
+        keys: list[bytes] = []
+        for part in parts:
+            keys += sorted(part)
+            yield PAUSE
+        return keys
 
     def scan(self, cursor: int, most: int) -> Waiting[tuple[int, list[bytes]]]:
         """Names from `cursor` on, in an order that changes do not disturb, and where to go on; 0: nowhere.
 
         A value that is there from the first call to the last is returned.
         """
-        taken, keys = self._snapshot
-        if not cursor or time.monotonic() - taken > _SNAPSHOT_SECONDS:
-            keys = sorted(self._keys())
-            self._snapshot = (time.monotonic(), keys)
+        _, until, keys = self._snapshot
+        if not cursor or time.monotonic() > until:
+            taken = time.monotonic()
+            keys = yield from self._in_order()
+            # An older one, which another scan was slow to sort, may lack what this scan must return.
+            self._snapshot = max(self._snapshot, (taken, time.monotonic() + _SNAPSHOT_SECONDS, keys))
         at = bisect_left(keys, cursor, key=_position)
         end = min(len(keys), at + most)
         while end < len(keys) and end > at and _position(keys[end]) == _position(keys[end - 1]):
@@ -223,26 +244,31 @@ class Values:
             mark = yield from self._mark(key)
             if mark is not None:
                 names.append(mark.name)
+            yield PAUSE
         return (_position(keys[end]) if end < len(keys) else 0), names
 
     def forget(self, *names: bytes) -> Waiting[int | None]:
         """Delete them for good; how many there were. None: a tier keeps failing to delete."""
         deleted = 0
+        keys = []
         for name in names:
+            keys.append(value_key(name))
             if (yield from self.mark(name)) is not None:
                 deleted += 1
-                self._cache.forget(value_key(name), ANY)
+                self._cache.forget(keys[-1], ANY)
                 self._count.labels("deleted").inc()
+            yield PAUSE
         # Also those that somebody else deletes just now: what is not there must not come back.
-        return deleted if (yield from self._gone([value_key(name) for name in names])) else None
+        return deleted if (yield from self._gone(keys)) else None
 
     def clear(self) -> Waiting[bool]:
         """Delete all for good; not those that are being received."""
-        keys = self._keys()
+        keys = list(self._keys())
         for key in keys:
             self._cache.forget(key, ANY)
+            yield PAUSE
         self._count.labels("deleted").inc(len(keys))
-        return (yield from self._gone(list(keys)))
+        return (yield from self._gone(keys))
 
     def retime(self, name: bytes, expires: int) -> Waiting[bool | None]:
         """Let it expire at another time. None: it is not there; False: no room for the copy it takes."""
@@ -287,11 +313,17 @@ class Values:
         return True
 
     def _gone(self, keys: list[bytes]) -> Waiting[bool]:
-        until = time.monotonic() + self._cache.config.load_deadline
-        while any(map(self._cache.is_leaving, keys)):
-            if time.monotonic() > until:
-                return False
-            yield
+        """Wait until no restart can find them. False: none of them has gone for too long."""
+        is_leaving, patience = self._cache.is_leaving, self._cache.config.load_deadline
+        until = time.monotonic() + patience
+        for key in keys:  # what has gone comes back under this key only as another value
+            if is_leaving(key):
+                until = time.monotonic() + patience
+            while is_leaving(key):
+                if time.monotonic() > until:
+                    return False
+                yield None
+            yield PAUSE
         return True
 
 

@@ -1,0 +1,327 @@
+"""Nobody is in the way of others, whatever they ask for; TLS loses nothing; nothing deleted comes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmtier.cache import Cache
+from lmtier.config import Config
+from lmtier.keys import value_key
+from lmtier.layout import LayerShape, Layout, Name
+from lmtier.server.commands import Caller
+from lmtier.server.connection import Connection
+from lmtier.server.engines import Engines
+from lmtier.server.resp import Error, bulk_header, command
+from lmtier.server.values import ANY, Values
+from lmtier.slab import Slab
+from lmtier.tier import Item, Stat
+from lmtier_backends.disk import DiskTier
+from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
+
+# ---- turns
+
+
+class Pinging:
+    """A client beside another, and the longest that it waited for an answer."""
+
+    def __init__(self, server: Served) -> None:
+        self.longest = 0.0
+        self._wire = server.connect()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ping)
+
+    def _ping(self) -> None:
+        while not self._over.is_set():
+            began = time.monotonic()
+            self._wire.expect("PONG", "PING")
+            self.longest = max(self.longest, time.monotonic() - began)
+
+    def __enter__(self) -> Pinging:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE)
+        self._wire.close()
+
+
+NAMES = [f"name:{i}" for i in range(200_000)]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        command("EXISTS", *NAMES),
+        command("MGET", *NAMES),
+        command("DEL", *NAMES),
+        command("GET", "there") * 40_000,
+    ],
+    ids=["EXISTS", "MGET", "DEL", "a pipeline of GETs"],
+)
+def test_many_names_at_once_are_not_in_the_way_of_others(tmp_path: Path, frame: bytes):
+    with served(tmp_path) as server, server.connect() as greedy:
+        greedy.expect("OK", "SET", "there", "x")
+        greedy.expect("OK", "SET", "name:1", "x")
+        began = time.monotonic()
+        with Pinging(server) as other:
+            sender = threading.Thread(target=greedy.send, args=(frame,))
+            sender.start()
+            for _ in range(40_000 if frame.endswith(command("GET", "there")) else 1):
+                assert not isinstance(greedy.reply(), Error)
+            sender.join(PATIENCE)
+        assert other.longest < max(0.1, (time.monotonic() - began) / 6)
+
+
+def test_all_values_are_forgotten_however_long_that_takes(tmp_path: Path):
+    """As long as deletions go on, that the last comes late is no failure of the tier."""
+    tiers = ("cpu://?capacity=64MiB", f"disk://{tmp_path}/disk?capacity=1GiB")
+    config = {"load_deadline": 0.5, "queue_length": 30_000}
+    with served(tmp_path, *tiers, config=config) as server, server.connect() as wire:
+        for first in range(0, 24_000, 1000):
+            wire.send(b"".join(command("SET", f"k{i}", "x") for i in range(first, first + 1000)))
+            assert [wire.reply() for _ in range(1000)] == ["OK"] * 1000
+        wire.expect(1, "LMTIER.FLUSH", 15_000)
+        wire.expect("OK", "FLUSHALL")
+        wire.expect(0, "DBSIZE")
+        assert not [each for each in (tmp_path / "disk").glob("??/*") if each.is_file()]
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", folder / "key", "-out", folder / "cert"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+class Secured(Served):
+    def __init__(self, folder: Path, certificate: Path, **serving: Any) -> None:
+        self.trust = ssl.create_default_context(cafile=str(certificate / "cert"))
+        files = {"tls_cert": str(certificate / "cert"), "tls_key": str(certificate / "key")}
+        super().__init__(folder, "cpu://?capacity=128MiB", **files, **serving)
+
+    def connect(self, timeout: float = PATIENCE) -> Wire:
+        wire = Wire(self.address, timeout)
+        wire.socket = self.trust.wrap_socket(wire.socket, server_hostname="localhost")
+        return wire
+
+
+@pytest.fixture
+def secured(tmp_path: Path, certificate: Path) -> Iterator[Secured]:
+    server = Secured(tmp_path, certificate, http="127.0.0.1:0", patience=3.0)
+    try:
+        yield server
+        server.check()
+    finally:
+        server.kill()
+
+
+def test_tls_carries_values_of_every_size(secured: Secured):
+    """Whatever is left in a TLS record when a turn ends is heard of, though the socket shows nothing more."""
+    with secured.connect(2.0) as wire:
+        for size in (0, 1, 16_383, *range(3_500_000, 4_300_000, 16_000), 32 * MIB):
+            value = os.urandom(64) * (size // 64) + bytes(size % 64)
+            wire.expect("OK", "SET", "k", value)
+            assert wire.ask("GET", "k") == value
+
+
+def test_strangers_on_the_tls_port_cost_their_own_connections(secured: Secured):
+    with secured.connect() as wire:
+        with Wire(secured.address) as plain:  # no handshake at all
+            plain.send(command("PING"))
+            assert plain.ends()
+        silent = [Wire(secured.address) for _ in range(20)]  # a handshake that never begins
+        hello = silent[0].socket
+        hello.send(b"\x16\x03\x01\x02")  # or never ends
+        with Wire(secured.address) as cut:  # a name of nobody's, and the end in the middle of a value
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            secret = context.wrap_socket(cut.socket, server_hostname="nobody.example")
+            secret.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n" + bulk_header(20 * MIB) + bytes(5 * MIB))
+            secret.close()
+        wire.expect("PONG", "PING")
+        for each in silent:
+            each.close()
+        host, _, port = secured.where["http"].rpartition(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as bare:
+            web = secured.trust.wrap_socket(bare, server_hostname="localhost")
+            web.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert web.recv(MIB).startswith(b"HTTP/1.1 200")
+            web.close()
+
+
+# ---- what must not come back, or end others
+
+
+class Refusing(DiskTier):
+    """Its file system became read-only, as one does after an error."""
+
+    is_read_only = False
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        if self.is_read_only:
+            raise OSError(30, "read-only file system")
+        super().write(item, buffers)
+
+    def delete(self, names: Sequence[Name]) -> None:
+        if self.is_read_only:
+            raise OSError(30, "read-only file system")
+        super().delete(names)
+
+
+def test_what_a_full_and_failing_disk_could_not_overwrite_is_not_forgotten(tmp_path: Path):
+    """DEL says that it is gone only if the disk cannot show it to the next server."""
+    url = f"disk://{tmp_path}?capacity={3 * 2 * 4096}"
+    config = Config(tiers=("cpu://?capacity=1MiB", url), prefault=False, load_deadline=0.2)
+    disk = Refusing(tmp_path)
+    with Cache(config, tiers={url: disk}) as cache:
+        values = Values(cache)
+
+        def finished(waiting: Any) -> Any:
+            while True:
+                try:
+                    next(waiting)
+                except StopIteration as stop:
+                    return stop.value
+                cache.step()
+
+        def put(name: bytes) -> None:
+            draft = values.draft(3)
+            assert draft is not None
+            draft.view[:] = b"old"
+            assert finished(values.put(draft, name))
+
+        for name in (b"a", b"b", b"c"):
+            put(name)
+        assert cache.flush(5.0)
+        disk.is_read_only = True
+        put(b"d")  # in the place of one of them, on the disk
+        until(
+            lambda: (
+                cache.step()
+                or cache.metrics.value("lmtier_tier_failures_total", tier="disk", op="store", reason="error")
+            ),
+            5.0,
+        )
+        (lost,) = [name for name in (b"a", b"b", b"c") if not cache.below[0].holds(value_key(name), ANY)]
+        assert finished(values.forget(lost)) is None
+        disk.is_read_only = False
+        until(lambda: cache.step() is not None and not cache.below[0].backlog, 10.0)
+        assert finished(values.forget(lost)) == 0
+
+
+def test_an_engine_cannot_cut_the_slab_short():
+    slab = Slab(1 << 20, shared=True)
+    assert slab.fd is not None
+    for size in (0, 4096, 1 << 21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(slab.fd, size)
+    assert bytes(slab.view(0, 4)) == bytes(4)
+
+
+def test_a_value_that_finds_no_room_drops_no_tokens(tmp_path: Path):
+    with Cache(Config(tiers=("cpu://?capacity=64KiB",), prefault=False)) as cache:
+        values = Values(cache)
+        taken = [values.draft(8192) for _ in range(8)]
+        assert None in taken
+        assert not cache.metrics.value("lmtier_dropped_tokens_total", tier="cpu", reason="no_room")
+
+
+# ---- patience
+
+
+def test_a_browser_that_asks_now_and_then_keeps_its_connection(tmp_path: Path):
+    with served(tmp_path, http="127.0.0.1:0") as server:
+        host, _, port = server.where["http"].rpartition(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as web:
+            end = time.monotonic() + 11.5
+            while time.monotonic() < end:
+                web.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert web.recv(MIB).startswith(b"HTTP/1.1 200")
+                threading.Event().wait(1.0)
+        assert "stopped in the middle" not in server.log.read_text()
+
+
+def test_a_stranger_to_the_slab_that_calls_itself_an_engine_is_not_waited_for(tmp_path: Path):
+    with served(tmp_path, patience=0.5) as server, server.connect() as wire:
+        assert not isinstance(wire.ask("LMTIER.HELLO", 1), Error)
+        wire.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n" + bulk_header(20 * MIB) + b"some")
+        assert wire.ends()
+        until(lambda: server.held()[0] == 0)
+
+
+def test_a_closed_connection_leaves_nothing_for_the_collector():
+    """Which looks no more at what has lived for a while: among a million entries it would take a second."""
+    host: Any = SimpleNamespace(place=lambda *_: None, answer=lambda *_: "", drop_drafts=lambda _: None)
+    gc.disable()
+    try:
+        ours, theirs = socket.socketpair()
+        connection = Connection(host, ours, Caller(1, "here"))
+        theirs.send(command("SET", "k", "v") + b"*2\r\n$3\r\n")
+        connection.hear()
+        connection.close()
+        theirs.close()
+        left = weakref.ref(connection)
+        del connection
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+class Slow(DiskTier):
+    """Does not know what it holds until it is told to look."""
+
+    def __init__(self, root: Path) -> None:
+        self.may_look = threading.Event()
+        super().__init__(root)
+
+    def scan(self) -> Iterator[tuple[Name, Stat]]:
+        assert self.may_look.wait(PATIENCE)
+        return super().scan()
+
+
+def test_what_is_not_known_yet_is_not_said_to_be_cleared(tmp_path: Path):
+    url = f"disk://{tmp_path}?capacity=1MiB"
+    config = Config(tiers=("cpu://?capacity=1MiB", url), prefault=False)
+    disk = Slow(tmp_path)
+    with Cache(config, tiers={url: disk}, wait_until_warm=False) as cache:
+        clear = Engines(cache).table()[b"LMTIER.CLEAR"].handler
+        caller = Caller(1, "here")
+        assert clear(caller, [b"LMTIER.CLEAR"]).startswith("LOADING ")
+        disk.may_look.set()
+        until(lambda: cache.step() is not None and cache.is_warm)
+        assert clear(caller, [b"LMTIER.CLEAR"]) == "OK"
+
+
+def test_only_who_has_the_slab_may_reserve_in_it(tmp_path: Path):
+    layout = Layout((LayerShape(1, 4096, 0),), "u8", 256, 256, "test").to_json()
+    with served(tmp_path) as server, server.connect() as wire:
+        assert not isinstance(wire.ask("LMTIER.HELLO", 1), Error)
+        assert wire.ask("LMTIER.FORM", layout, "L0-1H0-1") == 0
+        said = wire.ask("LMTIER.RESERVE", "0", "0", os.urandom(32))
+        assert isinstance(said, Error)
+        assert said.startswith("MISUSE only engines on the Unix socket")
