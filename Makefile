@@ -8,7 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit.
 PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl
 
-.PHONY: demo test test-slow lint bench programs clean
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/installed
+
+.PHONY: demo test test-slow test-vllm lint bench programs clean
 
 demo: $(INSTALLED)
 	$(BIN)/lmtier demo
@@ -27,6 +30,17 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/lmtier bench
 
+# A real vLLM on CPU, in an environment of its own: 3.5 GB.
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM)/bin/python -m pytest tests/vllm
+
+$(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
+	@echo "setting up $(VLLM)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --requirement tests/vllm/requirements.txt
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --editable .
+	@touch $@
+
 programs:
 	@missing=; for each in $(PROGRAMS); do \
 	  command -v $${each%%:*} >/dev/null || missing="$$missing $${each##*:}"; done; \
@@ -36,7 +50,7 @@ programs:
 	export DEBIAN_FRONTEND=noninteractive; apt-get update --quiet && $$install
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # pip first: dependency groups need 25.1, and Debian 12 brings 23.
 $(INSTALLED): pyproject.toml constraints.txt

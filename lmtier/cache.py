@@ -19,7 +19,7 @@ from itertools import count
 
 from lmtier.below import Below
 from lmtier.codec import NO_MARK, Header
-from lmtier.config import Config
+from lmtier.config import Config, without_login
 from lmtier.errors import ConfigError, MisuseError
 from lmtier.index import Entry, Index, State
 from lmtier.keys import is_value
@@ -144,7 +144,7 @@ class Cache:
             self.slab = Slab(top.capacity, hugepages=config.hugepages, shared=shared)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"tier {top.url!r}: this machine does not give that much memory: {error}"
+                f"tier {without_login(top.url)!r}: this machine does not give that much memory: {error}"
             ) from None
         self._loading = 0
         """Bytes of extents that wait for tiers below."""

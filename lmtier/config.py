@@ -24,6 +24,7 @@ from lmtier.policy import POLICIES
 
 ENV_PREFIX = "LMTIER_"
 TOKEN_VARIABLE = "LMTIER_TOKEN"
+REDIS_PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
 WRITES = ("always", "reused", "evicted", "never")
 VERIFY = ("off", "sample", "always")
 
@@ -58,13 +59,18 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
 
 
+def without_login(url: str) -> str:
+    """A tier's URL for messages: who logs in, and with what, is ***."""
+    return re.sub(r"(?<=://)[^?]*@", "***@", url)
+
+
 @dataclass(frozen=True, slots=True)
 class TierSpec:
     """One tier URL, taken apart: `scheme://location?capacity=…&write=…&policy=…&its own options`."""
 
-    url: str
+    url: str = field(repr=False)
     scheme: str
-    location: str
+    location: str = field(repr=False)
     capacity: int | None = None
     write: str = "always"
     policy: str = "arc"
@@ -76,24 +82,30 @@ class TierSpec:
         scheme, separator, location = head.partition("://")
         if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
             raise ConfigError(
-                f"tier {url!r} is not a URL; write it like disk:///var/lib/lmtier?capacity=500GiB"
+                f"tier {without_login(url)!r} is not a URL; write it like disk:///var/lib/lmtier?capacity=500GiB"
             )
         try:
             pairs = parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
         except ValueError:
-            raise ConfigError(f"tier {url!r}: options must read name=value&name=value") from None
+            raise ConfigError(
+                f"tier {without_login(url)!r}: options must read name=value&name=value"
+            ) from None
         options = dict(pairs)
         if len(options) != len(pairs):
-            raise ConfigError(f"tier {url!r}: an option is given twice")
+            raise ConfigError(f"tier {without_login(url)!r}: an option is given twice")
         capacity = options.pop("capacity", None)
         write = options.pop("write", "always")
         policy = options.pop("policy", "arc")
         for name, value, known in (("write", write, WRITES), ("policy", policy, tuple(POLICIES))):
             if value not in known:
-                raise ConfigError(f"tier {url!r}: unknown {name}={value}{suggest(value, known)}")
+                raise ConfigError(
+                    f"tier {without_login(url)!r}: unknown {name}={value}{suggest(value, known)}"
+                )
         size = None if capacity is None else parse_size(capacity)
         if size == 0:
-            raise ConfigError(f"tier {url!r}: capacity=0 holds nothing; leave the tier out instead")
+            raise ConfigError(
+                f"tier {without_login(url)!r}: capacity=0 holds nothing; leave the tier out instead"
+            )
         return cls(url, scheme, unquote(location), size, write, policy, options)
 
 
@@ -103,7 +115,7 @@ class Config:
 
     chunk_tokens: int = 256
     """Tokens a chunk: the unit that is named, stored and found. Whole blocks of the engine."""
-    tiers: Sequence[str] = ("cpu://?capacity=1GiB",)
+    tiers: Sequence[str] = field(default=("cpu://?capacity=1GiB",), repr=False)  # may hold passwords
     load_deadline: float = 2.0
     """Seconds after which a request stops waiting for tiers below and computes instead."""
     verify: str = "sample"
@@ -129,11 +141,11 @@ class Config:
         if [spec.scheme for spec in specs].count("cpu") != 1 or specs[0].scheme not in ("cpu", "gpu"):
             raise ConfigError(
                 "tiers: the list needs exactly one cpu:// tier, above every disk or remote one; "
-                f"got {', '.join(self.tiers) or 'an empty list'}"
+                f"got {', '.join(map(without_login, self.tiers)) or 'an empty list'}"
             )
         for spec in specs:
             if spec.scheme in ("cpu", "gpu", "disk") and spec.capacity is None:
-                raise ConfigError(f"tier {spec.url!r} needs a capacity, like ?capacity=32GiB")
+                raise ConfigError(f"tier {without_login(spec.url)!r} needs a capacity, like ?capacity=32GiB")
             if spec.scheme in ("cpu", "gpu"):
                 _check_memory(spec)
 
@@ -147,11 +159,13 @@ def _check_memory(spec: TierSpec) -> None:
     extra = {*spec.options, *(["write"] if spec.write != "always" else [])}
     if extra:
         hint = suggest(min(extra), ("capacity", "policy"))
-        raise ConfigError(f"tier {spec.url!r}: unknown option {min(extra)!r}{hint}")
+        raise ConfigError(f"tier {without_login(spec.url)!r}: unknown option {min(extra)!r}{hint}")
     if spec.location:
-        raise ConfigError(f"tier {spec.url!r}: memory has no path; write {spec.scheme}://?capacity=32GiB")
+        raise ConfigError(
+            f"tier {without_login(spec.url)!r}: memory has no path; write {spec.scheme}://?capacity=32GiB"
+        )
     if spec.capacity is not None and spec.capacity < PAGE:
-        raise ConfigError(f"tier {spec.url!r}: {spec.capacity} bytes hold no page of {PAGE}")
+        raise ConfigError(f"tier {without_login(spec.url)!r}: {spec.capacity} bytes hold no page of {PAGE}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +307,7 @@ def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str
 
 def _from_environment(cls: type[Settings], env: Mapping[str, str]) -> Mapping[str, str]:
     prefix = _as_variable(cls, "")
-    others = {f"{ENV_PREFIX}CONFIG_FILE", TOKEN_VARIABLE}
+    others = {f"{ENV_PREFIX}CONFIG_FILE", TOKEN_VARIABLE, REDIS_PASSWORD_VARIABLE}
     ours = (name for name in env if name.startswith(prefix) and name not in others)
     is_mine = cls is Serving
     return {

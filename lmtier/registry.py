@@ -8,13 +8,18 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from lmtier.config import TierSpec, parse_seconds, parse_size, suggest
+from lmtier.config import TierSpec, parse_seconds, parse_size, suggest, without_login
 from lmtier.errors import ConfigError, TierError
 from lmtier.tier import Tier
 
 BUILTIN = {
     "disk": "lmtier_backends.disk:DiskTier",
     "null": "lmtier_backends.null:NullTier",
+    "redis": "lmtier_backends.redis:RedisTier",
+    "rediss": "lmtier_backends.redis:TlsTier",
+    "unix": "lmtier_backends.redis:UnixTier",
+    "redis-sentinel": "lmtier_backends.redis:SentinelTier",
+    "redis-cluster": "lmtier_backends.redis:ClusterTier",
 }
 GROUP = "lmtier.tiers"
 
@@ -48,12 +53,16 @@ def open_tier(spec: TierSpec) -> Tier:
     for name, text in spec.options.items():
         if name not in options:
             known = options | {"capacity", "write", "policy"}
-            raise ConfigError(f"tier {spec.url!r}: unknown option {name!r}{suggest(name, known)}")
+            raise ConfigError(
+                f"tier {without_login(spec.url)!r}: unknown option {name!r}{suggest(name, known)}"
+            )
         try:
             values[name] = _READERS[hints[name]](text)
         except (ValueError, KeyError, ConfigError):
             wanted = getattr(hints[name], "__name__", hints[name])
-            raise ConfigError(f"tier {spec.url!r}: {name}={text!r} is not of type {wanted}") from None
+            raise ConfigError(
+                f"tier {without_login(spec.url)!r}: {name}={text!r} is not of type {wanted}"
+            ) from None
     factory: Callable[..., Tier] = cls
     return factory(spec.location, **values)
 

@@ -67,10 +67,11 @@ class BlockingTier(Tier):
     an error; none of them reaches the caller as an exception. Checksums are made before `write` and
     checked after `read`, on the same thread; an object that fails is deleted.
 
-    Reads and writes have threads of their own, so that neither waits behind a queue of the other.
+    Reads and writes have threads of their own, so that neither waits behind a queue of the other; and
+    lookups, with `askers`, for a tier of which every request asks.
     """
 
-    def __init__(self, name: str, readers: int = 4, writers: int = 4) -> None:
+    def __init__(self, name: str, readers: int = 4, writers: int = 4, askers: int = 0) -> None:
         self._running: dict[int, _Running] = {}
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._reads: SimpleQueue[_Part | None] = SimpleQueue()
@@ -79,7 +80,8 @@ class BlockingTier(Tier):
         # All writers at once would share the cores for their first checksums, and the storage would wait
         # for all of them; a few at a time, the first write begins when the first checksum is done.
         self._sealing = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
-        self._queues = [self._reads] * readers + [self._writes] * writers
+        self._lookups: SimpleQueue[_Part | None] = SimpleQueue() if askers else self._reads
+        self._queues = [self._reads] * readers + [self._writes] * writers + [self._lookups] * askers
         self._threads = [
             start_thread(f"lmtier-{name}-{i}", self._work, queue) for i, queue in enumerate(self._queues)
         ]
@@ -125,6 +127,7 @@ class BlockingTier(Tier):
             self.wake()
             return
         queue = self._writes if job.op in (Op.STORE, Op.DELETE) else self._reads
+        queue = self._lookups if job.op is Op.LOOKUP else queue
         for items in parts:
             queue.put(_Part(job, items))
 

@@ -83,6 +83,10 @@ PATHS = {
     "load from cpu, 32 MiB objects, 2 cores": Bound("GB/s", 1.2, 1.4),
     "store to disk, 32 MiB objects": Bound("GB/s", 0.80, 0.95),
     "load from disk, 32 MiB objects": Bound("GB/s", 0.85, 0.97),
+    "store to redis, 32 MiB objects": Bound("GB/s", 0.75, 0.95),
+    "load from redis, 32 MiB objects": Bound("GB/s", 0.70, 0.90),
+    "store to redis, against redis-py": Bound("GB/s", 2.0, 3.0),
+    "load from redis, against redis-py": Bound("GB/s", 2.0, 3.0),
     "match 128k tokens, Python list": Bound("ms", 8.0, 5.0),
     "match 128k tokens, int32 array": Bound("ms", 3.0, 1.5),
     "match 128k tokens, kept keys": Bound("ms", 0.4, 0.2),
@@ -114,7 +118,7 @@ def measure(
 
     The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
-    from lmtier.bench import copies, disk, lookups, server
+    from lmtier.bench import copies, disk, lookups, redis, server
 
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
         lookups.index: ("index",),
@@ -123,6 +127,7 @@ def measure(
         copies.large: ("save to cpu, 32 MiB", "load from cpu, 32 MiB"),
         copies.small: ("save to cpu, 1 MiB", "load from cpu, 1 MiB"),
         disk.store_and_load: ("store to disk", "load from disk"),
+        redis.store_and_load: ("store to redis", "load from redis"),
         server.values: ("SET", "GET"),
         server.engines: ("look up", "bytes"),
     }
@@ -143,7 +148,7 @@ def measure(
                     samples[path].append((ours, limit))
     for path, pairs in samples.items():
         if not pairs:
-            why = "redis-server is not installed" if "redis" in path else _NO_SECOND_CORE
+            why = "redis-server or redis-py is not installed" if "redis" in path else _NO_SECOND_CORE
             complain(f"{path}: left out, {why}")
     return [judge(path, pairs) for path, pairs in samples.items() if pairs]
 

@@ -41,15 +41,13 @@ def values(scale: Scale) -> Samples:
     nbytes = VALUE if scale.large_layers == 32 else 1 << 20
     memory = touched(scale.memory).data
     with ExitStack() as stack:
-        bare = Bare(
-            stack.enter_context(_process(*_module("lmtier.bench.peer"), _free_port())), memory, nbytes
-        )
+        bare = Bare(stack.enter_context(process(*module("lmtier.bench.peer"), free_port())), memory, nbytes)
         ours = Remote(stack.enter_context(_lmtier(2 * NAMES * nbytes)), memory, nbytes)
         rounds: list[tuple[str, Remote, Callable[[], object], Callable[[], object]]] = [
             ("32 MiB values over TCP", ours, bare.send, bare.receive)
         ]
         if shutil.which("redis-server"):
-            redis = Remote(stack.enter_context(_redis(scale.directory)), memory, nbytes)
+            redis = Remote(stack.enter_context(redis_process(scale.directory)), memory, nbytes)
             rounds.append(("32 MiB values, against redis", ours, redis.set, redis.get))
             for _ in range(NAMES):
                 redis.set()
@@ -71,7 +69,7 @@ def engines(scale: Scale) -> Samples:
     with ExitStack() as stack:
         stack.enter_context(_lmtier(8 * engine.nbytes + LOOKUP_CHUNKS * 4096, unix))
         peer = str(scale.directory / "peer.sock")
-        sock = stack.enter_context(_process(*_module("lmtier.bench.peer"), peer))
+        sock = stack.enter_context(process(*module("lmtier.bench.peer"), peer))
         bare = Bare(sock, touched(1 << 20).data, LOOKUP_CHUNKS * 32)
         client = stack.enter_context(Client(unix))
         yield from _lookups(scale, client, bare)
@@ -169,13 +167,13 @@ def _rotation(memory: memoryview, nbytes: int) -> Iterator[memoryview]:
             yield memory[at : at + nbytes]
 
 
-def _module(name: str) -> tuple[str, ...]:
+def module(name: str) -> tuple[str, ...]:
     return sys.executable, "-m", name
 
 
 @contextmanager
 def _lmtier(capacity: int, unix: str = "") -> Iterator[socket.socket]:
-    port = _free_port()
+    port = free_port()
     env = {name: value for name, value in os.environ.items() if not name.startswith("LMTIER_")}
     env |= {
         "LMTIER_TIERS": f"cpu://?capacity={capacity}",
@@ -183,31 +181,31 @@ def _lmtier(capacity: int, unix: str = "") -> Iterator[socket.socket]:
         "LMTIER_SERVE_HTTP": "",
         "LMTIER_SERVE_UNIX": unix,
     }
-    with _process(*_module("lmtier"), "serve", place=port, env=env) as sock:
+    with process(*module("lmtier"), "serve", place=port, env=env) as sock:
         yield sock
 
 
 @contextmanager
-def _redis(directory: Path) -> Iterator[socket.socket]:
-    port = _free_port()
+def redis_process(directory: Path, *more: str) -> Iterator[socket.socket]:
+    port = free_port()
     options = ("--port", port, "--save", "", "--appendonly", "no", "--dir", str(directory))
-    with _process("redis-server", *options, place=port) as sock:
+    with process("redis-server", *options, *more, place=port) as sock:
         yield sock
 
 
 @contextmanager
-def _process(*words: str, place: str = "", env: dict[str, str] | None = None) -> Iterator[socket.socket]:
+def process(*words: str, place: str = "", env: dict[str, str] | None = None) -> Iterator[socket.socket]:
     """A server, and a connection to it; `place` is its port or socket, by default its last argument."""
-    process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    child = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        with _connect(place or words[-1], process) as sock:
+        with _connect(place or words[-1], child) as sock:
             yield sock
     finally:
-        process.kill()
-        process.communicate()
+        child.kill()
+        child.communicate()
 
 
-def _connect(place: str, process: subprocess.Popen[bytes] | None = None) -> socket.socket:
+def _connect(place: str, child: subprocess.Popen[bytes] | None = None) -> socket.socket:
     until = time.monotonic() + PATIENCE
     while True:
         sock = socket.socket(socket.AF_INET if place.isdigit() else socket.AF_UNIX)
@@ -215,8 +213,8 @@ def _connect(place: str, process: subprocess.Popen[bytes] | None = None) -> sock
             sock.connect(("127.0.0.1", int(place)) if place.isdigit() else place)
         except OSError as error:
             sock.close()
-            if (process is not None and process.poll() is not None) or time.monotonic() > until:
-                said = process.communicate()[1].decode() if process is not None else ""
+            if (child is not None and child.poll() is not None) or time.monotonic() > until:
+                said = child.communicate()[1].decode() if child is not None else ""
                 raise ConfigError(f"a server for the bench did not start: {error}\n{said}") from None
             time.sleep(0.02)
             continue
@@ -225,7 +223,7 @@ def _connect(place: str, process: subprocess.Popen[bytes] | None = None) -> sock
         return sock
 
 
-def _free_port() -> str:
+def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

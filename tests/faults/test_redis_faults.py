@@ -1,0 +1,758 @@
+"""A Redis that is away, slow, full, odd or hostile costs hits, never time or bytes: each case is a miss."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmtier.cache import Cache
+from lmtier.config import Config, TierSpec
+from lmtier.errors import ConfigError, TierError
+from lmtier.layout import PAGE, Name, form_of
+from lmtier.registry import open_tier
+from lmtier.testing import Sample, delete, drain, load, lookup, opaque_layout, pages, run, sample, store
+from lmtier.tier import Item, Job, Op, Reason, Tier
+from tests.redis_process import (
+    CARD,
+    Proxy,
+    RedisServer,
+    certificate,
+    cluster,
+    free_port,
+    head_key,
+    running,
+    sentinel,
+    within,
+)
+from tests.server.process import Wire, until
+
+DEADLINE = 0.4
+SLACK = 0.3  # of a shared machine with two cores; the tier itself takes a few ms
+PART = 16 * PAGE
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with running(tmp_path_factory.mktemp("redis")) as process:
+        yield process
+
+
+@pytest.fixture
+def fresh(server: RedisServer) -> RedisServer:
+    server.ask("FLUSHALL")
+    return server
+
+
+@pytest.fixture
+def proxy(fresh: RedisServer) -> Iterator[Proxy]:
+    with Proxy(fresh.address) as between:
+        yield between
+
+
+def tier_at(port: int, query: str = "", scheme: str = "redis", rest: str = "") -> Any:
+    url = f"{scheme}://127.0.0.1:{port}{rest}?deadline={DEADLINE}s&part={PART}&{query}"
+    return open_tier(TierSpec.parse(url.rstrip("&")))
+
+
+def large(number: int) -> Sample:
+    """An object in four parts."""
+    return sample(number, 3 * PART + 5)
+
+
+def both(tier: Tier, each: Sample) -> tuple[Reason | None, Reason | None]:
+    """Why it could not be stored, and not be loaded; each in time, and wrong bytes never."""
+    stored = within(DEADLINE + SLACK, lambda: store(tier, each))
+    done, got = within(DEADLINE + SLACK, lambda: load(tier, each.name, each.room))
+    assert not done.ok or got == each.payload
+    return stored.failed.get(each.name), done.failed.get(each.name)
+
+
+# ---- one server, and what it says
+
+
+def test_it_starts_without_its_server_and_finds_it_later(tmp_path, caplog):
+    port = free_port()
+    each = sample(1)
+    with closing(tier_at(port)) as tier:
+        assert "going on without it" in caplog.text
+        assert both(tier, each) == (Reason.ERROR, Reason.ERROR)
+        with running(tmp_path, port=port):
+            assert both(tier, each) == (None, None)
+        assert both(tier, each) == (Reason.ERROR, Reason.ERROR)
+
+
+def test_a_socket_that_is_not_there_is_a_failure_and_not_a_miss(tmp_path):
+    with closing(open_tier(TierSpec.parse(f"unix://{tmp_path}/socket"))) as tier:
+        assert both(tier, sample(1)) == (Reason.ERROR, Reason.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://", "which server"),
+        ("redis://host:0", "not a host and port"),
+        ("redis://host:99999", "not a host and port"),
+        ("redis://host/zero", "not the number of a database"),
+        ("redis://host/1?db=2", "given twice"),
+        ("redis://host?part=100", "whole pages"),
+        ("redis://host?connections=0", "1 or more"),
+        ("redis://host?deadline=0s", "more than 0"),
+        ("redis://host?namespace=a{b}", "namespace"),
+        ("redis://host?ssl_ca_certs=/x", "rediss://"),
+        ("redis://host?sentinel_username=x", "redis-sentinel://"),
+        ("redis://host?timeout=3", "did you mean|known"),
+        ("redis://host?ttl=soon", "ttl='soon'"),
+        ("unix://run/redis.sock", "unix:///run"),
+        ("redis-sentinel://host", "which master"),
+        ("redis-cluster://host/1", "database 0"),
+        ("redis-cluster://h1,,h2", "not a host and port"),
+    ],
+)
+def test_a_wrong_url_is_an_error_at_start(url, why):
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match=why):
+        open_tier(TierSpec.parse(url))
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("option", ["password_file=/nowhere", "ssl=true&ssl_ca_certs=/nowhere"])
+def test_a_file_that_is_not_there_is_an_error_at_start(option):
+    with pytest.raises(TierError, match="/nowhere"):
+        open_tier(TierSpec.parse(f"redis://host?{option}"))
+
+
+def test_passwords_come_from_the_url_a_file_or_the_environment_and_are_told_to_nobody(
+    tmp_path, caplog, monkeypatch
+):
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "secret").write_text("hunter2\n")
+    with running(tmp_path / "redis", password="hunter2") as server:
+        at = f"127.0.0.1:{server.port}"
+        with closing(open_tier(TierSpec.parse(f"redis://{at}?password_file={tmp_path}/secret"))) as tier:
+            assert both(tier, sample(1)) == (None, None)
+        with closing(open_tier(TierSpec.parse(f"redis://:hunter2@{at}"))) as tier:
+            assert both(tier, sample(1)) == (None, None)
+            assert "hunter2" not in repr(tier)
+        for wrong in ("redis://", "redis://:hunter3@", "redis://somebody:hunter2@"):
+            with closing(open_tier(TierSpec.parse(f"{wrong}{at}"))) as tier:
+                assert both(tier, sample(1)) == (Reason.ERROR, Reason.ERROR)
+        monkeypatch.setenv("LMTIER_REDIS_PASSWORD", "hunter2")
+        with closing(open_tier(TierSpec.parse(f"redis://{at}"))) as tier:
+            assert both(tier, sample(1)) == (None, None)
+        for query in ("nothing=1", "ttl=x", "part=7"):
+            with pytest.raises(ConfigError) as refused:
+                open_tier(TierSpec.parse(f"redis://:hunter2@{at}?{query}"))
+            assert "hunter" not in str(refused.value)
+        config = Config(tiers=("cpu://?capacity=1MiB", f"redis://:hunter2@{at}"))
+        assert "hunter" not in repr(config) + repr(config.specs)
+    assert caplog.text.count("cannot be used now") == 3
+    assert "hunter" not in caplog.text
+
+
+def test_a_password_that_changes_is_read_again(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("one")
+    with (
+        running(tmp_path / "redis", password="one") as server,
+        closing(tier_at(server.port, f"password_file={secret}")) as tier,
+    ):
+        assert both(tier, sample(1)) == (None, None)
+        with Wire(server.address) as wire:
+            wire.expect("OK", "AUTH", "one")
+            wire.expect("OK", "CONFIG", "SET", "requirepass", "two")
+            secret.write_text("two")
+            wire.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert both(tier, sample(1)) == (None, None)
+
+
+def test_a_full_server_is_full_and_still_read(tmp_path):
+    full = ("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
+    with running(tmp_path, *full) as server, closing(tier_at(server.port)) as tier:
+        there = sample(1)
+        assert both(tier, there) == (None, None)
+        reasons = [both(tier, sample(i, 9 * PART))[0] for i in range(2, 12)]
+        assert reasons[-1] is Reason.FULL
+        assert load(tier, there.name, there.room)[0].ok
+        # What was written of an object that found no room is gone with the next store.
+        before = server.names()
+        both(tier, sample(20))
+        heads = [key for key in server.names() if key.endswith(b"}")]
+        assert len(server.names()) <= len(before)
+        assert all(any(key.startswith(head) for head in heads) for key in server.names())
+
+
+def test_a_server_that_evicts_parts_gives_misses_and_nothing_wrong(tmp_path):
+    objects = [large(i) for i in range(60)]
+    evicting = ("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
+    with running(tmp_path, *evicting) as server, closing(tier_at(server.port)) as tier:
+        for each in objects:
+            store(tier, each)
+        seen = set()
+        for each in objects:
+            done, got = load(tier, each.name, each.room)
+            assert not done.ok or got[: each.header.nbytes] == each.payload[: each.header.nbytes]
+            seen.add(done.failed.get(each.name))
+        assert seen == {None, Reason.ABSENT}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        ("DEL", Reason.ABSENT),
+        ("SETRANGE", Reason.CORRUPT),
+        ("APPEND", Reason.CORRUPT),
+        ("LPUSH", Reason.CORRUPT),
+        ("SET", Reason.CORRUPT),
+    ],
+)
+@pytest.mark.parametrize("number", [-1, 0, 1, 3])
+def test_a_part_that_is_gone_or_foreign_is_a_miss_and_the_rest_is_deleted(fresh, spoil, reason, number):
+    each = large(1)
+    with closing(tier_at(fresh.port)) as tier:
+        store(tier, each)
+        head = head_key(each.name)
+        key = head if number < 0 else next(k for k in fresh.names() if k.endswith(b":%d" % number))
+        if spoil == "LPUSH":
+            fresh.ask("DEL", key)
+        args = {"SETRANGE": (9 if number < 0 else 2, b"?"), "APPEND": (b"?",), "SET": (b"foreign",)}
+        fresh.ask(spoil, key, *args.get(spoil, (b"item",) if spoil == "LPUSH" else ()))
+        if number < 0 and spoil == "SETRANGE":
+            reason = Reason.ABSENT  # another nonce: its parts are nowhere
+        assert load(tier, each.name, each.room)[0].failed == {each.name: reason}
+        assert lookup(tier, each.name) == {}
+        assert fresh.ask("EXISTS", head) == 0
+        assert both(tier, each) == (None, None)
+
+
+def test_two_writers_of_one_name_do_not_mix(fresh):
+    one, two = large(1), large(2)
+    other = Sample(one.header, two.payload)  # the same name, other bytes
+    with closing(tier_at(fresh.port)) as here, closing(tier_at(fresh.port)) as there:
+        buffers = [pages(one.room) for _ in range(60)]
+        for i, buffer in enumerate(buffers):
+            here.submit(Job(3 * i, Op.STORE, (one.item(),)))
+            there.submit(Job(3 * i + 1, Op.STORE, (other.item(),)))
+            there.submit(Job(3 * i + 2, Op.LOAD, (Item(one.name, buffer),)))
+        done = {each.id: each for each in (*drain(here, 60), *drain(there, 120))}
+        seen = {bytes(buffer) for i, buffer in enumerate(buffers) if done[3 * i + 2].ok}
+        assert seen <= {bytes(one.payload), bytes(two.payload)}
+        assert {r for each in done.values() for r in each.failed.values()} <= {Reason.ABSENT, Reason.CORRUPT}
+        store(here, one)
+        assert load(there, one.name, one.room)[1] == one.payload
+
+
+def test_what_is_replaced_or_deleted_leaves_nothing_behind(fresh):
+    with closing(tier_at(fresh.port)) as tier:
+        for _ in range(5):
+            assert store(tier, large(1)).ok
+            assert len(fresh.names()) == 5  # the head and four parts
+        store(tier, large(2), replaces=large(1).name)
+        assert len(fresh.names()) == 5
+        delete(tier, large(2).name)
+        assert fresh.names() == []
+
+
+def test_a_card_that_promises_the_world_is_a_miss(fresh):
+    each = sample(1)
+    with closing(tier_at(fresh.port)) as tier:
+        for nbytes, part in ((1 << 63, PAGE), ((1 << 64) - PAGE, 1 << 62), (1 << 40, 0), (8, 3), (0, PAGE)):
+            data = CARD.pack(b"lmtier-1", bytes(8), nbytes, part) + each.at_rest()[:PAGE]
+            fresh.ask("SET", head_key(each.name), data)
+            failed = within(DEADLINE + SLACK, lambda: load(tier, each.name, each.room)[0].failed)
+            assert failed == {each.name: Reason.CORRUPT}
+            assert fresh.names() == []
+
+
+def test_a_foreign_giant_under_our_name_is_not_read(fresh):
+    each = sample(1)
+    with closing(tier_at(fresh.port)) as tier:
+        fresh.ask("SETRANGE", head_key(each.name), 200 << 20, b"x")
+        failed = within(DEADLINE + SLACK, lambda: load(tier, each.name, each.room)[0].failed)
+        assert failed == {each.name: Reason.CORRUPT}
+        assert fresh.names() == []
+        assert both(tier, each) == (None, None)
+
+
+def test_objects_expire_and_what_is_used_lives_on(fresh):
+    used, unused = large(1), large(2)
+    with closing(tier_at(fresh.port, "ttl=700ms")) as tier:
+        store(tier, used, unused)
+        assert all(0 < fresh.ask("PTTL", key) <= 700 for key in fresh.names())
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            assert load(tier, used.name, used.room)[0].ok
+        assert lookup(tier, used.name, unused.name).keys() == {used.name}
+        until(lambda: len(fresh.names()) == 5)
+        until(lambda: fresh.names() == [])
+
+
+def test_without_a_ttl_they_stay(fresh):
+    with closing(tier_at(fresh.port)) as tier:
+        store(tier, large(1), sample(2))
+        assert {fresh.ask("TTL", key) for key in fresh.names()} == {-1}
+
+
+def test_a_lookup_of_500_is_one_round_trip(fresh, proxy):
+    objects = [sample(i, 1) for i in range(500)]
+    with closing(tier_at(proxy.port, "ttl=10s")) as tier:
+        store(tier, *objects[:250])
+        proxy.forget()
+        fresh.ask("CONFIG", "RESETSTAT")
+        assert len(lookup(tier, *(each.name for each in objects))) == 250
+        assert proxy.turns == 1
+        assert proxy.moved["down"] < 500 * 64
+        calls = {name: line for name, line in fresh.info("commandstats").items() if "cmdstat_" in name}
+        assert calls.keys() <= {"cmdstat_getrange", "cmdstat_config|resetstat", "cmdstat_info"}
+
+
+def test_a_delete_of_many_is_one_round_trip_and_one_for_their_parts(fresh, proxy):
+    with closing(tier_at(proxy.port)) as tier:
+        for objects, turns in (([sample(i) for i in range(50)], 1), ([large(i) for i in range(20)], 2)):
+            store(tier, *objects)
+            proxy.forget()
+            delete(tier, *(each.name for each in objects))
+            assert proxy.turns == turns
+            assert fresh.names() == []
+
+
+def test_a_lookup_does_not_wait_behind_loads(fresh):
+    objects = [large(i) for i in range(20)]
+    with closing(tier_at(fresh.port)) as tier:
+        store(tier, *objects)
+        for i in range(400):
+            each = objects[i % 20]
+            tier.submit(Job(i, Op.LOAD, (Item(each.name, pages(each.room)),)))
+        tier.submit(Job(1000, Op.LOOKUP, (Item(objects[0].name),)))
+        order = [done.id for done in drain(tier, 401)]
+        assert order.index(1000) < 200
+
+
+def test_never_more_than_the_configured_connections(fresh, proxy):
+    objects = [large(i) for i in range(40)]
+    with closing(tier_at(proxy.port, "connections=3")) as tier:
+        store(tier, *objects)
+        for i, each in enumerate(objects):
+            tier.submit(Job(3 * i, Op.LOAD, (Item(each.name, pages(each.room)),)))
+            tier.submit(Job(3 * i + 1, Op.STORE, (sample(100 + i).item(),)))
+            tier.submit(Job(3 * i + 2, Op.LOOKUP, (Item(each.name),)))
+        assert not any(done.failed for done in drain(tier, 120))
+        assert proxy.most <= 3
+    until(lambda: fresh.clients() == 0)
+
+
+# ---- the way to it
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("what", ["store", "load"])
+def test_a_connection_cut_at_any_byte_is_a_miss(fresh, way, what):
+    """Every byte of a small object's transfer; nothing that is half there is ever believed."""
+    each = sample(1, 1)
+    with Proxy(fresh.address) as proxy, closing(tier_at(proxy.port)) as tier:
+        assert both(tier, each) == (None, None)
+
+        def act() -> Any:
+            return store(tier, each) if what == "store" else load(tier, each.name, each.room)[0]
+
+        proxy.forget()
+        act()
+        # The middle of a payload is like the rest of it: there, one byte of 97.
+        size = proxy.moved[way]
+        places = [n for n in range(size) if n < 300 or n > size - 300 or n % 97 == 0]
+        for place in places:
+            proxy.cut(**{way: place})
+            done = within(DEADLINE + SLACK, act)
+            assert done.failed == {each.name: Reason.ERROR}, place
+            proxy.cut()
+        assert act().ok
+        assert both(tier, each) == (None, None)
+        assert fresh.names() == [head_key(each.name)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 5, 20, 60, 4000, PART + 10, 2 * PART])
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_large_object_cut_anywhere_is_a_miss_and_leaves_no_litter(fresh, proxy, way, place):
+    each = large(1)
+    with closing(tier_at(proxy.port)) as tier:
+        proxy.cut(**{way: place})
+        stored = store(tier, each)
+        proxy.cut()
+        if stored.ok:  # so far down nothing comes of a store
+            proxy.cut(**{way: place})
+            assert load(tier, each.name, each.room)[0].ok == {} or way == "up"
+            proxy.cut()
+        assert both(tier, each) == (None, None)
+        assert len(fresh.names()) == 5
+
+
+def test_a_server_that_stands_still_is_given_up_in_time(tmp_path):
+    with running(tmp_path) as server, closing(tier_at(server.port)) as tier:
+        there, new = large(1), large(2)
+        assert both(tier, there) == (None, None)
+        server.freeze()
+        try:
+            assert both(tier, new) == (Reason.DEADLINE, Reason.DEADLINE)
+            done = within(DEADLINE + SLACK, lambda: run(tier, Job(1, Op.LOOKUP, (Item(there.name),))))
+            assert done.failed == {there.name: Reason.DEADLINE}
+            with closing(within(DEADLINE + SLACK, lambda: tier_at(server.port))) as late:
+                assert both(late, new) == (Reason.DEADLINE, Reason.DEADLINE)
+            within(DEADLINE + SLACK, tier.close)
+        finally:
+            server.thaw()
+
+
+def test_a_server_that_drips_is_given_up_in_time(fresh, proxy):
+    each = sample(1, 1)
+    with closing(tier_at(proxy.port)) as tier:
+        assert both(tier, each) == (None, None)
+        proxy.drip = DEADLINE / 8  # each wait for a byte is short; all of them are not
+        failed = within(DEADLINE + SLACK, lambda: load(tier, each.name, each.room)[0].failed)
+        assert failed == {each.name: Reason.DEADLINE}
+        new = within(DEADLINE + SLACK, lambda: store(tier, large(2)))
+        assert new.failed == {large(2).name: Reason.DEADLINE}
+        assert within(DEADLINE + SLACK, lambda: run(tier, Job(1, Op.LOOKUP, (Item(each.name),)))).failed
+        proxy.drip = 0.0
+        assert both(tier, each) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x46",
+        b"$99999999999999999999\r\n",
+        b"$18446744073709551615\r\n",
+        b"$5\r\nhelloXX",
+        b"$-7\r\n",
+        b"*1000000000\r\n",
+        b"*1\r\n" * 10_000,
+        b":x\r\n",
+        b"\r\n",
+        b"\n" * 9,
+        b"-" + b"x" * 100_000,
+        b"-LOADING Redis is loading the dataset in memory\r\n",
+        b"-READONLY You can't write against a read only replica.\r\n",
+        b"-MOVED 1 127.0.0.1:1\r\n",
+        b"-ASK 1 127.0.0.1:1\r\n",
+        b"-NOAUTH Authentication required.\r\n",
+        b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
+        b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n+OK\r\n",
+        b"",
+    ],
+    ids=lambda says: says[:12].decode("latin1").strip() or "nothing",
+)
+def test_whatever_a_server_says_is_a_miss_in_time(says):
+    each = large(1)
+    with saying(says) as port, closing(tier_at(port)) as tier:
+        reasons = [*both(tier, each), within(DEADLINE + SLACK, lambda: lookup_failure(tier, each.name))]
+        if says.startswith(b"+OK"):  # to a store that is an answer; to a lookup, one that finds nothing
+            assert (reasons.pop(0), reasons.pop()) == (None, None)
+        expected = {Reason.ERROR, Reason.DEADLINE, Reason.CORRUPT}
+        assert {*reasons} <= expected | ({Reason.FULL} if says.startswith(b"-OOM") else set())
+
+
+def lookup_failure(tier: Tier, name: Name) -> Reason | None:
+    return run(tier, Job(1, Op.LOOKUP, (Item(name),))).failed.get(name)
+
+
+@contextmanager
+def saying(says: bytes) -> Iterator[int]:
+    """A server that answers whatever arrives with the same bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def talk(sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            while sock.recv(1 << 20):
+                sock.sendall(says)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threads.append(threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True))
+                threads[-1].start()
+
+    acceptor = threading.Thread(target=accept, daemon=True)
+    acceptor.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        acceptor.join(10)
+        for thread in threads:
+            thread.join(10)
+
+
+def test_a_server_that_restarts_costs_nothing_that_was_not_under_way(tmp_path):
+    each = sample(1)
+    with running(tmp_path) as server, closing(tier_at(server.port)) as tier:
+        store(tier, *(sample(i) for i in range(16)))  # every connection is made
+        server.kill()
+        server.start()
+        for _ in range(8):
+            assert both(tier, each) == (None, None)
+
+
+def test_failures_leak_neither_threads_nor_sockets(fresh, proxy):
+    with closing(tier_at(proxy.port)) as tier:
+        assert both(tier, large(1)) == (None, None)
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        for number in range(200):
+            proxy.cut(down=number)
+            both(tier, large(number % 3))
+        proxy.cut()
+        proxy.drop()
+        assert both(tier, large(1)) == (None, None)
+        assert len([t for t in threading.enumerate() if t.name.startswith("lmtier-redis")]) == 9
+        until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= files + 2 * 4)
+
+
+def test_tls_that_is_not_to_be_trusted_is_a_miss(tmp_path):
+    ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
+    for folder in (ours, theirs):
+        folder.mkdir()
+    (cert, key), (other, _) = certificate(ours), certificate(theirs)
+    port = free_port()
+    options = ("--tls-port", str(port), "--tls-cert-file", cert, "--tls-key-file", key)
+    with running(tmp_path / "redis", *options, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"):
+        for query, host, good in (
+            (f"ssl_ca_certs={cert}", "localhost", True),
+            (f"ssl_ca_certs={cert}&ssl_check_hostname=false", "127.0.0.1", True),
+            (f"ssl_ca_certs={cert}", "127.0.0.1", False),
+            (f"ssl_ca_certs={other}", "localhost", False),
+            ("", "localhost", False),
+        ):
+            url = f"rediss://{host}:{port}?deadline={DEADLINE}s&part={PART}&{query}"
+            with closing(open_tier(TierSpec.parse(url.rstrip("&")))) as tier:
+                assert both(tier, large(1)) == ((None, None) if good else (Reason.ERROR, Reason.ERROR))
+        with closing(tier_at(port)) as tier:  # plain words to a TLS port
+            assert both(tier, large(1)) == (Reason.ERROR, Reason.ERROR)
+
+
+# ---- several servers
+
+
+def test_a_replica_that_may_not_write_is_a_failure_and_can_be_read(tmp_path):
+    each, new = large(1), large(2)
+    with running(tmp_path / "master") as master, running(tmp_path / "replica") as replica:
+        with closing(tier_at(master.port)) as tier:
+            store(tier, each)
+        replica.ask("REPLICAOF", "127.0.0.1", master.port)
+        until(lambda: replica.info("replication")["master_link_status"] == "up")
+        with closing(tier_at(replica.port)) as tier:
+            assert store(tier, new).failed == {new.name: Reason.ERROR}
+            assert load(tier, each.name, each.room)[1] == each.payload
+
+
+@pytest.mark.slow
+def test_a_failover_costs_some_misses_and_is_followed(tmp_path):
+    each, later = large(1), large(2)
+    with (
+        running(tmp_path / "master") as master,
+        running(tmp_path / "replica", "--replicaof", f"127.0.0.1 {master.port}") as replica,
+        sentinel(tmp_path / "sentinel", master) as watcher,
+    ):
+        until(lambda: replica.info("replication")["master_link_status"] == "up")
+        until(lambda: int(watcher.info("sentinel")["master0"].partition("slaves=")[2][0]) == 1)
+        with closing(tier_at(watcher.port, scheme="redis-sentinel", rest="/kv")) as tier:
+            assert both(tier, each) == (None, None)
+            until(lambda: len(replica.names()) == 5)
+            master.kill()
+            assert None not in both(tier, later)
+            until(lambda: both(tier, later) == (None, None))
+            assert load(tier, each.name, each.room)[1] == each.payload
+            assert len(replica.names()) == 10
+            # A forced one: the old master lives, and refuses.
+            master.start()
+            master.ask("REPLICAOF", "127.0.0.1", replica.port)
+            until(lambda: master.info("replication")["master_link_status"] == "up")
+            until(lambda: watcher.ask("SENTINEL", "FAILOVER", "kv") == "OK")
+            until(lambda: master.info("replication")["role"] == "master")
+            # Until the sentinel and the clients have heard, the old master takes writes that will be lost.
+            until(
+                lambda: both(tier, sample(9)) == (None, None) and head_key(sample(9).name) in master.names()
+            )
+
+
+def test_a_cluster_is_resharded_while_it_is_used(tmp_path):
+    objects = [large(i) for i in range(80)]
+    with cluster(tmp_path) as nodes:
+        seeds = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+        url = f"redis-cluster://{seeds}?part={PART}&connections=2&deadline=5s"
+        with closing(open_tier(TierSpec.parse(url))) as tier:
+            store(tier, *objects)
+            assert min(len(node.names()) for node in nodes) > 20  # they spread
+            source, target = nodes[0], nodes[1]
+            ids = {node: node.ask("CLUSTER", "MYID").decode() for node in nodes}
+            slots = sorted({source.ask("CLUSTER", "KEYSLOT", key) for key in source.names()})
+            assert len(slots) > 10
+            for number, slot in enumerate(slots):
+                target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+                source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+                keys = source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+                for at, key in enumerate(keys):
+                    assert source.ask("MIGRATE", "127.0.0.1", target.port, key, 0, 5000) in ("OK", "NOKEY")
+                    if number < 5 and at == 2:  # in the middle of an object
+                        assert_all_there(tier, objects)
+                        assert store(tier, *objects).failed == {}
+                for key in source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+                    source.ask("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+                for node in (target, source, nodes[2]):
+                    node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+            assert_all_there(tier, objects)
+            assert source.names() == []
+            assert max(node.clients() for node in nodes) < 2 + 5  # and the nodes' own
+            delete(tier, *(each.name for each in objects))
+            assert [key for node in nodes for key in node.names()] == []
+
+
+def assert_all_there(tier: Tier, objects: list[Sample]) -> None:
+    assert len(lookup(tier, *(each.name for each in objects))) == len(objects)
+    items = tuple(Item(each.name, pages(each.room)) for each in objects)
+    done = run(tier, Job(1, Op.LOAD, items))
+    assert done.failed == {}
+    assert all(item.payload == each.payload for item, each in zip(items, objects, strict=True))
+
+
+@pytest.mark.slow
+def test_a_cluster_that_loses_a_node_is_a_miss_in_time(tmp_path):
+    objects = [sample(i) for i in range(20)]
+    with cluster(tmp_path) as nodes, closing(tier_at(nodes[0].port, scheme="redis-cluster")) as tier:
+        store(tier, *objects)
+        nodes[0].freeze()
+        try:
+            for each in objects:
+                both(tier, each)
+            within(DEADLINE + SLACK, lambda: lookup_failure(tier, objects[0].name))
+        finally:
+            nodes[0].thaw()
+        until(lambda: all(both(tier, each) == (None, None) for each in objects))
+
+
+# ---- as a cache sees it
+
+LAYOUT = opaque_layout(2 * PART)
+FORM = form_of(LAYOUT, [LAYOUT.whole])
+
+
+def cache_at(port: int, query: str = "", **settings: Any) -> Cache:
+    url = f"redis://127.0.0.1:{port}?deadline={DEADLINE}s&part={PART}&{query}"
+    tiers = ("cpu://?capacity=8MiB", url.rstrip("&"))
+    return Cache(Config(chunk_tokens=1, tiers=tiers, prefault=False, load_deadline=DEADLINE, **settings))
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [sample(number).name.key for number in range(first, first + count)]
+
+
+def save(cache: Cache, keys: list[bytes]) -> None:
+    reservation = cache.reserve(keys, FORM)
+    for entry in reservation.entries.values():
+        cache.slab.view(entry.offsets[0], FORM.room)[:] = content(entry.key)
+    cache.commit(reservation)
+
+
+def content(key: bytes) -> bytes:
+    return (key * (FORM.room // len(key) + 1))[: FORM.room]
+
+
+def find(cache: Cache, keys: list[bytes]) -> list[str]:
+    """Where the chunks were; their bytes are right, or this fails."""
+    match = within(2 * DEADLINE + SLACK, lambda: cache.wait(cache.match(keys, FORM)))
+    for entry in match.run:
+        assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key)
+    sources = list(match.sources)
+    cache.release(match)
+    return sources
+
+
+def test_caches_share_what_they_store_and_namespaces_do_not(fresh):
+    keys = keys_of(0, 20)
+    with (
+        cache_at(fresh.port) as one,
+        cache_at(fresh.port) as two,
+        cache_at(fresh.port, "namespace=b") as alien,
+    ):
+        save(one, keys)
+        assert one.flush(10)
+        assert find(two, keys) == ["redis"] * 20
+        assert find(two, keys) == ["cpu"] * 20
+        assert find(alien, keys) == []
+        save(alien, keys[:5])
+        assert alien.flush(10)
+        assert find(one, keys) == ["cpu"] * 20
+        mine = [key for key in fresh.names() if key.startswith(b"lmtier:b:")]
+        assert len(mine) == 5 * 3
+        fresh.ask("DEL", *mine)
+        alien.clear()
+        assert find(alien, keys) == []
+    with cache_at(fresh.port) as later:
+        assert find(later, keys) == ["redis"] * 20
+        later.check()
+
+
+def test_a_dead_server_is_left_alone_and_used_again_soon_after_it_returns(tmp_path):
+    keys = keys_of(0, 8)
+    with running(tmp_path) as server, cache_at(server.port) as cache:
+        save(cache, keys)
+        assert cache.flush(10)
+        server.kill()
+        below = cache.below[0]
+        began = time.monotonic()
+        number = 100
+        while not (below.up.is_open and below.down.is_open):
+            assert time.monotonic() < began + 10
+            find(cache, keys_of(number, 2))
+            save(cache, keys_of(number, 2))
+            cache.flush(0.05)
+            number += 10
+        assert time.monotonic() < began + 1.5  # refused connections are quick failures
+        until(lambda: (find(cache, keys_of(5000, 1)), below.up._opened >= 5)[1])  # its pause is the longest
+        server.start()
+        began = time.monotonic()
+        while below.up.is_open or below.down.is_open:
+            find(cache, keys_of(number, 2))
+            save(cache, keys_of(number, 2))
+            cache.flush(0.02)
+            number += 10
+        assert time.monotonic() < began + 5
+        fresh_keys = keys_of(900, 4)
+        save(cache, fresh_keys)
+        assert cache.flush(10)
+        with cache_at(server.port) as other:
+            assert find(other, fresh_keys) == ["redis"] * 4
+        cache.check()
+
+
+def test_a_thousand_transfers_with_kills_between_give_no_wrong_byte(tmp_path):
+    objects = [large(i) for i in range(25)]
+    with running(tmp_path) as server, closing(tier_at(server.port)) as tier:
+        failures = wrong = loaded = 0
+        for turn in range(20):
+            buffers = [pages(each.room) for each in objects]
+            for i, (each, buffer) in enumerate(zip(objects, buffers, strict=True)):
+                tier.submit(Job(2 * i, Op.STORE, (each.item(),)))
+                tier.submit(Job(2 * i + 1, Op.LOAD, (Item(each.name, buffer),)))
+            if turn % 4 == 1:
+                server.kill()
+            done = {each.id: each for each in drain(tier, 50, 30)}
+            if turn % 4 == 1:
+                server.start()
+            for i, (each, buffer) in enumerate(zip(objects, buffers, strict=True)):
+                failures += bool(done[2 * i].failed)
+                if done[2 * i + 1].ok:
+                    loaded += 1
+                    wrong += buffer[: each.header.nbytes] != each.payload[: each.header.nbytes]
+        assert wrong == 0
+        assert failures >= 5
+        assert loaded > 100
+        assert both(tier, objects[0]) == (None, None)

@@ -1,0 +1,322 @@
+"""Real redis servers in processes of their own, and a proxy that spoils what goes through it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmtier.codec import PAGE
+from lmtier.layout import Name
+from tests.server.process import PATIENCE, Wire, until
+
+CARD = struct.Struct("<8s8sQQ")
+"""The first bytes under an object's name: magic, nonce, payload bytes, bytes in a part. Written down twice
+on purpose: what is stored must not change by mistake."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """One process, on a port of its own that it keeps over restarts."""
+
+    def __init__(
+        self, folder: Path, *options: str, port: int = 0, password: str = "", config: Path | None = None
+    ) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            pytest.fail("this test needs a real redis-server: apt-get install redis-server")
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = port or free_port()
+        self.address = ("127.0.0.1", self.port)
+        self._password = password
+        given = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+        given += ["--repl-diskless-sync-delay", "0"]
+        given = [str(config), *given[:2], "--sentinel"] if config else given
+        self._command = [program, *given, *(["--requirepass", password] if password else []), *options]
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            until(self.answers)
+        except BaseException:
+            self.kill()
+            raise
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        try:
+            return bool(self.ask("PING") == "PONG")
+        except (OSError, EOFError):
+            return False
+
+    def ask(self, *args: str | bytes | int) -> Any:
+        with Wire(self.address) as wire:
+            if self._password:
+                wire.ask("AUTH", self._password)
+            return wire.ask(*args)
+
+    def info(self, section: str) -> dict[str, str]:
+        lines = self.ask("INFO", section).decode().splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    def clients(self) -> int:
+        """Connections but for this one."""
+        return int(self.info("clients")["connected_clients"]) - 1
+
+    def names(self) -> list[bytes]:
+        """Of everything that is stored."""
+        return list(self.ask("KEYS", "*"))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def running(folder: Path, *options: str, port: int = 0, password: str = "") -> Iterator[RedisServer]:
+    server = RedisServer(folder, *options, port=port, password=password)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+@contextmanager
+def cluster(folder: Path, nodes: int = 3) -> Iterator[list[RedisServer]]:
+    """Nodes that know each other and share the slots."""
+    servers: list[RedisServer] = []
+    try:
+        for number in range(nodes):
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+            # The bus is on the port + 10000, which must be a port too.
+            while (port := free_port()) > 55_000:
+                pass
+            servers.append(RedisServer(folder / str(number), *options, port=port))
+        for number, server in enumerate(servers):
+            first, end = (16384 * i // nodes for i in (number, number + 1))
+            assert server.ask("CLUSTER", "ADDSLOTSRANGE", first, end - 1) == "OK"
+            assert server.ask("CLUSTER", "MEET", "127.0.0.1", servers[0].port) == "OK"
+        until(lambda: all(b"cluster_state:ok" in s.ask("CLUSTER", "INFO") for s in servers))
+        until(lambda: all(len(s.ask("CLUSTER", "SLOTS")) == nodes for s in servers))
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@contextmanager
+def sentinel(folder: Path, master: RedisServer, down_after: int = 500) -> Iterator[RedisServer]:
+    """One that watches `master` under the name kv, and is enough to replace it."""
+    folder.mkdir(parents=True)
+    file = folder / "sentinel.conf"
+    file.write_text(
+        f"sentinel monitor kv 127.0.0.1 {master.port} 1\n"
+        f"sentinel down-after-milliseconds kv {down_after}\n"
+        f"sentinel failover-timeout kv 5000\n"
+    )
+    watcher = RedisServer(folder, config=file)
+    try:
+        yield watcher
+    finally:
+        watcher.kill()
+
+
+def certificate(folder: Path, host: str = "localhost") -> tuple[str, str]:
+    """Files of a certificate that signed itself, and of its key."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    kind = [
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    subject = ["-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}"]
+    command = ["openssl", *kind, *subject, "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(cert), str(key)
+
+
+# ---- the back door: what is stored, without the tier
+
+
+def head_key(name: Name, namespace: str = "default") -> bytes:
+    return f"lmtier:{namespace}:{{{name}}}".encode()
+
+
+def stored(ask: Callable[..., Any], keys: list[bytes]) -> dict[Name, bytes]:
+    """Every object among `keys`: header page and payload."""
+    found = {}
+    for key in keys:
+        prefix, _, tail = key.decode().partition("{")
+        stem, _, part = tail.partition("}")
+        name = Name.parse(stem)
+        if not prefix.startswith("lmtier:") or name is None or part:
+            continue
+        data = ask("GET", key)
+        magic, nonce, nbytes, size = CARD.unpack_from(data)
+        assert magic == b"lmtier-1"
+        data = data[CARD.size :]
+        for number in range(-(-nbytes // size) if size else 0):
+            data += ask("GET", b"%s:%s:%d" % (key, nonce.hex().encode(), number))
+        found[name] = data
+    return found
+
+
+def planted(ask: Callable[..., Any], name: Name, data: bytes, part: int = 0) -> None:
+    """`data` as if a writer had stored it: under one name, or in parts of so many bytes."""
+    nonce, key = b"plant" + bytes(3), head_key(name)
+    payload = data[PAGE:]
+    for number, at in enumerate(range(0, len(payload), part) if part else ()):
+        assert ask("SET", b"%s:%s:%d" % (key, nonce.hex().encode(), number), payload[at : at + part]) == "OK"
+    card = CARD.pack(b"lmtier-1", nonce, -(-len(payload) // PAGE) * PAGE, part)
+    assert ask("SET", key, card + (data[:PAGE] if part else data)) == "OK"
+
+
+# ---- a proxy
+
+
+class Proxy:
+    """Between a client and a server: counts, cuts, stalls, drips. Down is towards the client."""
+
+    def __init__(self, server: tuple[str, int]) -> None:
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._gone = threading.Event()
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._budget: dict[str, int] = {}
+        self.drip = 0.0
+        """Seconds between two bytes down; 0: they flow."""
+        self.moved = {"up": 0, "down": 0}
+        self.turns = 0
+        """How often something went up after something had come down."""
+        self._last = "down"
+        self.most = 0
+        """The most connections at a time."""
+        self._start(self._accept)
+
+    def cut(self, **after: int) -> None:
+        """Reset each connection after so many more bytes, up= or down=. Nothing: no more."""
+        with self._lock:
+            self._budget = dict(after)
+
+    def drop(self) -> None:
+        """Reset every connection now."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, set()
+        for sock in sockets:
+            _reset(sock)
+
+    def forget(self) -> None:
+        self.turns, self._last = 0, "down"
+        self.moved = {"up": 0, "down": 0}
+
+    def close(self) -> None:
+        self._gone.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.drop()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._gone.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._server)
+            except OSError:
+                _reset(client)
+                continue
+            with self._lock:
+                self._sockets |= {client, server}
+                self.most = max(self.most, len(self._sockets) // 2)
+            self._start(self._pump, "up", client, server)
+            self._start(self._pump, "down", server, client)
+
+    def _pump(self, way: str, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    room = self._budget.get(way)
+                    if room is not None:
+                        self._budget[way] = max(0, room - len(data))
+                    self.turns += way == "up" and self._last == "down"
+                    self._last = way
+                    self.moved[way] += len(data)
+                passed = data if room is None else data[:room]
+                if way == "down" and self.drip:
+                    for at in range(len(passed)):
+                        sink.sendall(passed[at : at + 1])
+                        if self._gone.wait(self.drip):
+                            return
+                else:
+                    sink.sendall(passed)
+                if room is not None and len(data) >= room:
+                    break
+        with self._lock:
+            self._sockets -= {source, sink}
+        _reset(source)
+        _reset(sink)
+
+
+def _reset(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work` returns, if it took no longer."""
+    began = time.monotonic()
+    answer = work()
+    took = time.monotonic() - began
+    assert took <= seconds, f"took {took:.3f} s, not {seconds}"
+    return answer
