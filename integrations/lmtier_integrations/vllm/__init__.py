@@ -1,0 +1,176 @@
+"""The vLLM connector: translates the calls of vLLM's connector interface, and delegates them by role.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "LMTierConnector",
+        "kv_connector_module_path": "lmtier_integrations.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"tiers": ["cpu://?capacity=32GiB", "disk:///nvme/kv?capacity=500GiB"]}}'
+
+The scheduler's half decides, the workers' halves move; docs/VLLM.md is for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from lmtier.errors import LayoutError
+from lmtier_integrations.vllm.launch import Launcher
+from lmtier_integrations.vllm.messages import Plan, RankFacts, Report
+from lmtier_integrations.vllm.scheduler import Scheduler
+from lmtier_integrations.vllm.settings import LAYERWISE, Settings
+from lmtier_integrations.vllm.stats import Prometheus, Stats
+from lmtier_integrations.vllm.worker import Worker
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32
+    CacheHitSource = None
+
+NAME = "LMTierConnector"
+
+
+def register() -> None:
+    """vLLM calls this at start, by an entry point: then the connector's name alone is enough."""
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+
+
+class LMTierConnector(KVConnectorBase_V1):
+    """Not SupportsHMA: vLLM then keeps one group of layers, and sliding windows as full attention."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.of(transfer.kv_connector_extra_config, vllm_config.cache_config.block_size)
+        launcher = Launcher(settings, transfer.engine_id)
+        self._scheduler: Scheduler
+        self._worker: Worker
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = Scheduler(vllm_config, settings, launcher)
+        else:
+            self._worker = Worker(vllm_config, kv_cache_config, settings, launcher)
+
+    # ---- what vLLM asks of any connector
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
+        """Any will do. vLLM asks this first, so this is where a model that cannot be served is declined."""
+        model = vllm_config.model_config
+        if model is not None and (model.is_hybrid or model.is_attention_free):
+            raise LayoutError(
+                f"lmtier serves layers with attention, and {model.model} has others, which keep a state "
+                "instead of KV: start it without this connector"
+            )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("mode", LAYERWISE) == LAYERWISE)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Prometheus:
+        return Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        half = self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
+        return half.stats.taken()
+
+    def shutdown(self) -> None:
+        half = self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
+        half.close()
+
+    # ---- workers
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return self._worker.facts()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Plan)
+        self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._worker.finish()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        return self._worker.report()
+
+    # ---- scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.meet(
+            {rank: facts for rank, facts in metadata.items() if isinstance(facts, RankFacts)}
+        )
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        # Never asynchronous: what is promised is in memory, and blocks that are loaded within a step are
+        # shared at once with all requests of the same prefix.
+        return self._scheduler.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        found: dict[Any, int] = {}
+        for tier, tokens in self._scheduler.sources(request, num_external_tokens).items():
+            names = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+            source = names.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            found[source] = found.get(source, 0) + tokens
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if report is not None:
+            self._scheduler.learn(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        self._scheduler.forget(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        self._scheduler.clear()
+        return True

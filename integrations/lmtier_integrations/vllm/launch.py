@@ -1,0 +1,186 @@
+"""The private server of an engine: started by whichever of its processes comes first, found by the others.
+
+It ends some seconds after the last connection, so it ends with the engine however that one ends. A lock
+file beside the socket decides who starts it; its log lies there too, and is what an error quotes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lmtier.config import TOKEN_VARIABLE
+from lmtier.errors import ConfigError, TierError
+from lmtier.layout import Shard
+from lmtier.server.client import Client
+from lmtier.server.resp import command
+from lmtier_integrations.vllm.settings import Settings
+
+log = logging.getLogger("vllm.lmtier")
+
+_PATIENCE = 60.0  # seconds until a private server must answer
+_LINGER = 5.0  # seconds without a connection until it ends; it must let go of its disk before the next start
+_AGAIN = 5.0  # seconds between attempts to bring it back
+_PROBE = 0.2  # seconds for a server to show that it is alive
+_OLD = 24 * 3600.0  # seconds until the log of an engine that has gone is swept away
+
+
+class Launcher:
+    """How the processes of one engine reach their server."""
+
+    def __init__(self, settings: Settings, engine: str) -> None:
+        self.settings = settings
+        digest = hashlib.sha256(engine.encode()).hexdigest()[:16]
+        self.session = f"vllm-{digest}"
+        self.is_private = not settings.server
+        # Data-parallel ranks have engines of their own, but one server on a host.
+        base = hashlib.sha256(re.sub(r"_dp\d+$", "", engine).encode()).hexdigest()[:16]
+        self.path = _folder() / f"{base}.sock" if self.is_private else Path(settings.server)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tried = 0.0
+
+    def connect(self, name: str, shard: Shard | None = None) -> Client:
+        """A client of the server, which is started if it is ours and not there. Raises TierError."""
+        if self.is_private:
+            self._start()
+        token = os.environ.get(TOKEN_VARIABLE)
+        address = str(self.path).removeprefix("unix:/")
+        return Client(address, engine=self.session, shard=shard, name=name, token=token)
+
+    def revive(self) -> None:
+        """Bring a private server back that died; returns at once, and does nothing if it lives."""
+        now = time.monotonic()
+        if not self.is_private or now - self._tried < _AGAIN:
+            return
+        self._tried = now
+        with suppress(BlockingIOError), self._lock(wait=False):
+            if not self._answers():
+                log.warning(
+                    "lmtier: the private server has gone and is started again; its log: %s", self._log
+                )
+                self._spawn()
+
+    @property
+    def _log(self) -> Path:
+        return self.path.with_suffix(".log")
+
+    def _start(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        with self._lock(until=until):
+            if self._answers():
+                return
+            _sweep(self.path.parent)
+            self._spawn()
+            while not self._answers():
+                if self._process is not None and self._process.poll() is not None:
+                    if time.monotonic() > until - _PATIENCE + 2 * _LINGER:
+                        raise TierError(f"lmtier's private server does not start. {self._last_words()}")
+                    time.sleep(0.5)  # an engine that ended just now may still hold the directory of a tier
+                    self._spawn()
+                if time.monotonic() > until:
+                    raise TierError(
+                        f"lmtier's private server does not answer within {_PATIENCE:.0f} s. "
+                        f"{self._last_words()}"
+                    )
+                time.sleep(0.01)
+
+    def _spawn(self) -> None:
+        config = self.settings.config
+        environment = {
+            **os.environ,
+            "LMTIER_TIERS": " ".join(config.tiers),
+            "LMTIER_CHUNK_TOKENS": str(config.chunk_tokens),
+            "LMTIER_LOAD_DEADLINE": str(config.load_deadline),
+            "LMTIER_VERIFY": config.verify,
+            "LMTIER_SERVE_UNIX": str(self.path),
+            "LMTIER_SERVE_LISTEN": "",
+            "LMTIER_SERVE_HTTP": self.settings.http,
+            "LMTIER_SERVE_LINGER": str(_LINGER),
+        }
+        if self._process is not None:
+            self._process.poll()  # no zombie
+        descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lmtier", "serve"],
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+        with suppress(OSError):
+            # A worker may be bound to the cores that compute; what serves it must not be.
+            os.sched_setaffinity(self._process.pid, range(os.cpu_count() or 1))
+
+    def _answers(self) -> bool:
+        """Whether it serves: it listens before it has opened its tiers, which may fail."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_PROBE)
+            try:
+                probe.connect(str(self.path))
+                probe.sendall(command("PING"))
+                return bool(probe.recv(64))  # whatever it says, be it that it wants a token
+            except OSError:
+                return False
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()[-12:]
+        except OSError:
+            lines = []
+        return f"The end of its log, {self._log}:\n" + "\n".join(lines)
+
+    @contextmanager
+    def _lock(self, *, wait: bool = True, until: float = 0.0) -> Iterator[None]:
+        descriptor = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not wait:
+                        raise
+                    if time.monotonic() > until:
+                        raise TierError(
+                            f"another process holds {self.path.with_suffix('.lock')} and does not end"
+                        ) from None
+                    time.sleep(0.01)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _folder() -> Path:
+    """Where sockets lie that nobody else may open."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime) / "lmtier" if os.path.isdir(runtime) else Path(f"/tmp/lmtier-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} must be a directory that only you can enter: remove it, or chmod 700")
+    return folder
+
+
+def _sweep(folder: Path) -> None:
+    """Forget the logs of engines that ended long ago."""
+    for old in folder.glob("*.log"):
+        with suppress(OSError):
+            if not old.with_suffix(".sock").exists() and time.time() - old.stat().st_mtime > _OLD:
+                old.unlink()
+                old.with_suffix(".lock").unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""What the scheduler and the workers of an engine tell each other; all of it can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from lmtier.cache import Match, Reservation
+from lmtier.index import Entry, State
+from lmtier.layout import Form, Layout, Shard, form_of
+
+_Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
+
+
+@dataclass
+class RankFacts(KVConnectorHandshakeMetadata):
+    """A worker, to the scheduler, once: how the model's KV is laid out, and which part of it is here."""
+
+    layout: bytes
+    shard: Shard
+    run: int
+
+
+@dataclass
+class LoadPlan:
+    """A match to copy into a request's blocks."""
+
+    id: int
+    keys: tuple[bytes, ...]
+    offsets: list[tuple[int, ...]]
+    marks: dict[int, tuple[bytes, ...]]
+    foreign: dict[int, _Foreign]
+    """Chunks that are stored in another form than this engine's."""
+    block_ids: list[int]
+    computed_tokens: int
+
+    @classmethod
+    def of(cls, match: Match, block_ids: list[int], computed_tokens: int) -> LoadPlan:
+        foreign: dict[int, _Foreign] = {}
+        for number, entry in enumerate(match.run):
+            if entry.form is not match.form:
+                layout = entry.form.layout
+                assert layout is not None  # what is in the slab has been read
+                foreign[number] = layout.to_json(), entry.form.shards, entry.form.sizes
+        return cls(
+            match.id,
+            tuple(entry.key for entry in match.run),
+            [entry.offsets for entry in match.run],
+            {number: entry.prints for number, entry in enumerate(match.run) if entry.prints},
+            foreign,
+            block_ids,
+            computed_tokens,
+        )
+
+    def match(self, form: Form) -> Match:
+        run = [Entry(key, form, form.room, State.READY) for key in self.keys]
+        for entry, offsets in zip(run, self.offsets, strict=True):
+            entry.offsets = offsets
+        for number, marks in self.marks.items():
+            run[number].prints = marks
+        for number, (layout, shards, sizes) in self.foreign.items():
+            run[number].form = form_of(Layout.from_json(layout), shards, sizes)
+        return Match(self.id, self.keys, form, 0, 0.0, run=run, sources=[""] * len(run))
+
+
+@dataclass
+class SavePlan:
+    """Reserved extents to fill from a request's blocks."""
+
+    id: int
+    chunks: list[int]
+    keys: list[bytes]
+    offsets: list[tuple[int, ...]]
+    block_ids: list[int]
+    """Of these chunks, one after the other."""
+
+    @classmethod
+    def of(cls, reservation: Reservation, block_ids: Sequence[int], blocks_a_chunk: int) -> SavePlan:
+        chunks = list(reservation.entries)
+        return cls(
+            reservation.id,
+            chunks,
+            [entry.key for entry in reservation.entries.values()],
+            [entry.offsets for entry in reservation.entries.values()],
+            [
+                block
+                for chunk in chunks
+                for block in block_ids[chunk * blocks_a_chunk : (chunk + 1) * blocks_a_chunk]
+            ],
+        )
+
+    def reservation(self, form: Form, shard: Shard) -> Reservation:
+        """As one rank sees it: its own shard is all that is left to do."""
+        entries = {}
+        for chunk, key, offsets in zip(self.chunks, self.keys, self.offsets, strict=True):
+            entry = entries[chunk] = Entry(key, form, form.room, State.FILLING)
+            entry.offsets = offsets
+        return Reservation(self.id, form, entries, 0, 0, {shard})
+
+
+@dataclass
+class Plan(KVConnectorMetadata):
+    """The scheduler, to the workers, each step."""
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+    epoch: int = 0
+    """Counts failed loads, as far as the scheduler knew of them. What was planned before it learned of one
+    may stand on blocks that were not loaded: nothing of that step is stored."""
+    run: int = 0
+    """The run of the server that the workers are asked to follow to; 0: all are there."""
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):
+    """The workers, to the scheduler, each step; added up over the ranks."""
+
+    loaded: dict[int, int] = field(default_factory=dict)
+    """Matches whose copies have ended, well or not: by how many ranks."""
+    epoch: int = 0
+    runs: dict[int, int] = field(default_factory=dict)
+    """How many ranks followed to which run of the server."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        assert isinstance(other, Report)
+        return Report(
+            _sum(self.loaded, other.loaded), max(self.epoch, other.epoch), _sum(self.runs, other.runs)
+        )
+
+
+def _sum(some: dict[int, int], more: dict[int, int]) -> dict[int, int]:
+    return {key: some.get(key, 0) + more.get(key, 0) for key in some.keys() | more.keys()}

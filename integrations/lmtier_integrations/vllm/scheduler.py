@@ -1,0 +1,359 @@
+"""The scheduler's half: finds what a request can be given, reserves what it will give, and plans each step.
+
+    on_new_request               look it up; what lies below the slab is on its way up from here
+    get_num_new_matched_tokens   so many tokens, or "ask again"; a promise is verified and leased already
+    update_state_after_alloc     the promise is taken, or is not
+    build_connector_meta         the step's plan: those loads, and chunks that are complete after it
+    update_connector_output      ranks have copied: the lease ends
+    request_finished             whatever it still held is released
+
+Every lease is either a request's here, or in `_loading` until all ranks have said that they are done with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from lmtier.cache import CPU, Match
+from lmtier.errors import LayoutError
+from lmtier.keys import KeyChain, namespace, seed
+from lmtier.layout import Form, Layout, form_of
+from lmtier.mover import completed
+from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of
+from lmtier_integrations.vllm.launch import Launcher
+from lmtier_integrations.vllm.messages import LoadPlan, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.settings import Settings, check_chunks
+from lmtier_integrations.vllm.stats import Stats
+
+log = logging.getLogger("vllm.lmtier")
+
+_NULL_BLOCK = 0
+_FRESH = 0.1  # seconds until a lookup that found less than everything is made again
+_LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
+_AHEAD = 0.5  # of the slab may be leased by requests that the engine has not come to
+
+
+@dataclass(eq=False, slots=True)
+class Known:
+    """A request, as far as we follow it."""
+
+    request: Request
+    chain: KeyChain | None = None
+    match: Match | None = None
+    looked_at: float = float("-inf")
+    computed: int = 0
+    """Tokens that the engine had when it was promised more."""
+    stored: int = 0
+    """Leading chunks that are stored or reserved."""
+    due: int = 0
+    """The number of tokens at which the next chunk is complete."""
+
+
+class Scheduler:
+    def __init__(self, config: VllmConfig, settings: Settings, launcher: Launcher) -> None:
+        transfer = config.kv_transfer_config
+        self._settings, self._launcher = settings, launcher
+        self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._block_tokens = config.cache_config.block_size
+        self.client = launcher.connect("vllm scheduler")
+        self.chunk_tokens = self.client.chunk_tokens
+        check_chunks(self.chunk_tokens, self._block_tokens)
+        if self._loads and transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                'lmtier: kv_load_failure_policy is "fail": should the cache lose what it promised, '
+                'requests fail; set it to "recompute", which costs them time only'
+            )
+        self._identity = identity_of(config, settings.model)
+        self._form: Form | None = None
+        self._seeds: dict[tuple[str, str], bytes] = {}
+        self._ranks = 0
+        self._agreed = 0
+        """The run of the server on which all ranks are: only what is promised there can be loaded."""
+        self._followed: dict[int, int] = {}
+        self._known: dict[str, Known] = {}
+        self._promised: dict[str, Match] = {}
+        self._loading: dict[int, tuple[Match, int]] = {}
+        """Match -> how many ranks still copy."""
+        self._epoch = 0
+        self._has_polled = False
+        self._unserved = 0
+        self.stats = Stats()
+
+    def meet(self, ranks: Mapping[tuple[int, int], RankFacts]) -> None:
+        """What the workers hold."""
+        layouts = {facts.layout for facts in ranks.values()}
+        if not layouts:
+            raise LayoutError("no worker has said what KV it holds: was register_kv_caches called?")
+        if len(layouts) != 1:
+            raise LayoutError(f"the workers disagree about the model's KV: {sorted(layouts)}")
+        layout = Layout.from_json(layouts.pop())
+        self._form = form_of(layout, dict.fromkeys(ranks[rank].shard for rank in sorted(ranks)))
+        self._identity = completed(self._identity, layout)
+        self._seeds.clear()
+        self._ranks = len(ranks)
+        runs = {facts.run for facts in ranks.values()}
+        self._agreed = runs.pop() if len(runs) == 1 else 0
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._form is not None and self._agreed == self.client.run
+
+    # ---- keys
+
+    def _chain(self, known: Known, tokens: int) -> KeyChain:
+        """The request's chain over its first `tokens` tokens at least, as far as whole chunks go."""
+        request, chain = known.request, known.chain
+        if chain is None:
+            chain = known.chain = KeyChain(self._seed(request), self.chunk_tokens, (), media_of(request))
+        if tokens > chain.tokens:
+            chain.extend(request.all_token_ids[chain.tokens : tokens])
+        return chain
+
+    def _seed(self, request: Request) -> bytes:
+        lora, salt = lora_of(request), request.cache_salt or ""
+        known = self._seeds.get((lora, salt))
+        if known is None:
+            if len(self._seeds) > 4096:
+                self._seeds.clear()
+            known = seed(self._identity, self.chunk_tokens, lora=lora, salt=salt)
+            self._seeds[lora, salt] = known
+        return known
+
+    # ---- load
+
+    def add(self, request: Request) -> None:
+        """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+            return  # tokens that do not say what was computed, or that may still change
+        known = self._known[request.request_id] = Known(request, due=self.chunk_tokens)
+        if self._may_load(known) and self._room_ahead():
+            self._look(known)
+
+    def _may_load(self, known: Known) -> bool:
+        return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
+
+    def _room_ahead(self) -> bool:
+        assert self._form is not None
+        leased = sum(len(each.match.run) for each in self._known.values() if each.match is not None)
+        return leased * self._form.room < _AHEAD * self.client.slab.capacity
+
+    def _look(self, known: Known) -> None:
+        """Match anew; what an older match holds is given back only if the new one has more."""
+        assert self._form is not None
+        known.looked_at = time.monotonic()
+        tokens = known.request.num_tokens
+        whole = (tokens - 1) // self.chunk_tokens  # something is left to compute
+        if not whole:
+            return
+        keys = self._chain(known, tokens).keys[:whole]
+        match = self.client.match(keys, self._form, tokens=tokens)
+        self._bring_up(match)
+        old = known.match
+        if not match.chunks and not match.asking:
+            self.client.release(match)
+        elif old is None or match.chunks > old.chunks:
+            known.match = match
+            if old is not None:
+                self.client.release(old)
+        else:
+            self.client.release(match)
+
+    def _bring_up(self, match: Match) -> None:
+        """Once all tiers have said what they have."""
+        if not match.asking and match.below:
+            self.client.prefetch(match)
+
+    def _drop(self, known: Known) -> None:
+        if known.match is not None:
+            self.client.release(known.match)
+            known.match = None
+
+    def matched(self, request: Request, computed_tokens: int) -> int | None:
+        """How many tokens beyond those computed can be loaded; None: not known yet."""
+        known = self._known.get(request.request_id)
+        if known is None or not self._may_load(known):
+            if known is not None:
+                self._drop(known)
+            return 0
+        match = known.match
+        is_short = match is None or (
+            match.ready and match.chunks < (request.num_tokens - 1) // self.chunk_tokens
+        )
+        if is_short and time.monotonic() - known.looked_at > _FRESH:
+            self._look(known)
+            match = known.match
+        if match is None:
+            return 0
+        if not match.ready:
+            if not self._has_polled:
+                self._has_polled = True
+                self.client.step()
+            self._bring_up(match)
+            if not match.ready and time.monotonic() < match.deadline + _LATE:
+                return None
+        more = match.chunks * self.chunk_tokens - computed_tokens if match.ready else 0
+        if more <= 0:
+            # What the engine had itself is young again by the match, in every tier.
+            self._drop(known)
+            return 0
+        known.computed = computed_tokens
+        return more
+
+    def allocated(self, request: Request, external_tokens: int) -> None:
+        """The engine has blocks for the request, and takes so many of the tokens that it was promised."""
+        known = self._known.get(request.request_id)
+        if known is None or known.match is None:
+            return
+        match = known.match
+        if not external_tokens:
+            self._drop(known)
+            return
+        known.match = None
+        known.looked_at = float("-inf")  # should it be preempted, another look is due
+        self._promised[request.request_id] = match
+        self.stats.add("loaded_tokens", external_tokens)
+
+    def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
+        """Which tiers the tokens come from that were promised just now."""
+        match, known = self._promised.get(request.request_id), self._known.get(request.request_id)
+        if match is None or known is None:
+            return {}
+        found: dict[str, int] = {}
+        first, inside = divmod(known.computed, self.chunk_tokens)
+        for source in match.sources[first:]:
+            tier = source if source == CPU else source.partition("-")[0]
+            found[tier] = found.get(tier, 0) + self.chunk_tokens - inside
+            inside = 0
+        return found if sum(found.values()) == external_tokens else {}
+
+    # ---- plan
+
+    def plan(self, output: SchedulerOutput) -> Plan:
+        self._has_polled = False
+        plan = Plan(epoch=self._epoch)
+        if self._form is None:
+            return plan
+        if self.client.unserved != self._unserved:
+            self.stats.add("unserved", self.client.unserved - self._unserved)
+            self._unserved = self.client.unserved
+            self._launcher.revive()
+        if self.client.run != self._agreed:
+            plan.run = self.client.run
+        if self._promised:
+            self._plan_loads(plan, output)
+        if self._saves and self._is_ready:
+            for known, tokens in self._complete_after(output):
+                self._plan_save(plan, output, known, tokens)
+        return plan
+
+    def _plan_loads(self, plan: Plan, output: SchedulerOutput) -> None:
+        for request_id, match in self._promised.items():
+            blocks = self._blocks(output, request_id)
+            if not blocks:
+                self.client.release(match)
+                continue
+            plan.loads.append(LoadPlan.of(match, blocks, self._known[request_id].computed))
+            self._loading[match.id] = match, self._ranks
+        self._promised.clear()
+
+    def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int]]:
+        """Requests that complete a chunk in this step, and how many of their tokens have KV after it."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            known = self._known.get(request_id)
+            if known is not None:
+                if computed < known.due - self.chunk_tokens:
+                    self._go_back(known, computed)
+                if (
+                    computed + scheduled[request_id] >= known.due
+                    and (tokens := self._tokens(known, computed, scheduled)) >= known.due
+                ):
+                    yield known, tokens
+        for new in output.scheduled_new_reqs:
+            known = self._known.get(new.req_id)
+            if known is not None:
+                tokens = self._tokens(known, new.num_computed_tokens, scheduled)
+                if tokens >= known.due:
+                    yield known, tokens
+
+    def _tokens(self, known: Known, computed: int, scheduled: Mapping[str, int]) -> int:
+        """Without speculative tokens, which may be taken back."""
+        request = known.request
+        most = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        return min(computed + scheduled[request.request_id], most)
+
+    def _go_back(self, known: Known, computed: int) -> None:
+        """Preempted, or a load failed: what is computed again is stored again, if it is not there."""
+        known.stored = min(known.stored, computed // self.chunk_tokens)
+        known.due = (computed // self.chunk_tokens + 1) * self.chunk_tokens
+
+    def _plan_save(self, plan: Plan, output: SchedulerOutput, known: Known, tokens: int) -> None:
+        assert self._form is not None
+        full = tokens // self.chunk_tokens
+        known.due = (full + 1) * self.chunk_tokens
+        a_chunk = self.chunk_tokens // self._block_tokens
+        blocks = self._blocks(output, known.request.request_id)
+        if len(blocks) < full * a_chunk or _NULL_BLOCK in blocks[known.stored * a_chunk : full * a_chunk]:
+            return
+        keys = self._chain(known, full * self.chunk_tokens).keys[:full]
+        reservation = self.client.reserve(keys, self._form, first=known.stored)
+        known.stored = full - reservation.dropped
+        if reservation.entries:
+            plan.saves.append(SavePlan.of(reservation, blocks, a_chunk))
+            self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
+            self.client.disown(reservation)
+
+    @staticmethod
+    def _blocks(output: SchedulerOutput, request_id: str) -> list[int]:
+        state = output.kv_connector_block_state
+        tables = state.get_block_ids(request_id) if state is not None else None
+        return list(tables[0]) if tables else []
+
+    # ---- what became of it
+
+    def learn(self, report: Report) -> None:
+        self._epoch = max(self._epoch, report.epoch)
+        for number, ranks in report.loaded.items():
+            match, left = self._loading.pop(number)
+            if left > ranks:
+                self._loading[number] = match, left - ranks
+            else:
+                self.client.release(match)
+        for run, ranks in report.runs.items():
+            self._followed[run] = self._followed.get(run, 0) + ranks
+            if self._followed[run] >= self._ranks:
+                self._agreed = run
+                self._followed.clear()
+
+    def forget(self, request: Request) -> None:
+        known = self._known.pop(request.request_id, None)
+        if known is not None:
+            self._drop(known)
+        match = self._promised.pop(request.request_id, None)
+        if match is not None:
+            self.client.release(match)
+
+    def clear(self) -> None:
+        """The engine wants nothing of before any more: its weights may have changed.
+
+        So the keys from here on are private to this run of the engine. The files that they were made of
+        say nothing about them now, and a later start from those files must not find this KV.
+        """
+        for known in self._known.values():
+            self._drop(known)
+            known.chain, known.looked_at = None, float("-inf")
+            known.stored, known.due = 0, self.chunk_tokens
+        self.client.clear(namespace(self._identity.model))
+        self._identity = replace(self._identity, weights=f"since a reset {secrets.token_hex(16)}")
+        self._seeds.clear()
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,64 @@
+"""What a user may say in `kv_connector_extra_config`, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lmtier.config import Config, suggest
+from lmtier.errors import ConfigError
+
+LAYERWISE, STEP = "layerwise", "step"
+_SERVERS = ("tiers", "chunk_tokens", "load_deadline", "verify")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Beside these: tiers, chunk_tokens, load_deadline and verify, as in `Config`, for the private server."""
+
+    server: str = ""
+    """The Unix socket of a running `lmtier serve`. Empty: this engine starts a private server."""
+    http: str = ""
+    """Where the private server shows its page and metrics, as host:port. Empty: nowhere."""
+    mode: str = LAYERWISE
+    """layerwise: a layer is copied when the engine gets to it; step: all layers at once, before and after."""
+    save_decode: bool = True
+    """Whether generated tokens are kept too."""
+    model: str = ""
+    """The name under which this model's KV is kept. Empty: as vLLM names it."""
+    config: Config = field(default_factory=Config)
+    """Of the private server."""
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any], block_tokens: int) -> Settings:
+        """From vLLM's extra config, for an engine with blocks of this size."""
+        own = {each.name: type(each.default) for each in fields(cls) if each.name != "config"}
+        for name, value in extra.items():
+            if name not in own and name not in _SERVERS:
+                raise _wrong(f"unknown {name!r}{suggest(name, (*own, *_SERVERS))}")
+            if name in own and type(value) is not own[name]:
+                raise _wrong(f"{name}={value!r} does not fit: expected {own[name].__name__}")
+        if server := extra.get("server"):
+            for name in (*_SERVERS, "http"):
+                if name in extra:
+                    raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
+        if (mode := extra.get("mode", LAYERWISE)) not in (LAYERWISE, STEP):
+            raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
+        config = Config(**{name: extra[name] for name in _SERVERS if name in extra})
+        if "chunk_tokens" not in extra:
+            config = replace(config, chunk_tokens=-(-config.chunk_tokens // block_tokens) * block_tokens)
+        check_chunks(config.chunk_tokens, block_tokens)
+        return cls(**{name: extra[name] for name in own if name in extra}, config=config)
+
+
+def check_chunks(chunk_tokens: int, block_tokens: int) -> None:
+    if chunk_tokens % block_tokens:
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is not whole blocks of this engine, which have {block_tokens} "
+            "tokens: choose a multiple of that, or another --block-size"
+        )
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"kv_connector_extra_config: {what}")

@@ -1,0 +1,77 @@
+"""What the connector counts, in the form in which vLLM carries it to its log and its /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "loaded_tokens": "prompt tokens whose KV was promised to the engine",
+    "saved_tokens": "tokens whose KV was reserved for storing",
+    "load_bytes": "bytes copied into the engine's blocks",
+    "load_seconds": "time spent on that",
+    "save_bytes": "bytes copied out of the engine's blocks",
+    "save_seconds": "time spent on that",
+    "load_failures": "loads that failed after they were promised, and were recomputed",
+    "save_failures": "saves that were given up",
+    "unserved": "calls that found no server",
+}
+
+
+class Stats(KVConnectorStats):
+    """Sums, over ranks and time."""
+
+    def __init__(self, data: Mapping[str, float] | None = None) -> None:
+        super().__init__(data={**dict.fromkeys(COUNTERS, 0.0), **(data or {})})
+
+    def add(self, name: str, amount: float = 1) -> None:
+        self.data[name] += amount
+
+    def reset(self) -> None:
+        self.data = dict.fromkeys(COUNTERS, 0.0)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name in COUNTERS:
+            self.data[name] += other.data.get(name, 0)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        data = self.data
+        return {
+            "loaded tokens": data["loaded_tokens"],
+            "saved tokens": data["saved_tokens"],
+            "loaded MB/s": round(data["load_bytes"] / 1e6 / (data["load_seconds"] or 1), 1),
+            "saved MB/s": round(data["save_bytes"] / 1e6 / (data["save_seconds"] or 1), 1),
+            "failures": data["load_failures"] + data["save_failures"],
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def taken(self) -> Stats | None:
+        """What was counted since the last time."""
+        if self.is_empty():
+            return None
+        taken = Stats(self.data)
+        self.reset()
+        return taken
+
+
+class Prometheus(KVConnectorPromMetrics):
+    """The sums on the engine's own /metrics, beside `vllm:`."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._counters = {
+            name: {engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+            for name, what in COUNTERS.items()
+            for counter in [
+                self._counter_cls(name=f"lmtier:{name}", documentation=what, labelnames=self._labelnames)
+            ]
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, counters in self._counters.items():
+            counters[engine_idx].inc(transfer_stats_data.get(name, 0))

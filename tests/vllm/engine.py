@@ -1,0 +1,222 @@
+"""A real vLLM engine in a process of its own, told what to do line by line.
+
+    engine = Engine(folder, model, transfer={…});  engine.generate(prompts);  engine.stop()
+
+The same file is what runs in that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 240.0
+
+
+class Engine:
+    """Outputs are greedy. `log` is what vLLM said."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        transfer: dict[str, Any] | None = None,
+        processes: bool = False,
+        env: dict[str, str] | None = None,
+        wait: bool = True,
+        **options: Any,
+    ) -> None:
+        self.log = folder / f"engine-{time.monotonic_ns()}.log"
+        environment = {
+            **os.environ,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **(env or {}),
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                ["nice", "-n", "5", sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+            )
+        self._tell({"model": str(model), "transfer": transfer, **options})
+        if wait:
+            self._hear()
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
+
+    def _hear(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@"):
+                return json.loads(line[1:])
+        self._close()
+        raise EngineDied(self.log.read_text()[-6000:])
+
+    def ask(self, what: str, **given: Any) -> Any:
+        self._tell({"do": what, **given})
+        return self._hear()
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int = 8, *, salt: str = "", lora: str = ""
+    ) -> list[Output]:
+        """All at once, as vLLM schedules them."""
+        return [
+            Output(each)
+            for each in self.ask("generate", prompts=prompts, tokens=tokens, salt=salt, lora=lora)
+        ]
+
+    def seconds(self, prompt: list[int]) -> float:
+        """Until the first token."""
+        return float(self.ask("seconds", prompt=prompt))
+
+    def forget(self, *, external: bool = False) -> None:
+        """The engine's own prefix cache; `external`: ours too."""
+        assert self.ask("reset", external=external)
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = self.ask("metrics")
+        return found
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self._tell({"do": "stop"})
+        self._close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            self.process.stdin.close()
+            self.process.stdout.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class EngineDied(Exception):
+    pass
+
+
+class Output:
+    def __init__(self, reply: dict[str, Any]) -> None:
+        self.tokens: list[int] = reply["tokens"]
+        self.cached: int = reply["cached"]
+        self.reason: str = reply["reason"]
+
+
+# ---- in the process
+
+
+def _main() -> None:
+    replies, sys.stdout = sys.stdout, sys.stderr
+
+    def say(reply: Any) -> None:
+        replies.write("@" + json.dumps(reply) + "\n")
+        replies.flush()
+
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+    from vllm.lora.request import LoRARequest
+
+    options = json.loads(sys.stdin.readline())
+    transfer = options.pop("transfer")
+    defaults = {
+        "dtype": "float32",  # in bf16 vLLM's own prefix cache changes an answer here and there: near ties
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "seed": 0,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": True,
+        "block_size": 32,
+    }
+    llm = LLM(
+        **{**defaults, **options}, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None
+    )
+    say("ready")
+
+    def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str) -> Any:
+        asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
+        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        adapter = LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
+        return llm.generate(asked, how, use_tqdm=False, lora_request=adapter)
+
+    def settle() -> None:
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            for _ in range(4):  # nobody else steps an engine in this process
+                llm.llm_engine.step()
+
+    for line in sys.stdin:
+        given = json.loads(line)
+        match given.pop("do"):
+            case "generate":
+                found = generate(**given)
+                settle()
+                say(
+                    [
+                        {
+                            "tokens": list(each.outputs[0].token_ids),
+                            "cached": each.num_cached_tokens,
+                            "reason": each.outputs[0].finish_reason,
+                        }
+                        for each in found
+                    ]
+                )
+            case "seconds":
+                began = time.perf_counter()
+                generate([given["prompt"]], 1, "", "")
+                took = time.perf_counter() - began
+                settle()
+                say(took)
+            case "reset":
+                settle()
+                say(bool(llm.reset_prefix_cache(reset_connector=given["external"])))
+            case "metrics":
+                say(_metrics())
+            case "stop":
+                break
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _metrics() -> dict[str, float]:
+    """`name` or `name{source}`."""
+    from prometheus_client import REGISTRY
+
+    found: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            source = sample.labels.get("source")
+            name = f"{sample.name}{{{source}}}" if source else sample.name
+            found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,90 @@
+"""Makes tiny models with random weights, which a real engine loads in a second."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+COMMON = {"vocab_size": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CONFIGS: dict[str, PretrainedConfig] = {
+    # Wide weights: the next token is never a near tie, which the order of additions could turn.
+    "qwen2": Qwen2Config(
+        **COMMON,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **COMMON,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=512,
+        max_position_embeddings=8192,
+    ),
+    "deepseek": DeepseekV2Config(
+        **COMMON,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=3,
+        max_position_embeddings=8192,
+    ),
+    "qwen3-next": Qwen3NextConfig(
+        **COMMON,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        max_position_embeddings=8192,
+    ),
+}
+
+
+def make(folder: Path) -> None:
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / name)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

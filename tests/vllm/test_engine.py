@@ -1,0 +1,414 @@
+"""A real vLLM with the connector answers as one without it, whatever tier the KV came from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import prompts_of, transfer
+from engine import Engine, EngineDied
+
+from lmtier.server.client import Client
+
+BLOCK, CHUNK = 32, 256
+EDGES = sorted(
+    {
+        edge + step
+        for edge in (1, BLOCK, CHUNK - BLOCK, CHUNK, CHUNK + BLOCK, 2 * CHUNK, 3 * CHUNK, 5 * CHUNK)
+        for step in (-1, 0, 1)
+        if edge + step > 0
+    }
+)
+PROMPTS = [
+    *prompts_of(*EDGES),
+    *prompts_of(*(CHUNK + each for each in EDGES), seed=2, prefix=CHUNK),
+    *prompts_of(700, 900, 1100, 1300, 1500, 2000, seed=3, prefix=600),
+]
+DISK = "disk://{}?capacity=1GiB"
+
+
+def tokens(outputs):
+    return [each.tokens for each in outputs]
+
+
+def cached(outputs):
+    return sum(each.cached for each in outputs)
+
+
+def loadable(prompts):
+    return sum((len(each) - 1) // CHUNK * CHUNK for each in prompts)
+
+
+def idle(path: Path) -> None:
+    """The server's books agree, and nothing is leased or half made: all of it can be forgotten."""
+    with Client(str(path)) as client:
+        client.check()
+        client.clear()
+        assert client.stats()["cpu"]["chunks"] == 0
+
+
+@pytest.fixture(scope="session")
+def expected(models, tmp_path_factory):
+    """What an engine without a connector says to PROMPTS."""
+    with Engine(tmp_path_factory.mktemp("plain"), models / "qwen2") as plain:
+        return tokens(plain.generate(PROMPTS))
+
+
+def test_there_are_prompts_around_all_edges():
+    assert len(PROMPTS) >= 50
+
+
+def test_cold_from_memory_from_disk_and_after_a_restart(models, tmp_path, expected):
+    how = transfer(tiers=["cpu://?capacity=256MiB", DISK.format(tmp_path / "kv")], verify="always")
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        engine.forget()
+        warm = engine.generate(PROMPTS)
+        assert tokens(warm) == expected
+        assert cached(warm) >= loadable(PROMPTS)  # more where prompts share blocks
+        found = engine.metrics()
+        assert found["vllm:prompt_tokens_cached_by_source_total{host}"] > 0
+        assert found["vllm:external_prefix_cache_hits_total"] == found["lmtier:loaded_tokens_total"]
+        assert not found["lmtier:load_failures_total"]
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+        again = engine.generate(PROMPTS)
+        assert tokens(again) == expected
+        assert cached(again) >= loadable(PROMPTS)
+        assert engine.metrics()["vllm:prompt_tokens_cached_by_source_total{disk}"] > 0
+
+
+def test_engines_share_a_server_whatever_their_mode_and_each_prefills_only_what_is_new(
+    models, tmp_path, expected, server
+):
+    with (
+        Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as layerwise,
+        Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), mode="step")) as whole,
+    ):
+        half = len(PROMPTS) // 2
+        assert tokens(layerwise.generate(PROMPTS[:half])) == expected[:half]
+        assert tokens(whole.generate(PROMPTS[half:])) == expected[half:]
+        saved = (
+            layerwise.metrics()["lmtier:saved_tokens_total"] + whole.metrics()["lmtier:saved_tokens_total"]
+        )
+        for engine in (layerwise, whole):
+            engine.forget()
+            outputs = engine.generate(PROMPTS)
+            assert tokens(outputs) == expected
+            assert cached(outputs) >= loadable(PROMPTS)
+            assert not engine.metrics()["lmtier:load_failures_total"]
+        again = (
+            layerwise.metrics()["lmtier:saved_tokens_total"] + whole.metrics()["lmtier:saved_tokens_total"]
+        )
+        assert again == saved  # nothing twice
+    idle(server.path)
+
+
+@pytest.mark.parametrize("budget", [96, 300, 1000])
+def test_a_prefill_in_steps_of_any_size_stores_the_same(models, tmp_path, expected, server, budget):
+    how = transfer(server=str(server.path))
+    with Engine(
+        tmp_path, models / "qwen2", transfer=how, max_num_batched_tokens=budget, max_num_seqs=32
+    ) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        engine.forget()
+        warm = engine.generate(PROMPTS)
+        assert tokens(warm) == expected
+        assert cached(warm) >= loadable(PROMPTS)
+    idle(server.path)
+
+
+def test_preempted_requests_come_back_right(models, tmp_path, server):
+    prompts = prompts_of(*(400 + 17 * n for n in range(8)), prefix=200)
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted = tokens(plain.generate(prompts, 200))
+    how = transfer(server=str(server.path))
+    with Engine(
+        tmp_path, models / "qwen2", transfer=how, num_gpu_blocks_override=60, max_model_len=1024
+    ) as engine:
+        for _ in range(2):
+            assert tokens(engine.generate(prompts, 200)) == wanted
+            engine.forget()
+        found = engine.metrics()
+        assert found["vllm:num_preemptions_total"] > 0
+        assert found["lmtier:loaded_tokens_total"] > 0
+        assert not found["lmtier:load_failures_total"]
+    idle(server.path)
+
+
+def test_without_the_engines_own_prefix_cache(models, tmp_path, expected, server):
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "qwen2", transfer=how, enable_prefix_caching=False) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        warm = engine.generate(PROMPTS)
+        assert tokens(warm) == expected
+        assert cached(warm) == loadable(PROMPTS)
+    idle(server.path)
+
+
+def test_generated_tokens_are_kept_unless_told_not_to(models, tmp_path, server):
+    (prompt,) = prompts_of(CHUNK - 6)
+    for keep, found in ((False, 0), (True, 2 * CHUNK)):
+        how = transfer(server=str(server.path), save_decode=keep)
+        with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+            answer = engine.generate([prompt], CHUNK + 20)[0].tokens
+            engine.forget()
+            (again,) = engine.generate([prompt + answer])
+            assert again.cached == found
+
+
+def test_salts_do_not_see_each_other(models, tmp_path, server):
+    prompts = prompts_of(800, 1000)
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
+        ours = engine.generate(prompts, salt="ours")
+        for salt, found in (("theirs", 0), ("", 0), ("ours", loadable(prompts))):
+            engine.forget()
+            outputs = engine.generate(prompts, salt=salt)
+            assert cached(outputs) == found
+            assert tokens(outputs) == tokens(ours)
+
+
+def test_a_producer_fills_what_a_consumer_uses(models, tmp_path, expected, server):
+    with (
+        Engine(
+            tmp_path, models / "qwen2", transfer=transfer("kv_producer", server=str(server.path))
+        ) as fills,
+        Engine(tmp_path, models / "qwen2", transfer=transfer("kv_consumer", server=str(server.path))) as uses,
+    ):
+        assert tokens(uses.generate(PROMPTS)) == expected
+        assert not uses.metrics()["lmtier:saved_tokens_total"]
+        uses.forget()
+        assert tokens(fills.generate(PROMPTS)) == expected
+        fills.forget()
+        assert tokens(fills.generate(PROMPTS)) == expected
+        assert not fills.metrics()["lmtier:loaded_tokens_total"]
+        outputs = uses.generate(PROMPTS)
+        assert tokens(outputs) == expected
+        assert cached(outputs) >= loadable(PROMPTS)
+    idle(server.path)
+
+
+def test_a_reset_of_the_connector_forgets_for_good(models, tmp_path, server):
+    prompts = prompts_of(800, 1000)
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
+        first = engine.generate(prompts)
+        engine.forget(external=True)
+        assert cached(engine.generate(prompts)) == 0
+        engine.forget()
+        again = engine.generate(prompts)
+        assert cached(again) == loadable(prompts)
+        assert tokens(again) == tokens(first)
+    # The weights may have been others since the reset: a new engine must not find what was stored then.
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
+        assert cached(engine.generate(prompts)) == 0
+
+
+# ---- faults
+
+
+def test_the_server_dies_and_comes_back(models, tmp_path, server, expected):
+    with Engine(
+        tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), policy="fail")
+    ) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        server.kill()
+        engine.forget()
+        outputs = engine.generate(PROMPTS)
+        assert tokens(outputs) == expected
+        server.start()
+        until = time.monotonic() + 60
+        while True:
+            engine.forget()
+            outputs = engine.generate(PROMPTS)
+            assert tokens(outputs) == expected
+            if engine.metrics()["lmtier:loaded_tokens_total"] and cached(outputs) >= loadable(PROMPTS):
+                break
+            assert time.monotonic() < until
+        assert not engine.metrics()["lmtier:load_failures_total"]
+
+
+def test_a_private_server_that_dies_is_started_again(models, tmp_path):
+    prompts = prompts_of(1000, 1500)
+    home = tmp_path / "run"
+    home.mkdir(mode=0o700)
+    with Engine(
+        tmp_path,
+        models / "qwen2",
+        transfer=transfer(tiers=["cpu://?capacity=128MiB"]),
+        env={"XDG_RUNTIME_DIR": str(home)},
+    ) as engine:
+        wanted = tokens(engine.generate(prompts))
+        (first,) = servers_of(home)
+        os.kill(first, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while True:
+            engine.forget()
+            outputs = engine.generate(prompts)
+            assert tokens(outputs) == wanted
+            if cached(outputs) >= loadable(prompts):
+                break
+            assert time.monotonic() < until
+        (second,) = servers_of(home)
+        assert second != first
+        engine.kill()
+    until = time.monotonic() + 30
+    while servers_of(home):  # it ends with its engine, however that ended
+        assert time.monotonic() < until
+
+
+def servers_of(home: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = path.read_bytes().split(b"\0")
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        ours = any(each.startswith(b"LMTIER_SERVE_UNIX=" + str(home).encode()) for each in variables)
+        if ours and b"serve" in command.split(b"\0"):
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server):
+    """Bits flip in the slab, above all checksums: the fingerprints of the engine's blocks find it."""
+    prompts = prompts_of(700, 900, 1100, 1300, prefix=300)
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
+        wanted = tokens(engine.generate(prompts))
+        with Client(str(server.path)) as client:
+            capacity = client.slab.capacity
+            used = client.stats()["cpu"]["used"]
+            whole = client.slab.view(0, capacity)
+            before = bytes(whole)
+            spots = [at for at in range(0, capacity, 4096) if any(before[at : at + 4096])]
+            assert len(spots) * 4096 >= used
+            for at in spots[:: max(1, len(spots) // 7)]:
+                whole[at + 100] ^= 0x40
+        for _ in range(2):
+            engine.forget()
+            outputs = engine.generate(prompts)
+            assert tokens(outputs) == wanted
+        assert engine.metrics()["lmtier:load_failures_total"] > 0
+        engine.forget()
+        healed = engine.metrics()["lmtier:load_failures_total"]
+        assert tokens(engine.generate(prompts)) == wanted
+        assert engine.metrics()["lmtier:load_failures_total"] == healed
+    idle(server.path)
+
+
+def test_corruption_on_disk_is_recomputed(models, tmp_path, expected):
+    how = transfer(tiers=["cpu://?capacity=256MiB", DISK.format(tmp_path / "kv")])
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+    files = sorted(path for path in (tmp_path / "kv").rglob("*.L*") if path.is_file())
+    assert len(files) > 50
+    for number, path in enumerate(files):
+        if number % 5 == 0:
+            with path.open("r+b") as file:
+                file.seek(4096 + number % 1000)
+                file.write(b"\xff\x00\xff")
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+        outputs = engine.generate(PROMPTS)
+        assert tokens(outputs) == expected
+        assert cached(outputs) < loadable(PROMPTS)
+
+
+# ---- kinds of engines
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"processes": True},
+        {"processes": True, "tensor_parallel_size": 2},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+        {"dtype": "float16", "block_size": 64},
+        {"block_size": 128},
+    ],
+    ids=str,
+)
+def test_kinds_of_engines(models, tmp_path, server, options):
+    prompts = prompts_of(2000, 700, 513, 257, 100, prefix=90)
+    with Engine(tmp_path, models / "qwen2", **options) as plain:
+        wanted = tokens(plain.generate(prompts))
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path)), **options) as engine:
+        assert tokens(engine.generate(prompts)) == wanted
+        engine.forget()
+        warm = engine.generate(prompts)
+        assert tokens(warm) == wanted
+        assert cached(warm) >= loadable(prompts)
+        assert not engine.metrics()["lmtier:load_failures_total"]
+    idle(server.path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("model", "block"), [("gemma3", 32), ("deepseek", 16)])
+def test_sliding_windows_and_latent_kv(models, tmp_path, server, model, block, ranks):
+    prompts = prompts_of(2000, 700, 513, 257, 100)
+    options = {
+        "block_size": block,
+        "tensor_parallel_size": ranks,
+        "processes": ranks > 1,
+        "dtype": "bfloat16",
+    }
+    with Engine(tmp_path, models / model, **options) as plain:
+        wanted = tokens(plain.generate(prompts))
+    with Engine(tmp_path, models / model, transfer=transfer(server=str(server.path)), **options) as engine:
+        assert tokens(engine.generate(prompts)) == wanted
+        engine.forget()
+        warm = engine.generate(prompts)
+        assert tokens(warm) == wanted
+        assert cached(warm) >= loadable(prompts)
+        if model == "deepseek":  # both ranks have all of it, and it is there once
+            found = engine.metrics()
+            assert found["lmtier:load_bytes_total"] == ranks * loadable(prompts) * 3 * 576 * 2
+            assert (
+                found["lmtier:save_bytes_total"] == sum(len(each) // CHUNK * CHUNK for each in prompts) * 3456
+            )
+    idle(server.path)
+
+
+def test_kv_of_two_ranks_serves_one_and_the_other_way(models, tmp_path, server):
+    prompts = prompts_of(900, 1100, 1300)
+    how = transfer(server=str(server.path))
+    for options, found in (({"tensor_parallel_size": 2, "processes": True}, 0), ({}, loadable(prompts))):
+        with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
+            outputs = engine.generate(prompts)
+            assert cached(outputs) == found
+            if not found:
+                wanted = tokens(outputs)
+            assert tokens(outputs) == wanted
+
+
+# ---- starting
+
+
+def test_a_model_with_states_instead_of_kv_is_declined_in_one_sentence(models, tmp_path):
+    with pytest.raises(EngineDied, match="lmtier serves layers with attention"):
+        Engine(tmp_path, models / "qwen3-next", transfer=transfer())
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"tier": []}, "unknown 'tier'; did you mean 'tiers'?"),
+        ({"chunk_tokens": 100}, "chunk_tokens=100 is not whole blocks"),
+        ({"server": "/nowhere/lmtier.sock"}, "no lmtier server at /nowhere/lmtier.sock"),
+        ({"mode": "layered"}, "did you mean 'layerwise'?"),
+        ({"tiers": ["cpu://?capacity=1MiB", "disk:///proc/kv?capacity=1GiB"]}, "/proc/kv"),
+    ],
+)
+def test_what_is_wrong_is_said_at_start(models, tmp_path, extra, said):
+    with pytest.raises(EngineDied) as error:
+        Engine(tmp_path, models / "qwen2", transfer=transfer(**extra))
+    assert said in str(error.value)
+
+
+def test_a_policy_that_fails_requests_is_warned_of(models, tmp_path, server):
+    with Engine(
+        tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), policy="fail")
+    ) as engine:
+        assert engine.log.read_text().count("kv_load_failure_policy") >= 1
