@@ -15,8 +15,6 @@ import pytest
 HERE = Path(__file__).parent
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    sys.path.insert(0, str(HERE))
 
 
 def pytest_configure(config: pytest.Config) -> None:

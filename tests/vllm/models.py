@@ -39,6 +39,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         head_dim=64,
         sliding_window=512,
         max_position_embeddings=8192,
+        initializer_range=0.2,
     ),
     "deepseek": DeepseekV2Config(
         **COMMON,
@@ -60,6 +61,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         topk_group=1,
         first_k_dense_replace=3,
         max_position_embeddings=8192,
+        initializer_range=0.2,
     ),
     "qwen3-next": Qwen3NextConfig(
         **COMMON,
@@ -76,6 +78,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         linear_num_key_heads=4,
         linear_num_value_heads=4,
         max_position_embeddings=8192,
+        initializer_range=0.2,
     ),
 }
 

@@ -192,20 +192,27 @@ class Scheduler:
             match = known.match
         if match is None:
             return 0
-        if not match.ready:
-            if not self._has_polled:
-                self._has_polled = True
-                self.client.step()
-            self._bring_up(match)
-            if not match.ready and time.monotonic() < match.deadline + _LATE:
+        if not self._has_arrived(match):
+            if time.monotonic() < match.deadline + _LATE:
                 return None
-        more = match.chunks * self.chunk_tokens - computed_tokens if match.ready else 0
+            self._drop(known)
+            return 0
+        known.stored, known.due = match.chunks, (match.chunks + 1) * self.chunk_tokens
+        more = match.chunks * self.chunk_tokens - computed_tokens
         if more <= 0:
             # What the engine had itself is young again by the match, in every tier.
             self._drop(known)
             return 0
         known.computed = computed_tokens
         return more
+
+    def _has_arrived(self, match: Match) -> bool:
+        """Asks the server at most once a step, for all requests that wait."""
+        if not match.ready and not self._has_polled:
+            self._has_polled = True
+            self.client.step()
+        self._bring_up(match)
+        return match.ready
 
     def allocated(self, request: Request, external_tokens: int) -> None:
         """The engine has blocks for the request, and takes so many of the tokens that it was promised."""
@@ -287,7 +294,7 @@ class Scheduler:
     def _tokens(self, known: Known, computed: int, scheduled: Mapping[str, int]) -> int:
         """Without speculative tokens, which may be taken back."""
         request = known.request
-        most = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        most: int = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
         return min(computed + scheduled[request.request_id], most)
 
     def _go_back(self, known: Known, computed: int) -> None:

@@ -1,0 +1,54 @@
+"""What the engine declares is read right: compared with what its own kernels write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from lmtier.layout import Layout
+from lmtier.paging import PagedKV
+
+BLOCKS, HEADS, N = 6, 2, 32
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the packing of CPU kernels")
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")], ids=str
+)
+@pytest.mark.parametrize("width", [64, 128])
+def test_cpu_vec_is_what_the_kernel_keeps(dtype, name, width):
+    """A token's K and V, written by vLLM's kernel into a real block, are found where the layout says."""
+    isa = _get_attn_isa(dtype, N, width)
+    if isa != "vec":
+        pytest.skip(f"this processor's kernels keep {isa!r}, which lmtier treats as opaque")
+    torch.manual_seed(0)
+    cache = torch.zeros(BLOCKS, HEADS, N, 2 * width, dtype=dtype)
+    keys, values = torch.randn(2, 2 * N, HEADS, width).to(dtype)
+    planes = cache.view(BLOCKS, HEADS, 2 * N, width).chunk(2, dim=2)
+    blocks = [4, 1]
+    slots = torch.cat([torch.arange(N) + block * N for block in blocks])
+    ops.cpu_attn_reshape_and_cache(keys, values, *planes, slots, isa)
+
+    layout = Layout.uniform(
+        layers=1,
+        heads=HEADS,
+        head_dim=width,
+        dtype=name,
+        block_tokens=N,
+        chunk_tokens=2 * N,
+        packing="cpu-vec",
+    )
+    extent = bytearray(layout.nbytes(layout.whole))
+    PagedKV(layout, layout.whole, [cache]).gather(None, blocks, memoryview(extent))
+    for token in (0, 1, N - 1, N, 2 * N - 1):
+        for head in range(HEADS):
+            for element in (0, 1, width - 1):
+                for plane, given in enumerate((keys, values)):
+                    at = layout.address(
+                        layout.whole, layer=0, head=head, token=token, plane=plane, element=element
+                    )
+                    found = torch.frombuffer(extent, dtype=dtype, count=1, offset=at)
+                    assert found.item() == given[token, head, element].item()
