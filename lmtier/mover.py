@@ -13,7 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from lmtier.cache import Match, Reservation
 from lmtier.codec import NO_MARK
@@ -25,6 +27,9 @@ from lmtier.paging import BlockIds, PagedKV
 from lmtier.store import Store
 
 log = logging.getLogger("lmtier")
+
+Blocks: TypeAlias = "Sequence[int] | Sequence[Sequence[int]]"
+"""A request's engine blocks, in token order; a row for each block table, if there are several."""
 
 _SAMPLE = 64  # verify=sample compares the chunks whose key is 0 modulo this
 
@@ -53,7 +58,7 @@ class Mover:
             )
         self.cache = cache
         self.kv = kv
-        self.identity = completed(identity, kv.layout)
+        self.identity = completed(identity, kv.layout, cache.approximation)
         self.form = form_of(kv.layout, dict.fromkeys(ranks or (kv.shard,)))
         if kv.shard not in self.form.shards:
             raise LayoutError(f"this rank's shard {kv.shard} is not among ranks {self.form.shards}")
@@ -78,7 +83,7 @@ class Mover:
             self.cache.release(match)
             raise
 
-    def load(self, match: Match, block_ids: Sequence[int], *, computed_tokens: int = 0) -> Load:
+    def load(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
         """Begin loading a match into the request's blocks; slots of `computed_tokens` are left alone.
 
         The match's leases end with the load, or here if it cannot begin.
@@ -93,7 +98,7 @@ class Mover:
     def save(
         self,
         chain: KeyChain,
-        block_ids: Sequence[int],
+        block_ids: Blocks,
         *,
         skip_leading_tokens: int = 0,
         reservation: Reservation | None = None,
@@ -129,14 +134,14 @@ class Mover:
         verify = self.cache.config.verify
         return verify == "always" or (verify == "sample" and key[-1] % _SAMPLE == 0)
 
-    def blocks_of(self, block_ids: Sequence[int], first: int, end: int) -> list[BlockIds]:
+    def blocks_of(self, block_ids: Blocks, first: int, end: int) -> list[BlockIds]:
         """The engine blocks of chunks [first, end) of a request, checked."""
-        per_chunk = self.kv.layout.blocks
-        ids = block_ids[first * per_chunk : end * per_chunk]
-        if (chunk := first + len(ids) // per_chunk) < end:
+        per_chunk, ids = self.kv.layout.blocks, np.asarray(block_ids)
+        ids = ids[..., first * per_chunk : end * per_chunk]
+        if (chunk := first + ids.shape[-1] // per_chunk) < end:
             raise LayoutError(
                 f"chunk {chunk} needs blocks {chunk * per_chunk} to {(chunk + 1) * per_chunk} of the "
-                f"request, which has {len(block_ids)}"
+                f"request, which has {first * per_chunk + ids.shape[-1]}"
             )
         return self.kv.check(ids)
 
@@ -148,13 +153,14 @@ class Mover:
         that shows only part of a block would otherwise go unnoticed. Contents are restored.
         """
         self._proven = False
-        kv, per_chunk = self.kv, self.kv.layout.blocks
+        kv = self.kv
+        size = kv.tables * kv.layout.blocks  # layers of different tables may share memory, but never a block
         spare = list(spare_blocks)
-        if len(set(spare)) != len(spare) or len(spare) < 2 * per_chunk:
-            raise CanaryError(
-                f"the canary needs {2 * per_chunk} different spare blocks, got {len(set(spare))}"
-            )
-        source, target, guards = spare[:per_chunk], spare[per_chunk : 2 * per_chunk], spare[2 * per_chunk :]
+        if len(set(spare)) != len(spare) or len(spare) < 2 * size:
+            raise CanaryError(f"the canary needs {2 * size} different spare blocks, got {len(set(spare))}")
+        source, target, guards = spare[:size], spare[size : 2 * size], spare[2 * size :]
+        (taken,) = kv.check(np.reshape(source, (kv.tables, -1)))
+        (given,) = kv.check(np.reshape(target, (kv.tables, -1)))
         before = kv.raw_blocks(spare)
         if block_bytes is not None and len(before) != block_bytes * len(spare):
             raise CanaryError(
@@ -166,17 +172,18 @@ class Mover:
         try:
             for way, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
                 kv.write_raw(spare, os.urandom(len(before)))
-                wanted, untouched = kv.raw_blocks(source), kv.raw_blocks(guards)
+                wanted, untouched = kv.raw_blocks(taken), kv.raw_blocks(guards)
+                unread = kv.raw_blocks(source)
                 for step in steps:
-                    kv.gather(step, source, extent)
+                    kv.gather(step, taken, extent)
                 for step in steps:
-                    kv.scatter(step, extent, target)
-                if kv.raw_blocks(target) != wanted:
+                    kv.scatter(step, extent, given)
+                if kv.raw_blocks(given) != wanted:
                     raise CanaryError(
                         f"canary ({way}): loading what was saved does not return the engine's bytes; "
                         f"the declared layout does not fit {kv!r}"
                     )
-                if kv.raw_blocks(source) != wanted or kv.raw_blocks(guards) != untouched:
+                if kv.raw_blocks(source) != unread or kv.raw_blocks(guards) != untouched:
                     raise CanaryError(f"canary ({way}): blocks that nobody asked for were changed")
         finally:
             kv.write_raw(spare, before)
@@ -197,7 +204,7 @@ class Load:
     a load may be committed only after `finish` has confirmed it.
     """
 
-    def __init__(self, mover: Mover, match: Match, block_ids: Sequence[int], computed_tokens: int) -> None:
+    def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
         if match.released or not match.ready:
             state = "was released" if match.released else "is not ready: wait for it"
             raise MisuseError(f"load of a match that {state}")
@@ -263,7 +270,7 @@ class Load:
             raise MisuseError(f"finish of a load that lacks layers {sorted(self._missing)}")
         mover, metrics = self._mover, self._mover.cache.metrics
         for chunk, entry, ids, first_block in self._chunks:
-            if first_block or not entry.prints or not mover.sampled(entry.key):
+            if first_block or not ids.is_whole or not entry.prints or not mover.sampled(entry.key):
                 continue
             if entry.form is not mover.form:
                 continue  # another packing or shard: its raw bytes are not comparable
@@ -373,11 +380,12 @@ class Save:
             raise
 
 
-def completed(identity: Identity, layout: Layout) -> Identity:
+def completed(identity: Identity, layout: Layout, approximation: str) -> Identity:
     """`identity` with what it leaves open taken from the layout, so that unlike KV never shares a key.
 
     An opaque packing is part of it: nobody but itself can read it. Known packings are not, because they
-    convert.
+    convert. So is the `approximation` of a store whose tiers do not keep KV exactly: what comes from there,
+    and what is computed on top of it, is never met by those who did not ask for that.
     """
     first = layout.layers[0]
     attention = [identity.attention] if identity.attention else []
@@ -385,6 +393,8 @@ def completed(identity: Identity, layout: Layout) -> Identity:
         attention.append(f"layers={[tuple(shape) for shape in layout.layers]}")
     if layout.is_opaque:
         attention.append(f"packing={layout.packing},{layout.block_tokens}")
+    if approximation:
+        attention.append(f"approximation={approximation}")
     return replace(
         identity,
         dtype=identity.dtype or layout.dtype,

@@ -36,6 +36,7 @@ Buffer: TypeAlias = "memoryview | bytes | bytearray | Array"
 Ids: TypeAlias = npt.NDArray[np.intp]
 _Span: TypeAlias = "tuple[_Rows | _Layer, int, int]"
 
+_LEFT = -1  # the id of a block that has left a sliding window
 _SMALLEST_ROW = 64  # bytes; below this the row numbers weigh as much as the rows
 _SHARED_BYTES = 4 << 20  # below this a second thread costs more than it copies
 
@@ -55,10 +56,23 @@ _DTYPES = {
 class BlockIds:
     """A chunk's block ids that `PagedKV.check` has found to be right: checked once, used for every layer."""
 
-    __slots__ = ("ids",)
+    __slots__ = ("absent", "tables")
 
-    def __init__(self, ids: Ids) -> None:
-        self.ids = ids
+    def __init__(self, tables: Sequence[Ids], absent: Sequence[int]) -> None:
+        self.tables = tables
+        """Of each block table; without those of leading blocks that it does not have."""
+        self.absent = absent
+        """How many those are: they have left a sliding window."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self.absent)
+
+    def after(self, table: int, first_block: int) -> tuple[Ids, int]:
+        """The ids from `first_block` on, or from the first that is there; and which block that is."""
+        gone = self.absent[table]
+        first = max(first_block, gone)
+        return self.tables[table][first - gone :], first
 
 
 class PagedKV:
@@ -66,10 +80,19 @@ class PagedKV:
 
     A payload is the whole object's, also where one layer is moved; it may be longer than the object
     (extents are whole pages). `block_ids` are the chunk's `layout.blocks` engine blocks, in token order.
+    Where an engine keeps several block tables for a request, `tables` says which of them each layer goes
+    by; ids are then one row a table, or one row for all. An id of -1 is a block that has left a sliding
+    window: a scatter passes it over.
     """
 
     def __init__(
-        self, layout: Layout, shard: Shard, tensors: Sequence[Planes], crew: Crew | None = None
+        self,
+        layout: Layout,
+        shard: Shard,
+        tensors: Sequence[Planes],
+        crew: Crew | None = None,
+        *,
+        tables: Sequence[int] = (),
     ) -> None:
         self.layout, self.shard = layout, shard
         self.nbytes = layout.nbytes(shard)
@@ -77,7 +100,12 @@ class PagedKV:
         if len(tensors) != len(numbers):
             raise LayoutError(f"shard {shard} has {len(numbers)} layers, got tensors for {len(tensors)}")
         given = [tuple(t) if isinstance(t, (tuple, list)) else (t,) for t in tensors]
-        self._layers = [_Layer(layout, shard, number, t) for number, t in zip(numbers, given, strict=True)]
+        goes_by = tables or [0] * len(numbers)
+        self.tables = max(goes_by) + 1
+        self._layers = [
+            _Layer(layout, shard, number, t, table)
+            for number, t, table in zip(numbers, given, goes_by, strict=True)
+        ]
         self.blocks = self._layers[0].blocks
         for layer in self._layers:
             if layer.blocks != self.blocks:
@@ -133,10 +161,12 @@ class PagedKV:
     def gather(self, layer: int | None, block_ids: Any, out: Buffer) -> None:
         """Copy the chunk in `block_ids` to its place in `out`: one layer, or (None) all of them."""
         ids, payload = self._ids(block_ids), self._payload(out, self.nbytes)
+        if not ids.is_whole:
+            raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
 
         def move(spans: Iterable[_Span]) -> None:
             for group, low, high in spans:
-                group.gather(low, high, ids, payload)
+                group.gather(low, high, ids.tables[group.table], payload)
 
         self._share(move, layer)
 
@@ -146,7 +176,7 @@ class PagedKV:
 
         def move(spans: Iterable[_Span]) -> None:
             for group, low, high in spans:
-                group.scatter(low, high, payload, ids, first_block)
+                group.scatter(low, high, payload, *ids.after(group.table, first_block))
 
         self._share(move, layer)
 
@@ -184,9 +214,8 @@ class PagedKV:
             unit = stored.layers[number].heads // stored.head_units
             theirs = slice((common[2] - held[2]) * unit, (common[3] - held[2]) * unit)
             ours = slice((common[2] - self.shard[2]) * unit, (common[3] - self.shard[2]) * unit)
-            self._layers[number - self.shard.first_layer].convert(
-                stored, raw[:, theirs], ours, ids, first_block
-            )
+            layer_of = self._layers[number - self.shard.first_layer]
+            layer_of.convert(stored, raw[:, theirs], ours, *ids.after(layer_of.table, first_block))
         return None
 
     # ---- the witness
@@ -197,10 +226,10 @@ class PagedKV:
         The whole object's is the hash of its layers', so a layerwise save can take it layer by layer.
         """
         low, high = self._range(layer)
-        each = []
-        for tensors in self._raw[low - self.shard.first_layer : high - self.shard.first_layer]:
+        each, tables = [], self._listed(block_ids)
+        for number in range(low - self.shard.first_layer, high - self.shard.first_layer):
             digest = xxhash.xxh3_64()
-            for piece in self._pieces(tensors, block_ids):
+            for piece in self._pieces(number, tables):
                 digest.update(piece)
             each.append(digest.digest())
         return self.fold(each)
@@ -212,11 +241,13 @@ class PagedKV:
 
     def raw_blocks(self, block_ids: Any) -> bytes:
         """The bytes of any blocks, all layers, in memory order."""
-        return b"".join(piece for tensors in self._raw for piece in self._pieces(tensors, block_ids))
+        tables = self._listed(block_ids)
+        return b"".join(piece for number in range(len(self._raw)) for piece in self._pieces(number, tables))
 
     def write_raw(self, block_ids: Any, data: bytes) -> None:
         """The inverse of `raw_blocks`."""
-        pieces = [piece for tensors in self._raw for piece in self._pieces(tensors, block_ids)]
+        tables = self._listed(block_ids)
+        pieces = [piece for number in range(len(self._raw)) for piece in self._pieces(number, tables)]
         if sum(map(len, pieces)) != len(data):
             raise LayoutError(f"these blocks hold {sum(map(len, pieces))} bytes, got {len(data)}")
         at = 0
@@ -224,10 +255,17 @@ class PagedKV:
             piece[:] = data[at : at + len(piece)]
             at += len(piece)
 
-    def _pieces(self, tensors: list[_Raw], block_ids: Any) -> Iterator[memoryview]:
-        known = isinstance(block_ids, BlockIds)
-        ids = (block_ids.ids if known else self._checked(np.asarray(block_ids), len(block_ids))).tolist()
-        return (piece for tensor in tensors for block in ids for piece in tensor.pieces(block))
+    def _pieces(self, number: int, tables: Sequence[list[int]]) -> Iterator[memoryview]:
+        ids = tables[self._layers[number].table]
+        return (piece for tensor in self._raw[number] for block in ids for piece in tensor.pieces(block))
+
+    def _listed(self, block_ids: Any) -> list[list[int]]:
+        """Any number of ids, by table."""
+        if isinstance(block_ids, BlockIds):
+            return [ids.tolist() for ids in block_ids.tables]
+        ids = np.asarray(block_ids)
+        listed = [self._checked(row, len(row)).tolist() for row in (ids if ids.ndim == 2 else [ids])]
+        return listed * self.tables if len(listed) == 1 else listed
 
     def _tag(self) -> bytes:
         """Which raw arrangement a fingerprint is of; fingerprints of different ones are not comparable."""
@@ -241,20 +279,44 @@ class PagedKV:
     def check(self, block_ids: Any) -> list[BlockIds]:
         """The blocks of consecutive chunks, to be used many times. Raises LayoutError if they cannot be."""
         ids, size = np.asarray(block_ids), self.layout.blocks
-        if ids.ndim != 1 or len(ids) % size:
-            raise LayoutError(f"a chunk is {size} blocks, got block ids of shape {list(ids.shape)}")
-        return [BlockIds(each) for each in self._checked(ids, size).reshape(-1, size)]
+        if ids.shape[-1] % size or ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != self.tables):
+            raise LayoutError(
+                f"a chunk is {size} blocks of each of {self.tables} tables, "
+                f"got block ids of shape {list(ids.shape)}"
+            )
+        rows = [self._chunks(row, size) for row in ([ids] if ids.ndim == 1 else ids)]
+        if len(rows) < self.tables:
+            rows *= self.tables
+        return [
+            BlockIds([ids for ids, _ in chunk], [gone for _, gone in chunk])
+            for chunk in zip(*rows, strict=True)
+        ]
 
-    def _ids(self, block_ids: Any, first_block: int = 0) -> Ids:
+    def _chunks(self, ids: Any, size: int) -> list[tuple[Ids, int]]:
+        """One table's ids chunk by chunk, without those at its start that have left a window."""
+        if self.tables > 1 or (ids.size and ids.dtype.kind == "i" and ids[0] == _LEFT):
+            gone = np.logical_and.accumulate(ids == _LEFT).sum()
+        else:
+            gone = 0
+        at = range(0, len(ids), size)
+        absent = [min(max(gone - first, 0), size) for first in at]
+        checked = self._checked(ids[gone:], size)
+        return [
+            (checked[max(first - gone, 0) : max(first + size - gone, 0)], int(skip))
+            for first, skip in zip(at, absent, strict=True)
+        ]
+
+    def _ids(self, block_ids: Any, first_block: int = 0) -> BlockIds:
         if isinstance(block_ids, BlockIds):
-            return block_ids.ids[first_block:]
+            return block_ids
         ids = np.asarray(block_ids)
         if ids.shape != (self.layout.blocks,) or not 0 <= first_block <= self.layout.blocks:
             raise LayoutError(
                 f"a chunk is {self.layout.blocks} blocks, got block ids of shape {list(ids.shape)} "
                 f"from block {first_block} on"
             )
-        return self._checked(ids[first_block:], self.layout.blocks - first_block)
+        checked = self._checked(ids[first_block:], self.layout.blocks - first_block)
+        return BlockIds([checked] * self.tables, [first_block] * self.tables)
 
     def _checked(self, ids: Any, size: int) -> Ids:
         """Ids of whole chunks, `size` of each: integers, within the engine, none twice in a chunk."""
@@ -307,8 +369,10 @@ class PagedKV:
 class _Layer:
     """One layer's tensors as numpy views, checked against the layout. Elements are unsigned integers."""
 
-    def __init__(self, layout: Layout, shard: Shard, number: int, tensors: tuple[Any, ...]) -> None:
-        self.layout, self.number = layout, number
+    def __init__(
+        self, layout: Layout, shard: Shard, number: int, tensors: tuple[Any, ...], table: int
+    ) -> None:
+        self.layout, self.number, self.table = layout, number, table
         _, k, v = layout.layers[number]
         heads, size = layout.heads(number, shard), layout.block_tokens
         if len(tensors) == 1:
@@ -410,6 +474,7 @@ class _Rows:
 
     def __init__(self, layers: Sequence[_Layer], width: int) -> None:
         self.first_layer, self.end_layer = layers[0].number, layers[-1].number + 1
+        self.table = layers[0].table
         self.at, self.size = layers[0].at, layers[0].end - layers[0].at
         self.blocks = layers[0].layout.blocks
         views = [view for layer in layers for view in layer.views]
@@ -509,7 +574,7 @@ def _grouped(layers: Sequence[_Layer]) -> list[_Rows | _Layer]:
     """The fewest calls: layers of one shape in one allocation move together, where rows allow it."""
     groups: list[_Rows | _Layer] = []
     for _, run in groupby(
-        layers, key=lambda layer: (layer.roots, [(v.shape, v.strides) for v in layer.views])
+        layers, key=lambda layer: (layer.table, layer.roots, [(v.shape, v.strides) for v in layer.views])
     ):
         alike = list(run)
         parts = [alike] if _row_width(alike) >= _SMALLEST_ROW else [[layer] for layer in alike]

@@ -109,7 +109,7 @@ def test_blocks_of_skipped_tokens_are_never_read(cache):
     blocks = engine.blocks(32)
     reads: list[int] = []
     real = engine.kv.gather
-    engine.kv.gather = lambda layer, ids, out: (reads.extend(ids.ids), real(layer, ids, out))  # type: ignore[assignment,method-assign,func-returns-value]
+    engine.kv.gather = lambda layer, ids, out: (reads.extend(ids.tables[0]), real(layer, ids, out))  # type: ignore[assignment,method-assign,func-returns-value]
     assert save(engine, range(32), blocks, skip_leading_tokens=16) == 16
     assert set(reads) == set(blocks[4:])
 
@@ -404,7 +404,8 @@ def test_the_canary_refuses_to_serve_when_a_copy_is_wrong(cache, fault, monkeypa
 
     def swapped(self, layer, first, second, *rest):
         ids, buffer = (first, second) if fault == "gather" else (second, first)
-        ids = [ids[1], ids[0], *ids[2:]]
+        (whole,) = ids.tables
+        ids = [whole[1], whole[0], *whole[2:]]
         return real(self, layer, *((ids, buffer) if fault == "gather" else (buffer, ids)), *rest)
 
     monkeypatch.setattr(PagedKV, fault, swapped)
@@ -534,3 +535,87 @@ def test_an_opaque_packing_fits_only_itself(cache):
         match = reader.match(reader.chain(range(17)))
         assert match.chunks == found
         cache.release(match)
+
+
+# ---- engines with several block tables
+
+
+class TwoTables(Engine):
+    """Layers 0 and 2 slide, layer 1 does not; the first two share memory, as vLLM lays out its groups."""
+
+    TABLES = (1, 0, 1)
+
+    def __init__(self, cache: Cache, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        pools = [torch.randn(BLOCKS, H, N, 2 * D, generator=generator).bfloat16() for _ in range(2)]
+        self.layers = [pools[0], pools[0], pools[1]]
+        self.kv = PagedKV(layout(), layout().whole, self.layers, tables=self.TABLES)
+        self.mover = Mover(cache, self.kv, IDENTITY, spare_blocks=range(BLOCKS - 16, BLOCKS))
+        self._free = random.Random(seed).sample(range(BLOCKS - 16), BLOCKS - 16)
+
+    def tables(self, tokens: int) -> list[list[int]]:
+        return [self.blocks(tokens), self.blocks(tokens)]
+
+    def rows(self, tables, first: int, end: int) -> list[torch.Tensor]:
+        """What the blocks [first, end) of the request hold, layer by layer."""
+        return [
+            layer[tables[table][first:end]].view(torch.int16)
+            for layer, table in zip(self.layers, self.TABLES, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_each_layer_goes_by_its_own_block_table(cache, layerwise):
+    one, other = TwoTables(cache, 1), TwoTables(cache, 2)
+    source, target = one.tables(32), other.tables(32)
+    untouched = torch.stack(other.rows([other._free] * 2, 0, 9))
+    assert save(one, range(32), source, layerwise=layerwise) == 32
+    assert load(other, range(33), target, layerwise=layerwise) == 32
+    for ours, theirs in zip(one.rows(source, 0, 8), other.rows(target, 0, 8), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(untouched, torch.stack(other.rows([other._free] * 2, 0, 9)))
+    # An engine with one table has the same KV for the same tokens.
+    plain = Engine(cache, 3)
+    blocks = plain.blocks(32)
+    assert load(plain, range(33), blocks) == 32
+    for ours, theirs in zip(one.rows(source, 0, 8), plain.layers, strict=True):
+        assert torch.equal(ours, theirs[blocks].view(torch.int16))
+
+
+@pytest.mark.parametrize("gone", [1, 2, 5, 8])
+def test_blocks_that_have_left_a_window_are_passed_over_by_a_load_and_end_a_save(cache, gone):
+    one, other = TwoTables(cache, 1), TwoTables(cache, 2)
+    source, target = one.tables(32), other.tables(32)
+    save(one, range(32), source)
+    before = [layer.clone() for layer in other.layers]
+    full, sliding = target
+    assert load(other, range(33), [full, [-1] * gone + sliding[gone:]]) == 32
+    for number, table in enumerate(TwoTables.TABLES):
+        first = gone if table else 0
+        theirs = other.layers[number][target[table][first:]].view(torch.int16)
+        assert torch.equal(theirs, one.rows(source, first, 8)[number])
+    left = sliding[:gone]
+    assert torch.equal(other.layers[2][left], before[2][left])
+    with pytest.raises(LayoutError, match="left a sliding window"):
+        save(other, range(100, 132), [full, [-1] * gone + sliding[gone:]])
+
+
+def test_a_hole_in_a_window_is_no_window(cache):
+    engine = TwoTables(cache)
+    full, sliding = engine.tables(32)
+    save(engine, range(32), [full, sliding])
+    with pytest.raises(LayoutError, match="block id -1 is outside"):
+        load(engine, range(33), [full, [*sliding[:3], -1, *sliding[4:]]])
+
+
+def test_the_canary_tells_layers_apart_that_share_memory(cache, monkeypatch):
+    engine = TwoTables(cache)
+    real = PagedKV.gather
+
+    def by_one_table(self, layer, ids, out):
+        ids.tables = [ids.tables[0]] * 2
+        return real(self, layer, ids, out)
+
+    monkeypatch.setattr(PagedKV, "gather", by_one_table)
+    with pytest.raises(CanaryError, match="does not return the engine's bytes"):
+        engine.mover.prove(range(BLOCKS - 16, BLOCKS))

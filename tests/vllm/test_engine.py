@@ -278,20 +278,23 @@ def servers_of(home: Path) -> list[int]:
     return found
 
 
+def corrupt(client: Client) -> None:
+    """Bits flip in seven places of what the slab holds."""
+    whole = client.slab.view(0, client.slab.capacity)
+    before = bytes(whole)
+    spots = [at for at in range(0, len(before), 4096) if any(before[at : at + 4096])]
+    assert len(spots) * 4096 >= client.stats()["cpu"]["used"]
+    for at in spots[:: max(1, len(spots) // 7)]:
+        whole[at + 100] ^= 0x40
+
+
 def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server):
     """Bits flip in the slab, above all checksums: the fingerprints of the engine's blocks find it."""
     prompts = prompts_of(700, 900, 1100, 1300, prefix=300)
     with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
         wanted = tokens(engine.generate(prompts))
         with Client(str(server.path)) as client:
-            capacity = client.slab.capacity
-            used = client.stats()["cpu"]["used"]
-            whole = client.slab.view(0, capacity)
-            before = bytes(whole)
-            spots = [at for at in range(0, capacity, 4096) if any(before[at : at + 4096])]
-            assert len(spots) * 4096 >= used
-            for at in spots[:: max(1, len(spots) // 7)]:
-                whole[at + 100] ^= 0x40
+            corrupt(client)
         for _ in range(2):
             engine.forget()
             outputs = engine.generate(prompts)
@@ -351,25 +354,63 @@ def test_kinds_of_engines(models, tmp_path, server, options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("model", "block"), [("gemma3", 32), ("deepseek", 16)])
-def test_sliding_windows_and_latent_kv(models, tmp_path, server, model, block, ranks):
-    prompts = prompts_of(2000, 700, 513, 257, 100)
-    options = {"block_size": block, "tensor_parallel_size": ranks, "processes": ranks > 1}
-    with Engine(tmp_path, models / model, **options) as plain:
+def test_sliding_windows_and_full_attention_in_one_model(models, tmp_path, server, ranks):
+    """The engine keeps a block table for each group of layers, and drops blocks that left the window."""
+    prompts = prompts_of(2000, 1700, 700, 513, 257, 100, prefix=90)
+    options = {"tensor_parallel_size": ranks, "processes": ranks > 1}
+    with Engine(tmp_path, models / "gemma3", **options) as plain:
         wanted = tokens(alone(plain, prompts))
-    with Engine(tmp_path, models / model, transfer=transfer(server=str(server.path)), **options) as engine:
+    with Engine(tmp_path, models / "gemma3", transfer=transfer(server=str(server.path)), **options) as engine:
+        assert "Turning off hybrid kv cache manager" not in engine.log.read_text()
         assert tokens(alone(engine, prompts)) == wanted
         engine.forget()
         warm = alone(engine, prompts)
         assert tokens(warm) == wanted
         assert cached(warm) >= loadable(prompts)
-        if model == "deepseek":  # both ranks have all of it, and it is there once
-            found = engine.metrics()
-            assert found["lmtier:load_bytes_total"] == ranks * loadable(prompts) * 3 * 576 * 4
-            assert (
-                found["lmtier:save_bytes_total"]
-                == sum(len(each) // CHUNK * CHUNK for each in prompts) * 3 * 576 * 4
-            )
+        engine.forget()
+        assert tokens(engine.generate(prompts[::-1], 40)) == tokens(engine.generate(prompts[::-1], 40))
+        assert not engine.metrics()["lmtier:load_failures_total"]
+    idle(server.path)
+
+
+def test_a_failed_load_behind_a_window_starts_the_request_anew(models, tmp_path, server):
+    """Computing goes on from block k only if the window before it was loaded; here it was not."""
+    prompts = prompts_of(2000, 1700)
+    with Engine(tmp_path, models / "gemma3", transfer=transfer(server=str(server.path))) as engine:
+        wanted = tokens(alone(engine, prompts))
+        for _ in range(3):
+            with Client(str(server.path)) as client:
+                corrupt(client)
+            engine.forget()
+            assert tokens(alone(engine, prompts)) == wanted
+        assert engine.metrics()["lmtier:load_failures_total"] > 0
+        engine.forget()
+        healed = alone(engine, prompts)
+        assert tokens(healed) == wanted
+        assert cached(healed) == loadable(prompts)
+    idle(server.path)
+
+
+def test_a_chunk_is_no_longer_than_the_smallest_window(models, tmp_path):
+    with pytest.raises(EngineDied, match="longer than this model's sliding window of 512 tokens: choose 512"):
+        Engine(tmp_path, models / "gemma3", transfer=transfer(chunk_tokens=1024))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_cannot_go_on_from_loaded_kv_saves_and_never_loads(models, tmp_path, server, ranks):
+    """vLLM's reference MLA for CPUs. Its latents are the same on all ranks, and are stored once."""
+    prompts = prompts_of(2000, 700, 513, 257, 100)
+    options = {"block_size": 16, "tensor_parallel_size": ranks, "processes": ranks > 1}
+    with Engine(
+        tmp_path, models / "deepseek", transfer=transfer(server=str(server.path)), **options
+    ) as engine:
+        assert "CPU_MLA computes every prompt from its first token" in engine.log.read_text()
+        cold = alone(engine, prompts)
+        again = alone(engine, prompts)
+        assert tokens(again) == tokens(cold)
+        assert cached(again) == 0
+        stored = sum(len(each) // CHUNK * CHUNK for each in prompts)
+        assert engine.metrics()["lmtier:save_bytes_total"] == stored * 3 * 576 * 4
     idle(server.path)
 
 

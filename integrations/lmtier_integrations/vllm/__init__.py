@@ -24,12 +24,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
+from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankFacts, Report
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import LAYERWISE, Settings
 from lmtier_integrations.vllm.stats import Prometheus, Stats
 from lmtier_integrations.vllm.worker import Worker
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
+except ImportError:  # before 0.30 no load can fail where there are several block tables
+    KVConnectorTransferResults = None
+
+    class SupportsHMA:  # type: ignore[no-redef]
+        """Not that of vLLM, which then keeps one table, and sliding windows as full attention."""
+
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -45,20 +55,27 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 
-class LMTierConnector(KVConnectorBase_V1):
-    """Not SupportsHMA: vLLM then keeps one group of layers, and sliding windows as full attention."""
-
+class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.of(transfer.kv_connector_extra_config, vllm_config.cache_config.block_size)
+        settings = Settings.of(
+            transfer.kv_connector_extra_config,
+            vllm_config.cache_config.block_size,
+            window_of(kv_cache_config),
+        )
+        if KVConnectorTransferResults is None and window_of(kv_cache_config):
+            raise LayoutError(
+                f"lmtier serves {vllm_config.model_config.model}, which has sliding windows only, "
+                "from vLLM 0.30 on"
+            )
         launcher = Launcher(settings, transfer.engine_id)
         self._scheduler: Scheduler
         self._worker: Worker
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(vllm_config, settings, launcher)
+            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, launcher)
         else:
             self._worker = Worker(vllm_config, kv_cache_config, settings, launcher)
 
@@ -125,6 +142,10 @@ class LMTierConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         self._worker.finish()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        arrived, lost = self._worker.arrivals()
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=lost)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks()
 
@@ -144,12 +165,13 @@ class LMTierConnector(KVConnectorBase_V1):
         self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        # Never asynchronous: what is promised is in memory, and blocks that are loaded within a step are
-        # shared at once with all requests of the same prefix.
-        return self._scheduler.matched(request, num_computed_tokens), False
+        # Asynchronous only where it must be: what is promised is in memory, and blocks that are loaded
+        # within a step are shared at once with all requests of the same prefix.
+        tokens = self._scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens) and self._scheduler.waits_for_loads
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         found: dict[Any, int] = {}
@@ -170,6 +192,11 @@ class LMTierConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._scheduler.forget(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
         self._scheduler.clear()

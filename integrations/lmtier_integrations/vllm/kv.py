@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -37,6 +38,8 @@ _LATENTS = {
     "FLASHINFER_MLA",
     "CUTLASS_MLA",
 }
+_FROM_SCRATCH = {"CPU_MLA"}
+"""Backends that compute each prompt from its first token: behind a loaded prefix they answer wrongly."""
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
@@ -52,12 +55,16 @@ class Declared:
     writes: bool
     """False: another rank stores the same."""
     tensors: list[Any]
+    tables: list[int]
+    """Which of a request's block tables each of them goes by."""
     numbers: dict[str, int]
     """Layer name -> its number in the model."""
     ratio: int
     """Kernel blocks in one block of the scheduler's."""
     block_bytes: int
     """What one kernel block takes over all layers of this rank, as the engine says."""
+    from_scratch: str
+    """A backend that cannot go on from loaded KV, or nothing."""
 
 
 def declare(
@@ -69,8 +76,8 @@ def declare(
         raise LayoutError(
             "lmtier does not serve context parallelism: its ranks hold tokens, not heads, of a block"
         )
-    specs = layer_specs(cache)
-    owners = _owners(specs, tensors)
+    tables, specs = _tables(cache), layer_specs(cache)
+    owners = _owners(specs, tables, tensors)
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase, list(owners))
     backends = {name: layers[name].get_attn_backend().get_name() for name in owners}
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -110,44 +117,64 @@ def declare(
         list(dict.fromkeys(shards)),
         layout.writes(rank=rank, ranks=ranks),
         [tensors[name] for name in owners],
+        [tables[name] for name in owners],
         {name: shard.first_layer + number for number, name in enumerate(owners)},
         ratio,
         sum(specs[name].real_page_size_bytes for name in owners) // ratio,
+        ", ".join(sorted(_FROM_SCRATCH.intersection(backends.values()))),
     )
 
 
 def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
     """The declared kind of KV of each layer; one sentence if there is one that cannot be served."""
-    groups = cache.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise LayoutError(f"lmtier serves models whose layers keep one kind of KV; this one has {kinds}")
-    found = groups[0].kv_cache_spec
-    specs = (
-        dict(found.kv_cache_specs)
-        if isinstance(found, UniformTypeKVCacheSpecs)
-        else dict.fromkeys(groups[0].layer_names, found)
-    )
+    specs: dict[str, AttentionSpec] = {}
+    for group in cache.kv_cache_groups:
+        found = group.kv_cache_spec
+        if isinstance(found, UniformTypeKVCacheSpecs):
+            specs.update(found.kv_cache_specs)
+        else:
+            specs.update(dict.fromkeys(group.layer_names, found))
     for name, spec in specs.items():
-        # Exactly these: their descendants keep something else, or drop blocks that leave a window.
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        # Exactly these: their descendants keep something else.
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
             raise LayoutError(
-                f"lmtier serves layers with full attention; {name} is declared as {type(spec).__name__}"
+                "lmtier serves layers with full attention or a sliding window; "
+                f"{name} is declared as {type(spec).__name__}"
             )
-        if spec.non_causal:
+        if not isinstance(spec, SlidingWindowSpec) and spec.non_causal:
             raise LayoutError(
                 f"{name} attends to later tokens, so its KV is not a matter of the prefix alone"
             )
+    sizes = sorted({spec.block_size for spec in specs.values()})
+    if len(sizes) > 1:
+        raise LayoutError(
+            f"lmtier serves layers with blocks of one size, here are blocks of {sizes} tokens: "
+            "start the engine with --disable-hybrid-kv-cache-manager"
+        )
     return specs
 
 
-def _owners(specs: Mapping[str, AttentionSpec], tensors: Mapping[str, Any]) -> list[str]:
-    """Layers in the model's order; of those that share one memory, the first."""
-    owners: dict[int, str] = {}
+def window_of(cache: KVCacheConfig) -> int:
+    """The smallest sliding window out of which blocks are dropped, in tokens; 0: none."""
+    windows = [
+        spec.sliding_window for spec in layer_specs(cache).values() if isinstance(spec, SlidingWindowSpec)
+    ]
+    return min(windows, default=0)
+
+
+def _tables(cache: KVCacheConfig) -> dict[str, int]:
+    return {name: table for table, group in enumerate(cache.kv_cache_groups) for name in group.layer_names}
+
+
+def _owners(
+    specs: Mapping[str, AttentionSpec], tables: Mapping[str, int], tensors: Mapping[str, Any]
+) -> list[str]:
+    """Layers in the model's order; of those that share memory and blocks, the first."""
+    owners: dict[tuple[int, int], str] = {}
     for name in sorted(specs, key=_natural):
         if name not in tensors:
             raise LayoutError(f"the engine declared {name}, but registered no KV memory for it")
-        owners.setdefault(tensors[name].data_ptr(), name)
+        owners.setdefault((tables[name], tensors[name].data_ptr()), name)
     return list(owners.values())
 
 

@@ -16,6 +16,9 @@ from lmtier.cache import Match, Reservation
 from lmtier.index import Entry, State
 from lmtier.layout import Form, Layout, Shard, form_of
 
+NULL_BLOCK = 0
+"""In a request's block table: a block that has left a sliding window."""
+
 _Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
 
 
@@ -26,6 +29,8 @@ class RankFacts(KVConnectorHandshakeMetadata):
     layout: bytes
     shard: Shard
     run: int
+    from_scratch: str
+    """A backend that cannot go on from loaded KV, or nothing."""
 
 
 @dataclass
@@ -38,11 +43,16 @@ class LoadPlan:
     marks: dict[int, tuple[bytes, ...]]
     foreign: dict[int, _Foreign]
     """Chunks that are stored in another form than this engine's."""
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """Of each block table."""
     computed_tokens: int
+    request: str
+    """The request that waits for this one, if it does: an asynchronous load."""
 
     @classmethod
-    def of(cls, match: Match, block_ids: list[int], computed_tokens: int) -> LoadPlan:
+    def of(
+        cls, match: Match, block_ids: list[list[int]], computed_tokens: int, request: str = ""
+    ) -> LoadPlan:
         foreign: dict[int, _Foreign] = {}
         for number, entry in enumerate(match.run):
             if entry.form is not match.form:
@@ -57,6 +67,7 @@ class LoadPlan:
             foreign,
             block_ids,
             computed_tokens,
+            request,
         )
 
     def match(self, form: Form) -> Match:
@@ -78,11 +89,11 @@ class SavePlan:
     chunks: list[int]
     keys: list[bytes]
     offsets: list[tuple[int, ...]]
-    block_ids: list[int]
-    """Of these chunks, one after the other."""
+    block_ids: list[list[int]]
+    """Of these chunks, one after the other, by table."""
 
     @classmethod
-    def of(cls, reservation: Reservation, block_ids: Sequence[int], blocks_a_chunk: int) -> SavePlan:
+    def of(cls, reservation: Reservation, tables: Sequence[Sequence[int]], blocks_a_chunk: int) -> SavePlan:
         chunks = list(reservation.entries)
         return cls(
             reservation.id,
@@ -90,9 +101,12 @@ class SavePlan:
             [entry.key for entry in reservation.entries.values()],
             [entry.offsets for entry in reservation.entries.values()],
             [
-                block
-                for chunk in chunks
-                for block in block_ids[chunk * blocks_a_chunk : (chunk + 1) * blocks_a_chunk]
+                [
+                    block
+                    for chunk in chunks
+                    for block in table[chunk * blocks_a_chunk : (chunk + 1) * blocks_a_chunk]
+                ]
+                for table in tables
             ],
         )
 

@@ -15,11 +15,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from lmtier.cache import CPU, Match
@@ -28,14 +30,22 @@ from lmtier.keys import KeyChain, namespace, seed
 from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
 from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of
+from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import LoadPlan, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
 from lmtier_integrations.vllm.settings import Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
 log = logging.getLogger("vllm.lmtier")
 
-_NULL_BLOCK = 0
+try:
+    _tables_of = KVConnectorBlockState.get_block_ids
+except AttributeError:  # before 0.30: only the tables that this step made longer
+
+    def _tables_of(state: KVConnectorBlockState, req_id: str) -> tuple[list[int], ...] | None:
+        return state.block_ids.get(req_id)
+
+
 _FRESH = 0.1  # seconds until a lookup that found less than everything is made again
 _LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
 _AHEAD = 0.5  # of the slab may be leased by requests that the engine has not come to
@@ -58,14 +68,20 @@ class Known:
 
 
 class Scheduler:
-    def __init__(self, config: VllmConfig, settings: Settings, launcher: Launcher) -> None:
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
+    ) -> None:
         transfer = config.kv_transfer_config
+        window = window_of(cache)
+        self.waits_for_loads = bool(window) or len(cache.kv_cache_groups) > 1
+        """Whether loads are asynchronous. Where blocks leave windows, a synchronous one that fails cannot be
+        taken back: earlier blocks, which the engine would compute from, were never loaded."""
         self._settings, self._launcher = settings, launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = config.cache_config.block_size
         self.client = launcher.connect("vllm scheduler")
         self.chunk_tokens = self.client.chunk_tokens
-        check_chunks(self.chunk_tokens, self._block_tokens)
+        check_chunks(self.chunk_tokens, self._block_tokens, window)
         if self._loads and transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 'lmtier: kv_load_failure_policy is "fail": should the cache lose what it promised, '
@@ -79,7 +95,8 @@ class Scheduler:
         """The run of the server on which all ranks are: only what is promised there can be loaded."""
         self._followed: dict[int, int] = {}
         self._known: dict[str, Known] = {}
-        self._promised: dict[str, Match] = {}
+        self._promised: dict[str, tuple[Match, list[list[int]]]] = {}
+        """What the engine has taken, and the blocks for it."""
         self._loading: dict[int, tuple[Match, int]] = {}
         """Match -> how many ranks still copy."""
         self._epoch = 0
@@ -94,9 +111,17 @@ class Scheduler:
             raise LayoutError("no worker has said what KV it holds: was register_kv_caches called?")
         if len(layouts) != 1:
             raise LayoutError(f"the workers disagree about the model's KV: {sorted(layouts)}")
+        backends = {facts.from_scratch for facts in ranks.values()} - {""}
+        if self._loads and backends:
+            self._loads = False
+            log.warning(
+                "lmtier: %s computes every prompt from its first token, and would answer wrongly behind "
+                "loaded KV: nothing is loaded; what is computed is still saved",
+                ", ".join(backends),
+            )
         layout = Layout.from_json(layouts.pop())
         self._form = form_of(layout, dict.fromkeys(ranks[rank].shard for rank in sorted(ranks)))
-        self._identity = completed(self._identity, layout)
+        self._identity = completed(self._identity, layout, self.client.approximation)
         self._seeds.clear()
         self._ranks = len(ranks)
         runs = {facts.run for facts in ranks.values()}
@@ -214,7 +239,7 @@ class Scheduler:
         self._bring_up(match)
         return match.ready
 
-    def allocated(self, request: Request, external_tokens: int) -> None:
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for the request, and takes so many of the tokens that it was promised."""
         known = self._known.get(request.request_id)
         if known is None or known.match is None:
@@ -225,14 +250,15 @@ class Scheduler:
             return
         known.match = None
         known.looked_at = float("-inf")  # should it be preempted, another look is due
-        self._promised[request.request_id] = match
+        self._promised[request.request_id] = match, list(blocks.get_block_ids())
         self.stats.add("loaded_tokens", external_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
         """Which tiers the tokens come from that were promised just now."""
-        match, known = self._promised.get(request.request_id), self._known.get(request.request_id)
-        if match is None or known is None:
+        promised, known = self._promised.get(request.request_id), self._known.get(request.request_id)
+        if promised is None or known is None:
             return {}
+        match, _ = promised
         found: dict[str, int] = {}
         first, inside = divmod(known.computed, self.chunk_tokens)
         for source in match.sources[first:]:
@@ -262,12 +288,12 @@ class Scheduler:
         return plan
 
     def _plan_loads(self, plan: Plan, output: SchedulerOutput) -> None:
-        for request_id, match in self._promised.items():
-            blocks = self._blocks(output, request_id)
-            if not blocks:
+        for request_id, (match, tables) in self._promised.items():
+            waits = request_id if self.waits_for_loads else ""
+            if not waits and request_id not in output.num_scheduled_tokens:
                 self.client.release(match)
                 continue
-            plan.loads.append(LoadPlan.of(match, blocks, self._known[request_id].computed))
+            plan.loads.append(LoadPlan.of(match, tables, self._known[request_id].computed, waits))
             self._loading[match.id] = match, self._ranks
         self._promised.clear()
 
@@ -305,24 +331,26 @@ class Scheduler:
     def _plan_save(self, plan: Plan, output: SchedulerOutput, known: Known, tokens: int) -> None:
         assert self._form is not None
         full = tokens // self.chunk_tokens
-        known.due = (full + 1) * self.chunk_tokens
         a_chunk = self.chunk_tokens // self._block_tokens
-        blocks = self._blocks(output, known.request.request_id)
-        if len(blocks) < full * a_chunk or _NULL_BLOCK in blocks[known.stored * a_chunk : full * a_chunk]:
+        tables = self._blocks(output, known.request.request_id)
+        if not tables:
+            return  # not shown in this step; the one that takes another block will
+        known.due = (full + 1) * self.chunk_tokens
+        new = slice(known.stored * a_chunk, full * a_chunk)
+        if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
             return
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
         reservation = self.client.reserve(keys, self._form, first=known.stored)
         known.stored = full - reservation.dropped
         if reservation.entries:
-            plan.saves.append(SavePlan.of(reservation, blocks, a_chunk))
+            plan.saves.append(SavePlan.of(reservation, tables, a_chunk))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
             self.client.disown(reservation)
 
     @staticmethod
-    def _blocks(output: SchedulerOutput, request_id: str) -> list[int]:
+    def _blocks(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[int]]:
         state = output.kv_connector_block_state
-        tables = state.get_block_ids(request_id) if state is not None else None
-        return list(tables[0]) if tables else []
+        return (_tables_of(state, request_id) if state is not None else None) or ()
 
     # ---- what became of it
 
@@ -344,7 +372,7 @@ class Scheduler:
         known = self._known.pop(request.request_id, None)
         if known is not None:
             self._drop(known)
-        match = self._promised.pop(request.request_id, None)
+        match, _ = self._promised.pop(request.request_id, (None, None))
         if match is not None:
             self.client.release(match)
 

@@ -31,8 +31,8 @@ class Settings:
     """Of the private server."""
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any], block_tokens: int) -> Settings:
-        """From vLLM's extra config, for an engine with blocks of this size."""
+    def of(cls, extra: Mapping[str, Any], block_tokens: int, window: int) -> Settings:
+        """From vLLM's extra config, for an engine with such blocks and its smallest sliding window."""
         own = {each.name: type(each.default) for each in fields(cls) if each.name != "config"}
         for name, value in extra.items():
             if name not in own and name not in _SERVERS:
@@ -47,16 +47,27 @@ class Settings:
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
         config = Config(**{name: extra[name] for name in _SERVERS if name in extra})
         if "chunk_tokens" not in extra:
-            config = replace(config, chunk_tokens=-(-config.chunk_tokens // block_tokens) * block_tokens)
-        check_chunks(config.chunk_tokens, block_tokens)
+            size = -(-config.chunk_tokens // block_tokens) * block_tokens
+            if window:
+                size = min(size, max(block_tokens, window // block_tokens * block_tokens))
+            config = replace(config, chunk_tokens=size)
+        if "server" not in extra:
+            check_chunks(config.chunk_tokens, block_tokens, window)
         return cls(**{name: extra[name] for name in own if name in extra}, config=config)
 
 
-def check_chunks(chunk_tokens: int, block_tokens: int) -> None:
+def check_chunks(chunk_tokens: int, block_tokens: int, window: int) -> None:
+    """A chunk is saved when it is complete, so then all of it must still be in the window."""
     if chunk_tokens % block_tokens:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens} is not whole blocks of this engine, which have {block_tokens} "
             "tokens: choose a multiple of that, or another --block-size"
+        )
+    if window and chunk_tokens > max(window, block_tokens):
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is longer than this model's sliding window of {window} tokens: "
+            f"choose {max(block_tokens, window // block_tokens * block_tokens)} or less, or start the engine "
+            "with --disable-hybrid-kv-cache-manager"
         )
 
 

@@ -27,9 +27,9 @@ from lmtier.mover import Load, Mover, Save
 from lmtier.paging import PagedKV
 from lmtier.server.client import Client
 from lmtier.server.engines import RUN_SHIFT
-from lmtier_integrations.vllm.kv import Declared, declare
+from lmtier_integrations.vllm.kv import Declared, declare, window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import LoadPlan, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
 from lmtier_integrations.vllm.settings import LAYERWISE, Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
@@ -50,6 +50,9 @@ class Worker:
         self._are_hooks_called = False
         self._epoch = 0
         self._failed_blocks: set[int] = set()
+        self._arrived: set[str] = set()
+        self._lost: set[str] = set()
+        """Requests that waited for a load: it has ended, and of those, it has failed."""
         self._left_over: list[Reservation] = []
         """Reservations that could not be ended, because the server did not answer just then."""
         self._report = Report()
@@ -61,13 +64,13 @@ class Worker:
         """Prove that these tensors can be saved and loaded, and join the server."""
         rank = self._config.parallel_config.rank
         self.client: Client = self._launcher.connect(f"vllm worker {rank}")
-        check_chunks(self.client.chunk_tokens, self._config.cache_config.block_size)
+        check_chunks(self.client.chunk_tokens, self._config.cache_config.block_size, window_of(self._cache))
         declared = declare(self._config, self._cache, tensors, self.client.chunk_tokens)
         if declared.writes:  # what ends with this process is only known now
             client, self.client = self.client, self._launcher.connect(f"vllm worker {rank}", declared.shard)
             client.close()
         self._declared = declared
-        kv = PagedKV(declared.layout, declared.shard, declared.tensors)
+        kv = PagedKV(declared.layout, declared.shard, declared.tensors, tables=declared.tables)
         self.mover = Mover(
             self.client, kv, Identity(model=self._config.model_config.model), ranks=declared.shards
         )
@@ -77,12 +80,13 @@ class Worker:
     def _spare_blocks(self, declared: Declared) -> list[int]:
         """Blocks that no request has yet; never the engine's null block, which is number 0."""
         kernel_blocks = self._cache.num_blocks * declared.ratio
-        need = 2 * declared.layout.blocks + _GUARDS
+        need = 2 * declared.layout.blocks * (max(declared.tables) + 1) + _GUARDS
         first = max(declared.ratio, kernel_blocks - need)
         return list(range(kernel_blocks - 1, first - 1, -1))
 
     def facts(self) -> RankFacts:
-        return RankFacts(self._declared.layout.to_json(), self._declared.shard, self.client.run)
+        declared = self._declared
+        return RankFacts(declared.layout.to_json(), declared.shard, self.client.run, declared.from_scratch)
 
     def close(self) -> None:
         self.client.close()
@@ -141,10 +145,18 @@ class Worker:
                 self._left_over.append(reservation)
 
     def start_load(self) -> None:
-        if not self._is_layerwise and self._loads:
-            began = time.perf_counter()
-            for _, _, load in self._loads:
+        """Whole loads: those that a request waits for, and with mode=step all."""
+        began, synchronous = time.perf_counter(), []
+        for each in self._loads:
+            plan, match, load = each
+            if plan.request or not self._is_layerwise:
                 load.all()
+            if plan.request:
+                self._finish_load(plan, match, load)
+            else:
+                synchronous.append(each)
+        if self._loads:
+            self._loads = synchronous
             self.stats.add("load_seconds", time.perf_counter() - began)
 
     def wait_for_layer(self, name: str) -> None:
@@ -171,19 +183,25 @@ class Worker:
 
     def _finish_loads(self) -> None:
         for plan, match, load in self._loads:
-            whole = load.tokens
             if self._is_layerwise and not self._are_hooks_called:
                 log.error("lmtier: the engine did not call the hooks of its layers; set mode=step")
                 self._fail(plan)
+                self.client.disown(match)
             else:
                 load.all()  # of layers that did not run in this step: of a draft model, say
-                believed = load.finish()
-                if believed < whole:
-                    self._fail(plan, believed)
-                self.stats.add("load_bytes", self._bytes(whole - plan.computed_tokens))
-                self._report.loaded[plan.id] = 1
-            self.client.disown(match)
+                self._finish_load(plan, match, load)
         self._loads = []
+
+    def _finish_load(self, plan: LoadPlan, match: Match, load: Load) -> None:
+        whole = load.tokens
+        believed = load.finish()
+        if believed < whole:
+            self._fail(plan, believed)
+        self.stats.add("load_bytes", self._bytes(whole - plan.computed_tokens))
+        self._report.loaded[plan.id] = 1
+        if plan.request:
+            self._arrived.add(plan.request)
+        self.client.disown(match)
 
     def _finish_saves(self) -> None:
         began = time.perf_counter()
@@ -199,20 +217,30 @@ class Worker:
         self.stats.add("save_seconds", time.perf_counter() - began)
 
     def _fail(self, plan: LoadPlan, believed: int = 0) -> None:
-        """Tell the engine which blocks to compute after all; nothing that was computed on them is stored."""
-        self._epoch = max(self._epoch, self._plan.epoch) + 1
+        """Tell the engine what to compute after all; nothing that was computed on it is stored."""
         self.stats.add("load_failures")
         self._report.loaded[plan.id] = 1
+        if plan.request:  # nothing was computed on it: it still waits, and starts anew
+            self._arrived.add(plan.request)
+            self._lost.add(plan.request)
+            return
+        self._epoch = max(self._epoch, self._plan.epoch) + 1
         size = self._config.cache_config.block_size
         first = max(believed, plan.computed_tokens) // size
         end = len(plan.keys) * self.client.chunk_tokens // size
-        self._failed_blocks.update(plan.block_ids[first:end])
+        (blocks,) = plan.block_ids
+        self._failed_blocks.update(blocks[first:end])
 
     # ---- after a step
 
     def failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def arrivals(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended, and those of them that have to be computed."""
+        arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
+        return arrived, lost
 
     def report(self) -> Report | None:
         if not (self._report.loaded or self._report.runs) and self._report.epoch == self._epoch:
@@ -223,9 +251,15 @@ class Worker:
 
     # ---- blocks
 
-    def _kernel_blocks(self, blocks: list[int]) -> list[int]:
+    def _kernel_blocks(self, tables: list[list[int]]) -> list[list[int]]:
+        """As the tensors number them; the null block, which stands for those that left a window, as -1."""
         ratio = self._declared.ratio
-        return blocks if ratio == 1 else [block * ratio + part for block in blocks for part in range(ratio)]
+        if ratio == 1 and not any(NULL_BLOCK in table for table in tables):
+            return tables
+        return [
+            [block * ratio + part if block != NULL_BLOCK else -1 for block in table for part in range(ratio)]
+            for table in tables
+        ]
 
     def _bytes(self, tokens: int) -> int:
         return self.mover.kv.nbytes * tokens // self.client.chunk_tokens
