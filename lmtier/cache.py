@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from lmtier.below import Below
+from lmtier.below import UNBOUNDED, Below
 from lmtier.codec import NO_MARK, Header
 from lmtier.config import Config, without_login
+from lmtier.curve import Curve
 from lmtier.errors import ConfigError, MisuseError
 from lmtier.index import Entry, Index, State
+from lmtier.journal import Journal
 from lmtier.keys import is_value
 from lmtier.layout import Form, Name, Shard, form_of, padded
 from lmtier.metrics import Metrics
@@ -39,6 +41,7 @@ _TRIES = 64  # evictions for one chunk before its room is given up as too fragme
 _LOADING_SHARE = 7 / 8  # of the slab that may wait for tiers below: one that hangs must not take all of it
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
 _SEEN = 64  # prefixes whose recency below is brought up to date in the next step
+_FACTORS = (0.5, 1, 2, 4, 8)  # of a tier's size, for which the curve is shown
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +130,7 @@ class Cache:
         """
         self.config = config
         self.chunk_tokens = config.chunk_tokens
+        self.approximation = config.approximation
         self.metrics = metrics or Metrics()
         self._wake = threading.Event()
         self._tell = wake
@@ -171,8 +175,12 @@ class Cache:
         self._evicted = [below for below in self.below if below.write == "evicted"]
         self._room = 0  # of the largest chunk so far
         self._took_room = False
+        self._journal: Journal | None = None
         self.no_room_at = float("-inf")
         """When somebody last found no room, because all there is was leased; in time.monotonic()."""
+        self.curve = Curve(self._reach)
+        self._sizes = [0.0, 0.0, 0.0]
+        """Chunks asked, and what they take: bytes in the slab, bytes at rest."""
         self._declare()
         self._prefault = None
         if config.prefault:
@@ -230,6 +238,9 @@ class Cache:
         self._find_below(match)
         self._settle_if_ready(match)
         if whole:
+            self.curve.saw(names, asked / self.chunk_tokens)
+            for i, size in enumerate((1, form.room, form.at_rest)):
+                self._sizes[i] += size * len(names)
             self.metrics.lookup_seconds.observe(time.monotonic() - began)
         return match
 
@@ -302,9 +313,9 @@ class Cache:
         match.asking -= 1
         sizes = [padded(size) for size in match.form.sizes]
         for key in match.keys[match.chunks :]:
-            stats = [found.get(Name(key, shard)) for shard in match.form.shards]
-            if [stat and stat.nbytes for stat in stats] != sizes:
-                break
+            stats = (found.get(Name(key, shard)) for shard in match.form.shards)
+            if not all(stat and stat.nbytes <= size for stat, size in zip(stats, sizes, strict=True)):
+                break  # less is what a codec left of it
             match.sources.append(below.label)
             match.below.append(below)
         self._settle_if_ready(match)
@@ -365,7 +376,7 @@ class Cache:
         self._loading -= entry.nbytes
         waiters = self._waiters.pop(entry, [])
         failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
-        if failure == "foreign":
+        if failure == "foreign" and not isinstance(result, Reason):
             below.discard(entry.key, entry.form)
         if not failure:
             self.index.ready(entry)
@@ -468,6 +479,7 @@ class Cache:
                 break
             run.append(entry)
         self._saw(keys, run)
+        self.curve.saw(keys, 0)
 
     # ---- save: reserve, commit, abort
 
@@ -656,8 +668,8 @@ class Cache:
     def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
         """Forget everything that is not leased; with `force` also that. Later releases are harmless.
 
-        `namespace`, from `keys.namespace`, says of which model. Tiers that must be asked are shared, and
-        keep theirs.
+        `namespace`, from `keys.namespace`, says of which model. Tiers that must be asked are searched for it,
+        for all who share them: `flush` waits for that, and until then nothing of it is found in them here.
         """
         for entry in self.index.entries():
             if entry.key.startswith(namespace) and (force or not entry.leases):
@@ -784,6 +796,36 @@ class Cache:
         self._evicted_chunks = metrics.evictions.labels(CPU, "capacity")
         self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
         metrics.leased_bytes.set_function(lambda: index.pinned)
+        for label, capacity, size in self._places():
+            for factor in _FACTORS:
+                metrics.mrc_hit_ratio.labels(label, f"{factor:g}").set_function(
+                    partial(self._would_hit, factor * capacity, size)
+                )
+
+    def _places(self) -> list[tuple[str, int, int]]:
+        """The bounded tiers: label, bytes, and which of `_sizes` its chunks have."""
+        lower = [(each.label, each.index.capacity, 2) for each in self.below if each.index is not None]
+        return [(CPU, self.index.capacity, 1), *(place for place in lower if place[1] < UNBOUNDED)]
+
+    def _would_hit(self, capacity: float, size: int) -> float:
+        return self.curve.hit_ratio(capacity * self._sizes[0] / self._sizes[size] if self._sizes[0] else 0)
+
+    def _reach(self) -> float:
+        """The chunks of the largest tier that is shown."""
+        return max(
+            _FACTORS[-1] * capacity * self._sizes[0] / self._sizes[size] if self._sizes[0] else 0
+            for _, capacity, size in self._places()
+        )
+
+    def follow(self) -> Journal:
+        """What comes and goes, from the first call on, in the slab and in tiers that know what they hold."""
+        if self._journal is None:
+            self._journal = Journal()
+            self.index.changed = partial(self._journal.note, CPU)
+            for below in self.below:
+                if below.index is not None:
+                    below.index.changed = partial(self._journal.note, below.label)
+        return self._journal
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Chunks, bytes used and capacity per tier, as they are now."""

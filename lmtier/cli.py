@@ -1,4 +1,4 @@
-"""The `lmtier` command: serve, ping, stats, top, clear; config, bench, demo, verify."""
+"""The `lmtier` command: serve, ping, stats, top, clear; config, bench, demo, verify, simulate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -73,9 +73,63 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--fix", action="store_true", help="delete what is corrupt or orphaned")
     verify.set_defaults(run=_verify)
 
-    for command in (bench, show, verify):
+    simulate = _add_simulate(commands)
+
+    for command in (bench, show, verify, simulate):
         command.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
+
+
+def _add_simulate(commands: Any) -> Any:
+    simulate = commands.add_parser(
+        "simulate",
+        help="what a cache would have done with a trace of requests",
+        description="Replay a trace through the real cache without its bytes. Commas in --policy, --write and"
+        " in the options of a tier make one configuration of each: cpu://?capacity=16GiB,64GiB.",
+    )
+    what = simulate.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "trace", nargs="?", type=Path, help="a request log: of Mooncake's, Qwen-Bailian's or Azure's format"
+    )
+    what.add_argument("--synthetic", choices=("multi-turn", "agentic", "rag"), help="make one up instead")
+    simulate.add_argument("--requests", type=int, default=5_000, metavar="N", help="how many to make up")
+    simulate.add_argument("--seed", type=int, default=1, metavar="N", help="the same seed, the same trace")
+    simulate.add_argument(
+        *("--tier", "-t"),
+        action="append",
+        required=True,
+        metavar="URL",
+        help="a tier, the top one first: cpu://?capacity=64GiB, disk://?capacity=1TiB",
+    )
+    simulate.add_argument("--policy", default="", metavar="NAME,…", help="of all tiers: lru, arc, …")
+    simulate.add_argument(
+        "--write", default="", metavar="RULE,…", help="of all lower tiers: always, reused, …"
+    )
+    simulate.add_argument(
+        "--bytes-per-token", default="128KiB", metavar="SIZE", help="KV of the model (default: %(default)s)"
+    )
+    simulate.add_argument("--chunk-tokens", type=int, metavar="N", help="default: 256, or the trace's blocks")
+    simulate.add_argument("--block-tokens", type=int, metavar="N", help="of the trace, if it does not tell")
+    simulate.add_argument(
+        "--prefill", type=float, default=10_000, metavar="N", help="tokens a second that the engine computes"
+    )
+    simulate.add_argument(
+        *("--bandwidth",),
+        action="append",
+        default=[],
+        metavar="TIER=SIZE",
+        help="bytes a second: cpu=20GB, disk=3GB (default: these; others 1GB)",
+    )
+    simulate.add_argument(
+        *("--latency",),
+        action="append",
+        default=[],
+        metavar="TIER=TIME",
+        help="until the first byte: disk=1ms (default: this; others 2ms)",
+    )
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help="hits by capacity: out.svg, out.png")
+    simulate.set_defaults(run=_simulate)
+    return simulate
 
 
 _SET = "override one setting; of the server: serve.NAME=VALUE"
@@ -288,6 +342,60 @@ def _bench(args: argparse.Namespace) -> int:
         complain("a quick run is a smoke test: sizes are tiny, floors are not enforced")
         return 0
     return 0 if all(row.ok for row in rows) else 1
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from lmtier.sim import report, synthetic, traces
+    from lmtier.sim.replay import Hardware, replay
+
+    configurations = report.variants(args.tier, args.policy, args.write)
+    for urls in configurations:
+        config.Config(tiers=urls)  # what is wrong is said before the work begins
+    for name in ("requests", "prefill", "chunk_tokens", "block_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
+    if args.plot:
+        report.check_plot(args.plot)
+    hardware = Hardware(
+        prefill=args.prefill,
+        bandwidth=_by_tier("bandwidth", args.bandwidth, config.parse_size),
+        latency=_by_tier("latency", args.latency, config.parse_seconds),
+    )
+    if args.synthetic:
+        trace = synthetic.make(args.synthetic, requests=args.requests, seed=args.seed)
+    else:
+        trace = traces.read(args.trace, block_tokens=args.block_tokens)
+    chunk_tokens = args.chunk_tokens or max(256, trace.block_tokens)
+    per_token = config.parse_size(args.bytes_per_token)
+    outcomes = []
+    with Progress(len(configurations)) as progress:
+        for urls in configurations:
+            outcome = replay(
+                trace, urls, chunk_tokens=chunk_tokens, bytes_per_token=per_token, hardware=hardware
+            )
+            outcomes.append(outcome)
+            progress.step(report.described(outcome.specs))
+    if args.json:
+        say(json.dumps([report.as_json(outcome) for outcome in outcomes], indent=2))
+    else:
+        say(report.summary(trace, chunk_tokens, per_token, hardware))
+        say()
+        say(report.report(outcomes))
+    if args.plot:
+        report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
+    return 0
+
+
+def _by_tier(what: str, pairs: Sequence[str], read: Callable[[str], float]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for pair in pairs:
+        label, separator, text = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--{what} {pair}: write it as tier=value")
+        values[label] = read(text)
+        if values[label] <= 0:
+            raise ConfigError(f"--{what} {pair}: must be more than 0")
+    return values
 
 
 _TIER = ("tier", "location", "capacity", "write", "policy", "options")

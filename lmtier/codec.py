@@ -10,36 +10,49 @@
                                           4080 16  xxh3-128 of bytes 0..4079
 
 A reader checks all of it before one byte is believed. docs/FORMAT.md says the same for other people's
-readers. No pickle, nothing is executed, nothing is allocated on a header's word.
+readers. No pickle, nothing is executed, nothing is allocated on a header's word: what is decoded has the
+size that the layout gives, and goes where the reader has room for it. The codecs are compression.py's.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import xxhash
 
+from lmtier.compression import CODECS, RAW, Codec, MissingLibrary, NotDecodable, find
 from lmtier.errors import LayoutError
+from lmtier.keys import is_value
 from lmtier.layout import PAGE, Layout, Name, Shard, padded
 
 MAGIC = b"lmtierKV"
 VERSION = 1
-RAW = b"raw"
 _HEAD = struct.Struct("<8sII32s4I16sQQ16sI12x")
 _ROOM = PAGE - 16 - _HEAD.size
 NO_MARK = b""
 MARK_ROOM = 3072
 """Bytes that a mark may take, which leaves enough for any layout."""
+_WORTH = 16
+"""A payload is stored encoded if that saves one part in so many: every reader pays for it."""
 
-__all__ = ["PAGE", "CorruptObject", "Header", "checksum", "padded", "peek", "read_header", "seal", "unseal"]
+__all__ = [
+    "PAGE", "CorruptObject", "Header", "Scratch", "UnreadableObject", "check", "checksum", "encode", "padded",
+    "peek", "read_header", "seal", "unseal", "worth",
+]  # fmt: skip
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class CorruptObject(Exception):
     """These bytes are not the object that was asked for; says why. Never leaves the worker thread."""
+
+
+class UnreadableObject(Exception):
+    """A sound object, for somebody who has what it takes to decode it. Never leaves the worker thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +64,77 @@ class Header:
     nbytes: int
     mark: bytes = NO_MARK
     """For KV, the fingerprint of the engine's raw blocks, if one was taken: of what (8), xxh3-64 (8)."""
+    codec: str = RAW
+    encoded: int = 0
+    """Payload bytes as stored, if they went through a codec."""
+
+    @property
+    def at_rest(self) -> int:
+        """Payload bytes as stored."""
+        return self.encoded or self.nbytes
+
+
+class Scratch:
+    """Memory for one thread to encode and decode in: taken once, kept, and as large as was ever needed."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Whole pages, aligned; what was taken before is overwritten."""
+        if len(self._memory) < padded(nbytes):
+            self._memory = memoryview(b"")  # the old goes before the new comes
+            self._memory = memoryview(mmap.mmap(-1, padded(nbytes)))
+        return self._memory[: padded(nbytes)]
 
 
 def checksum(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def worth(nbytes: int) -> int:
+    """The most that `nbytes` may take encoded: a page less, and a sixteenth. 0: no codec can do it."""
+    return max(0, nbytes - max(PAGE, nbytes // _WORTH))
+
+
+def encode(header: Header, payload: memoryview, codec: Codec, scratch: Scratch) -> tuple[Header, memoryview]:
+    """What to seal and store in place of `header` and `payload`: themselves if `codec` does not gain enough.
+
+    Named values stay as they are: a scan must tell their size from what is stored. So does not the mark
+    of KV that is stored approximately: the blocks it was made of will not come back.
+    """
+    body = payload[: header.nbytes]
+    room = worth(header.nbytes)
+    if not room or is_value(header.name.key):
+        return header, payload
+    memory = scratch.take(room)
+    got = codec.encode(body, memory[:room], header.layout, header.name.shard)
+    if not got:
+        return header, payload
+    memory[got : padded(got)] = bytes(padded(got) - got)
+    mark = header.mark if codec.is_exact else NO_MARK
+    return replace(header, mark=mark, codec=codec.name, encoded=got), memory[: padded(got)]
+
+
 def seal(page: memoryview, header: Header, payload: memoryview) -> None:
-    """Write the header of `payload` into `page`. One pass over the payload, outside the GIL."""
+    """Write the header of `payload`, as stored, into `page`. One pass over it, outside the GIL."""
     layout = header.layout.to_json()
     if len(layout) + len(header.mark) > _ROOM:
         raise LayoutError(
             f"layout and mark take {len(layout)} + {len(header.mark)} bytes, the header has room for {_ROOM}"
         )
     key, shard = header.name
-    body = payload[: header.nbytes]
+    body = payload[: header.at_rest]
     head = _HEAD.pack(
-        *(MAGIC, VERSION, len(layout), key, *shard, RAW),
-        *(header.nbytes, header.nbytes, checksum(body), len(header.mark)),
+        *(MAGIC, VERSION, len(layout), key, *shard, header.codec.encode()),
+        *(header.nbytes, header.at_rest, checksum(body), len(header.mark)),
     )
     page[:PAGE] = (head + layout + header.mark).ljust(PAGE - 16, b"\0") + bytes(16)
     page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
 
 
 def read_header(page: memoryview) -> tuple[Header, bytes]:
-    """The header in `page` and the payload's checksum. Raises CorruptObject."""
+    """The header in `page` and the checksum of the payload as stored. Raises CorruptObject."""
     if len(page) < PAGE:
         raise CorruptObject(f"truncated: {len(page)} bytes, the header takes {PAGE}")
     if page[:8] != MAGIC:
@@ -87,8 +146,11 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
         raise CorruptObject(f"format version {version}, this reader knows {VERSION}")
     if checksum(page[: PAGE - 16]) != page[PAGE - 16 : PAGE]:
         raise CorruptObject("header checksum differs")
-    if codec.rstrip(b"\0") != RAW or raw != stored:
+    word = _CODEC_NAMES.get(codec)
+    if word is None:
         raise CorruptObject(f"unknown codec {codec!r}")
+    if raw != stored if word == RAW else not 0 < stored < raw:
+        raise CorruptObject(f"{stored} bytes of {word} cannot stand for {raw}")
     try:
         if layout_len + mark_len > _ROOM:
             raise LayoutError("layout and mark do not fit in the header")
@@ -98,7 +160,11 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
             raise LayoutError(f"{raw} bytes, its layout says {layout.nbytes(shard)}")
     except LayoutError as error:
         raise CorruptObject(str(error)) from None
-    return Header(Name(key, shard), layout, raw, bytes(page[end : end + mark_len])), digest
+    mark, encoded = bytes(page[end : end + mark_len]), 0 if word == RAW else stored
+    return Header(Name(key, shard), layout, raw, mark, word, encoded), digest
+
+
+_CODEC_NAMES = {name.encode().ljust(16, b"\0"): name for name in (RAW, *CODECS)}
 
 
 def peek(page: memoryview, name: Name) -> tuple[Header, bytes]:
@@ -109,17 +175,49 @@ def peek(page: memoryview, name: Name) -> tuple[Header, bytes]:
     return header, digest
 
 
-def unseal(page: memoryview, payload: memoryview, name: Name, got: int | None = None) -> Header:
-    """Check everything; return the header. `got` is the number of payload bytes that arrived.
+def check(page: memoryview, payload: memoryview, name: Name, got: int | None = None) -> Header:
+    """Check an object as it is stored, but for what a codec makes of it; return the header.
 
-    `payload` may be longer than the object (extents are whole pages), never shorter.
+    `got` is the number of payload bytes that arrived. `payload` may be longer than the object (extents
+    are whole pages), never shorter.
     """
     header, digest = peek(page, name)
     arrived = len(payload) if got is None else got
-    if arrived < header.nbytes or len(payload) < header.nbytes:
-        raise CorruptObject(f"truncated: {arrived} of {header.nbytes} payload bytes")
-    if arrived not in (header.nbytes, padded(header.nbytes)):
-        raise CorruptObject(f"{arrived} payload bytes arrived, the header says {header.nbytes}")
-    if checksum(payload[: header.nbytes]) != digest:
+    if arrived < header.at_rest or len(payload) < header.at_rest:
+        raise CorruptObject(f"truncated: {arrived} of {header.at_rest} payload bytes")
+    if arrived not in (header.at_rest, padded(header.at_rest)):
+        raise CorruptObject(f"{arrived} payload bytes arrived, the header says {header.at_rest}")
+    if checksum(payload[: header.at_rest]) != digest:
         raise CorruptObject("payload checksum differs")
+    return header
+
+
+def unseal(
+    page: memoryview,
+    payload: memoryview,
+    name: Name,
+    got: int | None = None,
+    scratch: Scratch | None = None,
+) -> Header:
+    """`check`, and then decode in place. Raises CorruptObject, or UnreadableObject for want of a library.
+
+    What is decoded needs its full size in `payload`, and `scratch` for as much as was stored.
+    """
+    header = check(page, payload, name, got)
+    if header.codec == RAW:
+        return header
+    if len(payload) < header.nbytes:
+        raise CorruptObject(f"{header.nbytes} bytes decoded, where {len(payload)} are expected")
+    try:
+        codec = find(header.codec)
+        memory = (scratch or Scratch()).take(header.encoded)[: header.encoded]
+        # It is overwritten by what it stands for. By numpy, because that copies outside the GIL.
+        np.copyto(np.frombuffer(memory, "u1"), np.frombuffer(payload[: header.encoded], "u1"))
+        codec.decode(memory, payload[: header.nbytes], header.layout, header.name.shard)
+    except MissingLibrary as error:
+        raise UnreadableObject(str(error)) from None
+    except NotDecodable as error:
+        raise CorruptObject(f"{header.codec}: {error}") from None
+    beyond = payload[header.nbytes : padded(header.nbytes)]
+    beyond[:] = bytes(len(beyond))  # as if it had been stored as it was
     return header

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
+from lmtier.compression import CODECS, RAW, WORDS
 from lmtier.errors import ConfigError
 from lmtier.layout import PAGE
 from lmtier.policy import POLICIES
@@ -60,13 +61,13 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def without_login(url: str) -> str:
-    """A tier's URL for messages: who logs in, and with what, is ***."""
-    return re.sub(r"(?<=://)[^?]*@", "***@", url)
+    """A tier's URL for messages: who logs in, and with what, is ***; also where it should not stand."""
+    return re.sub(r"((?:password|token|secret)=)[^&]*", r"\1***", re.sub(r"(?<=://).*@", "***@", url))
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One tier URL, taken apart: `scheme://location?capacity=…&write=…&policy=…&its own options`."""
+    """One tier URL, taken apart: `scheme://location?capacity=…&write=…&policy=…&codec=…&its own options`."""
 
     url: str = field(repr=False)
     scheme: str
@@ -74,6 +75,7 @@ class TierSpec:
     capacity: int | None = None
     write: str = "always"
     policy: str = "arc"
+    codec: str = RAW
     options: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -96,7 +98,12 @@ class TierSpec:
         capacity = options.pop("capacity", None)
         write = options.pop("write", "always")
         policy = options.pop("policy", "arc")
-        for name, value, known in (("write", write, WRITES), ("policy", policy, tuple(POLICIES))):
+        codec = options.pop("codec", RAW)
+        for name, value, known in (
+            ("write", write, WRITES),
+            ("policy", policy, tuple(POLICIES)),
+            ("codec", codec, WORDS),
+        ):
             if value not in known:
                 raise ConfigError(
                     f"tier {without_login(url)!r}: unknown {name}={value}{suggest(value, known)}"
@@ -106,7 +113,7 @@ class TierSpec:
             raise ConfigError(
                 f"tier {without_login(url)!r}: capacity=0 holds nothing; leave the tier out instead"
             )
-        return cls(url, scheme, unquote(location), size, write, policy, options)
+        return cls(url, scheme, unquote(location), size, write, policy, codec, options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +160,17 @@ class Config:
     def specs(self) -> tuple[TierSpec, ...]:
         return tuple(TierSpec.parse(url) for url in self.tiers)
 
+    @property
+    def approximation(self) -> str:
+        """The codecs of its tiers that do not give back what they were given. They are part of every key."""
+        words = {spec.codec for spec in self.specs}
+        return ",".join(sorted(word for word in words if word in CODECS and not CODECS[word].is_exact))
+
 
 def _check_memory(spec: TierSpec) -> None:
     """Memory has a capacity and a policy; whatever else stands in the URL is a mistake."""
     extra = {*spec.options, *(["write"] if spec.write != "always" else [])}
+    extra |= {"codec"} if spec.codec != RAW else set()
     if extra:
         hint = suggest(min(extra), ("capacity", "policy"))
         raise ConfigError(f"tier {without_login(spec.url)!r}: unknown option {min(extra)!r}{hint}")
@@ -194,6 +208,8 @@ class Serving:
     """Seconds to finish in when told to stop."""
     linger: float = 0.0
     """Seconds without any connection after which the server stops by itself; 0: never."""
+    request_log: str = ""
+    """A file for what engines look up: keys and lengths, no text. To be replayed."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

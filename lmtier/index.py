@@ -13,7 +13,7 @@ All operations are O(1) but `evict`, which is O(victims + what it skips).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from enum import IntEnum
 
@@ -66,6 +66,8 @@ class Index:
         self.names: set[bytes] = set()
         """The keys of named values among them, complete ones."""
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self.changed: Callable[[bool, Iterable[bytes]], None] | None = None
+        """Told which keys have become READY (True) or left after that, if anybody follows."""
         self.get = self._entries.get
 
     def __repr__(self) -> str:
@@ -92,12 +94,12 @@ class Index:
             raise MisuseError(f"chunk {key.hex()[:8]} is here already")
         entry = self._entries[key] = Entry(key, form, nbytes, state)
         self._ghosts.pop(key, None)
+        self.link(entry, parent)
         self._policy.insert(entry)
         self.used += nbytes
         if state is not State.READY:
             entry.leases = makers
             self.pinned += nbytes
-        self.link(entry, parent)
         return entry
 
     def rekey(self, entry: Entry, key: bytes) -> None:
@@ -117,11 +119,20 @@ class Index:
         if is_value(entry.key):
             self.names.add(entry.key)
 
+    def resize(self, entry: Entry, nbytes: int) -> None:
+        """It takes less than was reserved for it."""
+        self.used += nbytes - entry.nbytes
+        if entry.leases:
+            self.pinned += nbytes - entry.nbytes
+        entry.nbytes = nbytes
+
     def ready(self, entry: Entry) -> None:
         """Its maker is done: visible from now on, and the maker's lease ends."""
         entry.state = State.READY
         if is_value(entry.key):
             self.names.add(entry.key)
+        if self.changed is not None:
+            self.changed(True, (entry.key,))
         self.release(entry)
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
@@ -157,6 +168,8 @@ class Index:
 
     def _take_out(self, entries: Sequence[Entry], *, evicted: bool) -> None:
         self._policy.remove(entries, evicted)
+        if self.changed is not None:
+            self.changed(False, [entry.key for entry in entries if entry.state is State.READY])
         for entry in entries:
             del self._entries[entry.key]
             self.link(entry, None)

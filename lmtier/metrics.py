@@ -7,8 +7,9 @@ cache's owner updates them, so sums are exact.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from lmtier import __version__
 
@@ -24,7 +25,7 @@ MISS_REASONS = {
     "partial_chunk": "the tokens after the last whole chunk, and the one that is always computed",
     "absent": "it was gone when it was to be loaded",
     "corrupt": "it was damaged or not what its name says, and was deleted",
-    "foreign": "its layout cannot be read by this engine",
+    "foreign": "its layout cannot be read by this engine, or its codec's library is not installed",
     "error": "its tier failed to read it",
     "full": "its tier had no room",
     "deadline": "it did not come in time",
@@ -39,21 +40,74 @@ MISS_REASONS = {
 }
 """Why a token that was asked for was not supplied: all the values of that label."""
 
+DROP_REASONS = {
+    "no_room": "everything that could leave was leased",
+    "aborted": "whoever was to write it gave up, or died",
+    "cleared": "somebody cleared the cache while it was written",
+    "queue_full": "too much waited to be written there",
+    "evicted_before_write": "it left the slab before its turn came",
+    "larger_than_tier": "it is larger than the whole tier",
+    "full": "the tier had no room, whatever its capacity says",
+    "error": "the tier failed to write it",
+    "deadline": "it was not written in time",
+    "closed": "the tier was closed",
+}
+"""Why a token that should have been stored in a tier was not."""
+
+LABELS = {
+    "tier": "`cpu`, then the scheme of each tier below: `disk`, `redis`; a second one is `disk-2`",
+    "reason": "see below",
+    "direction": "`down` is storing, `up` is loading",
+    "event": "`hit`, `missed`, `set`, `deleted`, `expired`, `refused`",
+    "op": "what the tier was asked to do: `store`, `load`, `peek`, `lookup`, `delete`, `scan`, `touch`, "
+    "`clear`. Of a queue: `store` is what is to be written, `all` every job in hand",
+    "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below had it",
+    "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
+    "kind": "who is connected: `engine`, `redis`, `http`",
+    "codec": "the words of `codec=`, but for `auto`: what that chose",
+    "stage": "`given` to the tier, and `stored` by it, header pages not included",
+    "version": "of lmtier",
+}
+"""Every label, and what it can be. All are bounded: by the settings, or by a list in the source."""
+
+
+class Declared(NamedTuple):
+    """One metric, as Prometheus will see it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
 
 class Metrics:
-    """One cache's metrics, in a registry of its own unless one is given."""
+    """One cache's metrics, in a registry of its own unless one is given.
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    `process` adds those of the whole process: memory, CPU, open files.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, process: bool = False) -> None:
         self.registry = registry or CollectorRegistry()
+        if process:
+            ProcessCollector(registry=self.registry)
+
+        self.declared: list[Declared] = []
+        """What there is, for docs/METRICS.md."""
+
+        def declare(name: str, kind: str, labels: tuple[str, ...], text: str) -> str:
+            full = f"lmtier_{name}"
+            self.declared.append(Declared(f"{full}_total" if kind == "counter" else full, kind, labels, text))
+            return full
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"lmtier_{name}", text, labels, registry=self.registry)
+            return Counter(declare(name, "counter", labels, text), text, labels, registry=self.registry)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"lmtier_{name}", text, labels, registry=self.registry)
+            return Gauge(declare(name, "gauge", labels, text), text, labels, registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"lmtier_{name}", text, labels, buckets=buckets, registry=self.registry)
+            full = declare(name, "histogram", labels, text)
+            return Histogram(full, text, labels, buckets=buckets, registry=self.registry)
 
         # tokens: asked = hit, over tiers, + missed, over reasons
         self.lookups = counter("lookups", "Prefix lookups that were settled.")
@@ -79,7 +133,11 @@ class Metrics:
             *(_SECONDS, "tier", "direction"),
         )  # fmt: skip
         self.lookup_seconds = histogram("lookup_seconds", "Seconds of the owner for one lookup.", _SECONDS)
+        self.codec_bytes = counter(
+            "codec_bytes", "Payload bytes of chunks that a tier with a codec took.", "tier", "stage"
+        )
         # state
+        self.codec = gauge("codec", "1: how this tier encodes what it stores now.", "tier", "codec")
         self.used_bytes = gauge("used_bytes", "Bytes in use.", "tier")
         self.capacity_bytes = gauge("capacity_bytes", "Bytes that may be used.", "tier")
         self.chunks = gauge("chunks", "Chunks held.", "tier")
@@ -93,6 +151,22 @@ class Metrics:
         self.hit_ratio = gauge(
             "recent_hit_ratio", f"Hit tokens over asked tokens of the last {_WINDOW} lookups."
         )
+        self.mrc_hit_ratio = gauge(
+            "mrc_hit_ratio",
+            "What the hit ratio would be if this tier were alone, LRU, and of size_factor times its size. "
+            "History fades with a half-life of an hour. NaN: nothing was asked.",
+            *("tier", "size_factor"),
+        )
+        # the server
+        self.ready = gauge("ready", "1 while the server is up and knows what its tiers hold.")
+        self.clients = gauge("clients", "Open connections to the server.", "kind")
+        self.owner_seconds = counter(
+            "owner_seconds",
+            "CPU seconds of the thread that owns the cache; near 1 a second, it is the limit.",
+        )
+        self.request_log_dropped = counter(
+            "request_log_dropped", "Lookups missing in the request log: its disk was too slow, or failed."
+        )
         # trouble
         self.evictions = counter("evictions", "Chunks that left a tier to make room.", "tier", "cause")
         self.tier_failures = counter("tier_failures", "Objects that did not work.", "tier", "op", "reason")
@@ -105,6 +179,11 @@ class Metrics:
         self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW)
         self._recent_asked = 0
         self._recent_hit = 0
+        self.hit_ratio.set_function(
+            lambda: self._recent_hit / self._recent_asked if self._recent_asked else 0.0
+        )
+        self._hit: dict[str, Counter] = {}  # a child costs less than labels(), which every lookup would call
+        self._missed = {reason: self.missed_tokens.labels(reason) for reason in MISS_REASONS}
 
     def settle(self, asked: int, hits: dict[str, int], missed: dict[str, int]) -> None:
         """Account for one lookup. Every token asked is hit in one tier or missed for one reason."""
@@ -113,10 +192,11 @@ class Metrics:
         self.lookups.inc()
         self.asked_tokens.inc(asked)
         for tier, tokens in hits.items():
-            self.hit_tokens.labels(tier).inc(tokens)
+            if tier not in self._hit:
+                self._hit[tier] = self.hit_tokens.labels(tier)
+            self._hit[tier].inc(tokens)
         for reason, tokens in missed.items():
-            assert reason in MISS_REASONS, f"{reason} is not a reason anybody declared"
-            self.missed_tokens.labels(reason).inc(tokens)
+            self._missed[reason].inc(tokens)
         if len(self._recent) == _WINDOW:
             old_asked, old_hit = self._recent[0]
             self._recent_asked -= old_asked
@@ -124,7 +204,6 @@ class Metrics:
         self._recent.append((asked, hit))
         self._recent_asked += asked
         self._recent_hit += hit
-        self.hit_ratio.set(self._recent_hit / self._recent_asked if self._recent_asked else 0)
 
     def value(self, name: str, **labels: str) -> float:
         """The current value of a sample, 0 if it never moved. Names are as in the exposition."""

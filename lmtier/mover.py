@@ -226,11 +226,21 @@ class Load:
             (chunk, entry, ids, done_blocks.get(chunk, 0))
             for chunk, (entry, ids) in enumerate(zip(match.run[first:], blocks, strict=True), start=first)
         ]
+        view, number = mover.cache.slab.view, mover.number
+        self._bound = [
+            kv.bind(ids, view(entry.offsets[number], kv.nbytes), first_block)
+            for _, entry, ids, first_block in self._chunks
+            if entry.form is mover.form
+        ]
+        self._foreign = [
+            (entry, ids, first_block)
+            for _, entry, ids, first_block in self._chunks
+            if entry.form is not mover.form
+        ]
 
     def layer(self, layer: int) -> None:
         """Load one layer of every chunk. Ready for the engine's attention when this returns."""
-        for _, entry, ids, first_block in self._chunks:
-            self._copy(layer, entry, ids, first_block)
+        self._copy(layer)
         self._missing.discard(layer)
 
     def all(self) -> None:
@@ -239,17 +249,18 @@ class Load:
             for layer in sorted(self._missing):
                 self.layer(layer)
             return
-        for _, entry, ids, first_block in self._chunks:
-            self._copy(None, entry, ids, first_block)
+        self._copy(None)
         self._missing.clear()
 
-    def _copy(self, layer: int | None, entry: Entry, ids: BlockIds, first_block: int) -> None:
+    def _copy(self, layer: int | None) -> None:
+        for bound in self._bound:
+            bound.scatter(layer)
+        for entry, ids, first_block in self._foreign:
+            self._convert(layer, entry, ids, first_block)
+
+    def _convert(self, layer: int | None, entry: Entry, ids: BlockIds, first_block: int) -> None:
         kv, view = self._mover.kv, self._mover.cache.slab.view
         form = entry.form
-        if form is self._mover.form:
-            offset = entry.offsets[self._mover.number]
-            kv.scatter(layer, view(offset, kv.nbytes), ids, first_block)
-            return
         assert form.layout is not None  # known since the chunk's header was read
         for held, part in cover(kv.shard, form.shards) or ():
             if layer is None or part.first_layer <= layer < part.end_layer:
@@ -313,9 +324,9 @@ class Save:
         cache = mover.cache
         self._mover = mover
         self.reservation = reservation
-        number = mover.number
+        number, kv = mover.number, mover.kv
         self._chunks = [
-            (chunk, entry, blocks[chunk], cache.slab.view(entry.offsets[number], mover.kv.nbytes))
+            (chunk, blocks[chunk], kv.bind(blocks[chunk], cache.slab.view(entry.offsets[number], kv.nbytes)))
             for chunk, entry in self.reservation.entries.items()
         ]
         self.tokens = len(self._chunks) * cache.chunk_tokens
@@ -323,15 +334,15 @@ class Save:
         self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
         self._missing = set(mover.kv.layers)
         self._prints: dict[int, dict[int, bytes]] = {
-            chunk: {} for chunk, entry, _, _ in self._chunks if mover.sampled(entry.key)
+            chunk: {} for chunk, entry in self.reservation.entries.items() if mover.sampled(entry.key)
         }
         """Chunk -> layer -> fingerprint."""
 
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk."""
         kv = self._mover.kv
-        for chunk, _, ids, extent in self._chunks:
-            kv.gather(layer, ids, extent)
+        for chunk, ids, bound in self._chunks:
+            bound.gather(layer)
             if chunk in self._prints:
                 self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
         self._missing.discard(layer)
@@ -343,8 +354,8 @@ class Save:
             for layer in sorted(self._missing):
                 self.layer(layer)
             return
-        for chunk, _, ids, extent in self._chunks:
-            kv.gather(None, ids, extent)
+        for chunk, ids, bound in self._chunks:
+            bound.gather(None)
             if chunk in self._prints:
                 for layer in self._missing:
                     self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)

@@ -1,4 +1,4 @@
-"""Who leaves: LRU, S3-FIFO and ARC behind one interface.
+"""Who leaves: LRU, S3-FIFO, ARC and one that adapts, behind one interface.
 
 A policy orders entries; it never decides that one may leave. The index asks for them in order and
 skips what is leased, unfinished, or still has a child (a tail leaves before its head, whatever the
@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Generator, Iterable
 from itertools import chain
-from typing import Generic, Protocol, TypeVar
+from struct import Struct
+from typing import Generic, Protocol, Self, TypeVar
 
 from lmtier.errors import ConfigError
 
@@ -21,6 +22,10 @@ class Keyed(Protocol):
 
     @property
     def key(self) -> bytes: ...
+
+    @property
+    def parent(self) -> Self | None:
+        """What comes before it in its chain, if that is resident; it cannot leave before this one."""
 
 
 E = TypeVar("E", bound=Keyed)
@@ -164,30 +169,17 @@ class S3FIFO(Policy[E]):
         return entry in self._small or entry in self._main
 
 
-class ARC(Policy[E]):
-    """Seen once and seen again, each an LRU list; ghosts of both move the border (Megiddo, FAST'03)."""
+class _TwoLists(Policy[E]):
+    """Seen once and seen again, each in LRU order, and a border between them."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[E, None] = OrderedDict()
         self._again: OrderedDict[E, None] = OrderedDict()
-        self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self._target = 0.0  # how many of the residents `once` may be
-        self._capacity = 0  # in entries: the most that were ever resident
 
-    def insert(self, entry: E) -> None:
-        if entry.key in self._once_ghosts:
-            step = max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
-            self._target = min(self._capacity, self._target + step)
-            del self._once_ghosts[entry.key]
-            self._again[entry] = None
-        elif entry.key in self._again_ghosts:
-            step = max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
-            self._target = max(0.0, self._target - step)
-            del self._again_ghosts[entry.key]
-            self._again[entry] = None
-        else:
-            self._once[entry] = None
+    @property
+    @abstractmethod
+    def target(self) -> float:
+        """How many of the residents `once` may be; it shrinks first while it is more."""
 
     def touch(self, entries: Iterable[E]) -> None:
         once, again = self._once, self._again
@@ -202,6 +194,50 @@ class ARC(Policy[E]):
     def refresh(self, entries: Iterable[E]) -> None:
         for entry in entries:
             (self._once if entry in self._once else self._again).move_to_end(entry)
+
+    def order(self) -> Generator[E, None, None]:
+        once, again = iter(self._once), iter(self._again)
+        left, target = len(self._once), self.target
+        while left > target and (entry := next(once, None)) is not None:
+            left -= 1
+            yield entry
+        yield from again
+        yield from once
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)
+
+    def __contains__(self, entry: E) -> bool:
+        return entry in self._once or entry in self._again
+
+
+class ARC(_TwoLists[E]):
+    """Ghosts of both lists move the border (Megiddo, FAST'03)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._target = 0.0
+        self._capacity = 0  # in entries: the most that were ever resident
+
+    @property
+    def target(self) -> float:
+        return self._target
+
+    def insert(self, entry: E) -> None:
+        if entry.key in self._once_ghosts:
+            step = max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
+            self._target = min(self._capacity, self._target + step)
+            del self._once_ghosts[entry.key]
+            self._again[entry] = None
+        elif entry.key in self._again_ghosts:
+            step = max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
+            self._target = max(0.0, self._target - step)
+            del self._again_ghosts[entry.key]
+            self._again[entry] = None
+        else:
+            self._once[entry] = None
 
     def remove(self, entries: Iterable[E], evicted: bool) -> None:
         once, again = self._once, self._again
@@ -222,23 +258,138 @@ class ARC(Policy[E]):
         while self._again_ghosts and len(self._once_ghosts) + len(self._again_ghosts) > self._capacity:
             self._again_ghosts.popitem(last=False)
 
-    def order(self) -> Generator[E, None, None]:
-        once, again = iter(self._once), iter(self._again)
-        left = len(self._once)
-        while left > self._target and (entry := next(once, None)) is not None:
-            left -= 1
-            yield entry
-        yield from again
-        yield from once
 
-    def __len__(self) -> int:
-        return len(self._once) + len(self._again)
+class Adaptive(_TwoLists[E]):
+    """Newcomers get nothing, or half of the room: whichever would have hit more lately.
 
-    def __contains__(self, entry: E) -> bool:
-        return entry in self._once or entry in self._again
+    Where memory is short, most of what comes leaves before it is asked for again, and only what was seen
+    before deserves room; where it is ample, recency is worth more. Which of the two holds is tried out all
+    the time on a sample of the keys, in two small caches that hold nothing else. What left lately is
+    remembered in a few bits, so that it is no newcomer when it returns. docs/POLICIES.md has the figures.
+    """
+
+    SHARES = (0.0, 0.5)
+    SAMPLE = 32  # one key in so many is tried
+    PROOF = 12  # hits that only one of the two had, less those that only the other had, until it is believed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = _Recent()
+        self._most = 0  # entries that were ever resident
+        self._trials = [_Trial(share) for share in self.SHARES]
+        self._balance = 0  # above 0, the second one hits more
+        self.share = self.SHARES[0]
+
+    @property
+    def target(self) -> float:
+        return self.share * len(self)
+
+    def insert(self, entry: E) -> None:
+        # Whoever asked for it before asked for what comes before it, too. Without this, the few that are
+        # mistaken for known would hold whole prompts: what comes before them cannot leave.
+        is_known = entry.key in self._left and (entry.parent is None or entry.parent not in self._once)
+        (self._again if is_known else self._once)[entry] = None
+        if entry.key[-1] % self.SAMPLE == 0:
+            self._try(entry.key, is_known)
+
+    def touch(self, entries: Iterable[E]) -> None:
+        run = list(entries)
+        super().touch(run)
+        sample = self.SAMPLE
+        for key in [entry.key for entry in run if entry.key[-1] % sample == 0]:
+            self._try(key, True)
+
+    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+        once, again, left = self._once, self._again, self._left
+        self._most = max(self._most, len(once) + len(again))
+        for entry in entries:
+            if entry in once:
+                del once[entry]
+            else:
+                del again[entry]
+            if evicted:
+                left.add(entry.key, self._most)
+
+    def _try(self, key: bytes, is_known: bool) -> None:
+        room = max(1, max(self._most, len(self)) // self.SAMPLE)
+        number = int.from_bytes(key[-8:])
+        first, second = (trial.has(number, is_known, room) for trial in self._trials)
+        if first is not second:
+            self._balance = max(-self.PROOF, min(self.PROOF, self._balance + second - first))
+            if abs(self._balance) == self.PROOF:
+                self.share = self.SHARES[self._balance > 0]
 
 
-POLICIES: dict[str, type[Policy[Keyed]]] = {"lru": LRU, "s3fifo": S3FIFO, "arc": ARC}
+class _Trial:
+    """A cache of keys alone, with the border where `share` says."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+
+    def has(self, key: int, is_known: bool, room: int) -> bool:
+        """Whether it would have been a hit. It is there from now on."""
+        once, again = self._once, self._again
+        if key in again:
+            again.move_to_end(key)
+            return True
+        if key in once:
+            del once[key]
+            again[key] = None
+            return True
+        (again if is_known else once)[key] = None
+        while len(once) + len(again) > room:
+            (once if len(once) > self._share * room or not again else again).popitem(last=False)
+        return False
+
+
+class _Recent:
+    """Which keys were added lately: the last 3 × `entries` of them, and some of those before.
+
+    A row of Bloom filters, the oldest dropped when the youngest is full. Of what was never added, one key in
+    twenty is taken for added. The end is sharp: if one chunk in ten were forgotten, most prompts would be.
+    """
+
+    FILTERS = 4
+    BITS = 10  # of a filter, a key
+    LEAST = 512  # bytes of a filter
+
+    def __init__(self) -> None:
+        self._filters: list[bytearray] = []
+        self._room = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        size = 0
+        for bits in self._filters:
+            if len(bits) != size:
+                size = len(bits)
+                a, b, c = _places(key, size)
+            if bits[a >> 3] >> (a & 7) & bits[b >> 3] >> (b & 7) & bits[c >> 3] >> (c & 7) & 1:
+                return True
+        return False
+
+    def add(self, key: bytes, entries: int) -> None:
+        if not self._room:
+            self._room = entries
+            fresh = bytearray(max(self.LEAST, entries * self.BITS // 8))
+            self._filters = [fresh, *self._filters[: self.FILTERS - 1]]
+        self._room -= 1
+        bits = self._filters[0]
+        for place in _places(key, len(bits)):
+            bits[place >> 3] |= 1 << (place & 7)
+
+
+_TWO_NUMBERS = Struct("<QQ").unpack_from
+
+
+def _places(key: bytes, nbytes: int) -> tuple[int, int, int]:
+    """Where a filter of `nbytes` keeps a key. Keys are hashes: no need for another one."""
+    first, step = _TWO_NUMBERS(key, len(key) - 16)
+    return first % (8 * nbytes), (first + step) % (8 * nbytes), (first + 2 * step) % (8 * nbytes)
+
+
+POLICIES: dict[str, type[Policy[Keyed]]] = {"lru": LRU, "s3fifo": S3FIFO, "arc": ARC, "adaptive": Adaptive}
 
 
 def make_policy(name: str) -> Policy[Keyed]:

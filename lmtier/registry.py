@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from lmtier.compression import CODECS, find
 from lmtier.config import TierSpec, parse_seconds, parse_size, suggest, without_login
 from lmtier.errors import ConfigError, TierError
 from lmtier.tier import Tier
@@ -52,7 +53,7 @@ def open_tier(spec: TierSpec) -> Tier:
     values: dict[str, object] = {}
     for name, text in spec.options.items():
         if name not in options:
-            known = options | {"capacity", "write", "policy"}
+            known = options | {"capacity", "write", "policy", "codec"}
             raise ConfigError(
                 f"tier {without_login(spec.url)!r}: unknown option {name!r}{suggest(name, known)}"
             )
@@ -63,8 +64,16 @@ def open_tier(spec: TierSpec) -> Tier:
             raise ConfigError(
                 f"tier {without_login(spec.url)!r}: {name}={text!r} is not of type {wanted}"
             ) from None
+    if spec.codec in CODECS:
+        find(spec.codec)  # before anything is opened
     factory: Callable[..., Tier] = cls
-    return factory(spec.location, **values)
+    tier = factory(spec.location, **values)
+    try:
+        tier.use_codec(spec.codec)
+    except BaseException:
+        tier.close()
+        raise
+    return tier
 
 
 _READERS: dict[object, Callable[[str], object]] = {

@@ -39,6 +39,9 @@ class Store(Protocol):
     def chunk_tokens(self) -> int: ...
 
     @property
+    def approximation(self) -> str: ...
+
+    @property
     def slab(self) -> Extents: ...
 
     @property

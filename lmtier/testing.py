@@ -77,6 +77,12 @@ def sample(number: int, nbytes: int = 2 * PAGE) -> Sample:
     return Sample(Header(name, layout, nbytes), payload)
 
 
+def replace_start(each: Sample, prefix: bytes) -> Sample:
+    """The same bytes under a key that begins with `prefix`."""
+    name = Name(prefix + each.name.key[len(prefix) :], each.name.shard)
+    return Sample(replace(each.header, name=name), each.payload)
+
+
 # ---- asking a tier
 
 
@@ -178,6 +184,13 @@ class _Around(Tier):
 
     def poll(self) -> list[Done]:
         return self._inner.poll()
+
+    def use_codec(self, name: str) -> None:
+        self._inner.use_codec(name)
+
+    @property
+    def codec(self) -> str:
+        return self._inner.codec
 
     def close(self) -> None:
         self._inner.close()
@@ -427,6 +440,7 @@ class SeamSuite:
             done = run(tier, Job(3, op, (each.item(),)))
             assert (done.ok, done.failed) == ({}, {each.name: Reason.CLOSED})
         assert run(tier, Job(4, Op.SCAN, ())).ok == {}
+        assert run(tier, Job(5, Op.CLEAR, ())).error
 
     def test_threads_end_with_close(self, tmp_path: Path) -> None:
         before = set(threading.enumerate())
@@ -527,6 +541,18 @@ class TierSuite(SeamSuite):
                 assert self.raw_objects(tmp_path).keys() == {names[2]}
             assert load(tier, names[0], PAGE)[0].failed == {names[0]: Reason.ABSENT}
             assert load(tier, names[2], objects[2].room)[0].ok
+
+    def test_clear_forgets_what_begins_with_a_prefix_and_nothing_else(self, tmp_path: Path) -> None:
+        objects = [sample(i, PAGE * (1 + i % 3)) for i in range(60)]
+        prefix = objects[7].name.key[:4]
+        cleared = [replace_start(each, prefix) if i % 2 else each for i, each in enumerate(objects)]
+        others = [each for each in cleared if not each.name.key.startswith(prefix)]
+        with closing(self.make(tmp_path)) as tier:
+            store(tier, *cleared)
+            for start, left in ((bytes(4), cleared), (prefix, others), (prefix, others), (b"", [])):
+                done = run(tier, Job(1, Op.CLEAR, (), prefix=start))
+                assert (done.ok, done.failed, done.error) == ({}, {}, "")
+                assert self.raw_objects(tmp_path) == {each.name: each.at_rest() for each in left}
 
     def test_a_store_may_be_repeated(self, tmp_path: Path) -> None:
         each = sample(1)

@@ -9,6 +9,8 @@ from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from lmtier.codec import Header
+from lmtier.compression import RAW
+from lmtier.errors import ConfigError
 from lmtier.layout import Name
 
 
@@ -20,6 +22,7 @@ class Op(Enum):
     PEEK = "peek"
     DELETE = "delete"
     TOUCH = "touch"
+    CLEAR = "clear"
 
 
 class Reason(StrEnum):
@@ -27,6 +30,7 @@ class Reason(StrEnum):
 
     ABSENT = "absent"
     CORRUPT = "corrupt"
+    FOREIGN = "foreign"
     FULL = "full"
     ERROR = "error"
     DEADLINE = "deadline"
@@ -58,13 +62,15 @@ class Job:
     items: tuple[Item, ...]
     deadline: float | None = None
     """In time.monotonic(). What has not begun by then fails with Reason.DEADLINE."""
+    prefix: bytes = b""
+    """CLEAR: every object whose key begins so is to go; only those that were there before are promised."""
 
 
 class Stat(NamedTuple):
     """What a tier knows of an object without reading it."""
 
     nbytes: int
-    """Payload bytes in whole pages: the room a LOAD needs."""
+    """Payload bytes as stored, in whole pages: the room a LOAD needs, if no codec made them fewer."""
     used: int = 0
     """When it was last used, in ns since the epoch."""
 
@@ -75,10 +81,12 @@ class Done:
 
     id: int
     ok: dict[Name, Header | Stat | None]
-    """LOAD: the verified header. PEEK: the header, and nothing said of the payload. LOOKUP, SCAN: a Stat."""
+    """LOAD: the verified header. PEEK: the header, and nothing said of the payload. LOOKUP, SCAN: a Stat.
+    STORE: a Stat if the object takes less than its payload, otherwise None."""
     failed: dict[Name, Reason] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
+    """Of a SCAN or CLEAR, which name no items: it failed, all or the rest of it."""
 
 
 class Tier(ABC):
@@ -97,6 +105,17 @@ class Tier(ABC):
     """True: what was stored stays until deleted, so the caller's index knows it. False: it may go, ask."""
 
     wake: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def codec(self) -> str:
+        """What is done to payloads now; of `auto`, what it chose."""
+        return RAW
+
+    def use_codec(self, name: str) -> None:
+        """Store what comes from now on so, one of `compression.WORDS`; before the first job. Reading needs
+        no word: headers say it."""
+        if name != RAW:
+            raise ConfigError(f"{type(self).__name__} stores objects as they are: codec={name} is not for it")
 
     @abstractmethod
     def submit(self, job: Job) -> None:

@@ -17,11 +17,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from lmtier import codec
-from lmtier.codec import Header
+from lmtier.autocodec import Auto
+from lmtier.codec import Header, Scratch
+from lmtier.compression import AUTO, RAW, Codec, find
 from lmtier.layout import Name
 from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
 
@@ -45,7 +48,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a thread takes: one object of a LOAD, PEEK or STORE, or a whole LOOKUP, SCAN or DELETE."""
+    """What a thread takes: one object of a LOAD, PEEK or STORE, or a whole LOOKUP, SCAN, DELETE or CLEAR."""
 
     job: Job
     items: tuple[Item, ...]
@@ -59,13 +62,21 @@ class _Result:
     error: str = ""
 
 
+class _Desk:
+    """What a thread has of its own for ever: no fresh memory on the data path, aligned for O_DIRECT."""
+
+    def __init__(self) -> None:
+        self.page = memoryview(mmap.mmap(-1, codec.PAGE))
+        self.scratch = Scratch()
+
+
 class BlockingTier(Tier):
-    """Subclass this and write plain blocking functions: four, and two more for a warm start.
+    """Subclass this and write plain blocking functions: four; two more for a warm start, or `clear`.
 
     The functions run on several threads at once, never twice at once for the same name. They may raise:
     FileNotFoundError is a miss, TimeoutError a deadline, OSError with ENOSPC a full tier, anything else
-    an error; none of them reaches the caller as an exception. Checksums are made before `write` and
-    checked after `read`, on the same thread; an object that fails is deleted.
+    an error; none of them reaches the caller as an exception. Objects are encoded and their checksums made
+    before `write`, checked and decoded after `read`, on the same thread; one that fails is deleted.
 
     Reads and writes have threads of their own, so that neither waits behind a queue of the other; and
     lookups, with `askers`, for a tier of which every request asks.
@@ -80,6 +91,8 @@ class BlockingTier(Tier):
         # All writers at once would share the cores for their first checksums, and the storage would wait
         # for all of them; a few at a time, the first write begins when the first checksum is done.
         self._sealing = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+        self._codec: Codec | None = None
+        self._auto: Auto | None = None
         self._lookups: SimpleQueue[_Part | None] = SimpleQueue() if askers else self._reads
         self._queues = [self._reads] * readers + [self._writes] * writers + [self._lookups] * askers
         self._threads = [
@@ -114,7 +127,27 @@ class BlockingTier(Tier):
         """Everything that is there, for a warm start. A tier that does not keep has nothing to say."""
         return ()
 
+    def clear(self, prefix: bytes) -> Iterable[None]:
+        """Forget every object whose key begins so, some at a time, and yield between.
+
+        Asked of a tier that does not keep, and does not `scan`: nobody here knows its names.
+        """
+        for name, _ in self.scan():
+            if name.key.startswith(prefix):
+                self.delete([name])
+                yield
+
     # ---- the seam
+
+    def use_codec(self, name: str) -> None:
+        self._auto = Auto() if name == AUTO else None
+        self._codec = find(name) if name not in (AUTO, RAW) else None
+
+    @property
+    def codec(self) -> str:
+        if self._auto is not None:
+            return self._auto.name
+        return RAW if self._codec is None else self._codec.name
 
     def submit(self, job: Job) -> None:
         whole = job.op not in (Op.LOAD, Op.STORE, Op.PEEK)
@@ -126,7 +159,7 @@ class BlockingTier(Tier):
             self._running[job.id].waiting_for = 1
             self.wake()
             return
-        queue = self._writes if job.op in (Op.STORE, Op.DELETE) else self._reads
+        queue = self._writes if job.op in (Op.STORE, Op.DELETE, Op.CLEAR) else self._reads
         queue = self._lookups if job.op is Op.LOOKUP else queue
         for items in parts:
             queue.put(_Part(job, items))
@@ -165,14 +198,13 @@ class BlockingTier(Tier):
     # ---- the threads
 
     def _work(self, queue: SimpleQueue[_Part | None]) -> None:
-        # One header page a thread for ever: no fresh memory on the data path, aligned for O_DIRECT.
-        page = memoryview(mmap.mmap(-1, codec.PAGE))
+        desk = _Desk()
         while (part := queue.get()) is not None:
-            self._results.put(self._attempt(part, page))
+            self._results.put(self._attempt(part, desk))
             self.wake()
 
-    def _attempt(self, part: _Part, page: memoryview) -> _Result:
-        result = self._try(part, page)
+    def _attempt(self, part: _Part, desk: _Desk) -> _Result:
+        result = self._try(part, desk)
         victims = [item.replaces for item in part.items if item.replaces is not None]
         must_go = victims and result.failed and Reason.CLOSED not in result.failed.values()
         # The caller counts them as gone, whatever became of the store, but for what is said here.
@@ -180,14 +212,14 @@ class BlockingTier(Tier):
             result.failed.update(dict.fromkeys(victims, Reason.ERROR))
         return result
 
-    def _try(self, part: _Part, page: memoryview) -> _Result:
+    def _try(self, part: _Part, desk: _Desk) -> _Result:
         job, names = part.job, [item.name for item in part.items]
         if self._closing.is_set():
             return self._fail(job, names, Reason.CLOSED, "")
         if job.deadline is not None and time.monotonic() > job.deadline:
             return self._fail(job, names, Reason.DEADLINE, "")
         try:
-            return _Result(job.id, self._do(job.op, part.items, names, page))
+            return _Result(job.id, self._do(job, part.items, names, desk))
         except (FileNotFoundError, KeyError) as error:
             if job.op is Op.STORE:  # not a miss: the place to store it has gone
                 return self._fail(job, names, Reason.ERROR, repr(error))
@@ -196,20 +228,28 @@ class BlockingTier(Tier):
             log.error("lmtier: %s is corrupt, deleting it: %s", names[0], error)
             self._discard(names)
             return self._fail(job, names, Reason.CORRUPT, str(error))
+        except codec.UnreadableObject as error:  # left alone: others may share the tier
+            _warn_once(str(error))
+            return self._fail(job, names, Reason.FOREIGN, str(error))
         except TimeoutError as error:
             return self._fail(job, names, Reason.DEADLINE, str(error))
         except Exception as error:  # noqa: BLE001 - the thread's edge; counted by the caller as a miss
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return self._fail(job, names, Reason.FULL if full else Reason.ERROR, repr(error))
 
-    def _do(self, op: Op, items: tuple[Item, ...], names: list[Name], page: memoryview) -> Outcome:
-        match op:
+    def _do(self, job: Job, items: tuple[Item, ...], names: list[Name], desk: _Desk) -> Outcome:
+        page = desk.page
+        match job.op:
             case Op.LOAD:
                 (item,) = items
+                began = time.perf_counter()
                 got = self.read(item, (page, item.payload))
                 if got < codec.PAGE:
                     raise codec.CorruptObject(f"truncated: {got} bytes, the header takes 4096")
-                return {item.name: codec.unseal(page, item.payload, item.name, got - codec.PAGE)}
+                if self._auto is not None:
+                    self._auto.read(got, time.perf_counter() - began)
+                got -= codec.PAGE
+                return {item.name: codec.unseal(page, item.payload, item.name, got, desk.scratch)}
             case Op.PEEK:
                 (item,) = items
                 return {item.name: codec.peek(page[: self.read(item, (page,))], item.name)[0]}
@@ -218,9 +258,13 @@ class BlockingTier(Tier):
                 if item.header is None:
                     raise ValueError("a STORE item needs a header")
                 with self._sealing:
-                    codec.seal(page, item.header, item.payload)
-                self.write(item, (page, item.payload))
-                return {item.name: None}
+                    header, payload = self._encoded(item.header, item.payload, desk.scratch)
+                    codec.seal(page, header, payload)
+                began = time.perf_counter()
+                self.write(item, (page, payload))
+                if self._auto is not None:
+                    self._auto.wrote(codec.PAGE + len(payload), time.perf_counter() - began)
+                return {item.name: Stat(len(payload)) if header.encoded else None}
             case Op.DELETE:
                 self.delete(names)
                 return dict.fromkeys(names)
@@ -232,6 +276,15 @@ class BlockingTier(Tier):
             case Op.SCAN:
                 with collector_paused():
                     return dict(self.scan())
+            case Op.CLEAR:
+                for _ in self.clear(job.prefix):
+                    if self._closing.is_set():
+                        raise ConnectionError("closed in the middle")
+                return {}
+
+    def _encoded(self, header: Header, payload: memoryview, scratch: Scratch) -> tuple[Header, memoryview]:
+        way = self._codec if self._auto is None else self._auto.pick(header, payload, scratch)
+        return (header, payload) if way is None else codec.encode(header, payload, way, scratch)
 
     def _discard(self, names: list[Name]) -> bool:
         try:
@@ -243,7 +296,7 @@ class BlockingTier(Tier):
 
     @staticmethod
     def _fail(job: Job, names: list[Name], reason: Reason, error: str) -> _Result:
-        return _Result(job.id, {}, dict.fromkeys(names, reason), error)
+        return _Result(job.id, {}, dict.fromkeys(names, reason), error if names else error or reason.value)
 
 
 class Crew:
@@ -286,6 +339,11 @@ class Crew:
                 ends.put(error)
             else:
                 ends.put(None)
+
+
+@lru_cache(maxsize=64)
+def _warn_once(why: str) -> None:
+    log.warning("lmtier: objects that cannot be decoded here are misses: %s", why)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from enum import StrEnum
 from io import FileIO
 from pathlib import Path
 
-from lmtier.codec import PAGE, CorruptObject, padded, read_header, unseal
+from lmtier.codec import PAGE, CorruptObject, check, padded, read_header
 from lmtier.errors import ConfigError, TierError
 from lmtier.layout import Name
 from lmtier.tier import Item, Stat
@@ -218,14 +218,14 @@ def verify(root: str | Path, fix: bool = False, progress: Callable[[int, int], N
 def _check(path: str, name: Name, direct: int, page: memoryview, payload: memoryview) -> memoryview:
     """Raise CorruptObject unless `path` holds `name`; return the buffer, grown if it had to be."""
     _read(path, direct, (page,))
-    need = padded(read_header(page)[0].nbytes)
+    need = padded(read_header(page)[0].at_rest)
     size = os.stat(path, follow_symlinks=False).st_size
     if size != PAGE + need:  # before memory is taken on a header's word
         raise CorruptObject(f"the file has {size} bytes, its header says {PAGE + need}")
     if len(payload) < need:
         payload = memoryview(mmap.mmap(-1, need))
     got = _read(path, direct, (page, payload[:need]))
-    unseal(page, payload[:need], name, got - PAGE)
+    check(page, payload[:need], name, got - PAGE)
     return payload
 
 

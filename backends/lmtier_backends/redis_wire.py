@@ -32,6 +32,7 @@ _INLINE = 16 << 10  # a longer piece of a command goes out from where it lies
 _LONGEST_LINE = 16 << 10
 _LONGEST_REPLY = 1 << 20
 _DEEPEST = 6
+_IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
 _PIECES = 512  # that sendmsg takes at once
 _TIMEVAL = struct.Struct("@ll")
 
@@ -65,8 +66,10 @@ class Login:
 
     def commands(self) -> list[tuple[Argument, ...]]:
         said: list[tuple[Argument, ...]] = []
-        if self.password:
-            said.append(("AUTH", *([self.username] if self.username else []), self.password))
+        if self.username:  # also without a password: who needs none must not be taken for somebody else
+            said.append(("AUTH", self.username, self.password))
+        elif self.password:
+            said.append(("AUTH", self.password))
         if self.db:
             said.append(("SELECT", self.db))
         return said
@@ -88,8 +91,8 @@ def command(*args: Argument) -> list[Buffer]:
     pieces: list[Buffer] = []
     text = b"*%d\r\n" % len(args)
     for arg in args:
-        if isinstance(arg, (str, int)):
-            arg = str(arg).encode()
+        if not isinstance(arg, bytes) and isinstance(arg, (str, int)):
+            arg = str(arg).encode("utf-8", "surrogateescape")  # a password need not be text
         if isinstance(arg, bytes) and len(arg) < _INLINE:  # as most are
             text += b"$%d\r\n%b\r\n" % (len(arg), arg)
             continue
@@ -131,7 +134,8 @@ def dial(address: Address, until: float, login: Login = NOBODY, tls: ssl.SSLCont
             wire.send([piece for each in said for piece in command(*each)], until)
             for _ in said:
                 if isinstance(reply := wire.reply(until), Refused):
-                    raise reply
+                    secret = login.password[:8]  # some repeat what they were told, or the beginning of it
+                    raise Refused(reply.text.partition(secret)[0] if secret else reply.text)
     except BaseException:
         sock.close()
         raise
@@ -153,6 +157,7 @@ def _connect(address: Address, until: float) -> socket.socket:
             if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
         except OSError as error:
             sock.close()
             problem = error
@@ -264,6 +269,10 @@ class Wire:
 
     def _line(self, until: float, most: int = _BUFFER) -> bytes:
         """The next line. At first not more than `most` bytes are taken off the socket."""
+        end = self._raw.find(CRLF, self._at, self._end)
+        if end > self._at and self._raw.find(b"\n", self._at, end) < 0:  # most are all here
+            start, self._at = self._at, end + 2
+            return bytes(self._raw[start:end])
         line = b""
         while True:
             if self._at == self._end:

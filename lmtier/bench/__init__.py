@@ -87,6 +87,8 @@ PATHS = {
     "load from redis, 32 MiB objects": Bound("GB/s", 0.70, 0.90),
     "store to redis, against redis-py": Bound("GB/s", 2.0, 3.0),
     "load from redis, against redis-py": Bound("GB/s", 2.0, 3.0),
+    "look up 512 keys in redis, against redis-py": Bound("ms", 20.0, 2.0),
+    "look up 512 keys in redis, against a PING": Bound("ms", 20.0, 2.0),
     "match 128k tokens, Python list": Bound("ms", 8.0, 5.0),
     "match 128k tokens, int32 array": Bound("ms", 3.0, 1.5),
     "match 128k tokens, kept keys": Bound("ms", 0.4, 0.2),
@@ -128,8 +130,9 @@ def measure(
         copies.small: ("save to cpu, 1 MiB", "load from cpu, 1 MiB"),
         disk.store_and_load: ("store to disk", "load from disk"),
         redis.store_and_load: ("store to redis", "load from redis"),
+        redis.lookups: ("look up 512 keys in redis",),
         server.values: ("SET", "GET"),
-        server.engines: ("look up", "bytes"),
+        server.engines: ("look up 512 keys over", "bytes"),
     }
     wanted = [path for path in PATHS if only in path]
     if not wanted:

@@ -1,4 +1,5 @@
-"""The Redis tier beside a bare socket that moves the same bytes, and beside redis-py with whole values.
+"""The Redis tier beside a bare socket that moves the same bytes, and beside redis-py: whole values, a
+pipeline that asks the same of the same keys, and a PING, the least that a question costs.
 
 All over TCP on this host. The bare socket is one, because redis is one thread that moves bytes: it takes
 no checksum, keeps nothing and speaks no protocol.
@@ -13,16 +14,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count, cycle
+from statistics import median
 from typing import Any
 
 from lmtier.bench import Samples, Scale
 from lmtier.bench.copies import large_layout, paired, seconds, touched
-from lmtier.bench.server import NAMES, Bare, free_port, module, process, redis_process
+from lmtier.bench.server import LOOKUP_CHUNKS, NAMES, REPEATS, Bare, free_port, module, process, redis_process
 from lmtier.codec import Header
 from lmtier.config import TierSpec
-from lmtier.layout import Layout, Name
+from lmtier.layout import PAGE, Layout, Name
 from lmtier.registry import open_tier
-from lmtier.testing import run
+from lmtier.testing import opaque_layout, pages, run
 from lmtier.tier import Item, Job, Op, Tier
 
 ROOM = 64  # objects that fit into the server, of which the last NAMES are loaded
@@ -61,6 +63,43 @@ def store_and_load(scale: Scale) -> Samples:
                 objects.store()
             for number in range(scale.rounds):
                 yield paired(f"load from redis, {what}", total, number, objects.load, _batch(receive))
+
+
+def lookups(scale: Scale) -> Samples:
+    if not shutil.which("redis-server"):
+        return
+    shard = opaque_layout(PAGE).whole
+    names = [Name(hashlib.sha256(b"%d" % number).digest(), shard) for number in range(LOOKUP_CHUNKS)]
+    with ExitStack() as stack:
+        port = stack.enter_context(redis_process(scale.directory)).getpeername()[1]
+        client = _redis_py(port)
+        if client is None:
+            return
+        stack.enter_context(closing(client))
+        url = f"redis://127.0.0.1:{port}?deadline=1m"
+        tier = stack.enter_context(closing(open_tier(TierSpec.parse(url))))
+        for name in names:
+            header = Header(name, opaque_layout(PAGE), PAGE)
+            assert run(tier, Job(1, Op.STORE, (Item(name, pages(PAGE), header),)), PATIENCE).ok
+        keys = list(client.scan_iter(count=1000))
+        question = Job(1, Op.LOOKUP, tuple(map(Item, names)))
+
+        def find() -> None:
+            assert len(run(tier, question, PATIENCE).ok) == LOOKUP_CHUNKS
+
+        def pipeline() -> None:
+            with client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.getrange(key, 0, 31)
+                assert len(pipe.execute()) == LOOKUP_CHUNKS
+
+        for path, limit in (
+            ("look up 512 keys in redis, against redis-py", pipeline),
+            ("look up 512 keys in redis, against a PING", client.ping),
+        ):
+            for _ in range(scale.rounds):
+                ours, bound = (median(seconds(work) for _ in range(REPEATS)) for work in (find, limit))
+                yield path, ours * 1e3, bound * 1e3
 
 
 class Objects:

@@ -31,6 +31,8 @@ from lmtier.cache import CPU, Match, Reservation
 from lmtier.config import Config
 from lmtier.errors import ConfigError, LMTierError, MisuseError, TierError
 from lmtier.index import Entry, State
+from lmtier.journal import Change
+from lmtier.keys import KEY_BYTES
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
 from lmtier.server.engines import MAX_MS, PROTOCOL, RUN_SHIFT
 from lmtier.server.resp import INCOMPLETE, Error, ProtocolError, Replies, command
@@ -119,6 +121,8 @@ class Client:
         self._try_after = 0.0
         self._matches: dict[int, Match] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._read_to: tuple[int, int] | None = None
+        """Up to where `changes` were read: the server's run, and the position."""
         try:
             self._link = _Link(address, token, self._hello, timeout)
         except (OSError, ProtocolError) as error:
@@ -126,6 +130,7 @@ class Client:
         self.slab = self._link.window
         self.config = self._link.config
         self.chunk_tokens = self.config.chunk_tokens
+        self.approximation = self._link.approximation
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "no server" if self._outage else "connected"
@@ -341,6 +346,24 @@ class Client:
         prefix = ("PREFIX", namespace.hex()) if namespace else ()
         self._call("LMTIER.CLEAR", *prefix, *(("FORCE",) if force else ()))
 
+    def changes(self) -> list[Change] | None:
+        """What came and went on the server since the last call; the first starts it.
+
+        None: some of it is not known, so whatever was there may be gone.
+        """
+        link, before = self._reach(), self._read_to
+        if link is None:
+            return []
+        is_new = before is None or before[0] != link.run
+        position = () if before is None or is_new else (before[1],)
+        reply = self._call("LMTIER.CHANGES", *position, link=link)
+        found = self._understood(lambda: _changes(reply)) if isinstance(reply, list) else None
+        if found is None:
+            return []
+        end, is_lost, changes = found
+        self._read_to = link.run, end
+        return None if is_lost or (is_new and before is not None) else changes
+
     def stats(self) -> dict[str, dict[str, int]]:
         """As Cache.stats. Empty if no server answers."""
         reply = self._call("LMTIER.STATS")
@@ -396,11 +419,11 @@ class Client:
         except (OSError, ProtocolError, TierError) as error:
             self._down(_said(error), is_news=isinstance(error, TierError))
             return False
-        if link.config.chunk_tokens != self.chunk_tokens:
-            link.close()
-            why = f"it came back with chunk_tokens={link.config.chunk_tokens}, not {self.chunk_tokens}"
-            self._down(why, is_news=True)
-            return False
+        for name, now in (("chunk_tokens", link.config.chunk_tokens), ("approximation", link.approximation)):
+            if now != (mine := getattr(self, name)):  # the keys that are known here are not those there
+                link.close()
+                self._down(f"it came back with {name}={now}, not {mine}", is_news=True)
+                return False
         self._link, self.slab, self.config = link, link.window, link.config
         self._back()
         return True
@@ -583,6 +606,7 @@ class _Link:
             facts = _fields(self._ask(until, address, "LMTIER.HELLO", PROTOCOL, *hello))
             capacity = self._ask(until, address, "LMTIER.SLAB")
             self.run: int = facts["run"]
+            self.approximation: str = facts.get("approximation", b"").decode()
             self.config = Config(
                 chunk_tokens=facts["chunk_tokens"],
                 verify=facts["verify"].decode(),
@@ -711,6 +735,20 @@ def _fields(reply: Any) -> dict[str, Any]:
     """A flat map."""
     names = iter(reply)
     return {name.decode(): value for name, value in zip(names, names, strict=True)}
+
+
+def _changes(reply: list[Any]) -> tuple[int, bool, list[Change]]:
+    end, is_lost, *runs = reply
+    parts = iter(runs)
+    return (
+        int(end),
+        bool(is_lost),
+        [
+            Change(tier.decode(), bool(came), keys[at : at + KEY_BYTES])
+            for tier, came, keys in zip(parts, parts, parts, strict=True)
+            for at in range(0, len(keys), KEY_BYTES)
+        ],
+    )
 
 
 def _describe(match: Match, fields: dict[str, Any], entries: Sequence[Entry]) -> bool:

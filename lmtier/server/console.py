@@ -32,7 +32,7 @@ TIMEOUT = 5.0
 PORT = 6380
 MINUTES = 15.0
 """How far back a server remembers, and `top` looks."""
-_CLEARING = 60.0  # a million chunks are not forgotten in TIMEOUT
+_CLEARING = 60.0  # a million chunks are not forgotten in TIMEOUT, nor those of a shared tier found
 _SHOWN = 20  # clients
 
 
@@ -321,15 +321,18 @@ def clear(remote: Remote, model: str | None, *, force: bool) -> str:
     """Forget the KV of one model; None: everything. Says what is gone."""
     before = remote.snapshot()
     words = ["LMTIER.CLEAR"] + ([] if model is None else ["NAMESPACE", model]) + (["FORCE"] if force else [])
-    remote.ask(*words, timeout=_CLEARING)
+    remote.ask(*words, "WAIT", str(round(1000 * _CLEARING)), timeout=2 * _CLEARING)
     after = remote.snapshot()
     left = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
-    gone = {tier["tier"]: (tier["chunks"] or 0) - left.get(tier["tier"], 0) for tier in before["tiers"]}
+    counted = {tier["tier"]: tier["chunks"] for tier in before["tiers"] if tier["chunks"] is not None}
+    gone = {tier: chunks - left.get(tier, 0) for tier, chunks in counted.items()}
+    searched = [tier["tier"] for tier in before["tiers"] if tier["chunks"] is None]
     what = "everything" if model is None else f"the KV of {model}"
     said = f"forgot {what}: " + ", ".join(
-        f"{max(0, count):,} chunks in {tier}" for tier, count in gone.items()
+        [*(f"{max(0, count):,} chunks in {tier}" for tier, count in gone.items())]
+        + [f"whatever was in {tier}" for tier in searched]
     )
-    if model is not None and not any(gone.values()):
+    if model is not None and not (any(gone.values()) or searched):
         said += "; the name must be the one that its engine gives"
     if after["leased_bytes"] and not force:
         said += f"; what is in use ({size(after['leased_bytes'])}) was kept: --force forgets that too"

@@ -34,6 +34,7 @@ from lmtier.server.commands import (
     Waiting,
     WithDescriptor,
 )
+from lmtier.server.request_log import RequestLog
 from lmtier.server.resp import Error, Simple
 
 PROTOCOL = 1
@@ -41,6 +42,8 @@ MAX_KEYS = 65_536
 """In one request."""
 MAX_HELD = 65_536
 """Matches in a session; as many reservations."""
+MAX_CHANGES = 4096
+"""In one reply."""
 MAX_FORMS = 64
 MAX_SHARDS = 1024
 MAX_NAME = 128
@@ -70,8 +73,9 @@ class Session:
 class Engines:
     """The verbs `LMTIER.*` over one cache. Called by the cache's owner."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, log: RequestLog | None = None) -> None:
         self.cache = cache
+        self._log = log
         self.run = secrets.randbits(63 - RUN_SHIFT)
         self._ids = count((self.run << RUN_SHIFT) + 1)
         self._shared: dict[str, Session] = {}
@@ -94,6 +98,7 @@ class Engines:
             "CLEAR": (self._clear, -1, "write"),
             "FLUSH": (self._flush, 2, "write"),
             "VERIFIED": (self._verified, 3, "fast"),
+            "CHANGES": (self._changes, -1, "readonly"),
             "STATS": (self._stats, 1, "readonly"),
             "CHECK": (self._check, 1, "admin"),
         }
@@ -163,6 +168,7 @@ class Engines:
             "chunk_tokens": self.cache.chunk_tokens,
             "capacity": self.cache.slab.capacity,
             "verify": config.verify,
+            "approximation": config.approximation,
             "load_deadline": config.load_deadline,
             "slab": caller.is_local and self.cache.slab.fd is not None,
         }
@@ -196,6 +202,8 @@ class Engines:
         tokens = _number(arguments[2], "a number of tokens")
         deadline = _number(arguments[3], "a deadline in milliseconds", MAX_MS) / 1000
         match = self.cache.match(_keys(arguments[4:]), form, tokens=tokens or None, deadline=deadline)
+        if self._log is not None:
+            self._log.note(match.keys, match.asked_tokens)
         number = next(self._ids)
         session.matches[number] = match
         return _described(number, match)
@@ -299,6 +307,18 @@ class Engines:
 
     # ---- the whole cache
 
+    def _changes(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """[where to go on, was anything lost, then tier, 1 came or 0 left, keys, of each run of changes]."""
+        journal = self.cache.follow()
+        position = _number(arguments[1], "a position") if len(arguments) > 1 else journal.end
+        changes = journal.since(position, MAX_CHANGES)
+        if changes is None:
+            return [journal.end, 1]
+        reply: list[Any] = [position + len(changes), 0]
+        for (tier, came), run in groupby(changes, key=lambda change: change[:2]):
+            reply += [tier.encode(), int(came), b"".join(change.key for change in run)]
+        return reply
+
     def _discard(self, caller: Caller, arguments: list[Argument]) -> Any:
         for key in _keys(arguments[1:]):
             entry = self.cache.index.get(key)
@@ -313,6 +333,10 @@ class Engines:
 
     def _clear(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [_text(each) for each in arguments[1:]]
+        until = None
+        if len(words) > 1 and words[-2].upper() == "WAIT":
+            until = time.monotonic() + _number(arguments[-1], "a timeout in milliseconds", MAX_MS) / 1000
+            del words[-2:]
         force = bool(words) and words[-1].upper() == "FORCE"
         match words[:-1] if force else words:
             case []:
@@ -322,11 +346,23 @@ class Engines:
             case [option, digits] if option.upper() == "PREFIX":
                 prefix = _hex(digits.encode())
             case _:
-                raise _refused("ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [FORCE]")
+                raise _refused("ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [FORCE] [WAIT ms]")
         if not self.cache.is_warm:
             raise _refused("LOADING what the tiers hold is not known yet, so it cannot be cleared")
         self.cache.clear(prefix, force=force)
-        return OK
+        return OK if until is None else self._clearing(until)
+
+    def _clearing(self, until: float) -> Waiting:
+        """Until all is gone, or it cannot be: a tier that fails is not waited for."""
+        tiers = self.cache.below
+        while (
+            any(not (each.is_clear or each.clearing.is_open) for each in tiers) and time.monotonic() < until
+        ):
+            yield None
+        left = [f"{each.label} {each.why_uncleared}".strip() for each in tiers if not each.is_clear]
+        if not left:
+            return OK
+        return Error(f"TRYAGAIN it is still there, to be deleted, and not used meanwhile: {', '.join(left)}")
 
     def _flush(self, caller: Caller, arguments: list[Argument]) -> Any:
         until = time.monotonic() + _number(arguments[1], "a timeout in milliseconds", MAX_MS) / 1000

@@ -15,7 +15,7 @@ from typing import TypedDict
 from urllib.parse import unquote
 
 from lmtier import __version__
-from lmtier.below import Below
+from lmtier.below import UNBOUNDED, Below
 from lmtier.cache import CPU, Cache
 from lmtier.config import TierSpec
 from lmtier.metrics import MISS_REASONS
@@ -23,8 +23,6 @@ from lmtier.metrics import MISS_REASONS
 Client = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
 
-_UNBOUNDED = 1 << 60
-"""A capacity that nobody gave."""
 _SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
@@ -112,6 +110,7 @@ class Report:
     def snapshot(self) -> Snapshot:
         cache, metrics = self._cache, self._cache.metrics
         why_not = self.why_not_ready()
+        missed = whole(metrics.sums(metrics.missed_tokens, "reason"))
         up_down = ("tier", "direction")
         moved = whole(metrics.sums(metrics.transfer_bytes, *up_down))
         seconds = metrics.sums(metrics.transfer_seconds, *up_down)
@@ -125,7 +124,7 @@ class Report:
                 "url": url,
                 "chunks": None if index is None else len(index),
                 "used": None if index is None else index.used + (below.deleting if below else 0),
-                "capacity": None if index is None or index.capacity > _UNBOUNDED else index.capacity,
+                "capacity": None if index is None or index.capacity >= UNBOUNDED else index.capacity,
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
@@ -152,7 +151,7 @@ class Report:
             "tokens": {
                 "asked": total(metrics.sums(metrics.asked_tokens)),
                 "hit": whole(metrics.sums(metrics.hit_tokens, "tier")),
-                "missed": whole(metrics.sums(metrics.missed_tokens, "reason")),
+                "missed": {reason: n for reason, n in missed.items() if n},
                 "stored": whole(metrics.sums(metrics.stored_tokens, "tier")),
                 "skipped": total(metrics.sums(metrics.skipped_tokens)),
                 "dropped": whole(metrics.sums(metrics.dropped_tokens, "tier", "reason")),

@@ -24,6 +24,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ from lmtier import __version__
 from lmtier.cache import Cache
 from lmtier.config import TOKEN_VARIABLE, Config, Serving, host_and_port
 from lmtier.errors import ConfigError
+from lmtier.metrics import Metrics
 from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.engines import Engines
 from lmtier.server.http import Http, routes
 from lmtier.server.redis import REDIS_VERSION, Redis
 from lmtier.server.report import Client, History, Report
+from lmtier.server.request_log import RequestLog
 from lmtier.server.resp import DROP, Error, ProtocolError
 from lmtier.server.values import Values
 
@@ -78,17 +81,27 @@ class Server:
         self._asked = 0  # by those who left
         self._stop_at: float | None = None
         self._alone_since = self._started
+        self._ran = 0.0
+        """CPU seconds of this thread that are counted."""
         self._reload = False
         self.where: list[tuple[str, str]] = []
         """What is listened for, and at which address."""
+        self._log: RequestLog | None = None
+        metrics = Metrics(process=True)
         self._listen()  # before the cache: an address in use is said before the tiers are touched
         try:
-            self.cache = Cache(config, wait_until_warm=False, shared=bool(serving.unix), wake=self._ring)
+            if serving.request_log:
+                self._log = RequestLog(serving.request_log, config.chunk_tokens, metrics)
+            self.cache = Cache(
+                config, metrics=metrics, wait_until_warm=False, shared=bool(serving.unix), wake=self._ring
+            )
         except BaseException:
             self._close_listeners()
+            if self._log is not None:
+                self._log.close()
             raise
         self._values = Values(self.cache)
-        self._engines = Engines(self.cache)
+        self._engines = Engines(self.cache, self._log)
         self._redis = Redis(
             self._values,
             token=lambda: self._token,
@@ -106,6 +119,9 @@ class Server:
         self._report = Report(self.cache, self._clients, self._started)
         self._history = History()
         self._pages = routes(self.cache, self._report, self._history)
+        metrics.ready.set_function(lambda: not self._report.why_not_ready())
+        for kind in ("redis", "engine", "http"):
+            metrics.clients.labels(kind).set_function(partial(self._connected, kind))
 
     # ---- the loop
 
@@ -115,6 +131,7 @@ class Server:
             self._epoll.register(listener, select.EPOLLIN)
         _tell_systemd("READY=1")
         tick = 0.0
+        self._ran = time.thread_time()
         try:
             while not self._is_done():
                 timeout = _SOON if self._waiting else _TICK
@@ -215,6 +232,9 @@ class Server:
             with suppress(FileExistsError):  # it may have been put aside for want of files
                 self._epoll.register(fd, select.EPOLLIN)
         self._values.expire()
+        # Here, because only the thread itself can ask.
+        ran, self._ran = self._ran, time.thread_time()
+        self.cache.metrics.owner_seconds.inc(self._ran - ran)
         # What lives by now is no garbage. To look for some among a million entries takes a second.
         gc.freeze()
         if self._connections:
@@ -262,6 +282,8 @@ class Server:
             self._look(connection)
         left = 0.0 if self._stop_at is None else self._stop_at - time.monotonic()
         self.cache.close(timeout=max(1.0, left))
+        if self._log is not None:
+            self._log.close()
         self._epoll.close()
         bell, self._bell = self._bell, -1  # a thread that hangs in its storage may still want to ring
         os.close(bell)
@@ -380,6 +402,9 @@ class Server:
             return refused.error
 
     # ---- what is told
+
+    def _connected(self, kind: str) -> int:
+        return sum(each.caller.kind == kind for each in self._connections.values())
 
     def _clients(self) -> list[Client]:
         now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -10,15 +11,30 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from lmtier.cache import Cache
+from lmtier.cli import main
 from lmtier.config import Config, TierSpec
 from lmtier.errors import ConfigError, TierError
+from lmtier.keys import namespace
 from lmtier.layout import PAGE, Name, form_of
 from lmtier.registry import open_tier
-from lmtier.testing import Sample, delete, drain, load, lookup, opaque_layout, pages, run, sample, store
+from lmtier.testing import (
+    Sample,
+    delete,
+    drain,
+    load,
+    lookup,
+    opaque_layout,
+    pages,
+    replace_start,
+    run,
+    sample,
+    store,
+)
 from lmtier.tier import Item, Job, Op, Reason, Tier
 from tests.redis_process import (
     CARD,
@@ -32,7 +48,7 @@ from tests.redis_process import (
     sentinel,
     within,
 )
-from tests.server.process import Wire, until
+from tests.server.process import Wire, served, until
 
 DEADLINE = 0.4
 SLACK = 0.3  # of a shared machine with two cores; the tier itself takes a few ms
@@ -155,6 +171,64 @@ def test_passwords_come_from_the_url_a_file_or_the_environment_and_are_told_to_n
         assert "hunter" not in repr(config) + repr(config.specs)
     assert caplog.text.count("cannot be used now") == 3
     assert "hunter" not in caplog.text
+
+
+def test_a_server_that_repeats_what_it_does_not_know_does_not_make_us_tell_the_password(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    with running(tmp_path, "--rename-command", "AUTH", "") as server:
+        url = f"redis://:hunter2@127.0.0.1:{server.port}?deadline={DEADLINE}s"
+        with closing(open_tier(TierSpec.parse(url))) as tier:
+            done = store(tier, sample(1))
+        assert done.failed == {sample(1).name: Reason.ERROR}
+        assert "unknown command" in done.error
+        assert "hunter2" not in done.error + caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h?password=hunter2", "redis://:x?hunter2@h", "redis://h?ttl=x&sentinel_password=hunter2&ttl=y"],
+)
+def test_a_password_in_the_wrong_place_is_not_repeated(url):
+    with pytest.raises(ConfigError) as error:
+        open_tier(TierSpec.parse(url))
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_user_who_needs_no_password_is_who_logs_in(tmp_path):
+    with running(
+        tmp_path, "--user", "kv", "on", "nopass", "~lmtier:*", "+get", "+getrange", "+set"
+    ) as server:
+        with closing(tier_at(server.port)) as tier:
+            assert both(tier, sample(1)) == (None, None)
+        server.ask("CONFIG", "RESETSTAT")
+        with closing(open_tier(TierSpec.parse(f"redis://kv@127.0.0.1:{server.port}"))) as tier:
+            assert both(tier, sample(1)) == (None, None)
+            users = {field for field in server.ask("CLIENT", "LIST").decode().split() if "user=" in field}
+            assert users == {"user=kv", "user=default"}
+            assert len(server.ask("CLIENT", "LIST").decode().split("user=default")) == 2  # who asks here
+
+
+def test_a_password_need_not_be_text(tmp_path, caplog, monkeypatch):
+    password = b"\xffhunter2\xc3"
+    (tmp_path / "password").write_bytes(password + b"\n")
+    with running(tmp_path / "redis") as server:
+        assert server.ask("CONFIG", "SET", "requirepass", password) == "OK"
+        for query in (f"?password_file={tmp_path}/password", ""):
+            if not query:
+                monkeypatch.setenv("LMTIER_REDIS_PASSWORD", os.fsdecode(password))
+            with closing(open_tier(TierSpec.parse(f"redis://127.0.0.1:{server.port}{query}"))) as tier:
+                assert both(tier, sample(1)) == (None, None)
+        assert caplog.text == ""
+
+
+def test_a_socket_may_have_any_name(tmp_path):
+    folder = tmp_path / "with space @ home"
+    folder.mkdir()
+    path = folder / "redis 1.sock"
+    with running(tmp_path / "redis", "--unixsocket", str(path), password="a@/b c"):
+        for login in (":a%40%2Fb%20c@", "default:a@/b c@"):
+            with closing(open_tier(TierSpec.parse(f"unix://{login}{quote(str(path))}?db=3"))) as tier:
+                assert both(tier, sample(1)) == (None, None)
 
 
 def test_a_password_that_changes_is_read_again(tmp_path):
@@ -638,6 +712,96 @@ def test_a_cluster_that_loses_a_node_is_a_miss_in_time(tmp_path):
         until(lambda: all(both(tier, each) == (None, None) for each in objects))
 
 
+@pytest.mark.slow
+def test_what_moves_between_nodes_while_they_are_cleared_goes_too(tmp_path):
+    objects = [large(i) for i in range(60)]
+    with cluster(tmp_path) as nodes, closing(tier_at(nodes[0].port, scheme="redis-cluster")) as tier:
+        store(tier, *objects)
+        names = {node: node.names() for node in nodes}
+        steps = tier.clear(b"")
+        next(steps)
+        (searched,) = [node for node in nodes if not node.names()]
+        source = next(node for node in nodes if node is not searched)
+        slots = {source.ask("CLUSTER", "KEYSLOT", key) for key in names[source]}
+        ids = {node: node.ask("CLUSTER", "MYID").decode() for node in nodes}
+        for slot in slots:
+            searched.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+            source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[searched])
+            for key in source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+                assert source.ask("MIGRATE", "127.0.0.1", searched.port, key, 0, 5000) == "OK"
+            for node in (searched, source, *nodes):
+                node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[searched])
+        assert len(searched.names()) > 20
+        for _ in steps:
+            pass
+        assert [key for node in nodes for key in node.names()] == []
+
+
+# ---- clear
+
+
+def of_model(model: str, objects: list[Sample]) -> list[Sample]:
+    return [replace_start(each, namespace(model)) for each in objects]
+
+
+def clear(tier: Tier, model: str) -> str:
+    """Why it did not work."""
+    return run(tier, Job(1, Op.CLEAR, (), prefix=namespace(model))).error
+
+
+def test_a_clear_takes_one_model_with_all_its_parts_and_whoever_lost_them(fresh):
+    mine, others = of_model("m", [large(i) for i in range(40)]), of_model("n", [large(i) for i in range(9)])
+    with closing(tier_at(fresh.port)) as tier, closing(tier_at(fresh.port, "namespace=de")) as next_door:
+        store(next_door, *mine)
+        store(tier, *others)
+        fresh.ask("SET", "somebody else's", "1")
+        stay = set(fresh.names())
+        store(tier, *mine)
+        for each in mine[::2]:
+            fresh.ask("DEL", head_key(each.name))  # its writer died: parts that no object names
+        fresh.ask("CONFIG", "RESETSTAT")
+        assert clear(tier, "m") == ""
+        told = {name for name in fresh.info("commandstats") if "cmdstat_" in name}
+        assert told == {"cmdstat_scan", "cmdstat_unlink", "cmdstat_config|resetstat"}
+        assert set(fresh.names()) == stay
+        assert lookup(tier, *(each.name for each in mine)) == {}
+        assert load(tier, others[0].name, others[0].room)[1] == others[0].payload
+
+
+def test_a_clear_asks_a_little_at_a_time(fresh, proxy):
+    for number in range(20):
+        fresh.ask("MSET", *(word for i in range(500) for word in (f"lmtier:default:{{{number}.{i}", "x")))
+    with closing(tier_at(proxy.port)) as tier:
+        proxy.forget()
+        fresh.ask("CONFIG", "RESETSTAT")
+        assert run(tier, Job(1, Op.CLEAR, ())).error == ""
+        assert 10 <= int(fresh.info("commandstats")["cmdstat_scan"].split(",")[0].partition("=")[2]) <= 12
+        assert fresh.names() == []
+
+
+@pytest.mark.parametrize("place", [0, 30, 3000])
+def test_a_clear_cut_in_the_middle_is_a_failure_that_can_be_repeated(fresh, proxy, place):
+    objects = of_model("m", [large(i) for i in range(40)])
+    with closing(tier_at(proxy.port)) as tier:
+        store(tier, *objects)
+        proxy.cut(down=place)
+        assert clear(tier, "m") != ""
+        assert fresh.names() != []
+        proxy.cut()
+        assert clear(tier, "m") == ""
+        assert fresh.names() == []
+
+
+def test_a_tier_closes_in_the_middle_of_a_clear(fresh, proxy):
+    fresh.ask("MSET", *(word for i in range(5000) for word in (f"lmtier:default:{{{i}", "x")))
+    tier = tier_at(proxy.port)
+    proxy.drip = 1e-4
+    tier.submit(Job(1, Op.CLEAR, ()))
+    within(2 * DEADLINE + SLACK, tier.close)
+    (done,) = tier.poll()
+    assert done.error
+
+
 # ---- as a cache sees it
 
 LAYOUT = opaque_layout(2 * PART)
@@ -698,6 +862,106 @@ def test_caches_share_what_they_store_and_namespaces_do_not(fresh):
     with cache_at(fresh.port) as later:
         assert find(later, keys) == ["redis"] * 20
         later.check()
+
+
+def test_what_is_cleared_is_not_found_from_then_on_and_what_is_new_stays(tmp_path):
+    model = [namespace("m") + key[4:] for key in keys_of(0, 20)]
+    other = [namespace("n") + key[4:] for key in keys_of(0, 5)]
+    with running(tmp_path) as server, cache_at(server.port) as cache, cache_at(server.port) as far:
+        save(cache, model)
+        save(cache, other)
+        assert cache.flush(10)
+        server.freeze()
+        try:
+            cache.clear(namespace("m"))
+            assert find(cache, model) == []  # at once: it is not even asked
+            save(cache, model[:7])
+            assert not cache.flush(0.05)
+        finally:
+            server.thaw()
+        assert cache.flush(10)
+        assert find(far, model) == ["redis"] * 7
+        assert find(far, other) == ["redis"] * 5
+        cache.clear(namespace("m"))
+        cache.clear(namespace("m"))
+        assert cache.flush(10)
+        assert len(server.names()) == 5 * 3
+        cache.check()
+
+
+def test_a_write_that_was_under_way_is_cleared_too(tmp_path):
+    keys = [namespace("m") + key[4:] for key in keys_of(0, 12)]
+    with running(tmp_path) as server, cache_at(server.port, "connections=1") as cache:
+        save(cache, keys)
+        cache.step()
+        assert cache.below[0].storing
+        cache.clear(namespace("m"), force=True)
+        assert cache.flush(10)
+        assert server.names() == []
+        cache.check()
+
+
+def test_a_server_that_is_away_is_cleared_when_it_returns(tmp_path):
+    keys = [namespace("m") + key[4:] for key in keys_of(0, 20)]
+    with running(tmp_path / "one") as server, Proxy(server.address) as proxy, cache_at(proxy.port) as cache:
+        save(cache, keys)
+        assert cache.flush(10)
+        proxy.cut(down=300)
+        cache.clear(namespace("m"))
+        until(lambda: (cache.step(), cache.below[0].clearing.is_open)[1])
+        assert find(cache, keys) == []
+        assert not within(1, lambda: cache.flush(5))  # it does not wait for what keeps failing
+        assert server.names() != []
+        proxy.cut()
+        until(lambda: (cache.step(), cache.below[0].is_clear)[1])
+        assert server.names() == []
+        save(cache, keys)
+        assert cache.flush(10)
+        assert len(server.names()) == 20 * 3
+
+
+def test_a_user_who_may_not_search_loses_nothing_but_the_clear(tmp_path):
+    keys = [namespace("m") + key[4:] for key in keys_of(0, 4)]
+    other = [namespace("n") + key[4:] for key in keys_of(0, 4)]
+    rights = ("+get", "+getrange", "+set", "+unlink")
+    with running(tmp_path, "--user", "kv", "on", ">x", "~lmtier:*", *rights) as server:
+        tiers = ("cpu://?capacity=8MiB", f"redis://kv:x@127.0.0.1:{server.port}?part={PART}")
+        with Cache(Config(chunk_tokens=1, tiers=tiers, prefault=False, queue_length=8)) as cache:
+            save(cache, keys)
+            assert cache.flush(10)
+            cache.clear(namespace("m"))
+            until(lambda: (cache.step(), cache.below[0].clearing.is_open)[1])
+            assert "NOPERM" in cache.below[0].why_uncleared
+            for number in range(4):  # more than may wait
+                save(cache, [namespace("m") + key[4:] for key in keys_of(100 * number, 4)])
+                cache.clear(namespace("m"))
+                until(lambda: (cache.step(), not cache.below[0]._queue)[1])
+            save(cache, other)
+            until(lambda: (cache.step(), len(server.names()) == 8 * 3)[1])
+            assert (cache.below[0].up.is_open, cache.below[0].down.is_open) == (False, False)
+            assert find(cache, keys) == []
+            assert find(cache, other) == ["cpu"] * 4
+
+
+def test_a_server_clears_its_redis_tier_when_told_to(tmp_path, capsys):
+    objects = of_model("m", [large(i) for i in range(40)])
+    with running(tmp_path / "redis") as redis, closing(tier_at(redis.port)) as tier:
+        store(tier, *objects, *of_model("n", [large(0)]))
+        url = f"redis://127.0.0.1:{redis.port}?deadline={DEADLINE}s"
+        with served(tmp_path, "cpu://?capacity=8MiB", url) as server:
+            assert server.ask("LMTIER.CLEAR", "NAMESPACE", "m", "WAIT", 10_000) == "OK"
+            assert len(redis.names()) == 5
+            store(tier, *objects)
+            assert server.ask("LMTIER.CLEAR", "NAMESPACE", "m") == "OK"
+            until(lambda: len(redis.names()) == 5)
+            redis.kill()
+            reply = within(5, lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000))
+            assert reply.startswith("TRYAGAIN it is still there")
+            assert "redis ConnectionRefusedError" in reply
+            redis.start()
+            until(lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000) == "OK")
+            assert main(["clear", "{}:{}".format(*server.address), "--namespace", "m"]) == 0
+            assert "forgot the KV of m: 0 chunks in cpu, whatever was in redis\n" in capsys.readouterr().out
 
 
 def test_a_dead_server_is_left_alone_and_used_again_soon_after_it_returns(tmp_path):

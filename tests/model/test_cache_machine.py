@@ -89,6 +89,11 @@ class HandTier(Tier):
                     self.kept.pop(item.name, None)
             else:
                 self.attempt(job.op, item, done)
+        if job.op is Op.CLEAR and self.fault is not None:
+            done = Done(job.id, {}, error=self.fault)
+        elif job.op is Op.CLEAR:
+            for name in [name for name in self.kept if name.key.startswith(job.prefix)]:
+                del self.kept[name]
         if job.op is Op.SCAN:
             done.ok.update({name: Stat(len(data) - PAGE) for name, data in self.kept.items()})
         self.done.append(done)
@@ -303,6 +308,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.let_go()
             assert self.cache.slab.used == 0, "room was lost"
             assert self.cache.index.pinned == 0, "a lease was lost"
+            far = [below for below in self.cache.below if below.index is None and below.is_clear]
+            assert not far or self.kept["far://?write=always"] == {}, "not cleared"
             self.cache.close(timeout=1)
 
 

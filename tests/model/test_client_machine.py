@@ -81,7 +81,7 @@ class Hand:
         return self.told(number)
 
     def told(self, number: int) -> object:
-        """What a match says: the bytes too, of what is there and was never cleared."""
+        """What a match says: the bytes too, which are there until its release, whoever discards them."""
         match = self.matches[number]
         run = [
             (
@@ -94,7 +94,7 @@ class Hand:
                 ],
             )
             for entry in match.run
-            if entry.state is State.READY
+            if entry.state in (State.READY, State.GONE)
         ]
         return match.chunks, match.sources, match.ready, match.cut, match.asking, match.waiting, run
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +34,13 @@ class Engine:
         **options: Any,
     ) -> None:
         self.log = folder / f"engine-{time.monotonic_ns()}.log"
-        environment = {
-            **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            **(env or {}),
-        }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 ["nice", "-n", "5", sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment,
+                env=environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})}),
                 text=True,
             )
         self._tell({"model": str(model), "transfer": transfer, **options})
@@ -121,6 +111,20 @@ class Engine:
         self.stop()
 
 
+def environment(more: dict[str, str]) -> dict[str, str]:
+    """One thread, one GiB of KV, and nothing from the network."""
+    return {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **more,
+    }
+
+
 class EngineDied(Exception):
     pass
 
@@ -143,11 +147,13 @@ def _main() -> None:
         replies.flush()
 
     from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.lora.request import LoRARequest
 
     options = json.loads(sys.stdin.readline())
     transfer = options.pop("transfer")
+    if "kv_events_config" in options:
+        options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
     defaults = {
         "dtype": "float32",  # in bf16 vLLM's own prefix cache changes an answer here and there: near ties
         "max_model_len": 4096,
@@ -200,9 +206,24 @@ def _main() -> None:
                 say(bool(llm.reset_prefix_cache(reset_connector=given["external"])))
             case "metrics":
                 say(_metrics())
+            case "version":
+                say(_version())
             case "stop":
                 break
     llm.llm_engine.engine_core.shutdown()
+
+
+def _version() -> dict[str, Any]:
+    """Of the vLLM that runs here, and where its parts lie."""
+    import vllm
+
+    modules = [(name, str(getattr(module, "__file__", ""))) for name, module in sys.modules.items()]
+    return {
+        "version": vllm.__version__,
+        "installed": version("vllm-cpu"),
+        "package": str(Path(vllm.__file__).parent),
+        "compiled": [file for name, file in modules if name.startswith("vllm.") and file.endswith(".so")],
+    }
 
 
 def _metrics() -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -87,6 +89,31 @@ def make(folder: Path) -> None:
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / name)
+    for seed, name in enumerate(("first-adapter", "second-adapter")):
+        make_adapter(folder / name, CONFIGS["qwen2"], seed)
+
+
+def make_adapter(folder: Path, config: PretrainedConfig, seed: int) -> None:
+    """A LoRA of the queries and values of every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rank = config.hidden_size, 8
+    widths = {"q_proj": hidden, "v_proj": config.num_key_value_heads * hidden // config.num_attention_heads}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for module, width in widths.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.2
+            tensors[f"{at}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.2
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    facts = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(widths),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

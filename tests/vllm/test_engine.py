@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from lmtier.server.client import Client
 from tests.vllm.conftest import prompts_of, transfer
@@ -35,9 +38,9 @@ def tokens(outputs):
     return [each.tokens for each in outputs]
 
 
-def alone(engine, prompts):
+def alone(engine, prompts, **options):
     """One after the other. What meets in a step is chance with several processes, and turns near ties."""
-    return [engine.generate([each])[0] for each in prompts]
+    return [engine.generate([each], **options)[0] for each in prompts]
 
 
 def cached(outputs):
@@ -176,6 +179,32 @@ def test_salts_do_not_see_each_other(models, tmp_path, server):
             assert tokens(outputs) == tokens(ours)
 
 
+def test_adapters_do_not_see_each_other(models, tmp_path, server):
+    prompts = prompts_of(800, 1000)
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    first, second = str(models / "first-adapter"), str(models / "second-adapter")
+    with Engine(tmp_path, models / "qwen2", **options) as plain:
+        wanted = {lora: tokens(alone(plain, prompts, lora=lora)) for lora in ("", first, second)}
+    assert wanted[first] != wanted[""] != wanted[second] != wanted[first]
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
+        for found in (0, loadable(prompts)):
+            for lora, answers in wanted.items():
+                engine.forget()
+                outputs = alone(engine, prompts, lora=lora)
+                assert tokens(outputs) == answers
+                assert cached(outputs) == found
+        # An adapter by the same name with other weights is another.
+        (models / "first-adapter").rename(models / "kept")
+        (models / "second-adapter").rename(models / "first-adapter")
+    with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
+        outputs = alone(engine, prompts, lora=first)
+        assert tokens(outputs) == wanted[second]
+        assert cached(outputs) == 0
+    (models / "first-adapter").rename(models / "second-adapter")
+    (models / "kept").rename(models / "first-adapter")
+
+
 def test_a_producer_fills_what_a_consumer_uses(models, tmp_path, expected, server):
     with (
         Engine(
@@ -209,6 +238,96 @@ def test_a_reset_of_the_connector_forgets_for_good(models, tmp_path, server):
     # The weights may have been others since the reset: a new engine must not find what was stored then.
     with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
         assert cached(engine.generate(prompts)) == 0
+
+
+class Router:
+    """Listens to an engine's KV events, and believes every word."""
+
+    def __init__(self) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.stored: dict[str, dict[bytes, BlockStored]] = {"CPU": {}, "STORAGE": {}}
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://127.0.0.1:{self.port}",
+        }
+
+    def meet(self, engine: Engine) -> None:
+        """A publisher drops what it says before it knows of a subscriber."""
+        until = time.monotonic() + 60
+        while not self._socket.poll(200):
+            engine.generate(prompts_of(BLOCK + 1, seed=time.monotonic_ns()))
+            assert time.monotonic() < until
+        self.hear()
+
+    def hear(self) -> None:
+        while self._socket.poll(0):
+            _, _, payload = self._socket.recv_multipart()
+            for event in self._decoder.decode(payload).events:
+                if isinstance(event, BlockStored) and event.medium in self.stored:
+                    size = event.block_size
+                    assert len(event.token_ids) == size * len(event.block_hashes)
+                    parent = event.parent_block_hash
+                    for number, key in enumerate(event.block_hashes):
+                        assert key not in self.stored[event.medium]
+                        tokens = event.token_ids[number * size : (number + 1) * size]
+                        self.stored[event.medium][key] = BlockStored(
+                            [key], parent, tokens, size, None, None, None
+                        )
+                        parent = key
+                elif isinstance(event, BlockRemoved) and event.medium in self.stored:
+                    for key in event.block_hashes:
+                        del self.stored[event.medium][key]
+
+    def prefix(self, medium: str, prompt: list[int]) -> int:
+        """How many leading tokens of a prompt the router knows to be there."""
+        found, parent = 0, None
+        while True:
+            head = prompt[found : found + CHUNK]
+            known = self.stored[medium].values()
+            hit = next((e for e in known if e.parent_block_hash == parent and e.token_ids == head), None)
+            if hit is None:
+                return found
+            found, parent = found + CHUNK, hit.block_hashes[0]
+
+
+def test_routers_are_told_exactly_what_is_where(models, tmp_path):
+    router, again = Router(), Router()
+    prompts = prompts_of(900, 1100, 700, 1300, prefix=300)
+    tiers = ["cpu://?capacity=64MiB", DISK.format(tmp_path / "kv")]
+    how = transfer(tiers=tiers)
+    with Engine(tmp_path, models / "qwen2", transfer=how, kv_events_config=router.config()) as engine:
+        router.meet(engine)
+        for medium in ("CPU", "STORAGE"):
+            until = time.monotonic() + 60
+            while [router.prefix(medium, each) for each in prompts] != [
+                len(each) // CHUNK * CHUNK for each in prompts
+            ]:
+                engine.generate(prompts)  # an engine that computes nothing tells nothing
+                router.hear()
+                assert time.monotonic() < until
+        engine.forget(external=True)
+        until = time.monotonic() + 60
+        while any(router.stored.values()):
+            engine.generate(prompts_of(20))
+            router.hear()
+            assert time.monotonic() < until
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+        wanted = tokens(engine.generate(prompts))
+    # What another engine has stored is told of when a prompt finds it.
+    with Engine(tmp_path, models / "qwen2", transfer=how, kv_events_config=again.config()) as engine:
+        again.meet(engine)
+        assert tokens(engine.generate(prompts[:1])) == wanted[:1]
+        until = time.monotonic() + 60
+        while not again.prefix("CPU", prompts[0]) == again.prefix("STORAGE", prompts[0]) == 3 * CHUNK:
+            engine.generate(prompts_of(20))
+            again.hear()
+            assert time.monotonic() < until
 
 
 # ---- faults
@@ -357,7 +476,7 @@ def test_kinds_of_engines(models, tmp_path, server, options):
 def test_sliding_windows_and_full_attention_in_one_model(models, tmp_path, server, ranks):
     """The engine keeps a block table for each group of layers, and drops blocks that left the window."""
     prompts = prompts_of(2000, 1700, 700, 513, 257, 100, prefix=90)
-    options = {"tensor_parallel_size": ranks, "processes": ranks > 1}
+    options: dict[str, Any] = {"tensor_parallel_size": ranks, "processes": ranks > 1}
     with Engine(tmp_path, models / "gemma3", **options) as plain:
         wanted = tokens(alone(plain, prompts))
     with Engine(tmp_path, models / "gemma3", transfer=transfer(server=str(server.path)), **options) as engine:
@@ -400,7 +519,7 @@ def test_a_chunk_is_no_longer_than_the_smallest_window(models, tmp_path):
 def test_an_engine_that_cannot_go_on_from_loaded_kv_saves_and_never_loads(models, tmp_path, server, ranks):
     """vLLM's reference MLA for CPUs. Its latents are the same on all ranks, and are stored once."""
     prompts = prompts_of(2000, 700, 513, 257, 100)
-    options = {"block_size": 16, "tensor_parallel_size": ranks, "processes": ranks > 1}
+    options: dict[str, Any] = {"block_size": 16, "tensor_parallel_size": ranks, "processes": ranks > 1}
     with Engine(
         tmp_path, models / "deepseek", transfer=transfer(server=str(server.path)), **options
     ) as engine:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -188,6 +189,9 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             self._scheduler.learn(report)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._scheduler.events()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._scheduler.forget(request)

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -26,9 +27,10 @@ from vllm.v1.request import Request
 
 from lmtier.cache import CPU, Match
 from lmtier.errors import LayoutError
-from lmtier.keys import KeyChain, namespace, seed
+from lmtier.keys import KeyChain, seed
 from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
+from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
@@ -103,6 +105,8 @@ class Scheduler:
         self._has_polled = False
         self._unserved = 0
         self.stats = Stats()
+        told = config.kv_events_config
+        self._events = Events(self.client) if told is not None and told.enable_kv_cache_events else None
 
     def meet(self, ranks: Mapping[tuple[int, int], RankFacts]) -> None:
         """What the workers hold."""
@@ -181,6 +185,8 @@ class Scheduler:
         keys = self._chain(known, tokens).keys[:whole]
         match = self.client.match(keys, self._form, tokens=tokens)
         self._bring_up(match)
+        if self._events is not None:
+            self._events.saw(known.request, self._chain(known, tokens), match.sources)
         old = known.match
         if not match.chunks and not match.asking:
             self.client.release(match)
@@ -342,6 +348,8 @@ class Scheduler:
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
         reservation = self.client.reserve(keys, self._form, first=known.stored)
         known.stored = full - reservation.dropped
+        if self._events is not None:
+            self._events.saw(known.request, self._chain(known, 0), ())
         if reservation.entries:
             plan.saves.append(SavePlan.of(reservation, tables, a_chunk))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
@@ -376,17 +384,23 @@ class Scheduler:
         if match is not None:
             self.client.release(match)
 
+    def events(self) -> list[KVCacheEvent]:
+        """For routers, if the engine publishes events."""
+        return self._events.take() if self._events is not None else []
+
     def clear(self) -> None:
         """The engine wants nothing of before any more: its weights may have changed.
 
         So the keys from here on are private to this run of the engine. The files that they were made of
-        say nothing about them now, and a later start from those files must not find this KV.
+        say nothing about them now, and a later start from those files must not find this KV. What is stored
+        under the old keys is left to age: other engines may still have those weights.
         """
         for known in self._known.values():
             self._drop(known)
             known.chain, known.looked_at = None, float("-inf")
             known.stored, known.due = 0, self.chunk_tokens
-        self.client.clear(namespace(self._identity.model))
+        if self._events is not None:
+            self._events.forget()
         self._identity = replace(self._identity, weights=f"since a reset {secrets.token_hex(16)}")
         self._seeds.clear()
 

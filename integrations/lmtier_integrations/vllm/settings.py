@@ -15,7 +15,11 @@ _SERVERS = ("tiers", "chunk_tokens", "load_deadline", "verify")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Beside these: tiers, chunk_tokens, load_deadline and verify, as in `Config`, for the private server."""
+    """Beside these: tiers, chunk_tokens, load_deadline and verify, as in `Config`, for the private server.
+
+    Its chunks are blocks of the engine, unless told otherwise: what is left of a prompt after its last chunk
+    has to be computed, and a block over all layers is large enough an object.
+    """
 
     server: str = ""
     """The Unix socket of a running `lmtier serve`. Empty: this engine starts a private server."""
@@ -47,10 +51,7 @@ class Settings:
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
         config = Config(**{name: extra[name] for name in _SERVERS if name in extra})
         if "chunk_tokens" not in extra:
-            size = -(-config.chunk_tokens // block_tokens) * block_tokens
-            if window:
-                size = min(size, max(block_tokens, window // block_tokens * block_tokens))
-            config = replace(config, chunk_tokens=size)
+            config = replace(config, chunk_tokens=block_tokens)
         if "server" not in extra:
             check_chunks(config.chunk_tokens, block_tokens, window)
         return cls(**{name: extra[name] for name in own if name in extra}, config=config)

@@ -1,0 +1,136 @@
+"""What KV-aware routers are told: which chunks this engine's prompts have in which tier, as vLLM's KV events.
+
+A chunk is one block of `chunk_tokens` tokens, and its hash is its key. It is told of when it is stored here
+or found here, by whichever engine it was stored, and taken back when it leaves; after a gap, all are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.request import Request
+
+from lmtier.cache import CPU
+from lmtier.journal import Change
+from lmtier.keys import KeyChain
+from lmtier.server.client import Client
+from lmtier_integrations.vllm.identity import media_of
+
+_PAUSE = 0.02  # seconds between two questions
+_KNOWN = 16_384  # chunks whose tokens are kept, in case they come to another tier
+_MEDIA = {CPU: "CPU", "disk": "STORAGE"}
+_FIELDS = set(BlockStored.__struct_fields__)
+
+
+class Chunk(NamedTuple):
+    parent: bytes | None
+    tokens: list[int]
+    lora: Any
+    extra: tuple[Any, ...] | None
+
+
+class Events:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
+        self._told: dict[str, set[bytes]] = {}
+        """Tier -> keys that routers believe to be there."""
+        self._found: list[Change] = []
+        self._next = 0.0
+        client.changes()
+
+    def saw(self, request: Request, chain: KeyChain, sources: Sequence[str]) -> None:
+        """A prompt, as far as its keys are known, and where its leading chunks are."""
+        size, lora, salt = chain.chunk_tokens, request.lora_request, request.cache_salt
+        media = media_of(request)
+        parent: bytes | None = None
+        for number, key in enumerate(chain.keys):
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+            else:
+                first, end = number * size, (number + 1) * size
+                extra = (
+                    *((lora.lora_name,) if lora else ()),
+                    *(
+                        (each.identity, each.offset)
+                        for each in media
+                        if each.offset < end and each.offset + each.tokens > first
+                    ),
+                    *((salt,) if salt and not number else ()),
+                )
+                tokens = list(request.all_token_ids[first:end])
+                self._chunks[key] = Chunk(parent, tokens, lora, extra or None)
+            parent = key
+        while len(self._chunks) > _KNOWN:
+            self._chunks.popitem(last=False)
+        self._found += [Change(tier, True, key) for tier, key in zip(sources, chain.keys, strict=False)]
+
+    def take(self) -> list[KVCacheEvent]:
+        """What is new since the last time; asks the server now and then."""
+        now = time.monotonic()
+        if now < self._next:
+            return []
+        self._next = now + _PAUSE
+        changes = self._client.changes()
+        if changes is None:
+            changes = [Change(tier, False, key) for tier, keys in self._told.items() for key in keys]
+        found, self._found = self._found, []
+        news = [change for change in (*found, *changes) if self._is_news(change)]
+        return [
+            event
+            for (tier, came), run in groupby(news, key=lambda change: change[:2])
+            for event in self._told_of(tier, came, [change.key for change in run])
+        ]
+
+    def forget(self) -> None:
+        """No prompt of this engine will find any of it again."""
+        self._found = [Change(tier, False, key) for tier, keys in self._told.items() for key in keys]
+        self._chunks.clear()
+
+    def _is_news(self, change: Change) -> bool:
+        told = self._told.setdefault(change.tier, set())
+        if change.tier.partition("-")[0] not in _MEDIA or (change.key in told) == change.came:
+            return False
+        if not change.came:
+            told.discard(change.key)
+        elif change.key in self._chunks:
+            told.add(change.key)
+        return not change.came or change.key in self._chunks
+
+    def _told_of(self, tier: str, came: bool, keys: list[bytes]) -> list[KVCacheEvent]:
+        medium = _MEDIA[tier.partition("-")[0]]
+        ownership = {} if tier == CPU or "ownership" not in _FIELDS else {"ownership": tier}
+        if not came:
+            return [BlockRemoved(block_hashes=keys, medium=medium, **ownership)]
+        return [self._stored(run, medium, ownership) for run in self._chains(keys)]
+
+    def _chains(self, keys: list[bytes]) -> list[list[bytes]]:
+        """Cut where one is not the child of the one before."""
+        runs: list[list[bytes]] = []
+        for key in keys:
+            if runs and self._chunks[key].parent == runs[-1][-1]:
+                runs[-1].append(key)
+            else:
+                runs.append([key])
+        return runs
+
+    def _stored(self, keys: list[bytes], medium: str, ownership: dict[str, str]) -> BlockStored:
+        chunks = [self._chunks[key] for key in keys]
+        lora = chunks[0].lora
+        said = {
+            "block_hashes": keys,
+            "parent_block_hash": chunks[0].parent,
+            "token_ids": [token for chunk in chunks for token in chunk.tokens],
+            "block_size": len(chunks[0].tokens),
+            "lora_id": lora.adapter_id if lora else None,
+            "lora_name": lora.lora_name if lora else None,
+            "medium": medium,
+            "extra_keys": [chunk.extra for chunk in chunks],
+            **ownership,
+        }
+        return BlockStored(**{name: value for name, value in said.items() if name in _FIELDS})

@@ -1,0 +1,100 @@
+"""The request log: what engines looked up, as JSON lines in the Mooncake trace format, to be replayed later.
+
+    {"timestamp": ms since 1970, "input_length": tokens, "output_length": 0, "hash_ids": [one a chunk]}
+
+An id is 53 bits of a chunk's key; a part of a chunk at the end has a negative one, never seen twice. How much
+was generated is not known here. The owner only queues; a thread writes. What it cannot keep up with is
+dropped and counted. The file is kept to a size: the one before is `PATH.1`, and older ones are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import BinaryIO
+
+from lmtier.errors import ConfigError
+from lmtier.metrics import Metrics
+from lmtier.workers import start_thread
+
+log = logging.getLogger("lmtier")
+
+MAX_BYTES = 256 << 20
+"""Of one of the two files."""
+MAX_KEYS = 1 << 20
+"""That wait to be written: some 100 MB at most."""
+_PATIENCE = 2.0  # seconds for the last lines; a disk that hangs must not keep the server from ending
+
+
+class RequestLog:
+    def __init__(self, path: str, chunk_tokens: int, metrics: Metrics, *, max_bytes: int = MAX_BYTES) -> None:
+        self._path = Path(path)
+        self._chunk_tokens = chunk_tokens
+        self._dropped = metrics.request_log_dropped
+        self._max_bytes = max_bytes
+        self._tails = 0
+        self._queue: SimpleQueue[tuple[float, Sequence[bytes], int] | None] = SimpleQueue()
+        self._room = MAX_KEYS
+        self._written = 0
+        self._has_failed = False
+        try:
+            self._file = _open(self._path)
+        except OSError as error:
+            raise ConfigError(f"serve: request_log {path}: {error.strerror}") from None
+        self._bytes = os.fstat(self._file.fileno()).st_size
+        self._thread = start_thread("lmtier-requests", self._write)
+
+    def note(self, keys: Sequence[bytes], tokens: int) -> None:
+        """A prompt of `tokens` was looked up, of whose whole chunks these are the keys."""
+        if self._has_failed or self._room + self._written < len(keys):
+            self._dropped.inc()
+            return
+        self._room -= len(keys)
+        self._queue.put((time.time(), keys, tokens))
+
+    def close(self) -> None:
+        """Write what waits, if that does not take long."""
+        self._queue.put(None)
+        self._thread.join(_PATIENCE)
+
+    # ---- the thread
+
+    def _write(self) -> None:
+        while (noted := self._queue.get()) is not None:
+            if self._has_failed:
+                continue
+            try:
+                self._put(self._line(*noted))
+            except OSError as error:
+                log.error("lmtier: the request log ends: %s: %s", self._path, error.strerror)
+                self._has_failed = True
+            self._written += len(noted[1])
+        self._file.close()
+
+    def _line(self, at: float, keys: Sequence[bytes], tokens: int) -> bytes:
+        ids = [int.from_bytes(key[-8:], "little") >> 11 for key in keys]
+        if tokens > len(keys) * self._chunk_tokens:
+            self._tails -= 1
+            ids.append(self._tails)
+        line = {"timestamp": int(at * 1000), "input_length": tokens, "output_length": 0, "hash_ids": ids}
+        return json.dumps(line).encode() + b"\n"
+
+    def _put(self, line: bytes) -> None:
+        if self._bytes and self._bytes + len(line) > self._max_bytes:
+            os.replace(self._path, f"{self._path}.1")
+            self._file.close()
+            self._file = _open(self._path)
+            self._bytes = 0
+        self._file.write(line)
+        self._bytes += len(line)
+
+
+def _open(path: Path) -> BinaryIO:
+    """For this user alone: who guesses a prompt can compute its keys, and learns whether it was asked."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return os.fdopen(fd, "ab", buffering=0)

@@ -1,0 +1,95 @@
+"""`vllm serve` as docs/VLLM.md tells it: the answers stay, its metrics say where the tokens came from."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.conftest import prompts_of
+from tests.vllm.engine import environment
+
+DOC = Path(__file__).parents[2] / "docs" / "VLLM.md"
+PATIENCE = 240.0
+
+
+@contextmanager
+def served(folder: Path, model: Path, transfer: str) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"]
+    log = folder / f"serve-{port}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ["nice", "-n", "5", *command, "--kv-transfer-config", transfer],
+            stdout=out,
+            stderr=out,
+            env=environment({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+        )
+    try:
+        base, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
+        while True:
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < until, log.read_text()[-4000:]
+            try:
+                ask(f"{base}/health")
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield base
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def ask(url: str, body: Any = None, method: str | None = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+        answer: bytes = reply.read()
+    return answer
+
+
+def complete(base: str, model: Path, prompt: list[int]) -> list[int]:
+    body = {"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = json.loads(ask(f"{base}/v1/completions", {**body, "return_token_ids": True, "detokenize": False}))
+    tokens: list[int] = reply["choices"][0]["token_ids"]
+    return tokens
+
+
+def counted(base: str, name: str) -> float:
+    text = ask(f"{base}/metrics").decode()
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M))
+
+
+def test_the_command_of_the_documentation(models, tmp_path):
+    (command,) = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", DOC.read_text(), re.S)[:1]
+    told = json.loads(command)
+    told["kv_connector_extra_config"]["tiers"] = [
+        "cpu://?capacity=256MiB",
+        f"disk://{tmp_path}/kv?capacity=1GiB",
+    ]
+    transfer, model = json.dumps(told), models / "qwen2"
+    (prompt,) = prompts_of(1500)
+    with served(tmp_path, model, transfer) as base:
+        cold = complete(base, model, prompt)
+        assert counted(base, "lmtier:saved_tokens_total") == 1472  # whole blocks
+        ask(f"{base}/reset_prefix_cache", {})
+        assert complete(base, model, prompt) == cold
+        assert counted(base, "vllm:external_prefix_cache_hits_total") == 1472
+        assert counted(base, "lmtier:loaded_tokens_total") == 1472
+    with served(tmp_path, model, transfer) as base:
+        assert complete(base, model, prompt) == cold
+        assert counted(base, "vllm:external_prefix_cache_hits_total") == 1472
+        assert counted(base, "vllm:prompt_tokens_cached_by_source_total") >= 1472
