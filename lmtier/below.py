@@ -628,6 +628,7 @@ class Below:
             gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]
         for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
             metrics.tier_failures.labels(label, op.value, reason)  # 0, so that the first is seen to be a rise
+        metrics.dropped_tokens.labels(label, "queue_full")
         metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._queue) + self.storing)
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
         for word in WORDS if self._has_codec else ():

@@ -221,7 +221,7 @@ def without_secrets(spec: TierSpec) -> str:
 
 
 def whole(sums: dict[str, float]) -> dict[str, int]:
-    return {key: int(value) for key, value in sums.items()}
+    return {key: int(value) for key, value in sums.items() if value}
 
 
 def total(sums: dict[str, float]) -> int:
