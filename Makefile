@@ -36,7 +36,7 @@ bench: $(INSTALLED)
 
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
 test-vllm: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
-	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py
+	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py --numprocesses 2
 	$(VLLM)/bin/python tests/vllm/compatibility.py $(VLLM_FOLDERS)
 
 # Writes the table of versions in README.md anew.

@@ -1,4 +1,4 @@
-"""The `lmtier` command: serve, ping, stats, top, clear; config, bench, demo, verify, simulate."""
+"""The `lmtier` command: serve, ping, stats, top, clear; config, bench, demo, verify, simulate, size."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=_verify)
 
     simulate = _add_simulate(commands)
+    sizes = _add_size(commands)
 
-    for command in (bench, show, verify, simulate):
+    for command in (bench, show, verify, simulate, sizes):
         command.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
 
@@ -105,8 +106,12 @@ def _add_simulate(commands: Any) -> Any:
     simulate.add_argument(
         "--write", default="", metavar="RULE,…", help="of all lower tiers: always, reused, …"
     )
-    simulate.add_argument(
+    model = simulate.add_mutually_exclusive_group()
+    model.add_argument(
         "--bytes-per-token", default="128KiB", metavar="SIZE", help="KV of the model (default: %(default)s)"
+    )
+    model.add_argument(
+        "--model", type=Path, metavar="CONFIG.json", help="or the model itself, as `size` takes"
     )
     simulate.add_argument("--chunk-tokens", type=int, metavar="N", help="default: 256, or the trace's blocks")
     simulate.add_argument("--block-tokens", type=int, metavar="N", help="of the trace, if it does not tell")
@@ -130,6 +135,34 @@ def _add_simulate(commands: Any) -> Any:
     simulate.add_argument("--plot", type=Path, metavar="FILE", help="hits by capacity: out.svg, out.png")
     simulate.set_defaults(run=_simulate)
     return simulate
+
+
+def _add_size(commands: Any) -> Any:
+    sizes = commands.add_parser("size", help="how much KV a model makes, and how much of it each tier holds")
+    sizes.add_argument("model", type=Path, metavar="CONFIG.json", help="of Hugging Face, or its folder")
+    sizes.add_argument("--cpu", metavar="SIZE", help="a tier of memory: 64GiB")
+    sizes.add_argument("--disk", metavar="SIZE", help="a tier of files: 2TiB")
+    sizes.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    sizes.add_argument(
+        "--kv-dtype", default="auto", metavar="NAME", help="auto, fp8, bf16, … of the KV cache"
+    )
+    sizes.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    sizes.add_argument(
+        "--length",
+        type=int,
+        action="append",
+        metavar="N",
+        help="tokens of a request (default: 8192, 32768)",
+    )
+    sizes.add_argument(
+        *("--prefill",),
+        type=float,
+        action="append",
+        metavar="N",
+        help="tokens a second that the engine computes (default: 2000, 10000 and 50000)",
+    )
+    sizes.set_defaults(run=_size)
+    return sizes
 
 
 _SET = "override one setting; of the server: serve.NAME=VALUE"
@@ -345,6 +378,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    from lmtier import sizing
     from lmtier.sim import report, synthetic, traces
     from lmtier.sim.replay import Hardware, replay
 
@@ -367,6 +401,8 @@ def _simulate(args: argparse.Namespace) -> int:
         trace = traces.read(args.trace, block_tokens=args.block_tokens)
     chunk_tokens = args.chunk_tokens or max(256, trace.block_tokens)
     per_token = config.parse_size(args.bytes_per_token)
+    if args.model:
+        per_token = sizing.read(args.model).bytes_per_token
     outcomes = []
     with Progress(len(configurations)) as progress:
         for urls in configurations:
@@ -383,6 +419,28 @@ def _simulate(args: argparse.Namespace) -> int:
         say(report.report(outcomes))
     if args.plot:
         report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
+    return 0
+
+
+def _size(args: argparse.Namespace) -> int:
+    from lmtier import sizing
+
+    lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
+    for name, values in (
+        *(("tp", [args.tp]), ("chunk-tokens", [args.chunk_tokens])),
+        *(("length", lengths), ("prefill", prefills)),
+    ):
+        if min(values) <= 0:
+            raise ConfigError(f"--{name} {min(values)}: must be more than 0")
+    model = sizing.read(args.model, args.kv_dtype)
+    given = {"cpu": args.cpu, "disk": args.disk}
+    capacities = {tier: config.parse_size(text) for tier, text in given.items() if text}
+    form = model.form(args.chunk_tokens, args.tp)
+    found = sizing.holdings(capacities, form, args.chunk_tokens)
+    if args.json:
+        say(json.dumps(sizing.as_json(model, found, form, lengths=lengths, prefills=prefills), indent=2))
+    else:
+        say(sizing.report(model, found, form, lengths=lengths, prefills=prefills))
     return 0
 
 
