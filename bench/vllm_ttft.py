@@ -727,7 +727,7 @@ def main() -> int:
     if options.save:
         found = {
             "about": about,
-            "arguments": sys.argv[1:],
+            "arguments": [Path(each).name if "/" in each else each for each in sys.argv[1:]],
             "versions": versions,
             "time to the first token": [asdict(row) for row in rows],
             "added": [asdict(each) for each in added],
