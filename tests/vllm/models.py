@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     Gemma3TextConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3NextConfig,
@@ -64,6 +65,24 @@ CONFIGS: dict[str, PretrainedConfig] = {
         first_k_dense_replace=3,
         max_position_embeddings=8192,
         initializer_range=0.2,
+    ),
+    # Which factors rotate is a matter of the length that an engine is started with.
+    "phi3": Phi3Config(
+        **COMMON,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        original_max_position_embeddings=2048,
+        initializer_range=0.2,
+        sliding_window=None,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0 + 0.01 * i for i in range(32)],
+            "long_factor": [1.0 + 0.5 * i for i in range(32)],
+        },
     ),
     "qwen3-next": Qwen3NextConfig(
         **COMMON,

@@ -179,6 +179,20 @@ def test_salts_do_not_see_each_other(models, tmp_path, server):
             assert tokens(outputs) == tokens(ours)
 
 
+def test_lengths_that_change_kv_do_not_see_each_other(models, tmp_path, server):
+    """LongRoPE rotates otherwise in an engine that was started with a larger --max-model-len."""
+    prompts = prompts_of(900, 1300)
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "phi3", max_model_len=4096) as plain:
+        wanted = tokens(plain.generate(prompts))
+    with Engine(tmp_path, models / "phi3", transfer=how, max_model_len=2048) as short:
+        assert tokens(short.generate(prompts)) != wanted
+    with Engine(tmp_path, models / "phi3", transfer=how, max_model_len=4096) as long:
+        outputs = long.generate(prompts)
+        assert tokens(outputs) == wanted
+        assert cached(outputs) == 0
+
+
 def test_adapters_do_not_see_each_other(models, tmp_path, server):
     prompts = prompts_of(800, 1000)
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -407,10 +421,24 @@ def corrupt(client: Client) -> None:
         whole[at + 100] ^= 0x40
 
 
-def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server):
-    """Bits flip in the slab, above all checksums: the fingerprints of the engine's blocks find it."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server, drafts):
+    """Bits flip in the slab, above all checksums: the fingerprints of the engine's blocks find it.
+
+    An engine that drafts takes its tokens before it calls the last hook of a step.
+    """
     prompts = prompts_of(700, 900, 1100, 1300, prefix=300)
-    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
+    options: dict[str, Any] = {}
+    if drafts:
+        ngram = {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
+        options["speculative_config"] = ngram
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
         wanted = tokens(engine.generate(prompts))
         with Client(str(server.path)) as client:
             corrupt(client)

@@ -45,7 +45,7 @@ class Events:
         client.changes()
 
     def saw(self, request: Request, chain: KeyChain, sources: Sequence[str]) -> None:
-        """A prompt, as far as its keys are known, and where its leading chunks are."""
+        """A prompt, as far as its keys are known, and where its leading chunks are; "": not there yet."""
         size, lora, salt = chain.chunk_tokens, request.lora_request, request.cache_salt
         media = media_of(request)
         parent: bytes | None = None
@@ -68,7 +68,9 @@ class Events:
             parent = key
         while len(self._chunks) > _KNOWN:
             self._chunks.popitem(last=False)
-        self._found += [Change(tier, True, key) for tier, key in zip(sources, chain.keys, strict=False)]
+        self._found += [
+            Change(tier, True, key) for tier, key in zip(sources, chain.keys, strict=False) if tier
+        ]
 
     def take(self) -> list[KVCacheEvent]:
         """What is new since the last time; asks the server now and then."""
@@ -78,6 +80,7 @@ class Events:
         self._next = now + _PAUSE
         changes = self._client.changes()
         if changes is None:
+            self._found.clear()
             changes = [Change(tier, False, key) for tier, keys in self._told.items() for key in keys]
         found, self._found = self._found, []
         news = [change for change in (*found, *changes) if self._is_news(change)]

@@ -32,6 +32,8 @@ _SAYS_NOTHING = {
     "dtype",
     "_commit_hash",
 }
+_TELLS_LENGTHS = re.compile("original_max_position|attn_temperature_tuning|llama4")
+"""Models that rotate or scale by the length the engine was started with: LongRoPE, Llama 4."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _SECRET = secrets.token_hex(16)
 
@@ -57,6 +59,8 @@ def identity_of(config: VllmConfig, name: str = "") -> Identity:
         "quantization": str(model.quantization),
         "speculative": _draft(config),
     }
+    if _TELLS_LENGTHS.search(json.dumps(facts["config"], default=str)):
+        facts["length"] = str(model.max_model_len)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return Identity(model=name or model.model, weights=weights, attention=f"vllm={digest[:32]}")
 

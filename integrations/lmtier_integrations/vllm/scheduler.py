@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 
 from lmtier.cache import CPU, Match
 from lmtier.errors import LayoutError
+from lmtier.index import State
 from lmtier.keys import KeyChain, seed
 from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
@@ -50,6 +51,7 @@ except AttributeError:  # before 0.30: only the tables that this step made longe
 
 _FRESH = 0.1  # seconds until a lookup that found less than everything is made again
 _LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
+_TOGETHER = 256  # generated tokens that are stored at once, where they do not leave a window meanwhile
 _AHEAD = 0.5  # of the slab may be leased by requests that the engine has not come to
 
 
@@ -63,10 +65,12 @@ class Known:
     looked_at: float = float("-inf")
     computed: int = 0
     """Tokens that the engine had when it was promised more."""
+    taken: int = -1
+    """After how many preemptions the engine took a promise last. It takes one each time, and no second."""
     stored: int = 0
     """Leading chunks that are stored or reserved."""
     due: int = 0
-    """The number of tokens at which the next chunk is complete."""
+    """The number of tokens at which something is stored next."""
 
 
 class Scheduler:
@@ -95,7 +99,6 @@ class Scheduler:
         self._ranks = 0
         self._agreed = 0
         """The run of the server on which all ranks are: only what is promised there can be loaded."""
-        self._followed: dict[int, int] = {}
         self._known: dict[str, Known] = {}
         self._promised: dict[str, tuple[Match, list[list[int]]]] = {}
         """What the engine has taken, and the blocks for it."""
@@ -186,7 +189,11 @@ class Scheduler:
         match = self.client.match(keys, self._form, tokens=tokens)
         self._bring_up(match)
         if self._events is not None:
-            self._events.saw(known.request, self._chain(known, tokens), match.sources)
+            there = [
+                source if number >= len(match.run) or match.run[number].state is State.READY else ""
+                for number, source in enumerate(match.sources)
+            ]
+            self._events.saw(known.request, self._chain(known, tokens), there)
         old = known.match
         if not match.chunks and not match.asking:
             self.client.release(match)
@@ -213,6 +220,9 @@ class Scheduler:
         if known is None or not self._may_load(known):
             if known is not None:
                 self._drop(known)
+            return 0
+        if known.taken == request.num_preemptions:
+            self._drop(known)  # what was loaded has failed: now it is computed
             return 0
         match = known.match
         is_short = match is None or (
@@ -255,6 +265,7 @@ class Scheduler:
             self._drop(known)
             return
         known.match = None
+        known.taken = request.num_preemptions
         known.looked_at = float("-inf")  # should it be preempted, another look is due
         self._promised[request.request_id] = match, list(blocks.get_block_ids())
         self.stats.add("loaded_tokens", external_tokens)
@@ -288,7 +299,10 @@ class Scheduler:
             plan.run = self.client.run
         if self._promised:
             self._plan_loads(plan, output)
-        if self._saves and self._is_ready:
+        # A replica has no shard to abort: if it fails a load, what it added to the others must not be stored.
+        has_replicas = self._ranks > len(self._form.shards)
+        is_unconfirmed = has_replicas and self._loading and not self.waits_for_loads
+        if self._saves and self._is_ready and not is_unconfirmed:
             for known, tokens in self._complete_after(output):
                 self._plan_save(plan, output, known, tokens)
         return plan
@@ -309,7 +323,7 @@ class Scheduler:
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             known = self._known.get(request_id)
             if known is not None:
-                if computed < known.due - self.chunk_tokens:
+                if computed < known.stored * self.chunk_tokens:
                     self._go_back(known, computed)
                 if (
                     computed + scheduled[request_id] >= known.due
@@ -342,6 +356,8 @@ class Scheduler:
         if not tables:
             return  # not shown in this step; the one that takes another block will
         known.due = (full + 1) * self.chunk_tokens
+        if tokens >= known.request.num_prompt_tokens and not self.waits_for_loads:
+            known.due = full * self.chunk_tokens + max(self.chunk_tokens, _TOGETHER)
         new = slice(known.stored * a_chunk, full * a_chunk)
         if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
             return
@@ -371,10 +387,8 @@ class Scheduler:
             else:
                 self.client.release(match)
         for run, ranks in report.runs.items():
-            self._followed[run] = self._followed.get(run, 0) + ranks
-            if self._followed[run] >= self._ranks:
+            if ranks == self._ranks:  # in one step: a rank says so in each
                 self._agreed = run
-                self._followed.clear()
 
     def forget(self, request: Request) -> None:
         known = self._known.pop(request.request_id, None)
@@ -395,8 +409,11 @@ class Scheduler:
         say nothing about them now, and a later start from those files must not find this KV. What is stored
         under the old keys is left to age: other engines may still have those weights.
         """
-        for known in self._known.values():
+        for request_id, known in list(self._known.items()):
             self._drop(known)
+            if known.request.num_computed_tokens:  # its KV is of before: none of it is stored any more
+                del self._known[request_id]
+                continue
             known.chain, known.looked_at = None, float("-inf")
             known.stored, known.due = 0, self.chunk_tokens
         if self._events is not None:

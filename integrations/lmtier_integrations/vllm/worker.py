@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -56,6 +56,8 @@ class Worker:
         self._left_over: list[Reservation] = []
         """Reservations that could not be ended, because the server did not answer just then."""
         self._report = Report()
+        self._leave = ExitStack()
+        """What is to be closed: nothing, if the engine does not get as far as `register`."""
         self.stats = Stats()
 
     # ---- once
@@ -69,6 +71,7 @@ class Worker:
         if declared.writes:  # what ends with this process is only known now
             client, self.client = self.client, self._launcher.connect(f"vllm worker {rank}", declared.shard)
             client.close()
+        self._leave.callback(self.client.close)
         self._declared = declared
         kv = PagedKV(declared.layout, declared.shard, declared.tensors, tables=declared.tables)
         self.mover = Mover(
@@ -89,7 +92,7 @@ class Worker:
         return RankFacts(declared.layout.to_json(), declared.shard, self.client.run, declared.from_scratch)
 
     def close(self) -> None:
-        self.client.close()
+        self._leave.close()
 
     # ---- a step
 
@@ -109,18 +112,17 @@ class Worker:
 
     def _prepare_load(self, plan: LoadPlan) -> None:
         match = plan.match(self.mover.form)
-        try:
-            load = self.mover.load(
-                match, self._kernel_blocks(plan.block_ids), computed_tokens=plan.computed_tokens
-            )
-        except LayoutError as error:
-            log.error("lmtier: a load does not fit the blocks that the engine gave for it: %s", error)
+        if not self.client.adopt(match):  # first: it may bring another slab, and a load is bound to one
             self._fail(plan)
             return
-        if self.client.adopt(match):
-            self._loads.append((plan, match, load))
-        else:
+        try:
+            load = Load(self.mover, match, self._kernel_blocks(plan.block_ids), plan.computed_tokens)
+        except LayoutError as error:
+            log.error("lmtier: a load does not fit the blocks that the engine gave for it: %s", error)
+            self.client.disown(match)
             self._fail(plan)
+            return
+        self._loads.append((plan, match, load))
 
     def _prepare_save(self, plan: SavePlan) -> None:
         reservation = plan.reservation(self.mover.form, self.mover.kv.shard)
@@ -238,7 +240,13 @@ class Worker:
         return failed
 
     def arrivals(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended, and those of them that have to be computed."""
+        """Requests whose loads have ended, and those of them that have to be computed.
+
+        An engine that drafts asks this before it calls wait_for_save; what failed must be known by now, or
+        the token that was computed on it is taken for good.
+        """
+        if self._loads:
+            self._finish_loads()
         arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
         return arrived, lost
 
