@@ -140,7 +140,8 @@ class Output:
 
 
 def _main() -> None:
-    replies, sys.stdout = sys.stdout, sys.stderr
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine's processes say is for the log
 
     def say(reply: Any) -> None:
         replies.write("@" + json.dumps(reply) + "\n")

@@ -240,18 +240,20 @@ def test_a_producer_fills_what_a_consumer_uses(models, tmp_path, expected, serve
 
 
 def test_a_reset_of_the_connector_forgets_for_good(models, tmp_path, server):
-    prompts = prompts_of(800, 1000)
+    prompts, later = prompts_of(800, 1000), prompts_of(900, 1100, seed=2)
     with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
         first = engine.generate(prompts)
         engine.forget(external=True)
-        assert cached(engine.generate(prompts)) == 0
+        assert cached(engine.generate([*prompts, *later])) == 0
         engine.forget()
-        again = engine.generate(prompts)
-        assert cached(again) == loadable(prompts)
-        assert tokens(again) == tokens(first)
-    # The weights may have been others since the reset: a new engine must not find what was stored then.
+        again = engine.generate([*prompts, *later])
+        assert cached(again) == loadable([*prompts, *later])
+        assert tokens(again)[:2] == tokens(first)
+    # The weights may have been others since the reset: a new engine must not find what was stored then,
+    # and finds what was stored before.
     with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
-        assert cached(engine.generate(prompts)) == 0
+        assert cached(engine.generate(later)) == 0
+        assert cached(engine.generate(prompts)) == loadable(prompts)
 
 
 class Router:
