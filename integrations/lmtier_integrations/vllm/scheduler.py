@@ -189,8 +189,9 @@ class Scheduler:
         match = self.client.match(keys, self._form, tokens=tokens)
         self._bring_up(match)
         if self._events is not None:
+            ready = {number for number, entry in enumerate(match.run) if entry.state is State.READY}
             there = [
-                source if number >= len(match.run) or match.run[number].state is State.READY else ""
+                "" if source == CPU and number not in ready else source
                 for number, source in enumerate(match.sources)
             ]
             self._events.saw(known.request, self._chain(known, tokens), there)
