@@ -24,7 +24,7 @@ from lmtier.terminal import say
 Lookups = Sequence[tuple[bytes, ...]]
 
 
-def simulated(lookups: Lookups, capacity: int) -> float:
+def simulated(lookups: Lookups, capacity: float) -> float:
     """A lookup hits the leading run that is there; then all of it is there, its head the youngest."""
     there: OrderedDict[bytes, None] = OrderedDict()
     hits = 0

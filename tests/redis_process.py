@@ -146,26 +146,6 @@ def sentinel(folder: Path, master: RedisServer, down_after: int = 500) -> Iterat
         watcher.kill()
 
 
-def certificate(folder: Path, host: str = "localhost") -> tuple[str, str]:
-    """Files of a certificate that signed itself, and of its key."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    kind = [
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    subject = ["-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}"]
-    command = ["openssl", *kind, *subject, "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
-    return str(cert), str(key)
-
-
 # ---- the back door: what is stored, without the tier
 
 

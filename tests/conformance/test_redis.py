@@ -14,9 +14,9 @@ from lmtier.registry import open_tier
 from lmtier.server.resp import Error
 from lmtier.testing import TierSuite
 from lmtier.tier import Tier
+from tests.certificates import certify
 from tests.redis_process import (
     RedisServer,
-    certificate,
     cluster,
     free_port,
     planted,
@@ -89,7 +89,8 @@ class TestTls(RedisSuite):
     @classmethod
     def _process(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("tls")
-        cert, key = certificate(folder)
+        cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+        certify(folder / "cert.pem", folder / "key.pem")
         (folder / "password").write_text("s p@ce/d\n")
         tls = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert)
         port = free_port()

@@ -36,11 +36,11 @@ from lmtier.testing import (
     store,
 )
 from lmtier.tier import Item, Job, Op, Reason, Tier
+from tests.certificates import certify
 from tests.redis_process import (
     CARD,
     Proxy,
     RedisServer,
-    certificate,
     cluster,
     free_port,
     head_key,
@@ -594,7 +594,8 @@ def test_tls_that_is_not_to_be_trusted_is_a_miss(tmp_path):
     ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
     for folder in (ours, theirs):
         folder.mkdir()
-    (cert, key), (other, _) = certificate(ours), certificate(theirs)
+        certify(folder / "cert.pem", folder / "key.pem")
+    cert, key, other = str(ours / "cert.pem"), str(ours / "key.pem"), theirs / "cert.pem"
     port = free_port()
     options = ("--tls-port", str(port), "--tls-cert-file", cert, "--tls-key-file", key)
     with running(tmp_path / "redis", *options, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"):

@@ -50,6 +50,7 @@ from lmtier.server.report import Snapshot
 from lmtier.server.resp import Error, encode
 from lmtier.terminal import Screen, bar, printable, span, spark
 from lmtier.testing import opaque_layout
+from tests.certificates import certify
 from tests.server.process import PATIENCE, until
 
 TOKEN = "a-long-random-word"
@@ -333,26 +334,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """server.crt for localhost and client.crt, each signed by itself, with their keys."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("server", "client"):
-        command = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-        ]
-        command += [
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost,IP:127.0.0.1",
-        ]
-        command += ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt"]
-        subprocess.run(command, check=True, capture_output=True)
+        certify(folder / f"{name}.crt", folder / f"{name}.key", "DNS:localhost,IP:127.0.0.1")
     return folder
 
 

@@ -6,7 +6,6 @@ import gc
 import os
 import socket
 import ssl
-import subprocess
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ from lmtier.server.values import ANY, Values
 from lmtier.slab import Slab
 from lmtier.tier import Item, Stat
 from lmtier_backends.disk import DiskTier
+from tests.certificates import certify
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
 
 # ---- turns
@@ -106,15 +106,7 @@ def test_all_values_are_forgotten_however_long_that_takes(tmp_path: Path):
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-            *("-keyout", folder / "key", "-out", folder / "cert"),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    certify(folder / "cert", folder / "key")
     return folder
 
 

@@ -1,12 +1,11 @@
 """The miss-ratio curve agrees with a full simulation, in bounded memory."""
 
-import hashlib
 import random
-from collections import OrderedDict
 
 import numpy as np
 import pytest
 
+from bench.curve import chain, simulated
 from lmtier.cache import Cache
 from lmtier.config import Config
 from lmtier.curve import Curve
@@ -16,32 +15,6 @@ from lmtier.testing import opaque_layout
 
 LAYOUT = opaque_layout(8192)
 FORM = form_of(LAYOUT, (LAYOUT.whole,))
-
-
-def chain(*names):
-    """Chained keys: each names all that comes before it."""
-    keys, digest = [], b""
-    for name in names:
-        digest = hashlib.sha256(digest + repr(name).encode()).digest()
-        keys.append(digest)
-    return tuple(keys)
-
-
-def simulated(lookups, capacity):
-    """The hit ratio of a real LRU cache: the leading run that it holds; then all of it, the head youngest."""
-    cache: OrderedDict[bytes, None] = OrderedDict()
-    hits = 0
-    for keys in lookups:
-        for key in keys:
-            if key not in cache:
-                break
-            hits += 1
-        for key in reversed(keys):
-            cache[key] = None
-            cache.move_to_end(key)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return hits / sum(map(len, lookups))
 
 
 def conversations(requests, people, seed=1):

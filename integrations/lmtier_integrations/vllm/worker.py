@@ -236,17 +236,18 @@ class Worker:
     # ---- after a step
 
     def failed_blocks(self) -> set[int]:
+        """What the engine must compute after all.
+
+        One that drafts asks before it calls wait_for_save. By then it must be known, or the token that was
+        computed on it is taken for good.
+        """
+        if self._loads:
+            self._finish_loads()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def arrivals(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended, and those of them that have to be computed.
-
-        An engine that drafts asks this before it calls wait_for_save; what failed must be known by now, or
-        the token that was computed on it is taken for good.
-        """
-        if self._loads:
-            self._finish_loads()
+        """Requests whose loads have ended, and those of them that have to be computed."""
         arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
         return arrived, lost
 
