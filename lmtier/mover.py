@@ -271,35 +271,41 @@ class Load:
     def finish(self) -> int:
         """Compare fingerprints, as `verify` says. The number of leading tokens to be believed.
 
-        Fewer than `tokens` means that a chunk did not arrive as it had been saved: it is deleted, and
-        the engine must compute from there, also if it has used some layers already.
+        Fewer than `tokens` means that a chunk did not arrive as it had been saved: the engine must compute
+        from there, also if it has used some layers already. All that differ are deleted, so that what is
+        computed now is stored in their place.
         """
         if self._finished:
             return self.tokens
         self._finished = True
         if self._missing and self._chunks:
             raise MisuseError(f"finish of a load that lacks layers {sorted(self._missing)}")
-        mover, metrics = self._mover, self._mover.cache.metrics
+        cache, sampled = self._mover.cache, self._mover.sampled
         for chunk, entry, ids, first_block in self._chunks:
-            if first_block or not ids.is_whole or not entry.prints or not mover.sampled(entry.key):
+            if not sampled(entry.key) or not self._differs(entry, ids, first_block):
                 continue
-            if entry.form is not mover.form:
-                continue  # another packing or shard: its raw bytes are not comparable
-            mark = entry.prints[mover.number]
-            if mark == NO_MARK or mark[:8] != mover.kv.raw_tag:
-                continue
-            metrics.verified.inc()
-            if mark[8:] != mover.kv.raw_fingerprint(ids):
-                metrics.verify_failures.inc()
-                log.error(
-                    "lmtier: chunk %s differs from what was saved and was deleted; recompute from token %d",
-                    entry.key.hex()[:16],
-                    chunk * mover.cache.chunk_tokens,
-                )
-                mover.cache.discard(entry)
-                self.tokens = chunk * mover.cache.chunk_tokens
-                break
+            log.error(
+                "lmtier: chunk %s differs from what was saved and was deleted; recompute from token %d",
+                entry.key.hex()[:16],
+                chunk * cache.chunk_tokens,
+            )
+            cache.discard(entry)
+            self.tokens = min(self.tokens, chunk * cache.chunk_tokens)
         return self.tokens
+
+    def _differs(self, entry: Entry, ids: BlockIds, first_block: int) -> bool:
+        """Whether these blocks are known not to be what was saved. Not every chunk can be compared."""
+        mover, metrics = self._mover, self._mover.cache.metrics
+        if first_block or not ids.is_whole or not entry.prints or entry.form is not mover.form:
+            return False
+        mark = entry.prints[mover.number]
+        if mark == NO_MARK or mark[:8] != mover.kv.raw_tag:
+            return False
+        metrics.verified.inc()
+        if mark[8:] == mover.kv.raw_fingerprint(ids):
+            return False
+        metrics.verify_failures.inc()
+        return True
 
     def __enter__(self) -> Load:
         return self

@@ -12,6 +12,7 @@ Every lease is either a request's here, or in `_loading` until all ranks have sa
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
@@ -321,22 +322,20 @@ class Scheduler:
     def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int]]:
         """Requests that complete a chunk in this step, and how many of their tokens have KV after it."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
+        for request_id, computed in itertools.chain(running, new):
             known = self._known.get(request_id)
-            if known is not None:
-                if computed < known.stored * self.chunk_tokens:
-                    self._go_back(known, computed)
-                if (
-                    computed + scheduled[request_id] >= known.due
-                    and (tokens := self._tokens(known, computed, scheduled)) >= known.due
-                ):
-                    yield known, tokens
-        for new in output.scheduled_new_reqs:
-            known = self._known.get(new.req_id)
-            if known is not None:
-                tokens = self._tokens(known, new.num_computed_tokens, scheduled)
-                if tokens >= known.due:
-                    yield known, tokens
+            if known is None:
+                continue
+            if computed < known.stored * self.chunk_tokens:
+                self._go_back(known, computed)
+            # two comparisons: almost always the first says no, and it is cheap
+            if (
+                computed + scheduled[request_id] >= known.due
+                and (tokens := self._tokens(known, computed, scheduled)) >= known.due
+            ):
+                yield known, tokens
 
     def _tokens(self, known: Known, computed: int, scheduled: Mapping[str, int]) -> int:
         """Without speculative tokens, which may be taken back."""
