@@ -115,7 +115,7 @@ class Mover:
         first = check_skip(skip_leading_tokens, self.cache.chunk_tokens)
         # Every argument is checked before anything is reserved: a bad call leaves nothing behind.
         blocks = dict(enumerate(self.blocks_of(block_ids, first, len(chain.keys)), start=first))
-        save = Save(self, reservation or self.cache.reserve(chain.keys, self.form, first=first), blocks)
+        save = self.fill(reservation or self.cache.reserve(chain.keys, self.form, first=first), blocks)
         log.info(
             "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
             save.tokens,
@@ -295,17 +295,24 @@ class Load:
 
     def _differs(self, entry: Entry, ids: BlockIds, first_block: int) -> bool:
         """Whether these blocks are known not to be what was saved. Not every chunk can be compared."""
+        if not self._is_comparable(entry, ids, first_block):
+            return False
         mover, metrics = self._mover, self._mover.cache.metrics
-        if first_block or not ids.is_whole or not entry.prints or entry.form is not mover.form:
-            return False
-        mark = entry.prints[mover.number]
-        if mark == NO_MARK or mark[:8] != mover.kv.raw_tag:
-            return False
         metrics.verified.inc()
-        if mark[8:] == mover.kv.raw_fingerprint(ids):
+        if entry.prints[mover.number][8:] == self._fingerprint(entry, ids):
             return False
         metrics.verify_failures.inc()
         return True
+
+    def _is_comparable(self, entry: Entry, ids: BlockIds, first_block: int) -> bool:
+        mover = self._mover
+        if first_block or not ids.is_whole or not entry.prints or entry.form is not mover.form:
+            return False
+        mark = entry.prints[mover.number]
+        return mark != NO_MARK and mark[:8] == mover.kv.raw_tag
+
+    def _fingerprint(self, entry: Entry, ids: BlockIds) -> bytes:
+        return self._mover.kv.raw_fingerprint(ids)
 
     def __enter__(self) -> Load:
         return self

@@ -37,6 +37,9 @@ Ids: TypeAlias = npt.NDArray[np.intp]
 _Span: TypeAlias = "tuple[int, int, int]"
 """Of a group, by number: its layers [low, high), counted from its first."""
 
+RawOrder: TypeAlias = "tuple[int, list[tuple[int, int]]]"
+"""Bytes of an element; (axis, how many) from the outermost in memory to the innermost."""
+
 _LEFT = -1  # the id of a block that has left a sliding window
 _SMALLEST_ROW = 64  # bytes; below this the row numbers weigh as much as the rows
 _SHARED_BYTES = 4 << 20  # below this a second thread costs more than it copies
@@ -121,7 +124,7 @@ class PagedKV:
         self._single = [self._spans(number, number + 1) for number in numbers]
         middle = (shard.first_layer + shard.end_layer) // 2
         self._halves = self._spans(shard.first_layer, middle), self._spans(middle, shard.end_layer)
-        self.raw_tag = self._tag()
+        self.raw_tag = self._tag([[raw.order for raw in tensors] for tensors in self._raw])
 
     @classmethod
     def dense(
@@ -259,11 +262,10 @@ class PagedKV:
         listed = [self._checked(row, len(row)).tolist() for row in (ids if ids.ndim == 2 else [ids])]
         return listed * self.tables if len(listed) == 1 else listed
 
-    def _tag(self) -> bytes:
+    def _tag(self, orders: list[list[RawOrder]]) -> bytes:
         """Which raw arrangement a fingerprint is of; fingerprints of different ones are not comparable."""
         layout = self.layout
         said = [layout.packing, layout.dtype, layout.block_tokens, layout.chunk_tokens, self.shard]
-        orders = [[raw.order for raw in tensors] for tensors in self._raw]
         return xxhash.xxh3_64_digest(repr((said, orders)).encode())
 
     # ---- arguments
@@ -615,8 +617,8 @@ class _Raw:
         memory = (ctypes.c_uint8 * _reach(shape, strides, item)).from_address(address)
         self.memory = memoryview(memory).cast("B")
         self.step = strides[0]
-        axes = sorted((-strides[axis], axis) for axis in range(1, len(shape)) if shape[axis] > 1)
-        self.order = item, [(axis, shape[axis]) for _, axis in axes]
+        self.order = raw_order(item, shape, strides)
+        axes = [(-strides[axis], axis) for axis, _ in self.order[1]]
         self.length = item
         while axes and -axes[-1][0] == self.length:
             self.length *= shape[axes.pop()[1]]
@@ -628,6 +630,12 @@ class _Raw:
         for start in self.starts:
             at = block * self.step + start
             yield self.memory[at : at + self.length]
+
+
+def raw_order(item: int, shape: Sequence[int], strides: Sequence[int]) -> RawOrder:
+    """The axes within a block in the order of memory, outermost first."""
+    axes = sorted((-strides[axis], axis) for axis in range(1, len(shape)) if shape[axis] > 1)
+    return item, [(axis, shape[axis]) for _, axis in axes]
 
 
 def _grouped(layers: Sequence[_Layer]) -> list[_Rows | _Layer]:
@@ -700,13 +708,17 @@ def _as_array(tensor: Any, layout: Layout, number: int) -> Array:
         kind, dtype = ("f" if tensor.is_floating_point() else "i"), str(tensor.dtype)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         array = tensor.detach().view(bits).numpy()
-    # Integers of the right size are taken as raw bits: numpy has no bf16, and engines keep fp8 in uint8.
-    fits = _DTYPES.get(dtype) == layout.dtype or (kind in "iu" and array.itemsize == layout.itemsize)
-    if not fits and not layout.is_opaque:
-        raise LayoutError(f"layer {number}: expected dtype {layout.dtype}, got {dtype}")
+    check_dtype(layout, number, dtype, array.itemsize, is_integer=kind in "iu")
     if not array.size or min(array.strides) < 0 or not array.flags.writeable:
         raise LayoutError(f"layer {number}: the tensor is empty, reversed or read-only: {list(array.shape)}")
     return array.view(f"u{array.itemsize}")
+
+
+def check_dtype(layout: Layout, number: int, dtype: str, item: int, *, is_integer: bool) -> None:
+    # Integers of the right size are taken as raw bits: numpy has no bf16, and engines keep fp8 in uint8.
+    fits = _DTYPES.get(dtype) == layout.dtype or (is_integer and item == layout.itemsize)
+    if not fits and not layout.is_opaque:
+        raise LayoutError(f"layer {number}: expected dtype {layout.dtype}, got {dtype}")
 
 
 def _root(tensor: Any) -> int:

@@ -18,13 +18,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier import __version__
 from lmtier.errors import ConfigError
 from lmtier.terminal import Progress, complain, number, table
+
+if TYPE_CHECKING:
+    from lmtier.bench.gpu import Gpu
 
 Samples: TypeAlias = Iterator[tuple[str, float, float]]
 """What a measurement yields, once a round and path: path, ours, limit, both in the path's unit."""
@@ -69,7 +73,7 @@ class Row:
     @property
     def reached(self) -> bool:
         """Whether the goal is."""
-        return self.ratio >= self.goal if PATHS[self.path].is_rate else self.ours <= self.goal
+        return self.ratio >= self.goal if _BOUNDS[self.path].is_rate else self.ours <= self.goal
 
 
 PATHS = {
@@ -106,6 +110,24 @@ PATHS = {
 }
 
 
+GPU_PATHS = {
+    "gpu: to the slab, 32 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: from the slab, 32 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: both directions at once, 32 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: of a copy, not hidden behind matrix products": Bound("%", 10, 2),
+    "gpu: gather alone, against the bus": Bound("GB/s", 1.5, 3.0),
+    "gpu: fingerprint of 32 MiB": Bound("ms", 0.6, 0.1),
+    "gpu: to the slab, 1 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: from the slab, 1 MiB objects": Bound("GB/s", 0.85, 0.95),
+    # By no kernel: these say from which size on that is better, and promise nothing.
+    "gpu: to the slab, 64 KiB blocks as they are": Bound("GB/s", 0.1, 0.5),
+    "gpu: from the slab, 64 KiB blocks as they are": Bound("GB/s", 0.1, 0.5),
+    "gpu: to the slab, 8 KiB blocks as they are": Bound("GB/s", 0.02, 0.1),
+    "gpu: from the slab, 8 KiB blocks as they are": Bound("GB/s", 0.02, 0.1),
+}
+"""Measured with `--gpu`, and then nothing else."""
+
+_BOUNDS = PATHS | GPU_PATHS
 _NO_SECOND_CORE = "two bare threads are no faster than one here just now"
 
 
@@ -115,6 +137,7 @@ def measure(
     directory: Path | None = None,
     repeat: int = 1,
     quick: bool = False,
+    gpu: Gpu | None = None,
 ) -> list[Row]:
     """One row for each path whose name contains `only`; `repeat` multiplies the rounds.
 
@@ -122,6 +145,7 @@ def measure(
     """
     from lmtier.bench import copies, disk, lookups, redis, server
 
+    paths = PATHS if gpu is None else GPU_PATHS
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
         lookups.index: ("index",),
         lookups.match: ("match", "added"),
@@ -134,9 +158,17 @@ def measure(
         server.values: ("SET", "GET"),
         server.engines: ("look up 512 keys over", "bytes"),
     }
-    wanted = [path for path in PATHS if only in path]
+    if gpu is not None:
+        from lmtier.bench import gpu as on_gpu
+
+        apart = tuple(path for path in GPU_PATHS if path.endswith("as they are"))
+        groups = {
+            partial(on_gpu.both_ways, gpu=gpu): tuple(path for path in GPU_PATHS if path not in apart),
+            partial(on_gpu.as_they_are, gpu=gpu): apart,
+        }
+    wanted = [path for path in paths if only in path]
     if not wanted:
-        raise ConfigError(f"no path contains {only!r}; they are:\n  " + "\n  ".join(PATHS))
+        raise ConfigError(f"no path contains {only!r}; they are:\n  " + "\n  ".join(paths))
     chosen = [group for group, heads in groups.items() if any(path.startswith(heads) for path in wanted)]
     samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
     with ExitStack() as stack:
@@ -144,7 +176,7 @@ def measure(
         scale = _quick(own) if quick else _full(own, repeat)
         progress = stack.enter_context(Progress())
         for done, group in enumerate(chosen):
-            most = scale.rounds * sum(path.startswith(groups[group]) for path in PATHS)
+            most = scale.rounds * sum(path.startswith(groups[group]) for path in paths)
             for seen, (path, ours, limit) in enumerate(group(scale)):
                 progress.at(100 * done + min(99, 100 * seen // most), 100 * len(chosen), path)
                 if path in samples:
@@ -185,7 +217,7 @@ def _quick(directory: Path) -> Scale:
 
 def judge(path: str, pairs: list[tuple[float, float]]) -> Row:
     """The row of a path from its rounds of (ours, limit)."""
-    bound = PATHS[path]
+    bound = _BOUNDS[path]
     ours, limit = (median(each) for each in zip(*pairs, strict=True))
     ratio = median(a / b if bound.is_rate else b / a for a, b in pairs)
     ok = ratio >= bound.floor if bound.is_rate else ours <= bound.floor
@@ -222,24 +254,34 @@ def report(rows: list[Row]) -> str:
     ]
     for row in rows:
         if not row.reached:
-            is_rate = PATHS[row.path].is_rate
+            is_rate = _BOUNDS[row.path].is_rate
             got = f"{number(row.ratio)} <" if is_rate else f"{number(row.ours)} {row.unit} >"
             lines.append(f"below goal: {row.path} {got} {row.goal:g}")
     return "\n".join(lines)
 
 
 def _bound(row: Row, value: float) -> str:
-    return f"{'≥' if PATHS[row.path].is_rate else '≤'} {value:g}"
+    return f"{'≥' if _BOUNDS[row.path].is_rate else '≤'} {value:g}"
 
 
-def header(directory: Path | None) -> str:
+def real_gpu() -> Gpu:
+    """The one that torch has as its current device."""
+    try:
+        from lmtier.bench.gpu import Torch
+
+        return Torch()
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(f"--gpu needs a CUDA device, and torch and cupy for it: {error}") from None
+
+
+def header(directory: Path | None, gpu: Gpu | None = None) -> str:
     """The machine, so that a number can be read later."""
     where = directory or Path(tempfile.gettempdir())
     today = datetime.date.today().isoformat()
     cores = len(os.sched_getaffinity(0))
     return (
         f"lmtier {__version__} on {_cpu_model()}, {cores} cores, {platform.release()}, "
-        f"{where} on {_filesystem(where)}, {today}"
+        f"{gpu.name if gpu else f'{where} on {_filesystem(where)}'}, {today}"
     )
 
 

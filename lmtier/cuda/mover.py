@@ -1,0 +1,243 @@
+"""Per-layer save and load over CUDA: a mover whose saves and loads go on after their calls have returned.
+
+    save.layer(n)   after the engine has enqueued layer n        commit(): visible in a later `poll`
+    load            is enqueued when it begins                   layer(n): before the engine enqueues layer n
+
+What a CPU's mover does at once, `poll` does here when the device is done: commit, compare fingerprints, end
+leases. It belongs into the owner's step; no call but `drain` ever waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+
+import numpy as np
+
+from lmtier.cache import Match, Reservation
+from lmtier.cuda.paging import Bound, CudaKV
+from lmtier.cuda.streams import Lane, Order
+from lmtier.errors import MisuseError
+from lmtier.index import Entry
+from lmtier.keys import Identity
+from lmtier.layout import Shard, cover, padded
+from lmtier.mover import Blocks, Load, Mover, Save
+from lmtier.paging import BlockIds
+from lmtier.store import Store
+
+
+class CudaMover(Mover):
+    """Moves KV between a GPU's blocks and a store. `layerwise`: loads come layer by layer, not as a whole."""
+
+    kv: CudaKV
+
+    def __init__(
+        self,
+        cache: Store,
+        kv: CudaKV,
+        identity: Identity,
+        *,
+        ranks: Sequence[Shard] | None = None,
+        spare_blocks: Sequence[int] | None = None,
+        layerwise: bool = True,
+    ) -> None:
+        self.order = Order(kv.device)
+        self.layerwise = layerwise
+        super().__init__(cache, kv, identity, ranks=ranks, spare_blocks=spare_blocks)
+
+    def load(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> CudaLoad:
+        try:
+            self._need_proof()
+            return CudaLoad(self, match, block_ids, computed_tokens)
+        except BaseException:
+            self.cache.release(match)
+            raise
+
+    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> CudaSave:
+        self._need_proof()
+        return CudaSave(self, reservation, blocks)
+
+    def reuse(self, block_ids: Blocks) -> None:
+        """The engine has taken these blocks from a request whose saves or loads may still be under way."""
+        self.order.reuse(np.unique(np.asarray(block_ids)).tolist())
+
+    def poll(self) -> int:
+        """Commit, compare and release what the device is done with. How many saves and loads that ends."""
+        return self.order.poll()
+
+    def drain(self) -> None:
+        """The same, and wait for it: when the engine stops."""
+        self.order.drain()
+
+
+class CudaSave(Save):
+    """New chunks on their way out. After `commit` they become visible in the `poll` that finds them there."""
+
+    def __init__(self, mover: CudaMover, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> None:
+        super().__init__(mover, reservation, blocks)
+        self._kv = mover.kv
+        self._bounds: list[Bound] = [bound for _, _, bound in self._chunks]  # type: ignore[misc]
+        for bound in self._bounds:
+            bound.check_whole()
+        self._marked = [(chunk, ids) for chunk, ids, _ in self._chunks if chunk in self._prints]
+        self._marks = self._kv.take_marks(len(self._marked))
+        self._store = mover.order.store(_touched(bound.ids for bound in self._bounds))
+
+    def layer(self, layer: int) -> None:
+        """Save one layer of every new chunk, as the engine has it enqueued by now."""
+        self._enqueue(layer, [layer])
+        self._missing.discard(layer)
+
+    def all(self) -> None:
+        if len(self._missing) < len(self._kv.layers):
+            for layer in sorted(self._missing):
+                self.layer(layer)
+            return
+        self._enqueue(None, self._kv.layers)
+        self._missing.clear()
+
+    def _enqueue(self, layer: int | None, layers: Sequence[int]) -> None:
+        if not self._bounds:
+            return
+
+        def enqueue(lane: Lane) -> None:
+            self._kv.enqueue_copies(lane, layer, self._bounds)
+            for each in layers:
+                self._kv.enqueue_marks(lane, each, [ids for _, ids in self._marked], self._marks)
+
+        self._store.part(enqueue)
+
+    def commit(self) -> None:
+        if self._missing and self._chunks:
+            raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
+        self._store.end(self._commit)
+
+    def abort(self) -> None:
+        """The extents are the cache's again when nothing writes to them any more."""
+        self._store.end(self._abort)
+
+    def _commit(self) -> None:
+        for number, (chunk, _) in enumerate(self._marked):
+            self._prints[chunk] = dict(zip(self._kv.layers, self._marks.prints(number), strict=True))
+        self._kv.give_back(self._marks)
+        try:
+            super().commit()
+        except BaseException:
+            super().abort()
+            raise
+
+    def _abort(self) -> None:
+        self._kv.give_back(self._marks)
+        super().abort()
+
+
+class CudaLoad(Load):
+    """One match on its way in, all of it enqueued. `layer`, or `all`, before the engine uses it.
+
+    As a context manager it compares and releases by itself, in the `poll` that finds it there. Otherwise:
+    when `done`, call `finish`, then release the match; not before.
+    """
+
+    def __init__(self, mover: CudaMover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
+        super().__init__(mover, match, block_ids, computed_tokens)
+        self._kv, self._cuda = mover.kv, mover
+        self.done = False
+        """Whether everything is there, as the last `poll` saw it."""
+        self._is_left = False
+        self._bounds: list[Bound] = [*self._bound, *map(self._converted, self._foreign)]  # type: ignore[list-item]
+        marked = [
+            (entry, ids)
+            for _, entry, ids, first_block in self._chunks
+            if mover.sampled(entry.key) and self._is_comparable(entry, ids, first_block)
+        ]
+        self._fingerprints: dict[bytes, bytes] = {}
+        self._marked = marked
+        self._load = mover.order.load(_touched(bound.ids for bound in self._bounds))
+        try:
+            self._begin()
+        except BaseException:
+            # The leases end with this call: nothing may read the extents any more.
+            self._load.end(lambda: None)
+            self._load.wait()
+            raise
+
+    def _begin(self) -> None:
+        kv, marked = self._kv, self._marked
+        for layer in kv.layers if self._cuda.layerwise else [None]:
+            self._load.part(partial(self._enqueue, layer), layer)
+        marks = kv.take_marks(len(marked))
+
+        def enqueue_marks(lane: Lane) -> None:
+            for layer in kv.layers:
+                kv.enqueue_marks(lane, layer, [ids for _, ids in marked], marks)
+
+        def arrived() -> None:
+            for number, (entry, _) in enumerate(marked):
+                self._fingerprints[entry.key] = kv.fold(marks.prints(number))
+            kv.give_back(marks)
+            self.done = True
+            if self._is_left:
+                self._settle()
+
+        self._load.part(enqueue_marks)
+        self._load.end(arrived)
+
+    def _enqueue(self, layer: int | None, lane: Lane) -> None:
+        self._kv.enqueue_copies(lane, layer, self._bounds)
+
+    def _converted(self, foreign: tuple[Entry, BlockIds, int]) -> Bound:
+        """A chunk of another form, as a payload of ours that lives as long as this."""
+        entry, ids, first_block = foreign
+        kv, form = self._kv, entry.form
+        assert form.layout is not None  # known since the chunk's header was read
+        payload = np.empty(kv.nbytes, np.uint8)
+        as_blocks, whole = kv.over(payload), np.arange(kv.layout.blocks)
+        for held, part in cover(kv.shard, form.shards) or ():
+            number = form.shards.index(held)
+            source = self._mover.cache.slab.view(entry.offsets[number], padded(form.sizes[number]))
+            as_blocks.convert(None, source, form.layout, held, whole, part=part)
+        return kv.bind(ids, payload.data, first_block)
+
+    def layer(self, layer: int) -> None:
+        """What the engine enqueues from now on may read this layer."""
+        if self._cuda.layerwise:
+            self._load.let_compute(layer)
+            self._missing.discard(layer)
+        else:
+            self.all()
+
+    def all(self) -> None:
+        """The same for all of them."""
+        if self._missing:
+            self._load.let_compute()
+        self._missing.clear()
+
+    def finish(self) -> int:
+        if not self.done:
+            raise MisuseError("finish of a load that is under way: poll until it is done")
+        self._missing.clear()
+        return super().finish()
+
+    def _fingerprint(self, entry: Entry, ids: BlockIds) -> bytes:
+        return self._fingerprints[entry.key]
+
+    def _settle(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self._mover.cache.release(self._match)
+
+    def __enter__(self) -> CudaLoad:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_left = True
+        if self.done:
+            self._settle()
+
+
+def _touched(chunks: Iterable[BlockIds]) -> set[int]:
+    return {int(block) for ids in chunks for table in ids.tables for block in table}

@@ -1,0 +1,316 @@
+"""What tests without a GPU cannot say: the driver, the bus, real streams, and kernels on real hardware."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmtier.cache import Cache
+from lmtier.config import Config
+from lmtier.cuda.device import CudaDevice, CudaStream
+from lmtier.cuda.kernels import Launch
+from lmtier.cuda.mover import CudaLoad, CudaMover
+from lmtier.cuda.paging import CudaKV
+from lmtier.cuda.streams import Copies, Lane, Load, Order, Store
+from lmtier.keys import Identity
+from lmtier.layout import Layout
+from lmtier.mover import Mover
+from lmtier.paging import PagedKV
+from lmtier.slab import Slab
+from tests.unit.test_cuda_paging import large_engines, ways
+from tests.unit.test_paging import Engine, chunk_ids, engine, noise
+
+pytestmark = pytest.mark.gpu
+WHERE = "cuda"
+IDENTITY = Identity(model="tiny", weights="w1")
+C, N = 64, 16
+NEVER = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def device() -> CudaDevice:
+    return CudaDevice()
+
+
+# ---- layouts
+
+
+def moved(made: Engine) -> tuple[list[Any], list[torch.Tensor]]:
+    """The same tensors on the GPU, and the memory that they lie in."""
+    memory = [torch.from_numpy(each.view(np.uint8)).to(WHERE) for each in made.memory]
+    starts = [each.ctypes.data for each in made.memory]
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        at = tensor.data_ptr()
+        (number,) = (i for i, each in enumerate(made.memory) if starts[i] <= at < starts[i] + each.nbytes)
+        typed = memory[number].view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), (at - starts[number]) // tensor.element_size())
+
+    tensors = [tuple(map(one, each)) if isinstance(each, tuple) else one(each) for each in made.tensors]
+    return tensors, memory
+
+
+def held(memory: list[torch.Tensor]) -> list[bytes]:
+    return [each.cpu().numpy().tobytes() for each in memory]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(large_engines(), ways, st.data())
+def test_a_gpu_does_to_every_layout_what_a_cpu_does(device, made, way, data):
+    layout, shard, how = made
+    theirs = engine(layout, shard, **how)
+    tensors, memory = moved(theirs)
+    cuda, cpu = CudaKV(layout, shard, tensors, device, **way), theirs.paged()
+    ids = chunk_ids(layout)
+    layer = data.draw(st.sampled_from([None, *cpu.layers]))
+    assert cuda.raw_tag == cpu.raw_tag
+    assert cuda.raw_fingerprint(ids, layer) == cpu.raw_fingerprint(ids, layer)
+    assert cuda.raw_blocks(ids) == cpu.raw_blocks(ids)
+    got, wanted = noise(cpu.nbytes), noise(cpu.nbytes)
+    cuda.gather(layer, ids, got)
+    cpu.gather(layer, ids, wanted)
+    assert got.tobytes() == wanted.tobytes()
+    first, others = data.draw(st.integers(0, layout.blocks)), chunk_ids(layout, 8)
+    cuda.scatter(layer, noise(cpu.nbytes, 5), others, first)
+    cpu.scatter(layer, noise(cpu.nbytes, 5), others, first)
+    assert held(memory) == theirs.snapshot()
+    device._kept.clear()  # everything has been waited for
+
+
+def layouts() -> dict[str, tuple[Layout, list[Any]]]:
+    """As engines keep KV: name -> layout, tensors of 40 blocks."""
+
+    def uniform(packing: str, dtype: str, heads: int, head_dim: int) -> Layout:
+        return Layout.uniform(
+            layers=3,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            block_tokens=N,
+            chunk_tokens=C,
+            packing=packing,
+        )
+
+    def tensors(
+        shape: tuple[int, ...], order: tuple[int, ...] = (0, 1, 2, 3), dtype: Any = torch.bfloat16
+    ) -> Any:
+        return [torch.zeros(shape, dtype=dtype, device=WHERE).permute(order) for _ in range(3)]
+
+    hnd, nhd, split = (40, 8, N, 256), (40, N, 8, 256), (40, 8, N, 128)
+    interleaved = torch.zeros((40, 3, 8, N, 256), dtype=torch.bfloat16, device=WHERE)
+    return {
+        "HND": (uniform("token", "bf16", 8, 128), tensors(hnd)),
+        "NHD": (uniform("token", "bf16", 8, 128), tensors(nhd, (0, 2, 1, 3))),
+        "K and V apart": (
+            uniform("planes", "bf16", 8, 128),
+            list(zip(tensors(split), tensors(split), strict=True)),
+        ),
+        "blocks of all layers": (uniform("token", "bf16", 8, 128), list(interleaved.unbind(1))),
+        "MLA": (uniform("latent", "bf16", 1, 576), tensors((40, 1, N, 576))),
+        "fp8": (uniform("token", "fp8_e4m3", 8, 128), tensors(hnd, dtype=torch.uint8)),
+        "head size 80": (uniform("token", "bf16", 5, 80), tensors((40, 5, N, 160))),
+        "head size 65, NHD": (
+            uniform("token", "fp8_e4m3", 3, 65),
+            tensors((40, N, 3, 130), (0, 2, 1, 3), torch.uint8),
+        ),
+    }
+
+
+def a_cache(capacity: str = "256MiB") -> Cache:
+    tiers = [f"cpu://?capacity={capacity}"]
+    return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False))
+
+
+@pytest.mark.parametrize("name", list(layouts()) if torch.cuda.is_available() else [])
+@pytest.mark.parametrize("shortest_run", [0, NEVER])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_canary_passes_and_a_cpu_reads_what_was_saved(device, name, shortest_run, pinned):
+    layout, tensors = layouts()[name]
+    with a_cache("16MiB") as cache:
+        pinning = device.pin(cache.slab.view(0, cache.slab.capacity)) if pinned else None
+        assert pinning is None or (pinning.wait(60) and not pinning.failure)
+        kv = CudaKV(layout, layout.whole, tensors, device, shortest_run=shortest_run)
+        mover = CudaMover(cache, kv, IDENTITY, spare_blocks=range(30, 40))
+        blocks = [5, 6, 7, 8, 3, 1, 20, 9]
+        written = random.Random(1).randbytes(len(kv.raw_blocks(blocks)))
+        kv.write_raw(blocks, written)
+        with mover.save(mover.chain(range(2 * C)), blocks) as save:
+            for layer in kv.layers:
+                save.layer(layer)
+        mover.drain()
+        on_cpu = [tuple(t.cpu() for t in each) if isinstance(each, tuple) else each.cpu() for each in tensors]
+        twin = PagedKV(layout, layout.whole, on_cpu)
+        reader = Mover(cache, twin, IDENTITY, spare_blocks=range(30, 40))
+        others = [2, 4, 10, 11, 12, 13, 14, 15]
+        with reader.load(reader.match(reader.chain(range(2 * C + 1))), others) as load:
+            load.all()
+            assert load.finish() == 2 * C
+        assert twin.raw_blocks(others) == written
+        with mover.load(mover.match(mover.chain(range(2 * C + 1))), others) as back:
+            back.all()
+        mover.drain()
+        assert back.tokens == 2 * C
+        assert kv.raw_blocks(others) == written
+        assert cache.metrics.value("lmtier_verified_total") == (4 if twin.raw_tag == kv.raw_tag else 2)
+        if pinning is not None:
+            pinning.close()
+            device.pinning = None
+
+
+# ---- pinned memory
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_copies_cross_the_steps_in_which_a_slab_was_pinned(device, shared):
+    slab = Slab(8 << 20, shared=shared)
+    memory = np.frombuffer(slab.view(0, slab.capacity), np.uint8)
+    pinning = device.pin(slab.view(0, slab.capacity), step=1 << 20)
+    assert pinning.wait(60)
+    assert not pinning.failure
+    source = torch.randint(0, 256, (7 << 20,), dtype=torch.uint8, device=WHERE)
+    at = memory.ctypes.data + 333
+    lane = device.store
+    lane.wait(device.compute.record())
+    lane.copies.copy([(at + i * 50_000, source.data_ptr() + i * 50_000, 50_000) for i in range(100)])
+    lane.copies.copy([(at + 5_000_000, source.data_ptr() + 5_000_000, 2_000_000)])
+    lane.record().wait()
+    assert memory[333 : 333 + 7_000_000].tobytes() == source[:7_000_000].cpu().numpy().tobytes()
+    pinning.close()
+    device.pinning = None
+
+
+# ---- races
+
+
+class Slow(CudaStream):
+    """Sleeps before whatever it is given, as long as a copy takes, or not."""
+
+    chance = random.Random(0)
+
+    def _sleep(self) -> None:
+        if self.chance.random() < 0.5:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(self.chance.choice([10_000, 300_000, 3_000_000]))
+
+    def launch(self, launch: Launch) -> None:
+        self._sleep()
+        super().launch(launch)
+
+    def copy(self, copies: Copies) -> None:
+        self._sleep()
+        super().copy(copies)
+
+
+@pytest.fixture
+def slow() -> Iterator[CudaDevice]:
+    device = CudaDevice()
+    for name in ("store", "load"):
+        lane = getattr(device, name)
+        slowly = Lane(Slow(device, lane.kernels.stream), Slow(device, lane.copies.stream), lane.stores)
+        setattr(device, name, slowly)
+    yield device
+    torch.cuda.synchronize()
+
+
+L, BLOCKS, SPARE = 4, 64, range(56, 64)
+LAYOUT = Layout.uniform(
+    layers=L, heads=8, head_dim=64, dtype="bf16", block_tokens=N, chunk_tokens=C, packing="token"
+)
+
+
+class Life:
+    """Requests whose blocks others take at once. What KV should be is known from the tokens."""
+
+    def __init__(self, device: CudaDevice, cache: Cache, seed: int, **options: Any) -> None:
+        self.chance, self.cache = random.Random(seed), cache
+        self.layers = [torch.zeros(BLOCKS, 8, N, 128, dtype=torch.bfloat16, device=WHERE) for _ in range(L)]
+        self.kv = CudaKV(LAYOUT, LAYOUT.whole, self.layers, device, **options)
+        self.mover = CudaMover(
+            cache, self.kv, IDENTITY, spare_blocks=SPARE, layerwise=self.chance.random() < 0.5
+        )
+        self.wrong = torch.zeros((), dtype=torch.int64, device=WHERE)
+        self.loads: list[CudaLoad] = []
+
+    def content(self, tokens: list[int], layer: int) -> torch.Tensor:
+        """One number a block; integers below 128 are exact in bf16."""
+        numbers = [(sum(tokens[: (i + 1) * N]) * 7 + i + layer * 13) % 128 for i in range(len(tokens) // N)]
+        return torch.tensor(numbers, device=WHERE).bfloat16().view(-1, 1, 1, 1).expand(-1, 8, N, 128)
+
+    def _late(self) -> None:
+        if self.chance.random() < 0.4:
+            torch.cuda._sleep(self.chance.choice([10_000, 300_000, 3_000_000]))
+
+    def prefill(self, tokens: list[int], blocks: list[int]) -> None:
+        layerwise = self.chance.random() < 0.5
+        self.mover.reuse(blocks)
+        with self.mover.save(self.mover.chain(tokens), blocks) as save:
+            for layer in range(L):
+                self._late()
+                self.layers[layer][blocks] = self.content(tokens, layer)
+                if layerwise:
+                    save.layer(layer)
+            if not layerwise:
+                save.all()
+
+    def resume(self, tokens: list[int], blocks: list[int]) -> None:
+        match = self.mover.match(self.mover.chain([*tokens, 0]))
+        with self.mover.load(match, blocks) as load:
+            there = load.tokens // N
+            for layer in range(L):
+                load.layer(layer)
+                self._late()
+                if there:
+                    wanted = self.content(tokens, layer)[:there]
+                    self.wrong += (self.layers[layer][blocks[:there]] != wanted).sum()
+        self.loads.append(load)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            tokens = [*([1] * C * self.chance.randint(0, 2)), *([self.chance.randint(2, 5)] * C)]
+            blocks = self.chance.sample(range(SPARE.start), len(tokens) // N)
+            if self.chance.random() < 0.5:
+                self.prefill(tokens, blocks)
+            else:
+                self.resume(tokens, blocks)
+            self.mover.poll()
+        self.mover.drain()
+
+    @property
+    def faults(self) -> int:
+        differing = int(self.cache.metrics.value("lmtier_verify_failures_total"))
+        return int(self.wrong.item()) + differing
+
+
+def lived(device: CudaDevice, seed: int) -> Life:
+    with a_cache("4MiB") as cache:
+        pinning = device.pin(cache.slab.view(0, cache.slab.capacity))
+        pinning.wait()
+        options = {"shortest_run": NEVER if seed % 2 else 0, "staging_bytes": 1 if seed % 3 else 1 << 22}
+        life = Life(device, cache, seed, **options)
+        life.run(60)
+        pinning.close()
+        device.pinning = None
+        return life
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_delay_anywhere_makes_a_byte_wrong(slow, seed):
+    life = lived(slow, seed)
+    assert life.faults == 0
+    assert sum(load.tokens for load in life.loads) > 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "forgotten"), [(Order, "reuse"), (Load, "let_compute"), (Store, "_wait_for_compute")]
+)
+def test_an_edge_that_is_left_out_makes_bytes_wrong(slow, monkeypatch, owner, forgotten):
+    """Else the delays of the test above would prove nothing."""
+    monkeypatch.setattr(owner, forgotten, lambda *_, **__: None)
+    assert any(lived(slow, seed).faults for seed in range(12))

@@ -1,0 +1,63 @@
+"""The driver's calls, as far as that goes without a driver: each argument in its place, of its size."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from lmtier.cuda.device import CudaError, Driver
+from lmtier.cuda.kernels import Geometry, Spread
+from tests.cuda_shim import cpu
+from tests.unit.test_cuda_kernels import given_as
+from tests.unit.test_paging import chunk_ids, engine, make_layout, noise
+
+STREAM = 0x123456789ABCDEF0
+
+
+def test_a_launch_hands_over_its_grid_and_arguments():
+    made, machine = engine(make_layout()), cpu()
+    geometry = Geometry(made.layout, made.shard, given_as(made.tensors))
+    payload, ids = noise(made.layout.nbytes(made.shard)), chunk_ids(made.layout)
+    machine.allow(*made.memory, payload)
+    machine.name_memory()
+    wanted = payload.copy()
+    made.paged().gather(None, ids, wanted)
+    driver, function = Driver(machine.library), ctypes.create_string_buffer(b"gather")
+    where = geometry.pieces.ctypes.data, [payload.ctypes.data], [np.array([ids], np.int32)]
+    for launch in geometry.copies("gather", None, *where, Spread(2)):
+        driver.launch(ctypes.addressof(function), launch, STREAM)
+    assert payload.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_copies_are_made_one_by_one_or_in_a_batch_read_in_the_order_of_the_stream(count):
+    driver, size = Driver(cpu().library), 1000 // count
+    assert driver.has_batches
+    source, one_by_one, batch = noise(1000), np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+    for i in range(count):
+        at = i * size
+        driver.copy(one_by_one.ctypes.data + at, source.ctypes.data + at, size, STREAM)
+    listed = np.array(
+        [(batch.ctypes.data + i * size, source.ctypes.data + i * size, size) for i in range(count)], np.int64
+    )
+    driver.copy_batch(listed, STREAM)
+    assert one_by_one.tobytes() == batch.tobytes() == source.tobytes()
+
+
+def test_what_the_driver_refuses_is_an_error_with_its_own_words():
+    driver, launch, nothing = Driver(cpu().library), next(launches()), np.zeros((1, 3), np.int64)
+    for call in (
+        lambda: driver.copy(0, 0, 0, 0),
+        lambda: driver.copy_batch(nothing, 0),
+        lambda: driver.launch(0, launch, 0),
+    ):
+        with pytest.raises(CudaError, match=r"invalid argument \(1\)"):
+            call()
+
+
+def launches():
+    made = engine(make_layout())
+    geometry = Geometry(made.layout, made.shard, given_as(made.tensors))
+    return geometry.copies("gather", None, 0, [0], [np.array([chunk_ids(made.layout)], np.int32)], Spread(1))

@@ -1,0 +1,110 @@
+"""Pinning the slab: in the background, as far as the driver goes, and no copy across two registrations."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmtier.cuda.pinned import Pinning
+
+STEP, START, SIZE = 100, 1000, 350
+
+
+class Driver:
+    """What is registered, and how much it lets."""
+
+    def __init__(self, most: int = SIZE) -> None:
+        self.most, self.ranges = most, dict[int, int]()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def register(self, at: int, nbytes: int) -> None:
+        assert self.gate.wait(30)
+        if sum(self.ranges.values()) + nbytes > self.most:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        assert at not in self.ranges
+        self.ranges[at] = nbytes
+
+    def unregister(self, at: int) -> None:
+        del self.ranges[at]
+
+    def pinning(self) -> Pinning:
+        return Pinning(START, SIZE, self.register, self.unregister, step=STEP)
+
+
+def test_all_of_it_is_pinned_in_the_background_step_by_step():
+    driver = Driver()
+    driver.gate.clear()
+    pinning = driver.pinning()
+    pinning.start()
+    assert not pinning.wait(0)
+    assert pinning.pinned_bytes == 0
+    driver.gate.set()
+    assert pinning.wait(30)
+    assert pinning.pinned_bytes == SIZE
+    assert driver.ranges == {1000: 100, 1100: 100, 1200: 100, 1300: 50}
+    pinning.close()
+    assert driver.ranges == {}
+    assert pinning.pinned_bytes == 0
+
+
+def test_where_the_driver_refuses_the_rest_stays_as_it_is_and_one_line_says_so(caplog):
+    driver = Driver(most=250)
+    pinning = driver.pinning()
+    with caplog.at_level(logging.WARNING, "lmtier"):
+        pinning.start()
+        assert pinning.wait(30)
+    assert pinning.pinned_bytes == 200
+    assert "out of memory" in pinning.failure
+    (line,) = caplog.messages
+    assert "200 of 350 bytes" in line
+    assert "ulimit -l" in line
+    pinning.close()
+    assert driver.ranges == {}
+
+
+def test_a_batch_is_of_copies_whose_host_side_is_pinned():
+    pinning = Driver(most=250).pinning()
+    pinning.start()
+    assert pinning.wait(30)
+    assert pinning.holds(np.array([(1100, 9000, 50), (9000, 1199, 1)], np.int64))
+    assert not pinning.holds(np.array([(1100, 9000, 50), (9000, 1200, 1)], np.int64))
+    assert not pinning.holds(np.array([(8000, 9000, 50)], np.int64))
+
+
+def test_closing_ends_it_between_two_steps():
+    driver = Driver()
+    driver.gate.clear()
+    pinning = driver.pinning()
+    pinning.start()
+    pinning._stopped.set()
+    driver.gate.set()
+    pinning.close()
+    assert driver.ranges == {}
+    assert pinning.pinned_bytes == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.integers(START, START + SIZE - 40), st.integers(5000, 6000), st.integers(0, 960)),
+            st.one_of(st.integers(START, START + SIZE - 40), st.integers(5000, 6000), st.integers(0, 960)),
+            st.integers(1, 500),
+        )
+    )
+)
+def test_no_copy_spans_two_steps_and_none_loses_a_byte(copies):
+    def steps(at: int, nbytes: int) -> set[int]:
+        ends = [START + STEP, START + 2 * STEP, START + 3 * STEP, START, START + SIZE]
+        return {sum(each <= address for each in ends) for address in (at, at + nbytes - 1)}
+
+    cut = Driver().pinning().cut(np.array(copies, np.int64).reshape(-1, 3)).tolist()
+    for to, source, nbytes in cut:
+        assert nbytes > 0
+        assert len(steps(to, nbytes)) == len(steps(source, nbytes)) == 1
+    whole = [(to + i, source + i) for to, source, nbytes in copies for i in range(nbytes)]
+    assert [(to + i, source + i) for to, source, nbytes in cut for i in range(nbytes)] == whole
