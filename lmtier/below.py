@@ -19,7 +19,7 @@ from lmtier.breaker import Breaker
 from lmtier.codec import NO_MARK, Header
 from lmtier.compression import AUTO, RAW, WORDS
 from lmtier.config import TierSpec
-from lmtier.index import Entry, Index, State
+from lmtier.index import CLEARED, DELETED, REPLACED, Entry, Index, State
 from lmtier.keys import is_value
 from lmtier.layout import PAGE, Form, Name, Shard, form_of, padded, stored_size
 from lmtier.metrics import Metrics
@@ -104,11 +104,17 @@ class Below:
         self._is_clearing = False
         self.why_uncleared = ""
         """The last failure at it."""
+        self.cleared = 0
+        """How many times it was done."""
         self._jobs: dict[int, _Waiting] = {}
         self._lookups = 0
         self._overdue = 0
         """The last job for which the tier was blamed because it did not come back."""
         self._ids = count(1)
+        self.unstored: Callable[[Iterable[bytes], str], None] | None = None
+        """Told of what should have been written here and was not, and why, if anybody follows."""
+        self.wrote: Callable[[str, bool, Iterable[bytes]], None] | None = None
+        """Of a tier that must be asked: told of what was written (True), or found to be gone."""
         self._declare()
         if not self.is_warm:
             self._submit(Op.SCAN, (), self._scanned)
@@ -210,7 +216,7 @@ class Below:
                     if there.form.serves(entry.form):
                         self._unqueue()
                     else:  # a part of it was lost, or it is of no use: the new one takes its place
-                        self.discard(key, there.form)
+                        self.discard(key, there.form, REPLACED)
                         self._going.add(key)
                     continue
                 parent = self._nearest(entry)
@@ -280,6 +286,8 @@ class Below:
         else:
             self._drop(entry.key, next(iter(done.failed.values())))
         if mine is None or self.index is None:
+            if self.wrote is not None and not done.failed:
+                self.wrote(self.label, True, (entry.key,))
             return
         # A place that could neither be written over nor deleted still holds what must not come back.
         for old in replaced:
@@ -374,8 +382,11 @@ class Below:
             if self.index.release(mine):  # discarded while it was read
                 self._delete([Name(mine.key, shard) for shard in mine.form.shards], mine.nbytes)
             elif reasons & _LOST and self.index.get(mine.key) is mine:
-                self.discard(mine.key, mine.form)  # what stays of a chunk that lost a part is nobody's
-        return Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons, default=None)
+                # what stays of a chunk that lost a part is nobody's
+                self.discard(mine.key, mine.form, _worst(reasons & _LOST).value)
+        elif self.wrote is not None and reasons & _LOST:
+            self.wrote(self.label, False, {name.key for name in done.failed})
+        return _worst(reasons) if reasons else None
 
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk of one shard that this tier holds, and keep it with the entry."""
@@ -398,16 +409,18 @@ class Below:
         else:
             then(reason)
 
-    def discard(self, key: bytes, form: Form) -> None:
+    def discard(self, key: bytes, form: Form, why: str = DELETED) -> None:
         """Delete one chunk: now, or when whoever writes or reads it is done."""
         if self.index is None:
             self._delete([Name(key, shard) for shard in form.shards], 0)
+            if self.wrote is not None:
+                self.wrote(self.label, False, (key,))
         elif not self.is_warm:
             self._unwanted.add(key)
             self._delete([Name(key, shard) for shard in form.shards], 0)
         elif (entry := self.index.get(key)) is not None:
             self._going.add(key)
-            if self.index.remove(entry):
+            if self.index.remove(entry, why):
                 self._delete([Name(key, shard) for shard in entry.form.shards], entry.nbytes)
 
     def clear(self, slab: Index, namespace: bytes, *, force: bool) -> None:
@@ -420,7 +433,7 @@ class Below:
         self._queued = set(self._queue)
         for entry in self.index.entries() if self.index is not None else ():
             if entry.key.startswith(namespace) and (force or not entry.leases):
-                self.discard(entry.key, entry.form)
+                self.discard(entry.key, entry.form, CLEARED)
         if self.index is None and namespace not in self._uncleared[self._is_clearing :]:
             self._uncleared += (namespace,)
             self._clear_next()
@@ -438,6 +451,7 @@ class Below:
         self.why_uncleared = done.error
         if not done.error:
             self._uncleared = self._uncleared[1:]
+            self.cleared += 1
             return
         for _ in range(len(self._queue)):  # others shall not wait behind what may wait for ever
             key = self._queue[0]
@@ -593,6 +607,8 @@ class Below:
 
     def _drop(self, key: bytes, reason: str) -> None:
         self._metrics.dropped_tokens.labels(self.label, reason).inc(self._tokens(key))
+        if self.unstored is not None:
+            self.unstored((key,), reason)
 
     def _transfer(self, direction: str, nbytes: int, seconds: float) -> None:
         self._metrics.transfer_bytes.labels(self.label, direction).observe(nbytes)
@@ -646,6 +662,10 @@ class Below:
             self.index.check()
             assert self.index.used + self.deleting <= self.index.capacity, "over capacity"
         assert self._queued == set(self._queue), "the queue and its set differ"
+
+
+def _worst(reasons: set[Reason]) -> Reason:
+    return Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons)
 
 
 def form_of_parts(cut: Iterable[tuple[Shard, int]]) -> Form | None:

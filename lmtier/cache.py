@@ -20,9 +20,9 @@ from itertools import count
 from lmtier.below import UNBOUNDED, Below
 from lmtier.codec import NO_MARK, Header
 from lmtier.config import Config, without_login
-from lmtier.curve import Curve
+from lmtier.curve import FACTORS, Outlook, Place
 from lmtier.errors import ConfigError, MisuseError
-from lmtier.index import Entry, Index, State
+from lmtier.index import CLEARED, DELETED, DIFFERED, Entry, Index, State
 from lmtier.journal import Journal
 from lmtier.keys import is_value
 from lmtier.layout import Form, Name, Shard, form_of, padded
@@ -41,7 +41,6 @@ _TRIES = 64  # evictions for one chunk before its room is given up as too fragme
 _LOADING_SHARE = 7 / 8  # of the slab that may wait for tiers below: one that hangs must not take all of it
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
 _SEEN = 64  # prefixes whose recency below is brought up to date in the next step
-_FACTORS = (0.5, 1, 2, 4, 8)  # of a tier's size, for which the curve is shown
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +74,8 @@ class Match:
     """How many chunks had been found by then."""
     settled: bool = False
     released: bool = False
+    asker: str = ""
+    """Who asked, for people."""
 
     @property
     def chunks(self) -> int:
@@ -176,11 +177,11 @@ class Cache:
         self._room = 0  # of the largest chunk so far
         self._took_room = False
         self._journal: Journal | None = None
+        self.settled: Callable[[Match, dict[str, int]], None] | None = None
+        """Told of every lookup that is settled, and the tokens missed by reason, the first one's first."""
         self.no_room_at = float("-inf")
         """When somebody last found no room, because all there is was leased; in time.monotonic()."""
-        self.curve = Curve(self._reach)
-        self._sizes = [0.0, 0.0, 0.0]
-        """Chunks asked, and what they take: bytes in the slab, bytes at rest."""
+        self.outlook = Outlook(self._places())
         self._declare()
         self._prefault = None
         if config.prefault:
@@ -238,9 +239,7 @@ class Cache:
         self._find_below(match)
         self._settle_if_ready(match)
         if whole:
-            self.curve.saw(names, asked / self.chunk_tokens)
-            for i, size in enumerate((1, form.room, form.at_rest)):
-                self._sizes[i] += size * len(names)
+            self.outlook.saw(names, asked / self.chunk_tokens, form.room, form.at_rest)
             self.metrics.lookup_seconds.observe(time.monotonic() - began)
         return match
 
@@ -377,7 +376,7 @@ class Cache:
         waiters = self._waiters.pop(entry, [])
         failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
         if failure == "foreign" and not isinstance(result, Reason):
-            below.discard(entry.key, entry.form)
+            below.discard(entry.key, entry.form, failure)
         if not failure:
             self.index.ready(entry)
             for other in self._always:
@@ -457,6 +456,8 @@ class Cache:
         if tail:
             missed["partial_chunk"] = tail
         self.metrics.settle(match.asked_tokens, hits, missed)
+        if self.settled is not None:
+            self.settled(match, missed)
 
     def _why_missing(self, key: bytes) -> str:
         entry = self.index.get(key)
@@ -479,7 +480,7 @@ class Cache:
                 break
             run.append(entry)
         self._saw(keys, run)
-        self.curve.saw(keys, 0)
+        self.outlook.used(keys)
 
     # ---- save: reserve, commit, abort
 
@@ -496,7 +497,8 @@ class Cache:
         self._make_room(keys, sum(wanted) * form.room)
         new: dict[int, Entry] = {}
         run: list[Entry] = []
-        known = dropped = 0
+        known = 0
+        dropped: list[bytes] = []
         why = ""  # a first chunk that could not be stored makes all later ones useless
         parent: Entry | None = None
         for number, key in enumerate(keys):
@@ -508,11 +510,11 @@ class Cache:
                     new[number] = entry
                 else:
                     why = why or "no_room"
-                    dropped += 1
+                    dropped.append(key)
                     continue
             elif entry is not None and not entry.form.serves(form):
                 why = why or "foreign"  # this engine cannot read what stands under its key
-                dropped += 1
+                dropped.append(key)
                 continue
             else:
                 known += not new and not dropped
@@ -523,11 +525,10 @@ class Cache:
             parent = entry
         self.index.refresh(run)
         self._seen.append(tuple(keys))
-        self.metrics.skipped_tokens.inc((len(keys) - dropped - len(new)) * self.chunk_tokens)
-        if dropped:
-            self.metrics.dropped_tokens.labels(CPU, why).inc(dropped * self._tokens(keys[0]))
+        self.metrics.skipped_tokens.inc((len(keys) - len(dropped) - len(new)) * self.chunk_tokens)
+        self._drop(dropped, why)
         left = set(form.shards) if new else set()
-        reservation = Reservation(next(self._ids), form, new, known, dropped, left)
+        reservation = Reservation(next(self._ids), form, new, known, len(dropped), left)
         if new:
             self._reservations[reservation.id] = reservation
         return reservation
@@ -556,9 +557,15 @@ class Cache:
             for entry in reservation.entries.values():
                 if entry.state is not State.GONE:
                     self.index.remove(entry)
-            lost = sum(self._tokens(entry.key) for entry in reservation.entries.values())
-            self.metrics.dropped_tokens.labels(CPU, "aborted").inc(lost)
+            self._drop([entry.key for entry in reservation.entries.values()], "aborted")
         self._close_if_finished(reservation)
+
+    def _drop(self, keys: Sequence[bytes], why: str) -> None:
+        """These are not stored in the slab, though they should be."""
+        if keys:
+            self.metrics.dropped_tokens.labels(CPU, why).inc(sum(map(self._tokens, keys)))
+            if self._journal is not None:
+                self._journal.unstored(CPU, keys, why)
 
     def _finish(self, reservation: Reservation, shard: Shard | None) -> int:
         shards = reservation.form.shards
@@ -591,7 +598,7 @@ class Cache:
         for chunk, entry in reservation.entries.items():
             if entry.state is State.GONE:  # cleared by force while it was written
                 self._release(entry)
-                self.metrics.dropped_tokens.labels(CPU, "cleared").inc(self._tokens(entry.key))
+                self._drop([entry.key], "cleared")
                 continue
             if chunk in reservation.prints:
                 entry.prints = tuple(reservation.prints[chunk])
@@ -673,16 +680,16 @@ class Cache:
         """
         for entry in self.index.entries():
             if entry.key.startswith(namespace) and (force or not entry.leases):
-                self._take_out(entry)
+                self._take_out(entry, CLEARED)
         for below in self.below:
             below.clear(self.index, namespace, force=force)
 
     def discard(self, entry: Entry) -> None:
         """Delete a chunk in every tier, because its content is not to be believed. Leases on it stay."""
         if entry.state is not State.GONE:
-            self._take_out(entry)
+            self._take_out(entry, DIFFERED)
         for below in self.below:
-            below.discard(entry.key, entry.form)
+            below.discard(entry.key, entry.form, DIFFERED)
 
     # ---- named values: chunks that may be replaced
 
@@ -708,8 +715,8 @@ class Cache:
         """Whether a restart now could still find what was forgotten or replaced under this key."""
         return any(below.is_leaving(key) for below in self.below)
 
-    def _take_out(self, entry: Entry) -> None:
-        if self.index.remove(entry):
+    def _take_out(self, entry: Entry, why: str = DELETED) -> None:
+        if self.index.remove(entry, why):
             self._free([entry])
 
     def close(self, timeout: float = 30.0) -> None:
@@ -796,26 +803,21 @@ class Cache:
         self._evicted_chunks = metrics.evictions.labels(CPU, "capacity")
         self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
         metrics.leased_bytes.set_function(lambda: index.pinned)
-        for label, capacity, size in self._places():
-            for factor in _FACTORS:
-                metrics.mrc_hit_ratio.labels(label, f"{factor:g}").set_function(
-                    partial(self._would_hit, factor * capacity, size)
+        for place in self.outlook.places:
+            for factor in FACTORS:
+                metrics.mrc_hit_ratio.labels(place.tier, f"{factor:g}").set_function(
+                    partial(self.outlook.hit_ratio, place, factor)
                 )
 
-    def _places(self) -> list[tuple[str, int, int]]:
-        """The bounded tiers: label, bytes, and which of `_sizes` its chunks have."""
-        lower = [(each.label, each.index.capacity, 2) for each in self.below if each.index is not None]
-        return [(CPU, self.index.capacity, 1), *(place for place in lower if place[1] < UNBOUNDED)]
-
-    def _would_hit(self, capacity: float, size: int) -> float:
-        return self.curve.hit_ratio(capacity * self._sizes[0] / self._sizes[size] if self._sizes[0] else 0)
-
-    def _reach(self) -> float:
-        """The chunks of the largest tier that is shown."""
-        return max(
-            _FACTORS[-1] * capacity * self._sizes[0] / self._sizes[size] if self._sizes[0] else 0
-            for _, capacity, size in self._places()
-        )
+    def _places(self) -> list[Place]:
+        """The bounded tiers."""
+        lower = [
+            Place(each.label, each.index.capacity, True) for each in self.below if each.index is not None
+        ]
+        return [
+            Place(CPU, self.index.capacity, False),
+            *(place for place in lower if place.capacity < UNBOUNDED),
+        ]
 
     def follow(self) -> Journal:
         """What comes and goes, from the first call on, in the slab and in tiers that know what they hold."""
@@ -823,6 +825,7 @@ class Cache:
             self._journal = Journal()
             self.index.changed = partial(self._journal.note, CPU)
             for below in self.below:
+                below.unstored = partial(self._journal.unstored, below.label)
                 if below.index is not None:
                     below.index.changed = partial(self._journal.note, below.label)
         return self._journal

@@ -1,4 +1,4 @@
-"""The `lmtier` command: serve, ping, stats, top, clear; config, bench, demo, verify, simulate, size."""
+"""The `lmtier` command: a function for each of its words, which `lmtier --help` lists."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from lmtier import __version__, config
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 # Exit codes: 0 all is well, 1 something was found (below a floor, a corrupt object, no server), 2 misuse.
 
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+_FOR = {
+    "redis": "any Redis client, and other hosts",
+    "unix": "engines on this host, who also get the slab",
+    "kv-events": "routers: what comes to the tiers and leaves them",
+    "kv-replay": "routers that missed some of it",
+}
 _EVERY = 2.0  # seconds between two looks at a server
 
 
@@ -54,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
     )
+    bench.add_argument("--gpu", action="store_true", help="a GPU's memory and the slab, and nothing else")
     bench.set_defaults(run=_bench)
 
     show = commands.add_parser("config", help="print the effective configuration and where it came from")
@@ -61,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=_SET)
     show.set_defaults(run=_config)
 
-    demo = commands.add_parser("demo", help="a conversation, cold, from CPU, and from disk after a restart")
+    demo = commands.add_parser("demo", help="a small model serves three users, from every tier")
     demo.add_argument(
         "--dir", type=Path, help="where the disk tier goes, in a directory of its own unless --keep"
     )
-    demo.add_argument("--keep", action="store_true", help="leave the disk tier's directory in place")
+    demo.add_argument("--keep", action="store_true", help="leave the server running, and its disk")
     demo.set_defaults(run=_demo)
 
     verify = commands.add_parser("verify", help="read every object of a disk tier and report what is wrong")
@@ -180,6 +188,7 @@ def _add_server_commands(commands: Any) -> None:
     serve.add_argument("--unix", metavar="PATH", help="for engines on this host, who also get the slab")
     serve.add_argument("--listen", metavar="HOST:PORT", help="for Redis clients; '' for none")
     serve.add_argument("--http", metavar="HOST:PORT", help="for people and Prometheus; '' for none")
+    serve.add_argument("--kv-events", metavar="ENDPOINT", help="for routers, as ZMQ writes it: tcp://*:5557")
     serve.add_argument("--token-file", metavar="FILE", help="its first line must be shown by clients")
     serve.add_argument(
         "--insecure", action="store_true", default=None, help="listen beyond this host without a token"
@@ -216,6 +225,14 @@ def _add_server_commands(commands: Any) -> None:
     for command in (stats, top):
         command.add_argument("--times", type=int, metavar="N", help="stop after N looks, when they are lines")
 
+    explain = commands.add_parser("explain", parents=[where], help="why the last prompts missed")
+    explain.add_argument("--last", type=int, default=20, metavar="N", help="lookups (default: %(default)s)")
+    explain.add_argument(
+        "--tokens", action="store_true", help="show the token ids where prompts part, if engines told them"
+    )
+    explain.add_argument("--json", action="store_true", help="machine-readable output")
+    explain.set_defaults(run=_explain)
+
     clear = commands.add_parser("clear", parents=[where], help="make a server forget")
     what = clear.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -237,7 +254,10 @@ def _serve(args: argparse.Namespace) -> int:
     ours, servers = _overrides(args.set)
     if args.tier:
         ours = {"tiers": args.tier} | ours
-    flags = {name: getattr(args, name) for name in ("unix", "listen", "http", "token_file", "insecure")}
+    flags = {
+        name: getattr(args, name)
+        for name in ("unix", "listen", "http", "kv_events", "token_file", "insecure")
+    }
     servers = {name: value for name, value in flags.items() if value is not None} | servers
     effective, origins = config.load(args.config, overrides=ours)
     serving, _ = config.load_serving(args.config, overrides=servers)
@@ -265,10 +285,8 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
             host, _, port = address.rpartition(":")
             url = f"{scheme}://{_ANYWHERE.get(host, host)}:{port}"
             rows += [(what, address, f"{url}/ in a browser, {url}/metrics for Prometheus")]
-        elif what == "unix":
-            rows += [(what, address, "engines on this host, who also get the slab")]
         else:
-            rows += [(what, address, "any Redis client, and other hosts")]
+            rows += [(what, address, _FOR[what])]
     lines += [table(("listens", "address", "for"), rows), ""]
     token = "is asked for" if read_token(serving) else "is not asked for"
     tls = "TLS" if serving.tls_cert else "no TLS"
@@ -347,6 +365,18 @@ def _looks(times: int | None) -> Iterator[int]:
         yield look
 
 
+def _explain(args: argparse.Namespace) -> int:
+    from lmtier.explain import MAX_LOOKUPS
+    from lmtier.server.console import Remote, explained
+
+    if not 0 < args.last <= MAX_LOOKUPS:
+        raise ConfigError(f"--last {args.last}: must be 1 to {MAX_LOOKUPS}, which is what a server remembers")
+    with Remote(_address(args)) as remote:
+        found = remote.explanations(args.last, tokens=args.tokens)
+    say(json.dumps(found, indent=2) if args.json else explained(found, get_terminal_size().columns))
+    return 0
+
+
 def _clear(args: argparse.Namespace) -> int:
     from lmtier.server.console import Remote, clear
 
@@ -365,11 +395,13 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
-    rows = bench.measure(only=args.only, directory=_made(args.dir), repeat=args.repeat, quick=args.quick)
+    gpu = bench.real_gpu() if args.gpu else None
+    folder = _made(args.dir)
+    rows = bench.measure(only=args.only, directory=folder, repeat=args.repeat, quick=args.quick, gpu=gpu)
     if args.json:
         say(json.dumps(bench.as_json(rows), indent=2))
     else:
-        say(bench.header(args.dir))
+        say(bench.header(args.dir, gpu))
         say(bench.report(rows))
     if args.quick:
         complain("a quick run is a smoke test: sizes are tiny, floors are not enforced")
@@ -541,12 +573,12 @@ def _made(directory: Path | None) -> Path | None:
 
 def _demo(args: argparse.Namespace) -> int:
     try:
-        from lmtier.demo import run
+        demo = import_module("lmtier_integrations.demo")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the demo needs {error.name}; install it with: pip install 'lmtier[torch]'"
+            f"the demo needs {error.name}; install it with: pip install 'lmtier[demo]'"
         ) from None
-    return 0 if run(_made(args.dir), keep=args.keep) else 1
+    return 0 if demo.run(_made(args.dir), keep=args.keep) else 1
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -208,6 +208,11 @@ class Serving:
     """Seconds to finish in when told to stop."""
     linger: float = 0.0
     """Seconds without any connection after which the server stops by itself; 0: never."""
+    kv_events: str = ""
+    """Where routers hear what comes to the tiers and leaves them, as ZMQ writes it: tcp://*:5557."""
+    kv_events_replay: str = ""
+    """Where they can ask for what they missed: tcp://*:5558."""
+    kv_events_topic: str = ""
     request_log: str = ""
     """A file for what engines look up: keys and lengths, no text. To be replayed."""
 
@@ -219,6 +224,8 @@ class Serving:
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
+        if self.kv_events_replay and not self.kv_events:
+            raise ConfigError("serve: kv_events_replay is of no use without kv_events")
         if not (self.listen or self.unix or self.http):
             raise ConfigError("serve: nowhere to listen; give listen, unix or http an address")
         for name in ("listen", "http"):

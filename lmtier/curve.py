@@ -25,10 +25,13 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+FACTORS = (0.5, 1, 2, 4, 8)
+"""Of a tier's size, for which the curve is shown."""
 _HALF_LIFE = 3600.0
 _BLOCK = 256  # slots that are summed up in one
 
@@ -191,6 +194,52 @@ class Curve:
             self._asked = self._expected = self._seen = 0
             self._hits = np.concatenate([[0.0], np.cumsum(self._past)])
         return self._hits
+
+
+class Place(NamedTuple):
+    """A bounded tier."""
+
+    tier: str
+    capacity: int
+    """Bytes."""
+    at_rest: bool
+    """Whether its chunks take what they take at rest, not what they take in the slab."""
+
+
+class Outlook:
+    """Should I buy more memory? The curve in bytes of these tiers, each as if it were the only one."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = tuple(places)
+        self.curve = Curve(self._reach)
+        self._chunks = 0
+        """That were asked for; and what they take, in bytes."""
+        self._in_slab = 0
+        self._at_rest = 0
+
+    def saw(self, keys: Sequence[bytes], asked: float, in_slab: int, at_rest: int) -> None:
+        """A lookup of `asked` chunks, those with `keys` and what has no key; and what one takes in a tier."""
+        self.curve.saw(keys, asked)
+        self._chunks += len(keys)
+        self._in_slab += in_slab * len(keys)
+        self._at_rest += at_rest * len(keys)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """An engine had these itself: not asked for, and young again."""
+        self.curve.saw(keys, 0)
+
+    def hit_ratio(self, place: Place, factor: float) -> float:
+        """If this tier were alone, LRU, and of `factor` times its size. NaN: nothing was asked."""
+        return self.curve.hit_ratio(self._fits(place, factor))
+
+    def _fits(self, place: Place, factor: float) -> float:
+        """In chunks of the size that was asked for until now."""
+        nbytes = self._at_rest if place.at_rest else self._in_slab
+        return factor * place.capacity * self._chunks / nbytes if nbytes else 0.0
+
+    def _reach(self) -> float:
+        """The chunks of the largest tier that is shown."""
+        return max((self._fits(place, FACTORS[-1]) for place in self.places), default=0.0)
 
 
 def _common(run: Sequence[bytes], keys: Sequence[bytes], at: int) -> int:

@@ -22,6 +22,9 @@ from lmtier.keys import is_value
 from lmtier.layout import Form
 from lmtier.policy import Keyed, Policy
 
+EVICTED, DELETED, CLEARED, DIFFERED, REPLACED = "evicted", "deleted", "cleared", "differed", "replaced"
+"""Why a chunk left. Or the reason why it could not be read."""
+
 
 class State(IntEnum):
     FILLING = 0
@@ -66,8 +69,8 @@ class Index:
         self.names: set[bytes] = set()
         """The keys of named values among them, complete ones."""
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self.changed: Callable[[bool, Iterable[bytes]], None] | None = None
-        """Told which keys have become READY (True) or left after that, if anybody follows."""
+        self.changed: Callable[[bool, Iterable[bytes], str], None] | None = None
+        """Told which keys have become READY (True) or left after that, and why, if anybody follows."""
         self.get = self._entries.get
 
     def __repr__(self) -> str:
@@ -132,7 +135,7 @@ class Index:
         if is_value(entry.key):
             self.names.add(entry.key)
         if self.changed is not None:
-            self.changed(True, (entry.key,))
+            self.changed(True, (entry.key,), "")
         self.release(entry)
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
@@ -161,15 +164,16 @@ class Index:
             return True
         return False
 
-    def remove(self, entry: Entry) -> bool:
+    def remove(self, entry: Entry, why: str = DELETED) -> bool:
         """Take it out, so that nobody finds it. True: nobody holds it either, its room is free now."""
-        self._take_out([entry], evicted=False)
+        self._take_out([entry], why)
         return not entry.leases
 
-    def _take_out(self, entries: Sequence[Entry], *, evicted: bool) -> None:
+    def _take_out(self, entries: Sequence[Entry], why: str) -> None:
+        evicted = why == EVICTED
         self._policy.remove(entries, evicted)
         if self.changed is not None:
-            self.changed(False, [entry.key for entry in entries if entry.state is State.READY])
+            self.changed(False, [entry.key for entry in entries if entry.state is State.READY], why)
         for entry in entries:
             del self._entries[entry.key]
             self.link(entry, None)
@@ -231,7 +235,7 @@ class Index:
             self.release(keep)
         if freed < need:
             return None
-        self._take_out(victims, evicted=True)
+        self._take_out(victims, EVICTED)
         return victims
 
     def check(self) -> None:

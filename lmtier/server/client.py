@@ -32,8 +32,9 @@ from lmtier.config import Config
 from lmtier.errors import ConfigError, LMTierError, MisuseError, TierError
 from lmtier.index import Entry, State
 from lmtier.journal import Change
-from lmtier.keys import KEY_BYTES
+from lmtier.keys import KEY_BYTES, as_tokens
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
+from lmtier.prompts import Origin
 from lmtier.server.engines import MAX_MS, PROTOCOL, RUN_SHIFT
 from lmtier.server.resp import INCOMPLETE, Error, ProtocolError, Replies, command
 from lmtier.slab import Memory
@@ -43,6 +44,7 @@ log = logging.getLogger("lmtier")
 _AGAIN = 1.0  # seconds between attempts to reach a server
 _OWED = 64  # replies that nobody waits for, until they are read
 _KEYS_AN_ARGUMENT = 16_384
+_TOKENS_AN_ARGUMENT = 131_072
 _LOST = "tier_down"
 
 T = TypeVar("T")
@@ -244,6 +246,27 @@ class Client:
         """As Cache.seen; does not wait for the server."""
         if self._reach() is not None:
             self._post("LMTIER.SEEN", *_arguments(keys))
+
+    def tell(self, keys: Sequence[bytes], tokens: Any, origin: Origin, parent: bytes = b"") -> None:
+        """What the tokens of these chunks are, and the chunk before them; does not wait for the server.
+
+        Nothing needs it but `lmtier explain` and KV events; who wants neither keeps them to himself.
+        """
+        step = max(1, _TOKENS_AN_ARGUMENT // self.chunk_tokens)  # chunks in one command
+        ids, size = as_tokens(tokens), self.chunk_tokens
+        for at in range(0, len(keys), step):
+            some = keys[at : at + step]
+            words = ids[at * size : (at + step) * size].tobytes()
+            self._post("LMTIER.TELL", origin.to_json(), parent, b"".join(some), words)
+            parent = some[-1]
+
+    def trace(self, thing: Match | Reservation, headers: Mapping[str, str] | None) -> None:
+        """To which trace it belongs, by the request's W3C headers, if the server traces; does not wait."""
+        if not headers or not self._link.traces or "traceparent" not in headers:
+            return
+        if thing.id in self._matches or thing.id in self._reservations:
+            parts = [headers[name] for name in ("traceparent", "tracestate") if name in headers]
+            self._post("LMTIER.TRACE", thing.id, *parts)
 
     # ---- save
 
@@ -606,6 +629,7 @@ class _Link:
             facts = _fields(self._ask(until, address, "LMTIER.HELLO", PROTOCOL, *hello))
             capacity = self._ask(until, address, "LMTIER.SLAB")
             self.run: int = facts["run"]
+            self.traces = bool(facts.get("traces"))
             self.approximation: str = facts.get("approximation", b"").decode()
             self.config = Config(
                 chunk_tokens=facts["chunk_tokens"],

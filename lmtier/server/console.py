@@ -22,7 +22,9 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 from lmtier.config import Serving, host_and_port
+from lmtier.curve import FACTORS
 from lmtier.errors import ConfigError, LMTierError
+from lmtier.explain import Explanation
 from lmtier.metrics import MISS_REASONS
 from lmtier.server.report import Snapshot, TierNow, Tokens
 from lmtier.server.resp import INCOMPLETE, Error, ProtocolError, Replies, command
@@ -34,6 +36,7 @@ MINUTES = 15.0
 """How far back a server remembers, and `top` looks."""
 _CLEARING = 60.0  # a million chunks are not forgotten in TIMEOUT, nor those of a shared tier found
 _SHOWN = 20  # clients
+_STRANGE = "tells other things than this version of lmtier knows: use the same on both sides"
 
 
 class Unreachable(LMTierError):
@@ -172,25 +175,32 @@ class Remote:
             and isinstance(tiers, list)
             and all(isinstance(tier, dict) and TierNow.__required_keys__ <= tier.keys() for tier in tiers)
             and Tokens.__required_keys__ <= found["tokens"].keys()
+            and all(isinstance(ratios, dict) for ratios in found["curve"].values())
         ):
             return cast(Snapshot, found)
-        raise self._trouble(
-            "tells other things than this version of lmtier knows: use the same on both sides"
-        )
+        raise self._trouble(_STRANGE)
 
     def history(self) -> list[dict[str, Any]]:
         """Its counters over the last minutes, the oldest first."""
         return list(self._json("LMTIER.HISTORY").get("rows", ()))
 
-    def _json(self, name: str) -> dict[str, Any]:
-        reply = self.ask(name)
+    def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:
+        """Why its last lookups missed, the latest first."""
+        words = ("LMTIER.EXPLAIN", str(most), *(("TOKENS",) if tokens else ()))
+        found = self._json(*words, kind=list)
+        if all(isinstance(each, dict) and Explanation.__required_keys__ <= each.keys() for each in found):
+            return cast("list[Explanation]", found)
+        raise self._trouble(_STRANGE)
+
+    def _json(self, *words: str, kind: type = dict) -> Any:
+        reply = self.ask(*words)
         try:
             found = json.loads(reply)
         except (TypeError, ValueError):
             found = None
-        if not isinstance(found, dict):
-            raise self._trouble(f"is no lmtier server: it answered something else to {name}")
-        return cast("dict[str, Any]", _harmless(found))
+        if not isinstance(found, kind):
+            raise self._trouble(f"is no lmtier server: it answered something else to {words[0]}")
+        return _harmless(found)
 
     def _exchange(self, words: Sequence[str], timeout: float) -> object:
         until = time.monotonic() + timeout
@@ -341,7 +351,14 @@ def clear(remote: Remote, model: str | None, *, force: bool) -> str:
 
 def stats(now: Snapshot, name: str) -> str:
     """Everything since the start, in tables."""
-    parts = [_title(now, name), _tokens_table(now), _tiers_table(now)]
+    parts = [
+        _title(now, name),
+        _tokens_table(now),
+        _tiers_table(now),
+        _owner(now, now["busy"], now["uptime"]),
+    ]
+    if now["curve"]:
+        parts.append(_curve_table(now, "hit rate if the tier were"))
     if now["clients"]:
         parts.append(_clients_table(now))
     if now["verify_failures"] or now["corrupt"]:
@@ -351,6 +368,34 @@ def stats(now: Snapshot, name: str) -> str:
             "what had been saved: see the log."
         )
     return "\n\n".join(parts)
+
+
+def explained(found: Sequence[Explanation], columns: int) -> str:
+    """A line for each lookup, and under it why."""
+    if not found:
+        return "No lookup missed a whole chunk, as far back as the server remembers."
+    rows = [
+        (
+            f"{span(each['ago'])} ago",
+            each["asker"][:24] or "-",
+            f"{each['asked']:,}",
+            f"{sum(each['hit'].values()):,}",
+            f"{each['chunk']:,}",
+            f"{each['token']:,}",
+            each["reason"],
+            f"{each['times']:,}",
+        )
+        for each in found
+    ]
+    headers = ("when", "who", "tokens asked", "there", "missed from chunk", "token", "reason", "times")
+    first, rule, *lines = table(headers, rows).splitlines()
+    parts = [first, rule]
+    for line, each in zip(lines, found, strict=True):
+        parts += [line, *wrap(each["why"], max(40, columns), initial_indent="  ", subsequent_indent="  ")]
+        if each["here"] or each["there"]:
+            asked, stood = (", ".join(map(str, each[side])) for side in ("here", "there"))
+            parts.append(f"  asked there: {asked}; what stood there: {stood}")
+    return "\n".join(parts)
 
 
 def _title(now: Snapshot, name: str) -> str:
@@ -410,6 +455,27 @@ def _tiers_table(now: Snapshot) -> str:
     return table(headers, rows)
 
 
+def _owner(now: Snapshot, busy: float, seconds: float) -> str:
+    """How near the one thread is to its limit, which is a second in a second."""
+    each = f"{now['lookup_seconds'] / now['lookups'] * 1e6:,.0f} µs" if now["lookups"] else "-"
+    return f"the server's thread was busy {_percent(busy, seconds)} of the time; a lookup takes it {each}"
+
+
+def _curve_table(now: Snapshot, what: str) -> str:
+    """Should I buy more memory?"""
+    capacities = {tier["tier"]: tier["capacity"] for tier in now["tiers"]}
+    factors = [f"{factor:g}" for factor in FACTORS]
+    rows = [
+        (
+            tier,
+            _bytes(capacities.get(tier)),
+            *("-" if (ratio := ratios.get(factor)) is None else _percent(ratio, 1) for factor in factors),
+        )
+        for tier, ratios in now["curve"].items()
+    ]
+    return table((what, "of", *(f"× {factor}" for factor in factors)), rows)
+
+
 def _clients_table(now: Snapshot, most: int = _SHOWN) -> str:
     busiest = sorted(now["clients"], key=lambda each: -_moved(each))
     rows = [
@@ -463,11 +529,12 @@ class Totals(NamedTuple):
     missed: Mapping[str, int]
     up: Mapping[str, int]
     down: Mapping[str, int]
+    busy: float
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Totals:
         """A row of a server's history."""
-        return cls(row["time"], row["asked"], row["hit"], row["missed"], row["up"], row["down"])
+        return cls(row["time"], row["asked"], row["hit"], row["missed"], row["up"], row["down"], row["busy"])
 
 
 def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals]:
@@ -480,8 +547,9 @@ def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals
         now["tokens"]["missed"],
         {tier["tier"]: tier["bytes_up"] for tier in tiers},
         {tier["tier"]: tier["bytes_down"] for tier in tiers},
+        now["busy"],
     )
-    began = Totals(now["time"] - now["uptime"], 0, {}, {}, {}, {})
+    began = Totals(now["time"] - now["uptime"], 0, {}, {}, {}, {}, 0.0)
     rows = [Totals.of(row) for row in history if began.time < row["time"] < present.time]
     return [began, *rows, present]
 
@@ -489,7 +557,7 @@ def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals
 def frame(
     now: Snapshot, line: Sequence[Totals], name: str, columns: int, rows: int, trouble: str = ""
 ) -> list[str]:
-    """What `top` shows on a terminal of this size."""
+    """What `top` shows on a terminal of this size: five questions, in the order in which they are asked."""
     present, times = line[-1], [each.time for each in line]
 
     def at(ago: float) -> Totals:
@@ -501,16 +569,17 @@ def frame(
     title = _title(now, name)[: max(0, columns - len(quits))] + quits
     head = [
         *([*wrap(trouble, columns, max_lines=2), ""][:2] if trouble else [title, ""]),
-        f"hit rate   now {_hit_rate(latest, present)}   last {since} {_hit_rate(past, present)}   "
+        f"saves?   hit rate   now {_hit_rate(latest, present)}   last {since} {_hit_rate(past, present)}   "
         f"since the start {_hit_rate(line[0], present)}",
         spark(_levels(line, times, max(10, columns))),
         "",
     ]
     sources = _sources(latest, past, present, since, columns)
     tiers = _tier_lines(now, latest, present)
+    curve = ["", *_curve_table(now, "more memory?").splitlines()] if now["curve"] else []
     few = min(3, len(now["clients"]))  # clients that are seen however long the rest is
-    room = rows - len(head) - len(tiers) - few - 4  # blank lines, and the clients' headers
-    lines = [*head, *sources[: max(2, room)], "", *tiers, ""]
+    room = rows - len(head) - len(tiers) - len(curve) - few - 4  # blank lines, and the clients' headers
+    lines = [*head, *sources[: max(2, room)], "", *tiers, *curve, ""]
     room = rows - len(lines) - 2
     clients = _clients_table(now, room if len(now["clients"]) <= room else max(0, room - 1))
     if now["clients"]:
@@ -558,7 +627,7 @@ def _sources(latest: Totals, past: Totals, present: Totals, since: str, columns:
                 label = f"from {key}" if is_hit else f"missed: {key}"
                 rows.append((label, f"{rate:,.0f}", f"{count:,}", _percent(count, asked), bar(share, 20)))
     rows = rows or [("nobody asked", "0", "0", "-", bar(0, 20))]
-    return table(("tokens", "a second", f"last {since}", "share", ""), rows).splitlines()
+    return table(("why missed?", "a second", f"last {since}", "share", ""), rows).splitlines()
 
 
 def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
@@ -581,7 +650,11 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
         )
         for tier in now["tiers"]
     ]
-    return table(("tier", "use", "", "of", "up", "down", "queue", "breaker"), rows).splitlines()
+    busy = _percent(max(0.0, present.busy - latest.busy), seconds)
+    first, *rest = table(
+        ("bottleneck?", "use", "", "of", "up", "down", "queue", "breaker"), rows
+    ).splitlines()
+    return [f"{first}   (thread {busy} busy)", *rest]
 
 
 def plain(now: Snapshot, line: Sequence[Totals]) -> str:

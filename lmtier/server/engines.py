@@ -8,6 +8,7 @@ rank may still be copying. docs/PROTOCOL.md says the same to those who write cli
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import struct
@@ -21,9 +22,11 @@ from lmtier import __version__
 from lmtier.cache import Cache, Match, Reservation
 from lmtier.codec import MARK_ROOM
 from lmtier.errors import LayoutError, MisuseError
+from lmtier.explain import MAX_LOOKUPS, Explain
 from lmtier.index import Entry, State
 from lmtier.keys import KEY_BYTES, VALUES, is_value, namespace
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
+from lmtier.prompts import Origin
 from lmtier.server.commands import (
     Argument,
     Caller,
@@ -36,6 +39,7 @@ from lmtier.server.commands import (
 )
 from lmtier.server.request_log import RequestLog
 from lmtier.server.resp import Error, Simple
+from lmtier.tracing import MAX_HEADER, Tracing
 
 PROTOCOL = 1
 MAX_KEYS = 65_536
@@ -73,9 +77,11 @@ class Session:
 class Engines:
     """The verbs `LMTIER.*` over one cache. Called by the cache's owner."""
 
-    def __init__(self, cache: Cache, log: RequestLog | None = None) -> None:
+    def __init__(self, cache: Cache, log: RequestLog | None = None, tracing: Tracing | None = None) -> None:
         self.cache = cache
+        self.explain = Explain(cache)
         self._log = log
+        self._tracing = tracing
         self.run = secrets.randbits(63 - RUN_SHIFT)
         self._ids = count((self.run << RUN_SHIFT) + 1)
         self._shared: dict[str, Session] = {}
@@ -91,6 +97,8 @@ class Engines:
             "WAIT": (self._wait, 2, "readonly"),
             "RELEASE": (self._release, -2, "readonly"),
             "SEEN": (self._seen, -2, "readonly"),
+            "TELL": (self._told, -5, "readonly"),
+            "TRACE": (self._trace, -3, "readonly"),
             "RESERVE": (self._reserve, -4, "write"),
             "COMMIT": (self._commit, -3, "write"),
             "ABORT": (self._abort, 3, "write"),
@@ -100,6 +108,7 @@ class Engines:
             "VERIFIED": (self._verified, 3, "fast"),
             "CHANGES": (self._changes, -1, "readonly"),
             "STATS": (self._stats, 1, "readonly"),
+            "EXPLAIN": (self._explained, -1, "readonly"),
             "CHECK": (self._check, 1, "admin"),
         }
         return {
@@ -124,8 +133,8 @@ class Engines:
     def _end(self, session: Session) -> None:
         if self._shared.get(session.name) is session:
             del self._shared[session.name]
-        for match in session.matches.values():
-            self.cache.release(match)
+        for number, match in session.matches.items():
+            self._let_go(number, match)
         for number, reservation in list(session.reservations.items()):
             self._abort_shards(session, number, reservation, list(reservation.left))
         session.matches.clear()
@@ -170,6 +179,7 @@ class Engines:
             "verify": config.verify,
             "approximation": config.approximation,
             "load_deadline": config.load_deadline,
+            "traces": self._tracing is not None,
             "slab": caller.is_local and self.cache.slab.fd is not None,
         }
 
@@ -196,16 +206,20 @@ class Engines:
     # ---- load
 
     def _match(self, caller: Caller, arguments: list[Argument]) -> Any:
+        began = time.time_ns() if self._tracing is not None else 0
         session = _session(caller)
         _need_room(session.matches, "matches: release some")
         form = _form_of(session, arguments[1])
         tokens = _number(arguments[2], "a number of tokens")
         deadline = _number(arguments[3], "a deadline in milliseconds", MAX_MS) / 1000
         match = self.cache.match(_keys(arguments[4:]), form, tokens=tokens or None, deadline=deadline)
+        match.asker = caller.name
         if self._log is not None:
             self._log.note(match.keys, match.asked_tokens)
         number = next(self._ids)
         session.matches[number] = match
+        if self._tracing is not None:
+            self._tracing.matched(number, began, match, caller.name)
         return _described(number, match)
 
     def _prefetch(self, caller: Caller, arguments: list[Argument]) -> Any:
@@ -213,17 +227,21 @@ class Engines:
         if len(arguments) > 3:
             raise _refused("ERR LMTIER.PREFETCH takes a match and how many chunks of it, no more")
         chunks = _number(arguments[2], "a number of chunks") if len(arguments) == 3 else None
+        if self._tracing is not None:
+            self._tracing.wanted(number, match)
         self.cache.prefetch(match, chunks)
-        return _described(number, match)
+        return self._described(number, match)
 
     def _poll(self, caller: Caller, arguments: list[Argument]) -> Any:
-        return _described(*_held(caller, arguments[1]))
+        return self._described(*_held(caller, arguments[1]))
 
     def _wait(self, caller: Caller, arguments: list[Argument]) -> Any:
         number, match = _held(caller, arguments[1])
+        if self._tracing is not None:
+            self._tracing.wanted(number, match)
         if not match.asking:
             self.cache.prefetch(match)
-        return _described(number, match) if match.ready else self._waiting(number, match)
+        return self._described(number, match) if match.ready else self._waiting(number, match)
 
     def _waiting(self, number: int, match: Match) -> Waiting:
         """As Cache.wait; the owner steps meanwhile, and a step ends it at the match's deadline."""
@@ -235,19 +253,52 @@ class Engines:
             yield None
         if match.released:
             return Error(f"NOSUCH match {number} was released meanwhile")
-        return _described(number, match)
+        return self._described(number, match)
 
     def _release(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = _session(caller)
         for number in [_number(each, "a match") for each in arguments[1:]]:
             match = session.matches.pop(number, None)
             if match is not None:
-                self.cache.release(match)
+                self._let_go(number, match)
+        return OK
+
+    def _let_go(self, number: int, match: Match) -> None:
+        if self._tracing is not None:
+            self._tracing.released(number, match)
+        self.cache.release(match)
+
+    def _described(self, number: int, match: Match) -> dict[str, Any]:
+        if self._tracing is not None:
+            self._tracing.told(number, match)
+        return _described(number, match)
+
+    def _trace(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """To which trace a match or a reservation belongs."""
+        session, number = _session(caller), _number(arguments[1], "a match or a reservation")
+        headers = [_text(each[:MAX_HEADER]) for each in arguments[2:4]]
+        if self._tracing is not None and (number in session.matches or number in session.reservations):
+            self._tracing.belongs(number, dict(zip(("traceparent", "tracestate"), headers, strict=False)))
         return OK
 
     def _seen(self, caller: Caller, arguments: list[Argument]) -> Any:
         self.cache.seen(_keys(arguments[1:]))
         return OK
+
+    def _told(self, caller: Caller, arguments: list[Argument]) -> Any:
+        _session(caller)
+        origin, parent = Origin.from_json(bytes(arguments[1])), _keys(arguments[2:3])[-1:]
+        tokens = b"".join(map(bytes, arguments[4:]))
+        self.explain.prompts.tell(_keys(arguments[3:4]), tokens, origin, *parent)
+        return OK
+
+    def _explained(self, caller: Caller, arguments: list[Argument]) -> Any:
+        words = [_text(each).upper() for each in arguments[1:]]
+        tokens = bool(words) and words[-1] == "TOKENS"
+        if len(words) - tokens > 1:
+            raise _refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
+        most = _number(arguments[1], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
+        return json.dumps(self.explain.recent(most, tokens=tokens))
 
     # ---- save
 
@@ -257,6 +308,7 @@ class Engines:
             raise _refused(
                 "MISUSE only engines on the Unix socket have the slab, and can fill what is reserved"
             )
+        began = time.time_ns() if self._tracing is not None else 0
         _need_room(session.reservations, "reservations: commit or abort some")
         form = _form_of(session, arguments[1])
         first = _number(arguments[2], "a number of chunks")
@@ -265,6 +317,8 @@ class Engines:
         if reservation.entries:
             number = next(self._ids)
             session.reservations[number] = reservation
+            if self._tracing is not None:
+                self._tracing.reserved(number, began, caller.name)
         return {
             "id": number,
             "known": reservation.known,
@@ -286,8 +340,13 @@ class Engines:
         shard = _text(arguments[2])
         self.cache.commit(reservation, None if shard == "*" else _shard(shard), prints)
         if not reservation.left:
-            del session.reservations[number]
+            self._finished(session, number, reservation)
         return OK
+
+    def _finished(self, session: Session, number: int, reservation: Reservation) -> None:
+        del session.reservations[number]
+        if self._tracing is not None:
+            self._tracing.stored(number, reservation)
 
     def _abort(self, caller: Caller, arguments: list[Argument]) -> Any:
         session, number, reservation = _reserved(caller, arguments[1])
@@ -303,7 +362,7 @@ class Engines:
         for shard in shards:
             self.cache.abort(reservation, shard)
         if not reservation.left:
-            del session.reservations[number]
+            self._finished(session, number, reservation)
 
     # ---- the whole cache
 

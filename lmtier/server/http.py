@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 from lmtier import __version__
 from lmtier.cache import Cache
 from lmtier.errors import MisuseError
+from lmtier.explain import Explain
 from lmtier.server.report import History, Report
 
 MAX_HEAD = 16 << 10
@@ -229,8 +230,10 @@ def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ())
     return Response(status, JSON, json.dumps({"error": error}).encode() + b"\n", headers)
 
 
-def routes(cache: Cache, report: Report, history: History) -> dict[str, Callable[[], Response]]:
-    """Everything a server shows, by path."""
+def routes(
+    cache: Cache, report: Report, history: History, explain: Explain
+) -> dict[str, Callable[[], Response]]:
+    """Everything a server shows, by path. A prompt's tokens are never among it."""
     page = Path(__file__).with_name("page.html").read_bytes()
 
     def alive() -> Response:  # whoever could be stuck is who answers
@@ -249,4 +252,5 @@ def routes(cache: Cache, report: Report, history: History) -> dict[str, Callable
         "/version": lambda: Response(200, JSON, json.dumps({"version": __version__}).encode()),
         "/api/stats": lambda: Response(200, JSON, json.dumps(report.snapshot()).encode()),
         "/api/history": lambda: Response(200, JSON, history.to_json()),
+        "/api/explain": lambda: Response(200, JSON, json.dumps(explain.recent()).encode()),
     }

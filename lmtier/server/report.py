@@ -7,6 +7,7 @@ units are tokens, chunks, bytes and seconds.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from lmtier import __version__
 from lmtier.below import UNBOUNDED, Below
 from lmtier.cache import CPU, Cache
 from lmtier.config import TierSpec
+from lmtier.curve import FACTORS
 from lmtier.metrics import MISS_REASONS
 
 Client = dict[str, object]
@@ -72,6 +74,12 @@ class Snapshot(TypedDict):
     tokens: Tokens
     leased_bytes: int
     tiers: list[TierNow]
+    curve: dict[str, dict[str, float | None]]
+    """What each bounded tier would hit if it were alone, and of this many times its size; None: not known."""
+    busy: float
+    """CPU seconds of the thread that does everything; near 1 a second, it is the limit."""
+    lookup_seconds: float
+    """Of it, for lookups."""
     clients: list[Client]
     verify_failures: int
     corrupt: int
@@ -160,6 +168,14 @@ class Report:
             "tiers": [
                 tier(label, url, below) for (label, below), url in zip(labels, self._urls, strict=True)
             ],
+            "curve": {
+                place.tier: {
+                    f"{factor:g}": _known(cache.outlook.hit_ratio(place, factor)) for factor in FACTORS
+                }
+                for place in cache.outlook.places
+            },
+            "busy": sum(metrics.sums(metrics.owner_seconds).values()),
+            "lookup_seconds": sum(metrics.sums(metrics.lookup_seconds).values()),
             "clients": self._clients(),
             "verify_failures": total(metrics.sums(metrics.verify_failures)),
             "corrupt": sum(count for key, count in failed.items() if key.split()[1] == "corrupt"),
@@ -198,6 +214,7 @@ class History:
             "up": {tier["tier"]: tier["bytes_up"] for tier in snapshot["tiers"]},
             "down": {tier["tier"]: tier["bytes_down"] for tier in snapshot["tiers"]},
             "used": {tier["tier"]: tier["used"] for tier in snapshot["tiers"]},
+            "busy": round(snapshot["busy"], 3),
         }
         self._rows.append(json.dumps(row, separators=(",", ":")).encode())
 
@@ -218,6 +235,10 @@ def without_secrets(spec: TierSpec) -> str:
         f"{name}=***" if _SECRET.search(unquote(name)) else name + is_ + value for name, is_, value in options
     )
     return f"{scheme}://{location}{mark}{shown}"
+
+
+def _known(ratio: float) -> float | None:
+    return None if math.isnan(ratio) else ratio
 
 
 def whole(sums: dict[str, float]) -> dict[str, int]:

@@ -27,9 +27,9 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmtier import __version__
+from lmtier import __version__, tracing
 from lmtier.cache import Cache
 from lmtier.config import TOKEN_VARIABLE, Config, Serving, host_and_port
 from lmtier.errors import ConfigError
@@ -43,6 +43,9 @@ from lmtier.server.report import Client, History, Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.resp import DROP, Error, ProtocolError
 from lmtier.server.values import Values
+
+if TYPE_CHECKING:
+    from lmtier.server.events import Publisher
 
 log = logging.getLogger("lmtier")
 
@@ -67,6 +70,7 @@ class Server:
         _check_exposure(serving, self._token)
         _allow_files(serving.clients)
         self._tls = _tls(serving)
+        self._tracing = tracing.start()
         self._started = time.monotonic()
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -87,6 +91,7 @@ class Server:
         self.where: list[tuple[str, str]] = []
         """What is listened for, and at which address."""
         self._log: RequestLog | None = None
+        self._publisher: Publisher | None = None
         metrics = Metrics(process=True)
         self._listen()  # before the cache: an address in use is said before the tiers are touched
         try:
@@ -101,7 +106,8 @@ class Server:
                 self._log.close()
             raise
         self._values = Values(self.cache)
-        self._engines = Engines(self.cache, self._log)
+        self._engines = Engines(self.cache, self._log, self._tracing)
+        self._publish()
         self._redis = Redis(
             self._values,
             token=lambda: self._token,
@@ -118,10 +124,35 @@ class Server:
         self._redis.everything = self._table
         self._report = Report(self.cache, self._clients, self._started)
         self._history = History()
-        self._pages = routes(self.cache, self._report, self._history)
+        self._pages = routes(self.cache, self._report, self._history, self._engines.explain)
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         for kind in ("redis", "engine", "http"):
             metrics.clients.labels(kind).set_function(partial(self._connected, kind))
+
+    def _publish(self) -> None:
+        serving = self.serving
+        if not serving.kv_events:
+            return
+        try:
+            try:
+                from lmtier.server.events import Publisher
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"serve: kv_events needs {error.name}; install it with: pip install 'lmtier[events]'"
+                ) from None
+            places = serving.kv_events, serving.kv_events_replay, serving.kv_events_topic
+            self._publisher = Publisher(self.cache, self._engines.explain.prompts, *places)
+        except BaseException:
+            self._finish()
+            raise
+        self.where += self._publisher.where
+        for what, address in self._publisher.where:
+            if not address.startswith(("ipc:", "tcp://127.", "tcp://[::1]")):
+                log.warning(
+                    "lmtier: %s=%s is for whoever can reach it: keys, and the tokens that engines told",
+                    what,
+                    address,
+                )
 
     # ---- the loop
 
@@ -140,6 +171,8 @@ class Server:
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
                 self.cache.step()
+                if self._publisher is not None:
+                    self._publisher.turn()
                 for connection in [each for each in self._waiting if each.is_open]:
                     connection.hear() if connection.is_cut else connection.go_on()
                     self._look(connection)
@@ -282,6 +315,10 @@ class Server:
             self._look(connection)
         left = 0.0 if self._stop_at is None else self._stop_at - time.monotonic()
         self.cache.close(timeout=max(1.0, left))
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._tracing is not None:
+            self._tracing.close()
         if self._log is not None:
             self._log.close()
         self._epoll.close()

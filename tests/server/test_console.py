@@ -92,7 +92,9 @@ class Serve:
         self.screen = "".join(lines)
         if not self.screen:
             pytest.fail(f"it did not start: {self.log}")
-        self.where: dict[str, str] = dict(re.findall(r"^(redis|http|unix) +(\S+)", self.screen, re.MULTILINE))
+        self.where: dict[str, str] = dict(
+            re.findall(r"^(redis|http|unix|kv-\w+) +(\S+)", self.screen, re.MULTILINE)
+        )
 
     @property
     def log(self) -> str:
@@ -209,6 +211,18 @@ def test_flags_win_over_the_environment_and_that_over_the_file(serve, tmp_path):
     assert server.where["unix"] == str(tmp_path / "flag")
     assert server.where["http"].startswith("127.0.0.8:")
     assert server.where["redis"].startswith("127.0.0.9:")
+
+
+def test_where_routers_listen_is_said(serve, tmp_path):
+    places = (
+        "--kv-events",
+        f"ipc://{tmp_path}/events",
+        "--set",
+        f"serve.kv_events_replay=ipc://{tmp_path}/replay",
+    )
+    server = serve(*ANY, *places)
+    assert server.where["kv-events"] == f"ipc://{tmp_path}/events"
+    assert re.search(r"^kv-replay +ipc://.*/replay +routers that missed some", server.screen, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -626,7 +640,7 @@ def test_the_view_says_what_happens_now_and_what_did_lately(now):
     now["tokens"] |= {"asked": 3000, "hit": {"cpu": 1500, "disk": 500}, "missed": {"evicted": 1000}}
     now["tiers"][1]["bytes_up"] = 64 << 20
     now["tiers"][1]["breaker_up"] = "open"
-    moved = {"up": {"disk": 0}, "down": {"disk": 0}, "used": {}}
+    moved = {"up": {"disk": 0}, "down": {"disk": 0}, "used": {}, "busy": 0.0}
     history = [
         {"time": start + 10, "asked": 1000, "hit": {"cpu": 0}, "missed": {"evicted": 1000}, **moved},
         {"time": start + 996, "asked": 2000, "hit": {"cpu": 1000}, "missed": {"evicted": 1000}, **moved},
@@ -637,6 +651,46 @@ def test_the_view_says_what_happens_now_and_what_did_lately(now):
     assert re.search(r"^from cpu +125 +1,500 +75 % +█", text, re.MULTILINE)
     assert re.search(r"^disk .* 8 MiB +16 MiB/s .* open up$", text, re.MULTILINE)
     assert set(lines[3]) == {"·", "█"}
+
+
+def test_the_view_answers_five_questions_in_their_order(now):
+    now["curve"] = {"cpu": {"0.5": 0.25, "1": 0.5, "2": 0.75, "4": 0.75, "8": None}}
+    text = "\n".join(frame(now, timeline(now, []), "here", 100, 40))
+    order = [
+        r"^lmtier .* ready",
+        r"^saves\? ",
+        r"^why missed\?",
+        r"^bottleneck\? .*busy\)$",
+        r"^more memory\?",
+    ]
+    found = [re.search(each, text, re.MULTILINE) for each in order]
+    assert all(found), text
+    starts = [each.start() for each in found if each is not None]
+    assert starts == sorted(starts)
+    assert re.search(r"^cpu +4 MiB +25 % +50 % +75 % +75 % +-$", text, re.MULTILINE)
+
+
+def test_stats_say_what_more_memory_would_do(run, shared):
+    out = run("stats", shared.redis)[1]
+    assert re.search(r"^hit rate if the tier were +of +× 0.5 +× 1 +× 2 +× 4 +× 8$", out, re.MULTILINE)
+    assert "the server's thread was busy" in out
+
+
+def test_explain_says_why_in_lines_or_in_json(run, shared):
+    code, out, err = run("explain", shared.redis)
+    assert (code, err) == (0, "")
+    _, who, *rest = re.split(r" {2,}", out.splitlines()[2].strip())
+    assert (who, rest) == ("the-engine", ["30", "10", "10", "10", "never_stored", "1"])
+    assert "never stored" in out
+    (found,) = json.loads(run("explain", shared.redis, "--json")[1])
+    assert (found["asked"], found["hit"], found["reason"]) == (30, {"cpu": 10}, "never_stored")
+    assert run("explain", shared.redis, "--last", "0")[0] == 2
+
+
+@pytest.mark.parametrize("reply", [b"{}", b"[1]", b'[{"why": "x"}]', b"no json"])
+def test_an_explanation_that_is_none_is_not_believed(impostor, reply):
+    with Remote(impostor(encode(reply, resp3=False))) as remote, pytest.raises(Unreachable):
+        remote.explanations(3)
 
 
 def snapshots() -> st.SearchStrategy[dict[str, Any]]:
@@ -674,6 +728,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             "dropped": counts,
         }
     )
+    ratios = st.dictionaries(st.sampled_from(["0.5", "1", "2", "4", "8"]), st.none() | st.floats(0, 1))
     return st.fixed_dictionaries(
         {"version": word, "time": st.floats(1e9, 2e9), "uptime": st.floats(0, 1e8), "ready": st.booleans()}
         | {
@@ -683,6 +738,8 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             "recent_hit_ratio": st.floats(0, 1),
         }
         | {"tokens": tokens, "leased_bytes": whole, "tiers": st.lists(tier, min_size=1, max_size=6)}
+        | {"curve": st.dictionaries(word, ratios, max_size=6), "busy": st.floats(0, 1e8)}
+        | {"lookup_seconds": st.floats(0, 1e8)}
         | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
     )
 
@@ -702,9 +759,9 @@ def test_tiers_and_clients_are_on_a_small_terminal_however_many_reasons_there_ar
 
 
 def test_the_past_is_drawn_where_it_was():
-    line = [Totals(0, 0, {}, {}, {}, {}), Totals(450, 10, {"cpu": 0}, {}, {}, {})]
-    line += [Totals(451, 10, {"cpu": 0}, {}, {}, {}), Totals(900, 20, {"cpu": 10}, {}, {}, {})]
-    now: Any = {"uptime": 900.0, "version": "1", "ready": True, "tiers": [], "clients": []}
+    line = [Totals(0, 0, {}, {}, {}, {}, 0), Totals(450, 10, {"cpu": 0}, {}, {}, {}, 0)]
+    line += [Totals(451, 10, {"cpu": 0}, {}, {}, {}, 0), Totals(900, 20, {"cpu": 10}, {}, {}, {}, 0)]
+    now: Any = {"uptime": 900.0, "version": "1", "ready": True, "tiers": [], "clients": [], "curve": {}}
     assert frame(now, line, "here", 80, 24)[3] == "·" * 39 + "▁" + "·" * 39 + "█"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -137,7 +136,7 @@ def test_config_says_in_one_line_what_is_wrong(run, setting, words):
 def test_config_needs_neither_torch_nor_a_backend():
     code = "import sys; from lmtier.cli import main; main(['config']); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert not {"torch", "lmtier.demo", "lmtier.bench", "lmtier_backends"} & set(out.stdout.split())
+    assert not {"torch", "lmtier.bench", "lmtier_backends"} & set(out.stdout.split())
 
 
 # ---- verify
@@ -308,43 +307,6 @@ def test_bench_that_cannot_run_says_why_in_one_line(run, wrong):
     assert err.count("\n") == 1
 
 
-# ---- demo
-
-
-@pytest.fixture
-def small_demo(monkeypatch):
-    demo = pytest.importorskip("lmtier.demo")
-    monkeypatch.setattr(demo, "SYSTEM_TOKENS", 500)
-    monkeypatch.setattr(demo, "MESSAGE_TOKENS", 60)
-    monkeypatch.setattr(demo, "TURNS", 2)
-    monkeypatch.setattr(demo, "ANSWER_TOKENS", 2)
-    return demo
-
-
-def test_demo_serves_cold_then_from_cpu_then_from_disk(run, small_demo, tmp_path):
-    log = logging.getLogger("lmtier")
-    before = list(log.handlers), log.level
-    code, out, _ = run("demo", "--dir", tmp_path)
-    assert code == 0
-    rows = [
-        re.split(r" {2,}", line) for line in out.splitlines() if line.startswith("turn") and "yes" in line
-    ]
-    assert [row[2:4] for row in rows] == [["0", "0"], ["512", "0"], ["0", "512"], ["512", "0"]]
-    assert "Storing KV cache for 512 out of 560 tokens (skip_leading_tokens=0)" in out
-    assert "every answer, and every byte of KV in the engine" in out
-    assert list(tmp_path.iterdir()) == [], "it cleans up after itself"
-    assert (list(log.handlers), log.level) == before
-
-
-def test_demo_kept_is_warm_the_next_time(run, small_demo, tmp_path):
-    run("demo", "--keep", "--dir", tmp_path / "kept")
-    code, out, _ = run("demo", "--keep", "--dir", tmp_path / "kept")
-    first = next(line for line in out.splitlines() if line.startswith("turn 1 ") and "yes" in line)
-    assert code == 0
-    assert re.split(r" {2,}", first)[2:4] == ["0", "512"]
-    assert run("verify", tmp_path / "kept")[0] == 0
-
-
 # ---- the terminal
 
 
@@ -399,9 +361,10 @@ def test_errors_of_ours_are_one_line_and_others_are_not_hidden(run, monkeypatch)
 
 def test_the_demo_without_torch_is_one_clear_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)  # what Python does for a module that is not there
-    monkeypatch.delitem(sys.modules, "lmtier.demo", raising=False)
+    for name in ("lmtier_integrations.demo", "lmtier_integrations.transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert main(["demo"]) == 2
     assert (
         capsys.readouterr().err
-        == "lmtier: the demo needs torch; install it with: pip install 'lmtier[torch]'\n"
+        == "lmtier: the demo needs torch; install it with: pip install 'lmtier[demo]'\n"
     )

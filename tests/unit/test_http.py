@@ -10,6 +10,7 @@ import pytest
 from lmtier.cache import Cache
 from lmtier.config import Config
 from lmtier.errors import MisuseError
+from lmtier.explain import Explain
 from lmtier.server.http import MAX_HEAD, Http, Response, routes
 from lmtier.server.report import History, Report
 
@@ -272,13 +273,23 @@ def server():
     with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
         report, history = Report(cache, list, started=0.0), History()
         history.sample(report.snapshot())
-        yield report, routes(cache, report, history)
+        yield report, routes(cache, report, history, Explain(cache))
 
 
 def test_the_routes(server):
     _, pages = server
     assert set(pages) == {
-        *("/", "/metrics", "/healthz", "/health", "/readyz", "/version", "/api/stats", "/api/history")
+        *(
+            "/",
+            "/metrics",
+            "/healthz",
+            "/health",
+            "/readyz",
+            "/version",
+            "/api/stats",
+            "/api/history",
+            "/api/explain",
+        )
     }
     for path in ("/healthz", "/health"):
         assert one(get(path), pages=pages)[2] == b"ok\n"

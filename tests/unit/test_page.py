@@ -11,6 +11,7 @@ import pytest
 
 from lmtier.cache import Cache
 from lmtier.config import Config
+from lmtier.explain import Explain
 from lmtier.layout import form_of, padded
 from lmtier.server.http import Http, routes
 from lmtier.server.report import History, Report
@@ -43,7 +44,8 @@ class Server:
         self.history = History()
         self.turn = threading.Lock()
         """A cache has one owner: who holds this."""
-        self._http = Http(routes(cache, self.report, self.history))
+        self.explain = Explain(cache)
+        self._http = Http(routes(cache, self.report, self.history, self.explain))
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
@@ -212,6 +214,28 @@ def test_every_word_can_be_read(browser, serve, screen):
     assert (low[1] < 0.1) == ("night" in screen)
 
 
+@pytest.mark.parametrize("screen", SCREENS)
+def test_the_page_answers_five_questions_in_their_order(browser, serve, screen):
+    server = serve("null://")
+    server.use(keys(3), [*keys(2), *keys(2, "b")], keys(20, "c"), keys(3))
+    browser.open(server.url, **SCREENS[screen])
+    browser.until("document.querySelector('#misses tr')")
+    titles = browser.evaluate("[...document.querySelectorAll('main h2')].map(each => each.innerText)")
+    assert titles == [
+        *("Is it working?", "What does it save me?", "Why was that a miss?"),
+        *("Is it the bottleneck?", "Should I buy more memory?", "Clients"),
+    ]
+    latest = server.explain.recent()[0]
+    assert latest["why"].startswith("was evicted from cpu")
+    assert text(browser, "#misses tr .meaning").startswith("was evicted from cpu")
+    assert number(browser, "#misses tr data.asked-tokens") == latest["asked"] == 4
+    for factor, ratio in server.snapshot()["curve"]["cpu"].items():
+        assert number(browser, f"#curve tr[data-tier=cpu] data.x{factor.replace('.', '-')}") == ratio
+    assert "busy" in text(browser, "#busy")
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.complaints == []
+
+
 def test_the_page_follows_the_server(browser, serve):
     server = serve()
     browser.open(server.url)
@@ -304,4 +328,4 @@ def test_the_page_needs_nothing_from_elsewhere(browser, serve):
     loaded = browser.evaluate("performance.getEntriesByType('resource').map(each => each.name)")
     assert loaded
     assert all(name.startswith((server.url, "data:")) for name in loaded)
-    assert {"/", "/api/stats", "/api/history"} == set(server.asked)
+    assert {"/", "/api/stats", "/api/history", "/api/explain"} == set(server.asked)

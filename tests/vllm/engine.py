@@ -81,6 +81,10 @@ class Engine:
         """The engine's own prefix cache; `external`: ours too."""
         assert self.ask("reset", external=external)
 
+    def reset_within(self, prompt: list[int], tokens: int, after: int) -> Output:
+        """One request; after so many steps all caches are reset, ours too."""
+        return Output(self.ask("reset_within", prompt=prompt, tokens=tokens, after=after))
+
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.ask("metrics")
         return found
@@ -169,11 +173,21 @@ def _main() -> None:
     )
     say("ready")
 
+    def greedy(tokens: int) -> Any:
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def outcome(each: Any) -> dict[str, Any]:
+        (answer,) = each.outputs
+        return {
+            "tokens": list(answer.token_ids),
+            "cached": each.num_cached_tokens,
+            "reason": answer.finish_reason,
+        }
+
     def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
-        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         adapter = LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
-        return llm.generate(asked, how, use_tqdm=False, lora_request=adapter)
+        return llm.generate(asked, greedy(tokens), use_tqdm=False, lora_request=adapter)
 
     def settle() -> None:
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
@@ -186,16 +200,7 @@ def _main() -> None:
             case "generate":
                 found = generate(**given)
                 settle()
-                say(
-                    [
-                        {
-                            "tokens": list(each.outputs[0].token_ids),
-                            "cached": each.num_cached_tokens,
-                            "reason": each.outputs[0].finish_reason,
-                        }
-                        for each in found
-                    ]
-                )
+                say([outcome(each) for each in found])
             case "seconds":
                 began = time.perf_counter()
                 generate([given["prompt"]], 1, "", "")
@@ -205,6 +210,18 @@ def _main() -> None:
             case "reset":
                 settle()
                 say(bool(llm.reset_prefix_cache(reset_connector=given["external"])))
+            case "reset_within":
+                llm.llm_engine.add_request(
+                    "reset within", {"prompt_token_ids": given["prompt"]}, greedy(given["tokens"])
+                )
+                for _ in range(given["after"]):
+                    llm.llm_engine.step()
+                llm.reset_prefix_cache(reset_connector=True)
+                last: Any = None
+                while llm.llm_engine.has_unfinished_requests():
+                    last = (llm.llm_engine.step() or [last])[-1]
+                settle()
+                say(outcome(last))
             case "metrics":
                 say(_metrics())
             case "version":

@@ -32,6 +32,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         initializer_range=0.2,
     ),
+    "mqa": Qwen2Config(
+        **COMMON,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    ),
     "gemma3": Gemma3TextConfig(
         **COMMON,
         hidden_size=256,

@@ -14,6 +14,7 @@ import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from lmtier.server.client import Client
+from tests.server.process import until
 from tests.vllm.conftest import prompts_of, transfer
 from tests.vllm.engine import Engine, EngineDied
 
@@ -32,6 +33,7 @@ PROMPTS = [
     *prompts_of(700, 900, 1100, 1300, 1500, 2000, seed=3, prefix=600),
 ]
 DISK = "disk://{}?capacity=1GiB"
+RECOVERY = 60.0  # seconds until a server is found again, or a router has heard
 
 
 def tokens(outputs):
@@ -49,6 +51,14 @@ def cached(outputs):
 
 def loadable(prompts):
     return sum((len(each) - 1) // CHUNK * CHUNK for each in prompts)
+
+
+def loads_all(engine, prompts, wanted):
+    """They are answered as ever; whether all that can be loaded was."""
+    engine.forget()
+    outputs = alone(engine, prompts)
+    assert tokens(outputs) == wanted
+    return cached(outputs) >= loadable(prompts)
 
 
 def idle(path: Path) -> None:
@@ -256,13 +266,28 @@ def test_a_reset_of_the_connector_forgets_for_good(models, tmp_path, server):
         assert cached(engine.generate(prompts)) == loadable(prompts)
 
 
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(models, tmp_path, server):
+    """A request that runs on through a reset holds KV of before."""
+    (prompt,) = prompts_of(900)
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
+        through = engine.reset_within(prompt, tokens=60, after=10)
+        assert len(through.tokens) == 60
+        engine.forget()
+        (after,) = engine.generate([prompt])
+        assert after.cached == 0
+        assert after.tokens == through.tokens[:8]
+        engine.forget()
+        assert cached(engine.generate([prompt])) == loadable([prompt])
+    idle(server.path)
+
+
 class Router:
     """Listens to an engine's KV events, and believes every word."""
 
     def __init__(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self.stored: dict[str, dict[bytes, BlockStored]] = {"CPU": {}, "STORAGE": {}}
 
@@ -275,10 +300,12 @@ class Router:
 
     def meet(self, engine: Engine) -> None:
         """A publisher drops what it says before it knows of a subscriber."""
-        until = time.monotonic() + 60
-        while not self._socket.poll(200):
+
+        def hears() -> bool:
             engine.generate(prompts_of(BLOCK + 1, seed=time.monotonic_ns()))
-            assert time.monotonic() < until
+            return bool(self._socket.poll(200))
+
+        until(hears, RECOVERY)
         self.hear()
 
     def hear(self) -> None:
@@ -320,30 +347,34 @@ def test_routers_are_told_exactly_what_is_where(models, tmp_path):
     with Engine(tmp_path, models / "qwen2", transfer=how, kv_events_config=router.config()) as engine:
         router.meet(engine)
         for medium in ("CPU", "STORAGE"):
-            until = time.monotonic() + 60
-            while [router.prefix(medium, each) for each in prompts] != [
-                len(each) // CHUNK * CHUNK for each in prompts
-            ]:
+
+            def knows_all(medium=medium):
                 engine.generate(prompts)  # an engine that computes nothing tells nothing
                 router.hear()
-                assert time.monotonic() < until
+                return all(router.prefix(medium, each) == len(each) // CHUNK * CHUNK for each in prompts)
+
+            until(knows_all, RECOVERY)
         engine.forget(external=True)
-        until = time.monotonic() + 60
-        while any(router.stored.values()):
+
+        def knows_nothing():
             engine.generate(prompts_of(20))
             router.hear()
-            assert time.monotonic() < until
+            return not any(router.stored.values())
+
+        until(knows_nothing, RECOVERY)
     with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
         wanted = tokens(engine.generate(prompts))
     # What another engine has stored is told of when a prompt finds it.
     with Engine(tmp_path, models / "qwen2", transfer=how, kv_events_config=again.config()) as engine:
         again.meet(engine)
         assert tokens(engine.generate(prompts[:1])) == wanted[:1]
-        until = time.monotonic() + 60
-        while not again.prefix("CPU", prompts[0]) == again.prefix("STORAGE", prompts[0]) == 3 * CHUNK:
+
+        def knows_both():
             engine.generate(prompts_of(20))
             again.hear()
-            assert time.monotonic() < until
+            return again.prefix("CPU", prompts[0]) == again.prefix("STORAGE", prompts[0]) == 3 * CHUNK
+
+        until(knows_both, RECOVERY)
 
 
 # ---- faults
@@ -359,15 +390,57 @@ def test_the_server_dies_and_comes_back(models, tmp_path, server, expected):
         outputs = engine.generate(PROMPTS)
         assert tokens(outputs) == expected
         server.start()
-        until = time.monotonic() + 60
-        while True:
-            engine.forget()
-            outputs = engine.generate(PROMPTS)
-            assert tokens(outputs) == expected
-            if engine.metrics()["lmtier:loaded_tokens_total"] and cached(outputs) >= loadable(PROMPTS):
-                break
-            assert time.monotonic() < until
+        until(lambda: loads_all(engine, PROMPTS, expected), RECOVERY)
         assert not engine.metrics()["lmtier:load_failures_total"]
+
+
+def test_two_ranks_go_on_with_a_server_that_comes_back_with_other_contents(models, tmp_path, server):
+    """Offsets of the new server's slab must not be read in the old one's, by no rank."""
+    first, second = prompts_of(1300, 900), prompts_of(1100, 700, seed=2)
+    how: dict[str, Any] = {"transfer": transfer(server=str(server.path)), "processes": True}
+    with Engine(tmp_path, models / "qwen2", **how) as one:
+        wanted, others = tokens(alone(one, first)), tokens(alone(one, second))
+        server.kill()
+        server.start()
+        with Engine(tmp_path, models / "qwen2", **how, tensor_parallel_size=2) as two:
+            assert tokens(alone(two, first)) == wanted  # both slabs are full now, of what is not the same
+            server.kill()
+            server.start()
+            until(lambda: loads_all(one, second, others), RECOVERY)
+            until(lambda: loads_all(two, second, others), RECOVERY)
+            assert tokens(alone(two, first)) == wanted
+            assert not two.metrics()["lmtier:load_failures_total"]
+
+
+def test_what_a_rank_computed_behind_a_load_that_another_failed_is_not_stored(models, tmp_path, server):
+    """One KV head on two ranks: both hold all of it, and only the first stores it."""
+    (head,) = prompts_of(512)
+    (prompt,) = prompts_of(1112, seed=9)
+    prompt[:512] = head
+    flag = tmp_path / "fails"
+    faulty = transfer(server=str(server.path))
+    faulty["kv_connector_module_path"] = "tests.vllm.faulty"
+    options: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "processes": True,
+        "env": {"LMTIER_TEST_FAILS": str(flag)},
+    }
+    with Engine(tmp_path, models / "mqa", transfer=faulty, **options) as engine:
+        alone(engine, [[*head, 5]])
+        engine.forget()
+        flag.touch()
+        wanted = tokens(alone(engine, [prompt]))
+        assert not flag.exists()
+        assert engine.metrics()["lmtier:load_failures_total"] == 1
+        engine.forget()
+        assert tokens(alone(engine, [prompt])) == wanted
+        engine.forget()
+        again = alone(engine, [prompt])
+        assert tokens(again) == wanted
+        assert cached(again) == loadable([prompt])
+    with Engine(tmp_path, models / "mqa") as plain:
+        assert tokens(alone(plain, [prompt])) == wanted
+    idle(server.path)
 
 
 def test_a_private_server_that_dies_is_started_again(models, tmp_path):
@@ -383,20 +456,11 @@ def test_a_private_server_that_dies_is_started_again(models, tmp_path):
         wanted = tokens(engine.generate(prompts))
         (first,) = servers_of(home)
         os.kill(first, signal.SIGKILL)
-        until = time.monotonic() + 60
-        while True:
-            engine.forget()
-            outputs = engine.generate(prompts)
-            assert tokens(outputs) == wanted
-            if cached(outputs) >= loadable(prompts):
-                break
-            assert time.monotonic() < until
+        until(lambda: loads_all(engine, prompts, wanted), RECOVERY)
         (second,) = servers_of(home)
         assert second != first
         engine.kill()
-    until = time.monotonic() + 30
-    while servers_of(home):  # it ends with its engine, however that ended
-        assert time.monotonic() < until
+    until(lambda: not servers_of(home), RECOVERY)  # it ends with its engine, however that ended
 
 
 def servers_of(home: Path) -> list[int]:

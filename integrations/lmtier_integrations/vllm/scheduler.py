@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
@@ -32,6 +32,7 @@ from lmtier.index import State
 from lmtier.keys import KeyChain, seed
 from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
+from lmtier.prompts import Origin
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of
 from lmtier_integrations.vllm.kv import window_of
@@ -50,6 +51,7 @@ except AttributeError:  # before 0.30: only the tables that this step made longe
         return state.block_ids.get(req_id)
 
 
+_ASK = 0.001  # seconds between questions to a server that reads: an engine that waits asks in a loop
 _FRESH = 0.1  # seconds until a lookup that found less than everything is made again
 _LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
 _TOGETHER = 256  # generated tokens that are stored at once, where they do not leave a window meanwhile
@@ -72,6 +74,8 @@ class Known:
     """Leading chunks that are stored or reserved."""
     due: int = 0
     """The number of tokens at which something is stored next."""
+    told: int = 0
+    """Leading chunks whose tokens the server was told."""
 
 
 class Scheduler:
@@ -106,7 +110,7 @@ class Scheduler:
         self._loading: dict[int, tuple[Match, int]] = {}
         """Match -> how many ranks still copy."""
         self._epoch = 0
-        self._has_polled = False
+        self._asked_at = float("-inf")
         self._unserved = 0
         self.stats = Stats()
         told = config.kv_events_config
@@ -160,6 +164,18 @@ class Scheduler:
             self._seeds[lora, salt] = known
         return known
 
+    def _tell(self, known: Known, chain: KeyChain) -> None:
+        """Say what is new of a request's tokens, if the user wants that. Placeholders say nothing."""
+        new = chain.keys[known.told :]
+        if not new or not self._settings.tell_tokens or media_of(known.request):
+            return
+        first, size = known.told, self.chunk_tokens
+        tokens = known.request.all_token_ids[first * size : len(chain.keys) * size]
+        lora, salt = lora_of(known.request), known.request.cache_salt or ""
+        origin = Origin.of(asdict(self._identity), lora, salt)
+        self.client.tell(new, tokens, origin, chain.keys[first - 1] if first else b"")
+        known.told = len(chain.keys)
+
     # ---- load
 
     def add(self, request: Request) -> None:
@@ -186,8 +202,10 @@ class Scheduler:
         whole = (tokens - 1) // self.chunk_tokens  # something is left to compute
         if not whole:
             return
-        keys = self._chain(known, tokens).keys[:whole]
-        match = self.client.match(keys, self._form, tokens=tokens)
+        chain = self._chain(known, tokens)
+        match = self.client.match(chain.keys[:whole], self._form, tokens=tokens)
+        self.client.trace(match, known.request.trace_headers)
+        self._tell(known, chain)
         self._bring_up(match)
         if self._events is not None:
             ready = {number for number, entry in enumerate(match.run) if entry.state is State.READY}
@@ -250,9 +268,9 @@ class Scheduler:
         return more
 
     def _has_arrived(self, match: Match) -> bool:
-        """Asks the server at most once a step, for all requests that wait."""
-        if not match.ready and not self._has_polled:
-            self._has_polled = True
+        """One question is for all requests that wait."""
+        if not match.ready and (now := time.monotonic()) - self._asked_at >= _ASK:
+            self._asked_at = now
             self.client.step()
         self._bring_up(match)
         return match.ready
@@ -289,7 +307,6 @@ class Scheduler:
     # ---- plan
 
     def plan(self, output: SchedulerOutput) -> Plan:
-        self._has_polled = False
         plan = Plan(epoch=self._epoch)
         if self._form is None:
             return plan
@@ -367,6 +384,8 @@ class Scheduler:
         if self._events is not None:
             self._events.saw(known.request, self._chain(known, 0), ())
         if reservation.entries:
+            self.client.trace(reservation, known.request.trace_headers)
+            self._tell(known, self._chain(known, 0))
             plan.saves.append(SavePlan.of(reservation, tables, a_chunk))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
             self.client.disown(reservation)
@@ -415,7 +434,7 @@ class Scheduler:
                 del self._known[request_id]
                 continue
             known.chain, known.looked_at = None, float("-inf")
-            known.stored, known.due = 0, self.chunk_tokens
+            known.stored, known.due, known.told = 0, self.chunk_tokens, 0
         if self._events is not None:
             self._events.forget()
         self._identity = replace(self._identity, weights=f"since a reset {secrets.token_hex(16)}")

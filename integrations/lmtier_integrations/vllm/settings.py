@@ -29,6 +29,8 @@ class Settings:
     """layerwise: a layer is copied when the engine gets to it; step: all layers at once, before and after."""
     save_decode: bool = True
     """Whether generated tokens are kept too."""
+    tell_tokens: bool = False
+    """Whether the server is told the tokens of prompts, for `lmtier explain` and for its KV events."""
     model: str = ""
     """The name under which this model's KV is kept. Empty: as vLLM names it."""
     config: Config = field(default_factory=Config)

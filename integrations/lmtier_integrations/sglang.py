@@ -1,0 +1,402 @@
+"""SGLang's HiCache over a cache server: pages of its host pool, for every rank, engine and restart.
+
+    page   an object of its own: the buffers of `get_page_buffer_meta` one after the other, opaque
+    key    the model's namespace, then sha256 over what makes pages interchangeable and SGLang's page hash
+    copy   one, between SGLang's host pool and the slab, which this process maps
+
+SGLang asks from several threads at once. A client has one owner, so each thread has a client of its own; the
+server is where they meet. Whatever fails is a page that is not there: an exception would end SGLang's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.runtime_context import get_server_args
+
+from lmtier.cache import Match
+from lmtier.config import TOKEN_VARIABLE, suggest
+from lmtier.errors import ConfigError, MisuseError, TierError
+from lmtier.keys import KEY_BYTES, NAMESPACE_BYTES, Identity, namespace, seed
+from lmtier.layout import LayerShape, Layout, form_of
+from lmtier.server.client import Client
+from lmtier_integrations.weights import weights_of
+
+log = logging.getLogger("sglang.lmtier")
+
+_OURS = {"server", "model", "weights"}
+_SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
+_AGAIN = 1.0  # seconds until a thread that found no server tries again
+_POLL = 0.0005  # seconds between questions for what a tier that must be asked has answered
+
+T = TypeVar("T")
+Page = Sequence[tuple[int, int]]
+"""The buffers of one page: addresses and sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One of SGLang's host pools, and what names its pages."""
+
+    host: Any
+    seed: bytes
+    sizes: tuple[int, ...]
+    """Of the buffers of one page."""
+
+    def keys(self, page_hashes: Sequence[str]) -> list[bytes]:
+        ours, rest = self.seed[:NAMESPACE_BYTES], KEY_BYTES - NAMESPACE_BYTES
+        digests = (hashlib.sha256(self.seed + each.encode()).digest() for each in page_hashes)
+        return [ours + digest[:rest] for digest in digests]
+
+    def pages(self, host_indices: torch.Tensor, count: int) -> list[Page]:
+        """Where they lie. Raises MisuseError if SGLang describes them otherwise than at the start."""
+        addresses, sizes = self.host.get_page_buffer_meta(host_indices)
+        if len(addresses) != count * len(self.sizes) or tuple(sizes) != self.sizes * count:
+            raise MisuseError(f"{count} pages of {self.sizes} bytes were said to be {len(addresses)} buffers")
+        buffers = list(zip(addresses, sizes, strict=True))
+        return [buffers[at : at + len(self.sizes)] for at in range(0, len(buffers), len(self.sizes))]
+
+
+class LMTierHiCache(HiCacheStorage):
+    """What `--hicache-storage-backend dynamic` loads. Only its start raises."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        extra = storage_config.extra_config or {}
+        for name in extra:
+            if name not in _OURS | _SGLANGS:
+                raise _wrong(f"unknown {name!r}{suggest(name, _OURS)}")
+        if not extra.get("interface_v1"):
+            raise _wrong('lmtier needs "interface_v1": 1')
+        if not extra.get("server"):
+            raise _wrong('lmtier needs "server", the Unix socket of a running `lmtier serve`')
+        self._address = str(extra["server"]).removeprefix("unix:/")
+        self._storage = storage_config
+        self._model = str(extra.get("model") or storage_config.model_name or "")
+        if not self._model:
+            raise _wrong('this model has no name, so lmtier needs one as "model"')
+        given = get_server_args()
+        self._engine = [str(each) for each in _changing_kv(given)]
+        known = str(extra.get("weights") or weights_of(storage_config.model_name or "", given.revision))
+        self._weights = "" if given.load_format == "dummy" else known
+        if not self._weights:
+            log.warning(
+                "lmtier: the weights of %s are neither files nor named, so what is stored is found by this "
+                "run of the engine only; weights in the extra config would name them",
+                self._model,
+            )
+        self._pools: dict[str, Pool] = {}
+        self._is_closed = False
+        self._clients: list[Client] = []
+        self._own = threading.local()
+        self._own.client = self._connect()  # no server at the start is a mistake
+
+    # ---- what SGLang has
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+        self._register(PoolName.KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Pools beside the main one: states of linear attention, windows, indexers, drafts."""
+        if str(host_pool_name) in self._pools:
+            return
+        try:
+            self._register(host_pool_name, host_pool)
+        except Exception as error:  # noqa: BLE001 - whatever SGLang's pools raise, while it serves
+            log.warning(
+                "lmtier: SGLang's pool %s cannot be stored, so prompts that need it are not found: %s",
+                host_pool_name,
+                error,
+            )
+
+    def _register(self, name: Any, host: Any) -> None:
+        meta = host.get_page_buffer_meta(torch.arange(host.page_size))
+        if not meta or not sum(meta[1]):
+            raise _wrong(f"the pages of SGLang's pool {name} have no buffers that could be read or written")
+        sizes = tuple(int(size) for size in meta[1])
+        identity = Identity(
+            model=self._model,
+            weights=self._weights,
+            attention=json.dumps(
+                {
+                    "engine": self._engine,
+                    "pool": [str(name), type(host).__name__, str(host.layout), host.page_size],
+                    "dtype": str(self.mem_pool_host.dtype),
+                    "buffers": sizes,
+                    "rank": self._rank(name),
+                }
+            ),
+        )
+        self._pools[str(name)] = Pool(host, seed(identity, self.mem_pool_host.page_size), sizes)
+
+    def _rank(self, name: Any) -> list[int]:
+        """What of the model this rank holds: all of MLA, as the others do, but not of what is beside it."""
+        own = self._storage
+        stage = [own.pp_rank, own.pp_size, own.attn_cp_rank, own.attn_cp_size, own.dcp_rank, own.dcp_size]
+        is_replicated = own.is_mla_model and name != PoolName.MAMBA
+        return stage if is_replicated else [*stage, own.tp_rank, own.tp_size]
+
+    # ---- the main pool
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many leading pages are there."""
+        return self._leading(PoolName.KV.value, keys)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._get(self._pools[PoolName.KV.value], keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        prefix = (extra_info.prefix_keys if extra_info else None) or []
+        return self._set(self._pools[PoolName.KV.value], keys, host_indices, prefix)
+
+    # ---- all pools
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """The longest prefix that every pool can supply, each by its own rule."""
+        kv = self.batch_exists(keys, extra_info)
+        hits = {PoolName.KV: kv} if kv else {}
+        restorable = set(range(1, kv + 1))
+        for transfer in pool_transfers or []:
+            name, pages = str(transfer.name), keys[:kv]
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                lengths = set(range(1, self._leading(name, pages) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                there = [self._leading(name, [page]) == 1 for page in pages]
+                lengths = {n for n in range(1, kv + 1) if all(there[max(0, n - window) : n])}
+            else:
+                continue  # no other rule may cut the hit, and what is not reported is not loaded
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable &= lengths
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {each.name: self._transfer(self._get_each, each) for each in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {each.name: self._transfer(self._set, each) for each in transfers}
+
+    def _transfer(self, move: Callable[..., list[bool]], transfer: PoolTransfer) -> list[bool]:
+        pool, keys, indices = self._pools.get(str(transfer.name)), transfer.keys or [], transfer.host_indices
+        if pool is None or indices is None or len(indices) != len(keys) * pool.host.page_size:
+            return [False] * len(keys)
+        return move(pool, keys, indices)
+
+    def _leading(self, name: str, keys: list[str]) -> int:
+        pool = self._pools.get(name)
+        return 0 if pool is None else self._asked(lambda client: _count(client, pool, pool.keys(keys)), 0)
+
+    # ---- moving pages
+
+    def _get(self, pool: Pool, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        """A leading run of pages, as much of it as there is."""
+
+        def load(client: Client) -> list[bool]:
+            pages, names = pool.pages(host_indices, len(keys)), pool.keys(keys)
+            done = 0
+            while done < len(keys):  # again while it goes on: the slab may be smaller than the batch
+                with _matched(client, pool, names[done:]) as match:
+                    client.wait(match)
+                    ready = match.run if match.ready else []
+                    for entry, page in zip(ready, pages[done:], strict=False):
+                        _copy(client, entry.offsets[0], page, is_load=True)
+                if not ready:
+                    break
+                done += len(ready)
+            return [number < done for number in range(len(keys))]
+
+        return self._asked(load, [False] * len(keys))
+
+    def _get_each(self, pool: Pool, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        """Pages that do not hang together: one that is missing says nothing of the next."""
+        step = pool.host.page_size
+        return [
+            self._get(pool, [key], host_indices[at * step : (at + 1) * step])[0]
+            for at, key in enumerate(keys)
+        ]
+
+    def _set(
+        self, pool: Pool, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] = ()
+    ) -> list[bool]:
+        """Store what is not stored yet. With their `prefix`, pages leave the cache before it does."""
+        if not self._storage.is_storage_writer and pool.host is self.mem_pool_host:
+            return [True] * len(keys)  # another rank stores the same bytes
+
+        def store(client: Client) -> list[bool]:
+            pages, names = pool.pages(host_indices, len(keys)), pool.keys([*prefix, *keys])
+            first, at = len(prefix), 0
+            until = time.monotonic() + client.config.load_deadline
+            while True:
+                unserved = client.unserved
+                reservation = client.reserve(names, _form(client, pool), first=first)
+                try:
+                    for number, entry in reservation.entries.items():
+                        _copy(client, entry.offsets[0], pages[at + number - first], is_load=False)
+                except BaseException:
+                    client.abort(reservation)
+                    raise
+                client.commit(reservation)
+                if client.unserved > unserved:
+                    break
+                stored = max([reservation.known, *(number + 1 for number in reservation.entries)]) - first
+                at = at + stored if reservation.dropped else len(keys)
+                left = until - time.monotonic()
+                if at == len(keys) or left < 0 or not client.flush(left):
+                    break
+                # What was stored until now is below as well: it must not keep its room as a prefix.
+                names, first = names[first + stored :], 0
+            if len(names) < len(keys):
+                at = min(at, _count(client, pool, pool.keys(keys)))  # it may have left to make that room
+            return [number < at for number in range(len(keys))]
+
+        return self._asked(store, [False] * len(keys))
+
+    # ---- the server
+
+    def clear(self) -> None:
+        """Forget this model, for all who share the server."""
+        self._asked(lambda client: client.clear(namespace(self._model)), None)
+
+    def close(self) -> None:
+        """Called when SGLang's storage threads have ended."""
+        self._is_closed = True
+        for client in self._clients:
+            client.close()
+
+    def _asked(self, ask: Callable[[Client], T], otherwise: T) -> T:
+        """The edge of SGLang's threads: whatever happens, the answer is that nothing is there."""
+        try:
+            client = self._client()
+            return otherwise if client is None else ask(client)
+        except Exception:
+            log.exception("lmtier: a call of SGLang's failed; it counts as a miss")
+            return otherwise
+
+    def _client(self) -> Client | None:
+        """This thread's own."""
+        own = self._own.__dict__
+        if self._is_closed:
+            return None
+        if "client" not in own and time.monotonic() > own.get("again", 0.0):
+            own["again"] = time.monotonic() + _AGAIN
+            try:
+                own["client"] = self._connect()
+            except TierError as error:
+                log.warning("%s", error)
+        client: Client | None = own.get("client")
+        return client
+
+    def _connect(self) -> Client:
+        own = self._storage
+        name = f"sglang {os.getpid()} tp{own.tp_rank} pp{own.pp_rank} {threading.current_thread().name}"
+        client = Client(self._address, name=name, token=os.environ.get(TOKEN_VARIABLE))
+        self._clients.append(client)
+        return client
+
+    # ---- without zero copy; not used with interface_v1, which is asked for
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+
+def _form(client: Client, pool: Pool) -> Any:
+    """A page counts as a chunk, which has as many tokens as the server says."""
+    tokens = client.chunk_tokens
+    layout = Layout((LayerShape(1, sum(pool.sizes), 0),), "u8", tokens, tokens, "sglang-page")
+    return form_of(layout, (layout.whole,))
+
+
+@contextmanager
+def _matched(client: Client, pool: Pool, names: list[bytes]) -> Iterator[Match]:
+    match = client.match(names, _form(client, pool))
+    try:
+        yield match
+    finally:
+        client.release(match)
+
+
+def _count(client: Client, pool: Pool, names: list[bytes]) -> int:
+    """How many leading ones are there; nothing is loaded."""
+    with _matched(client, pool, names) as match:
+        while match.asking and time.monotonic() < match.deadline:
+            time.sleep(_POLL)
+            client.step()
+        return match.chunks
+
+
+def _copy(client: Client, offset: int, page: Page, *, is_load: bool) -> None:
+    at = np.frombuffer(client.slab.view(offset, sum(size for _, size in page)), np.uint8).ctypes.data
+    for address, size in page:
+        if is_load:
+            ctypes.memmove(address, at, size)
+        else:
+            ctypes.memmove(at, address, size)
+        at += size
+
+
+def _changing_kv(given: Any) -> tuple[object, ...]:
+    """What the engine was started with that changes KV, and that a storage backend is not told."""
+    return (
+        *(given.dtype, given.quantization, given.kv_cache_dtype),
+        *(given.json_model_override_args, given.context_length),
+        *(given.speculative_algorithm, given.speculative_draft_model_path),  # its layers are in the pages
+    )
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"hicache-storage-backend-extra-config: {what}")

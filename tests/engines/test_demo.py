@@ -1,0 +1,75 @@
+"""The demo shows what it says, and leaves behind what it says."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmtier.server.client import Client
+from lmtier_integrations import demo
+from tests.server.process import until
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(demo, "CARRIED", ("no_such_package", ""))
+    monkeypatch.setattr(demo, "ANSWER_TOKENS", 2)
+    monkeypatch.setattr(demo, "LAYERS", 2)
+
+
+def rows(out):
+    found = [re.split(r" {2,}", line.strip()) for line in out.splitlines() if line.startswith("  user")]
+    assert all(row[-1] == "yes" for row in found)
+    return {row[0]: tuple(map(int, row[2:5])) for row in found}
+
+
+def test_every_tier_serves_and_every_answer_is_the_same(tmp_path, capsys):
+    assert demo.run(tmp_path, keep=False)
+    out = capsys.readouterr().out
+    came = rows(out)
+    assert came["user 1, turn 1"] == (0, 0, 0)
+    assert came["user 2, turn 1"][0] > 0  # of the document, which user 1 has brought
+    assert came["user 2, turn 2"][1] > 0
+    assert came["user 3, turn 2"][2] > 0
+    assert "Same: every answer is, token by token, what it is without lmtier." in out
+    assert list(tmp_path.iterdir()) == [], "it cleans up after itself"
+
+
+def test_kept_its_server_goes_on_with_what_was_stored(tmp_path):
+    code = "import pathlib, sys; from lmtier_integrations import demo; demo.CARRIED = 'none', ''; "
+    code += "demo.LAYERS = demo.ANSWER_TOKENS = 2; demo.run(pathlib.Path(sys.argv[1]), keep=True)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert rows(done.stdout)["user 2, turn 2"][1] > 0, done.stderr
+    (process,) = map(int, re.findall(r"^  kill (\d+)", done.stdout, re.M))
+    try:
+        with Client(str(tmp_path / "lmtier.sock")) as client:
+            stats = client.stats()
+            assert stats["cpu"]["chunks"] > 0
+            assert stats["disk"]["chunks"] > 0
+    finally:
+        os.kill(process, signal.SIGTERM)
+        until(lambda: not is_alive(process))
+
+
+def is_alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_difference_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo.Speaker, "in_two_pieces", lambda *_: [])
+    answer, asked = demo.Speaker.answer, iter(range(100))
+
+    def wrong(self, ids, cache):
+        tokens, milliseconds = answer(self, ids, cache)
+        return ([0] * len(tokens), milliseconds) if next(asked) == 6 else (tokens, milliseconds)
+
+    monkeypatch.setattr(demo.Speaker, "answer", wrong)
+    assert not demo.run(tmp_path, keep=False)
+    assert "NOT the same" in capsys.readouterr().out

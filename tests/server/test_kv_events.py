@@ -1,0 +1,304 @@
+"""Routers hear over ZMQ of every chunk that comes to a server's tiers or leaves; who missed some, asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from lmtier.config import Config, Serving
+from lmtier.errors import ConfigError
+from lmtier.keys import Identity, KeyChain, as_tokens, seed
+from lmtier.prompts import Origin, Prompts
+from lmtier.server.client import Client
+from lmtier.server.events import Publisher
+from lmtier.server.serve import Server as Serve
+from lmtier.testing import MemoryTier
+from tests.server.process import PATIENCE
+from tests.unit.test_client import ONE, ROOM, C, Server, keys, store
+
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Router:
+    """Follows a server as routers do: what it missed it asks for, and then believes what it is told."""
+
+    def __init__(self, events: str, replay: str, topic: str = "") -> None:
+        self.held: dict[str, set[bytes]] = {}
+        self.stored: list[dict[str, Any]] = []
+        self.cleared = 0
+        self.next = 0
+        self.lost = 0
+        """Batches that were not remembered any more."""
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.connect(events)
+        self._sub.subscribe(topic)
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.rcvtimeo = int(PATIENCE * 1000)
+        self._replay.connect(replay)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        self.catch_up()
+        while not condition():
+            assert time.monotonic() < end, {tier: len(keys) for tier, keys in self.held.items()}
+            if self._sub.poll(100):
+                _, number, payload = self._sub.recv_multipart()
+                if int.from_bytes(number, "big") > self.next:
+                    self.catch_up()
+                self.learn(number, payload)
+
+    def catch_up(self) -> None:
+        self._replay.send_multipart((b"", self.next.to_bytes(8, "big")))
+        while (frames := self._replay.recv_multipart())[2] != END:
+            self.learn(*frames[2:])
+
+    def learn(self, head: bytes, payload: bytes) -> None:
+        number = int.from_bytes(head, "big")
+        if number < self.next:
+            return
+        self.lost += number - self.next
+        self.next = number + 1
+        at, events = msgspec.msgpack.decode(payload)
+        assert abs(at - time.time()) < 2 * PATIENCE
+        for event in events:
+            held = self.held.setdefault(event.get("ownership", event.get("medium", "")), set())
+            match event["type"]:
+                case "BlockStored":
+                    held |= {*event["block_hashes"]}
+                    self.stored.append(event)
+                case "BlockRemoved":
+                    held -= {*event["block_hashes"]}
+                case "AllBlocksCleared":
+                    self.held.clear()
+                    self.stored.clear()
+                    self.cleared += 1
+
+    def counts(self) -> dict[str, int]:
+        return {tier: len(keys) for tier, keys in self.held.items()}
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Router]]:
+    routers: list[Router] = []
+
+    def listen(server: Server, topic: str = "") -> Router:
+        routers.append(Router(server.where["kv-events"], server.where["kv-replay"], topic))
+        return routers[-1]
+
+    yield listen
+    for router in routers:
+        router.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*tiers: str, chunks: int = 20, **serving: Any) -> Server:
+        places = {name: f"ipc://{tmp_path}/{name}" for name in ("kv_events", "kv_events_replay")}
+        cpu, config = f"cpu://?capacity={chunks * ROOM}", {"chunk_tokens": C}
+        unix = str(tmp_path / "unix")
+        servers.append(Server(tmp_path, cpu, *tiers, config=config, unix=unix, **places, **serving))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def test_a_router_knows_what_each_tier_holds(start, listen, tmp_path):
+    server = start(f"disk://{tmp_path}/kv?capacity=64MiB")
+    router = listen(server)
+    with Client(server.path) as client:
+        for number in range(40):  # more than the memory takes
+            store(client, keys(4, f"prompt {number}"))
+            assert client.flush()
+        chunks = client.stats()["cpu"]["chunks"]
+        router.until(lambda: router.counts() == {"CPU": chunks, "disk": 160})
+        assert router.held["disk"] == {key for number in range(40) for key in keys(4, f"prompt {number}")}
+        assert {(each["medium"], each.get("ownership"), each["locality"]) for each in router.stored} == {
+            *(("CPU", None, "LOCAL"), ("STORAGE", "disk", "LOCAL"))
+        }
+        client.clear()
+        router.until(lambda: router.counts() == {"CPU": 0, "disk": 0})
+    assert router.lost == router.cleared == 0
+
+
+def test_who_comes_late_asks_for_what_was_before(start, listen):
+    server = start()
+    with Client(server.path) as client:
+        store(client, keys(5))
+        first = listen(server)
+        first.until(lambda: first.counts() == {"CPU": 5})
+        second = listen(server)
+        second.until(lambda: second.counts() == {"CPU": 5})
+
+
+def test_what_a_disk_kept_over_a_restart_is_told_of(start, listen, tmp_path):
+    tier = f"disk://{tmp_path}/kv?capacity=64MiB"
+    server = start(tier)
+    with Client(server.path) as client:
+        store(client, keys(5))
+        assert client.flush()
+    server.stop()
+    server.start()
+    router = listen(server)
+    router.until(lambda: router.counts() == {"disk": 5})
+    assert router.held["disk"] == {*keys(5)}
+
+
+def test_tokens_parents_adapter_and_salt_are_told_if_an_engine_told_them(start, listen):
+    server = start()
+    router = listen(server)
+    identity = Identity(model="m", weights="w")
+    tokens = list(range(100, 100 + 3 * C))
+    plain, salted = (KeyChain(seed(identity, C, salt=salt), C, tokens).keys for salt in ("", "tenant"))
+    with Client(server.path) as client:
+        client.tell(salted[:2], tokens[: 2 * C], Origin.of({}, "sql", "tenant"))
+        client.tell(salted[2:], tokens[2 * C :], Origin.of({}, "sql", "tenant"), salted[1])
+        store(client, salted[:1])
+        store(client, salted)
+        store(client, plain)
+        router.until(lambda: router.counts() == {"CPU": 6})
+    first, second, unknown = router.stored
+    assert (first["block_hashes"], first["parent_block_hash"]) == (salted[:1], None)
+    assert first["extra_keys"] == [["sql", "tenant"]]
+    assert (second["block_hashes"], second["parent_block_hash"]) == (salted[1:], salted[0])
+    assert (second["token_ids"], second["block_size"]) == (tokens[C:], C)
+    assert (second["extra_keys"], second["lora_name"]) == ([["sql"], ["sql"]], "sql")
+    assert (unknown["block_hashes"], unknown["token_ids"], unknown["extra_keys"]) == (plain, [], None)
+
+
+def test_a_topic_is_what_a_router_subscribes_to(start, listen):
+    server = start(kv_events_topic="kv@pod@model")
+    router, other = listen(server, "kv@pod"), listen(server, "kv@another")
+    with Client(server.path) as client:
+        for router_of in (router, other):
+            router_of.until(lambda: True)
+        store(client, keys(3))
+        router.until(lambda: router.counts() == {"CPU": 3})
+    assert not other._sub.poll(0)
+
+
+class Owner:
+    """A cache and its publisher, turned by hand."""
+
+    def __init__(self, tmp_path: Path, *urls: str, opened: Any = None) -> None:
+        from lmtier.cache import Cache
+
+        config = Config(tiers=(f"cpu://?capacity={20 * ROOM}", *urls), chunk_tokens=C, prefault=False)
+        self.cache = Cache(config, tiers=opened)
+        self.prompts = Prompts(C)
+        events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+        self.publisher = Publisher(self.cache, self.prompts, events, replay, "")
+        self.router = Router(events, replay)
+
+    def store(self, names: list[bytes]) -> None:
+        reservation = self.cache.reserve(names, ONE)
+        if reservation.entries:
+            self.cache.commit(reservation)
+        self.cache.flush()
+        self.publisher.turn()
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.publisher.close()
+        assert not self.publisher._thread.is_alive()
+        self.cache.close(timeout=5)
+        self.router.close()
+
+
+def test_of_a_tier_that_must_be_asked_it_is_told_what_was_written_and_what_is_gone(tmp_path):
+    url = "memory://"
+    tier = MemoryTier()
+    tier.keeps = False
+    with Owner(tmp_path, url, opened={url: tier}) as owner:
+        owner.store(keys(3))
+        owner.router.until(lambda: owner.router.counts() == {"CPU": 3, "memory": 3})
+        assert {each["locality"] for each in owner.router.stored} == {"LOCAL", "REMOTE"}
+        owner.cache.clear()
+        assert owner.cache.flush()
+        owner.publisher.turn()
+        owner.router.until(lambda: owner.router.cleared == 1 and not owner.router.counts().get("memory"))
+
+
+def test_prompts_that_came_together_are_told_apart_and_nothing_twice(tmp_path):
+    with Owner(tmp_path) as owner:
+        prompts = [list(range(at, at + 2 * C)) for at in (0, 100, 200)]
+        chains = [KeyChain(seed(Identity(model="m", weights="w"), C), C, tokens).keys for tokens in prompts]
+        for keys_of, tokens in zip(chains[:2], prompts[:2], strict=True):
+            owner.prompts.tell(keys_of, as_tokens(tokens).tobytes(), Origin.of({}, "", ""))
+        for keys_of in chains[:2]:
+            owner.cache.commit(owner.cache.reserve(keys_of, ONE))
+        owner.store(chains[2])
+        owner.router.until(lambda: owner.router.counts() == {"CPU": 6})
+        told = [(each["block_hashes"], each["token_ids"]) for each in owner.router.stored]
+        assert told == [(chains[0], prompts[0]), (chains[1], prompts[1]), (chains[2], [])]
+
+
+def test_what_the_server_itself_lost_count_of_is_told_anew(tmp_path):
+    with Owner(tmp_path) as owner:
+        owner.store(keys(3))
+        owner.router.until(lambda: owner.router.counts() == {"CPU": 3})
+        journal = owner.cache.follow()
+        for number in range(2):  # more than it remembers between two turns
+            journal.note("cpu", True, [b"x" * 28 + number.to_bytes(4, "big")] * 65_536)
+        owner.publisher.turn()
+        owner.publisher.turn()
+        owner.router.until(lambda: owner.router.cleared == 1 and owner.router.counts() == {"CPU": 3})
+
+
+def test_what_left_before_it_could_be_told_anew_is_not_told_of(tmp_path):
+    with Owner(tmp_path) as owner:
+        owner.store(keys(3))
+        owner.publisher.tell_all_again()
+        owner.publisher._announce()
+        owner.cache.clear()
+        owner.store(keys(2, "b"))
+        owner.router.until(lambda: owner.router.held.get("CPU") == {*keys(2, "b")})
+        assert sum(len(each["block_hashes"]) for each in owner.router.stored) == 2
+
+
+def test_a_router_that_stops_reading_holds_nobody_up(tmp_path):
+    with Owner(tmp_path) as owner:
+        owner.router._sub.poll(0)
+        began = time.monotonic()
+        for number in range(300):
+            owner.store(keys(2, f"prompt {number}"))
+        assert time.monotonic() - began < PATIENCE
+        owner.router.until(lambda: owner.router.counts() == {"CPU": 20})
+
+
+def test_an_address_that_is_taken_is_named_and_nothing_stays_open(tmp_path):
+    place = f"ipc://{tmp_path}/none/here"
+    serving = Serving(listen="", http="", unix=str(tmp_path / "unix"), kv_events=place)
+    with pytest.raises(ConfigError, match="kv_events: cannot bind"):
+        Serve(Config(tiers=("cpu://?capacity=1MiB",), prefault=False), serving)
+    assert not (tmp_path / "unix").exists()
+
+
+def test_replay_alone_is_refused():
+    with pytest.raises(ConfigError, match="kv_events_replay is of no use"):
+        Serving(kv_events_replay="tcp://*:5558")
+
+
+@pytest.mark.parametrize(
+    "request_", [(b"",), (b"", b"short"), (b"", b"x" * 8, b"more"), (b"nothing before it",)]
+)
+def test_a_replay_that_is_asked_for_wrongly_is_not_answered_and_the_next_is(tmp_path, request_):
+    with Owner(tmp_path) as owner:
+        owner.store(keys(3))
+        owner.router._replay.send_multipart(request_)
+        owner.router.until(lambda: owner.router.counts() == {"CPU": 3})

@@ -1,0 +1,32 @@
+"""The documentation builds: every page is in the menu, every link and anchor leads somewhere."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, timeout=120)
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    pages = {each.parent.name for each in (tmp_path / "site").rglob("index.html")}
+    assert pages >= {each.stem for each in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
+    for name, link in {"page": "(gone.md)", "anchor": "(#gone)", "file": "(../gone.py)"}.items():
+        folder = tmp_path / name
+        (folder / "docs").mkdir(parents=True)
+        (folder / "docs" / "index.md").write_text(f"# Start\n\n[broken]{link}\n")
+        (folder / "docs" / "links.py").write_bytes((ROOT / "docs" / "links.py").read_bytes())
+        menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[0]
+        (folder / "mkdocs.yml").write_text(f"{menu}\nnav:\n  - Start: index.md\n")
+        done = build(folder / "mkdocs.yml", folder / "site")
+        assert done.returncode != 0, name
+        assert "gone" in done.stderr

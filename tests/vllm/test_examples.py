@@ -1,0 +1,42 @@
+"""The examples for vLLM run on a real engine, and print what they promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.vllm.engine import PATIENCE, environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: object) -> str:
+    done = subprocess.run(
+        ["nice", "-n", "5", sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=environment({}),
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def test_offline(models, tmp_path):
+    for expected in ([0, 1920, 1920], [1920, 1920, 1920]):
+        told = run("vllm_offline.py", models / "qwen2", tmp_path / "kv")
+        assert [int(each) for each in re.findall(r"(\d+) of 2000 tokens were there", told)] == expected
+
+
+def test_prefill_and_decode(models):
+    told = run("prefill_decode.py", models / "qwen2")
+    ((computed, loaded),) = re.findall(r"prefill computed (\d+) tokens, decode loaded (\d+) of them", told)
+    assert int(computed) == 2000
+    assert int(loaded) == 1792  # whole chunks of 256 tokens
+
+
+def test_serve_and_restart(models, tmp_path):
+    told = run("vllm_serve_restart.py", models / "qwen2", tmp_path / "kv")
+    assert [int(each) for each in re.findall(r"(\d+) of 2000 tokens loaded", told)] == [0, 1920]

@@ -1,0 +1,397 @@
+"""lmtier's tiers below vLLM's own CPU tier: same answers, after restarts, corruption, eviction and all.
+
+First the class alone, on memory like vLLM's; then real engines.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmtier.errors import ConfigError
+from lmtier.layout import stored_size
+from tests.vllm.conftest import prompts_of
+from tests.vllm.engine import Engine
+
+BENCH = str(Path(__file__).parents[2] / "bench")
+ROW, ROWS, PATIENCE = 4096, 64, 20.0
+AT_REST = stored_size(ROW)
+
+
+# ---- the class alone
+
+
+class Tier:
+    """`LMTierSecondary` as vLLM's manager drives it, over memory that is filled with what its row says."""
+
+    def __init__(self, url: str, model: Path, *, row: int = ROW, **given: Any) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        from lmtier_integrations.vllm_tier import LMTierSecondary
+
+        self.memory = np.frombuffer(mmap.mmap(-1, ROWS * row), np.int8).reshape(ROWS, row)
+        self.tier = LMTierSecondary(
+            spec(model, **given.pop("facts", {})), self.memory.data, "t", tier=url, **given
+        )
+        self.request = ReqContext("a")
+        self.jobs = 0
+
+    def fill(self, seed: int = 0) -> None:
+        self.memory[:] = np.random.default_rng(seed).integers(-128, 127, self.memory.shape, np.int8)
+
+    def submit(self, keys: list[bytes], rows: list[int], *, is_load: bool) -> int:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self.jobs += 1
+        for number, key in enumerate(keys):
+            self.request.set_offload_key_position(key, 32 * (number + 1))
+        job = TransferJob(self.jobs, keys, np.array(rows, np.int32), is_load, self.request)
+        (self.tier.submit_load if is_load else self.tier.submit_store)(job)
+        return self.jobs
+
+    def finish(self, job: int) -> Any:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            for each in self.tier.get_finished_jobs():
+                assert each.job_id == job
+                return each
+        raise AssertionError("the job does not end")
+
+    def store(self, keys: list[bytes], first: int = 0) -> Any:
+        return self.finish(self.submit(keys, list(range(first, first + len(keys))), is_load=False))
+
+    def load(self, keys: list[bytes], first: int = 32) -> Any:
+        return self.finish(self.submit(keys, list(range(first, first + len(keys))), is_load=True))
+
+    def lookup(self, keys: list[bytes]) -> list[bool]:
+        """Step after step, as long as it says to retry."""
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+        request = ReqContext("b")
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            found = [self.tier.lookup(key, request) for key in keys]
+            if LookupResult.RETRY not in found:
+                return [each is LookupResult.HIT for each in found]
+            self.tier.on_schedule_end(ScheduleEndContext((), ()))
+            assert not list(self.tier.get_finished_jobs())
+        raise AssertionError("it never answers")
+
+
+def spec(model: Path, *, dtype: str = "bfloat16", tp_size: int = 1, blocks_per_chunk: int = 1) -> Any:
+    """What a tier reads of vLLM's OffloadingSpec."""
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+
+    one = dict.fromkeys(("world_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(32, ("layer.0",), 0),),
+        worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="test",
+        model=OffloadingModelConfig(str(model), dtype),
+        cache=OffloadingCacheConfig(32, blocks_per_chunk),
+        parallel=OffloadingParallelConfig(
+            **one,
+            rank=0,
+            tp_size=tp_size,
+            data_parallel_index=0,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+    )
+    return SimpleNamespace(
+        config=config, tokens_per_block=(32,), tokens_per_hash=32, blocks_per_chunk=blocks_per_chunk
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def opened(model: Path) -> Iterator[Callable[..., Tier]]:
+    tiers: list[Tier] = []
+
+    def start(url: str, **given: Any) -> Tier:
+        tiers.append(Tier(url, model, **given))
+        tiers[-1].fill()
+        return tiers[-1]
+
+    yield start
+    for each in tiers:
+        each.tier.shutdown()
+
+
+def names(count: int, prompt: str = "a") -> list[bytes]:
+    return [f"{prompt}{number:03}".encode().ljust(32, b".") + bytes(4) for number in range(count)]
+
+
+def objects(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size == AT_REST)
+
+
+def test_chunks_come_back_to_other_places_also_after_a_restart(opened, tmp_path):
+    url = f"disk://{tmp_path}/kv?capacity=1MiB"
+    one = opened(url)
+    keys = names(10)
+    assert one.lookup(keys) == [False] * 10
+    assert one.store(keys).success
+    wanted = one.memory[:10].copy()
+    assert one.lookup([*keys, *names(1, "b")]) == [True] * 10 + [False]
+    assert one.load(keys).success
+    assert (one.memory[32:42] == wanted).all()
+    one.tier.shutdown()
+    two = opened(url)
+    two.fill(1)
+    assert two.lookup(keys) == [True] * 10
+    assert two.load(keys).success
+    assert (two.memory[32:42] == wanted).all()
+
+
+def test_a_chunk_that_was_damaged_is_not_loaded_and_not_offered_again(opened, tmp_path):
+    url = f"disk://{tmp_path}/kv?capacity=1MiB"
+    one = opened(url)
+    keys = names(5)
+    one.store(keys)
+    name = one.tier._key(keys[2]).hex()
+    (path,) = (path for path in objects(tmp_path / "kv") if path.name.startswith(name))
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data)
+    done = one.load(keys)
+    assert not done.success
+    assert sorted(done.successful_keys) == sorted({*keys} - {keys[2]})
+    assert (one.memory[32:34] == one.memory[:2]).all()
+    assert one.lookup(keys) == [True, True, False, True, True]
+    assert one.store(keys).success
+    assert one.load(keys).success
+    stats = one.tier.get_stats()
+    assert list(stats.data["data"]["lmtier:tier_corrupt_chunks"].values()) == [1]
+
+
+def test_capacity_is_kept_and_a_tail_leaves_before_its_head(opened, tmp_path):
+    one = opened(f"disk://{tmp_path}/kv?capacity={8 * AT_REST}")
+    keys = names(6)
+    assert one.store(keys).success
+    assert one.store(names(5, "b"), 10).success
+    assert len(objects(tmp_path / "kv")) == 8
+    there = one.lookup(keys)
+    assert there == sorted(there, reverse=True)
+    assert sum(there) == 3
+    assert one.lookup(names(5, "b")) == [True] * 5
+
+
+def test_what_is_there_or_on_its_way_is_not_written_again(opened, tmp_path):
+    one = opened(f"disk://{tmp_path}/kv?capacity=1MiB")
+    keys = names(4)
+    jobs = [one.submit(keys, [0, 1, 2, 3], is_load=False) for _ in range(3)]
+    done: set[int] = set()
+    until = time.monotonic() + PATIENCE
+    while len(done) < 3 and time.monotonic() < until:
+        done |= {each.job_id for each in one.tier.get_finished_jobs() if each.success}
+    assert done == {*jobs}
+    written = {path: path.stat().st_mtime_ns for path in objects(tmp_path / "kv")}
+    assert len(written) == 4
+    assert one.store(keys).success
+    assert {path: path.stat().st_mtime_ns for path in objects(tmp_path / "kv")} == written
+
+
+def test_chunks_of_redis_are_asked_for_and_shared(opened, redis_server):
+    url = f"unix://{redis_server}?namespace=tier"
+    one, two = opened(url), opened(url)
+    keys = names(5)
+    assert one.store(keys).success
+    assert two.lookup(names(6)) == [True] * 5 + [False]
+    two.fill(1)
+    assert two.load(keys).success
+    assert (two.memory[32:37] == one.memory[:5]).all()
+    gone = two.load(names(2, "b"))
+    assert (gone.success, gone.successful_keys) == (False, None)
+
+
+def test_a_tier_that_cannot_be_reached_is_a_miss_and_keeps_no_memory_of_vllms(opened, tmp_path):
+    one = opened(f"unix://{tmp_path}/nobody?namespace=x", load_deadline=0.5)
+    for number in range(4):
+        keys = names(20, f"{number}")
+        assert one.lookup(keys) == [False] * 20
+        done = one.store(keys)
+        assert (done.success, done.successful_keys) == (False, None)
+        assert not one.load(keys).success
+    assert not one.tier._transfers
+    assert not one.tier._going.entries()
+
+
+def test_a_full_disk_ends_jobs_and_is_tried_again(opened, tmp_path, monkeypatch):
+    one = opened(f"disk://{tmp_path}/kv?capacity=1MiB")
+    is_full = True
+    write = os.pwritev
+
+    def pwritev(*args: Any) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, "no space")
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    for number in range(3):
+        assert not one.store(names(20, f"{number}")).success
+    assert not one.tier._going.entries()
+    is_full = False
+    until = time.monotonic() + PATIENCE
+    while not one.store(names(3)).success:
+        assert time.monotonic() < until
+    assert one.load(names(3)).success
+
+
+def test_draining_leaves_nothing_under_way(opened, tmp_path):
+    one = opened(f"disk://{tmp_path}/kv?capacity=1MiB")
+    stored = one.submit(names(20), list(range(20)), is_load=False)
+    one.tier.drain_jobs()
+    assert not one.tier._below.storing
+    assert [each.job_id for each in one.tier.get_finished_jobs()] == [stored]
+    loaded = one.submit(names(20), list(range(32, 52)), is_load=True)
+    one.tier.drain_jobs()
+    (done,) = one.tier.get_finished_jobs()
+    assert (done.job_id, done.success) == (loaded, True)
+    assert (one.memory[32:52] == one.memory[:20]).all()
+
+
+@pytest.mark.parametrize("facts", [{"dtype": "float16"}, {"tp_size": 2}, {"blocks_per_chunk": 2}])
+def test_engines_whose_chunks_differ_do_not_meet(opened, redis_server, facts):
+    url = f"unix://{redis_server}?namespace=differ"
+    opened(url).store(names(3))
+    assert opened(url).lookup(names(3)) == [True] * 3
+    assert opened(url, facts=facts).lookup(names(3)) == [False] * 3
+
+
+def test_chunks_of_another_size_do_not_meet(opened, redis_server):
+    url = f"unix://{redis_server}?namespace=size"
+    opened(url).store(names(3))
+    assert opened(url, row=2 * ROW).lookup(names(3)) == [False] * 3
+
+
+def test_what_could_not_be_read_is_a_miss_for_this_request_and_stays_for_others(
+    opened, tmp_path, monkeypatch
+):
+    """Else it would be loaded and fail again, step after step."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    one = opened(f"disk://{tmp_path}/kv?capacity=1MiB")
+    keys = names(3)
+    one.store(keys)
+
+    def preadv(*_: Any) -> int:
+        raise OSError(errno.EIO, "no luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        done = one.load(keys[:1])
+    assert (done.success, done.successful_keys) == (False, None)
+    assert one.tier.lookup(keys[0], one.request) is LookupResult.MISS
+    assert one.tier.lookup(keys[1], one.request) is LookupResult.HIT
+    assert one.lookup(keys) == [True] * 3
+    assert one.load(keys).success
+
+
+def test_other_weights_do_not_meet(opened, redis_server, model):
+    url = f"unix://{redis_server}?namespace=weights"
+    opened(url).store(names(3))
+    (model / "model.safetensors").write_bytes(b"other")
+    assert opened(url).lookup(names(3)) == [False] * 3
+    assert opened(url, weights="mine").lookup(names(3)) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [("disk:///tmp/kv", "needs a capacity"), ("disk:///tmp/kv?capacity=1MiB&write=evicted", "write=")],
+)
+def test_a_mistake_in_the_url_is_said_at_the_start(opened, url, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        opened(url)
+
+
+# ---- real engines
+
+
+def start(folder: Path, model: Path, *tiers: str, cpu: int = 64 << 20) -> Engine:
+    named = {"type": "LMTierSecondary", "module_path": "lmtier_integrations.vllm_tier"}
+    return Engine(
+        folder,
+        model,
+        transfer={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "spec_name": "CpuTieringSpec",
+                "spec_module_path": "cpu_offload_spec",
+                "cpu_bytes_to_use": cpu,
+                "secondary_tiers": [{**named, "tier": each} for each in tiers],
+            },
+        },
+        env={"PYTHONPATH": BENCH},
+    )
+
+
+def from_below(engine: Engine) -> tuple[float, float]:
+    """Prompt tokens that came from the disk tier, and from one that is elsewhere."""
+    found, name = engine.metrics(), "vllm:prompt_tokens_cached_by_source_total"
+    return found.get(f"{name}{{disk}}", 0), found.get(f"{name}{{external_unspecified}}", 0)
+
+
+def test_a_real_engine_answers_the_same_after_a_restart_and_around_damage(models, tmp_path):
+    disk = f"disk://{tmp_path}/kv?capacity=64MiB"
+    sound, damaged = prompts_of(1000, 810)
+    with start(tmp_path, models / "qwen2", disk) as engine:
+        wanted = [each.tokens for each in engine.generate([sound, damaged])]
+
+    files = {path for path in (tmp_path / "kv").rglob("*") if path.stat().st_size > 100_000}
+    assert len(files) == 1000 // 32 + 810 // 32
+    with start(tmp_path, models / "qwen2", disk) as engine:
+        restarted = engine.generate([sound])[0]
+        assert (restarted.cached, restarted.tokens) == (992, wanted[0])
+        assert from_below(engine) == (992, 0)
+        for path in files:  # those of `sound` are in memory by now
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        recomputed = engine.generate([damaged])[0]
+        assert (recomputed.cached, recomputed.tokens) == (0, wanted[1])
+        assert engine.metrics()["lmtier:tier_corrupt_chunks_total"] > 0
+
+
+def test_a_small_disk_keeps_its_capacity_and_redis_has_the_rest(models, tmp_path, redis_server):
+    """With sliding windows: several groups of layers, each with chunks of its own."""
+    capacity = 24 << 20
+    disk = f"disk://{tmp_path}/kv?capacity={capacity}"
+    redis = f"unix://{redis_server}?namespace=engines"
+    prompts = prompts_of(*[700] * 8)
+    with start(tmp_path, models / "gemma3", disk, redis, cpu=12 << 20) as engine:
+        wanted = [engine.generate([each])[0].tokens for each in prompts]
+        engine.forget()
+        again = [engine.generate([each])[0] for each in reversed(prompts)]
+        assert [each.tokens for each in reversed(again)] == wanted
+        assert all(from_below(engine))
+        used = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*") if path.is_file())
+        assert capacity / 2 < used <= capacity + 65536  # and some bookkeeping
+        metrics = engine.metrics()
+        assert metrics["lmtier:tier_used_bytes"] <= metrics["lmtier:tier_capacity_bytes"] == capacity
