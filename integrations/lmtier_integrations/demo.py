@@ -238,10 +238,12 @@ def redis(folder: Path) -> Iterator[str]:
 
 def run(directory: Path | None, *, keep: bool) -> bool:
     """The whole demo; whether every answer was the same with and without lmtier."""
-    logging.getLogger("lmtier").setLevel(logging.ERROR)
     root = directory if keep and directory else Path(tempfile.mkdtemp(prefix="lmtier-demo-", dir=directory))
     disk = root / "kv"
+    logger = logging.getLogger("lmtier")
     with ExitStack() as ending:
+        ending.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # what restarts have to say is shown by the table
         if not keep:
             ending.callback(shutil.rmtree, root)
         url = "" if keep else ending.enter_context(redis(root))

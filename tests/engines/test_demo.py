@@ -1,5 +1,6 @@
 """The demo shows what it says, and leaves behind what it says."""
 
+import logging
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ def rows(out):
 
 
 def test_every_tier_serves_and_every_answer_is_the_same(tmp_path, capsys):
+    level = logging.getLogger("lmtier").level
     assert demo.run(tmp_path, keep=False)
     out = capsys.readouterr().out
     came = rows(out)
@@ -37,6 +39,7 @@ def test_every_tier_serves_and_every_answer_is_the_same(tmp_path, capsys):
     assert came["user 3, turn 2"][2] > 0
     assert "Same: every answer is, token by token, what it is without lmtier." in out
     assert list(tmp_path.iterdir()) == [], "it cleans up after itself"
+    assert logging.getLogger("lmtier").level == level
 
 
 def test_kept_its_server_goes_on_with_what_was_stored(tmp_path):
