@@ -444,7 +444,8 @@ def test_a_connection_cut_at_any_byte_is_a_miss(fresh, way, what):
         for place in places:
             proxy.cut(**{way: place})
             done = within(DEADLINE + SLACK, act)
-            assert done.failed == {each.name: Reason.ERROR}, place
+            assert done.failed.keys() == {each.name}, place
+            assert done.failed[each.name] in (Reason.ERROR, Reason.DEADLINE), place  # on a busy machine
             proxy.cut()
         assert act().ok
         assert both(tier, each) == (None, None)
