@@ -253,6 +253,7 @@ def run(directory: Path | None, *, keep: bool) -> bool:
             tiers = ["cpu://?capacity=512MiB", f"disk://{disk}?capacity=2GiB"]
             server = Server(root, [*tiers, url] if url else tiers)
             ending.callback(server.stop)
+            progress.say(f"its server, live while this runs: {server.page}")
             play = Play(speaker, server, progress)
             play.part("the first time", (0, 1, 0))
             server.stop()

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -48,15 +49,13 @@ _PROBED = 4  # tokens
 _NO_MATTER = ("cache_position", "logits_to_keep")  # what else a forward is given
 _CANARY_BLOCKS = 3  # source, target, and one that must not change
 _CLOSE = 0.1  # of a token's KV, relative: rounding is far below, what later tokens have to say is far above
-_SMALL = 64 << 10  # bytes: tensors that are read whole
-_SAMPLE = 4096  # of others, at their start, middle and end
 
 
 class PrefixCache:
     """One model's prompts, in tiers of this process or of the server at `server`. Called from one thread.
 
     `settings` are those of `lmtier.config.Config`: `chunk_tokens`, `verify`, `load_deadline`, …; a server has
-    its own. The model's weights are told from others by samples of its tensors. Other engines see only files:
+    its own. The model's weights are told from others by all of their bytes. Other engines see only files:
     to share with them, say in `weights` which folder the model is from, and in `name` what they call it.
     """
 
@@ -568,15 +567,12 @@ def _stamp(model: PreTrainedModel) -> int:
 
 
 def _digest(model: PreTrainedModel) -> str:
-    """What the weights are, from samples of every tensor."""
+    """What the weights are. All of them are read: one row of an embedding changes KV too."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor) or tensor.is_meta:
             raise LayoutError(f"{name} is not in memory: say which folder it is of, weights=…")
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat, size = tensor.detach().reshape(-1), tensor.element_size()
-        if flat.numel() * size > _SMALL:
-            some, middle = _SAMPLE // size, len(flat) // 2
-            flat = torch.cat([flat[:some], flat[middle : middle + some], flat[-some:]])
-        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
+        data = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+        digest.update(xxhash.xxh3_128_digest(data.data))
     return f"tensors {digest.hexdigest()}"

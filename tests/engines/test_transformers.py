@@ -352,6 +352,12 @@ def test_weights_that_change_begin_new_keys_at_once(opened):
     assert found(store, prompt) == [0]
     assert answer(store.generate, prompt) == answer(model.generate, prompt)
     assert found(store, prompt) == [48]
+    embedding, row = model.model.embed_tokens.weight, int(prompt[0, 20])
+    assert embedding.nbytes > 32 * embedding[row].nbytes  # one row of many, in the middle
+    with torch.no_grad():
+        embedding[row] *= 1.5
+    assert found(store, prompt) == [0]
+    assert answer(store.generate, prompt) == answer(model.generate, prompt)
     model.to(torch.bfloat16)
     with pytest.raises(MisuseError, match="open another"):
         store.generate(prompt)
