@@ -253,10 +253,13 @@ class Values:
         keys = []
         for name in names:
             keys.append(value_key(name))
-            if (yield from self.mark(name)) is not None:
+            was_there = (yield from self.mark(name)) is not None
+            if was_there:
                 deleted += 1
-                self._cache.forget(keys[-1], ANY)
                 self._count.labels("deleted").inc()
+            # A tier that fails may hold it all the same, and show it when it has recovered.
+            if was_there or any(keys[-1] in held for held in self._places()):
+                self._cache.forget(keys[-1], ANY)
             yield PAUSE
         # Also those that somebody else deletes just now: what is not there must not come back.
         return deleted if (yield from self._gone(keys)) else None

@@ -191,3 +191,20 @@ def test_what_was_replaced_or_deleted_never_comes_back(steps: int):
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
         ),
     )
+
+
+def test_a_value_whose_tier_fails_just_then_is_deleted_all_the_same():
+    """The machine found it, once: the header could not be read, so the value was not there, for a while."""
+    machine = ValuesMachine()
+    machine.start(slab=4, disk=8, near=False)
+    machine.put(b"a", 5)
+    machine.finish_all()
+    machine.open()  # now it is on disk alone
+    machine.finish_all()
+    machine.forget(b"a")
+    machine.step([0], Reason.ERROR)
+    for _ in range(20):
+        machine.step([0], None)
+    assert machine.told[b"a"], "deleting it does not end"
+    machine.kill()  # reads all, and checks
+    machine.teardown()
