@@ -766,8 +766,9 @@ def test_the_past_is_drawn_where_it_was():
 
 
 ON_ITS_TERMINAL = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that its ^C is a signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background of a script ignore
 from lmtier.cli import main
 sys.exit(main(sys.argv[1:]))
 """
