@@ -89,5 +89,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt --upgrade pip
 	@$(PIP) install --constraint constraints.txt --editable '.[torch]' --group dev
-	@$(PIP) install --no-deps $(SGLANG) || echo "no $(SGLANG) for this Python: its tests take the interface as recorded"
+	@$(PIP) install --no-deps --target $(VENV)/sglang $(SGLANG) \
+	  || echo "no $(SGLANG) for this Python: its tests take the interface as recorded"
+	@rm -rf $(VENV)/sglang/*.dist-info  # nobody is to miss what it needs
 	@touch $@
