@@ -32,7 +32,7 @@ from statistics import mean, median, stdev
 from typing import Any, TypeAlias
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent))  # before our imports: engines load this file too, for its connector
 
 from lmtier.bench import header  # noqa: E402
 from lmtier.errors import TierError  # noqa: E402
@@ -229,7 +229,7 @@ def forget(engine: Engine) -> None:
     while not engine.ask("reset", external=False):
         if time.monotonic() > until:
             raise TimeoutError("the engine does not let go of its blocks")
-        time.sleep(0.05)
+        time.sleep(0.05)  # it lets go in its own process, and tells nobody
 
 
 def settled(*folders: Path) -> None:
@@ -239,7 +239,7 @@ def settled(*folders: Path) -> None:
         now = sum(each.stat().st_size for folder in folders for each in files_in(folder))
         if now != before:
             before, since = now, time.monotonic()
-        time.sleep(0.05)
+        time.sleep(0.05)  # another process writes
 
 
 def files_in(folder: Path) -> Iterator[Path]:
@@ -344,7 +344,7 @@ def with_lmcache(duel: Duel) -> None:
 def run_peer(duel: Duel, engine: Engine, name: str) -> None:
     warm_up(engine)
     fill(duel, engine)
-    time.sleep(1.0)
+    time.sleep(1.0)  # peers store late, and give no sign when they are done
     forget(engine)
     duel.measure(name, engine)
 
@@ -373,7 +373,7 @@ def wait_for_hits(engine: Engine, probe: Prompt) -> None:
         engine.seconds(probe)
         if found(engine) > before:
             return
-        time.sleep(0.2)
+        time.sleep(0.2)  # a lost server is looked for once a second
     raise TimeoutError("no hit since the server's restart")
 
 
@@ -444,7 +444,7 @@ def wait_until(is_up: Callable[[], bool], process: subprocess.Popen[bytes], log:
     while not is_up():
         if process.poll() is not None or time.monotonic() > until:
             raise TimeoutError(f"a server does not start: {log.read_text(errors='replace')[-2000:]}")
-        time.sleep(0.05)
+        time.sleep(0.05)  # another process starts
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -42,7 +42,7 @@ def serve(model: str, directory: str) -> subprocess.Popen[bytes]:
             ask("/health")
             return server
         except OSError:
-            time.sleep(0.2)
+            time.sleep(0.2)  # it starts
 
 
 def main(model: str, directory: str) -> None:

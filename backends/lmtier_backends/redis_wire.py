@@ -153,7 +153,7 @@ def _connect(address: Address, until: float) -> socket.socket:
         sock = socket.socket(family)
         try:
             sock.settimeout(left(until) / (len(places) - tried))  # one that is silent leaves some to the next
-            sock.connect(place)  # type: ignore[arg-type]
+            sock.connect(place)  # type: ignore[arg-type]  # a path or a pair, as the family wants it
             if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

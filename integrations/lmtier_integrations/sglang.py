@@ -312,7 +312,7 @@ class LMTierHiCache(HiCacheStorage):
         try:
             client = self._client()
             return otherwise if client is None else ask(client)
-        except Exception:
+        except Exception:  # raised there, it would end SGLang's prefetching for good
             log.exception("lmtier: a call of SGLang's failed; it counts as a miss")
             return otherwise
 
@@ -374,7 +374,7 @@ def _count(client: Client, pool: Pool, names: list[bytes]) -> int:
     """How many leading ones are there; nothing is loaded."""
     with _matched(client, pool, names) as match:
         while match.asking and time.monotonic() < match.deadline:
-            time.sleep(_POLL)
+            time.sleep(_POLL)  # to wait at the server would bring the pages up, which was not asked for
             client.step()
         return match.chunks
 

@@ -50,7 +50,7 @@ from tests.redis_process import (
 )
 from tests.server.process import Wire, served, until
 
-DEADLINE = 1.0
+DEADLINE = 1.0  # long enough that no busy machine makes it what ends a job that fails at once
 SLACK = 0.3  # of a shared machine with two cores; the tier itself takes a few ms
 PART = 16 * PAGE
 
@@ -444,8 +444,7 @@ def test_a_connection_cut_at_any_byte_is_a_miss(fresh, way, what):
         for place in places:
             proxy.cut(**{way: place})
             done = within(DEADLINE + SLACK, act)
-            assert done.failed.keys() == {each.name}, place
-            assert done.failed[each.name] in (Reason.ERROR, Reason.DEADLINE), place  # on a busy machine
+            assert done.failed == {each.name: Reason.ERROR}, place
             proxy.cut()
         assert act().ok
         assert both(tier, each) == (None, None)

@@ -93,7 +93,7 @@ class Launcher:
                         f"lmtier's private server does not answer within {_PATIENCE:.0f} s. "
                         f"{self._last_words()}"
                     )
-                time.sleep(0.01)
+                time.sleep(0.01)  # another process starts
 
     def _spawn(self) -> None:
         config = self.settings.config
@@ -160,7 +160,7 @@ class Launcher:
                         raise TierError(
                             f"another process holds {self.path.with_suffix('.lock')} and does not end"
                         ) from None
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # to wait in the kernel would know no deadline
             yield
         finally:
             os.close(descriptor)
