@@ -136,7 +136,7 @@ def test_config_says_in_one_line_what_is_wrong(run, setting, words):
 def test_config_needs_neither_torch_nor_a_backend():
     code = "import sys; from lmtier.cli import main; main(['config']); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert not {"torch", "lmtier.bench", "lmtier_backends"} & set(out.stdout.split())
+    assert not {"torch", "lmtier.bench", "lmtier_backends", "lmtier_integrations"} & set(out.stdout.split())
 
 
 # ---- verify
