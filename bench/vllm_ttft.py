@@ -31,14 +31,16 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, TypeAlias
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # before our imports: engines load this file too, for its connector
+# before our imports: engines load this file too, for its connector
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lmtier.bench import header  # noqa: E402
-from lmtier.errors import TierError  # noqa: E402
-from lmtier.server.client import Client  # noqa: E402
-from lmtier.terminal import complain, number, say, table  # noqa: E402
-from tests.vllm.engine import Engine, EngineDied  # noqa: E402
+from lmtier.bench import header
+from lmtier.errors import TierError
+from lmtier.server.client import Client
+from lmtier.terminal import complain, number, say, table
+from tests.vllm.engine import Engine, EngineDied
+
+HERE = Path(__file__).resolve().parent
 
 ANSWER = 12  # tokens by which answers are compared
 DECODE = 512  # steps of one reading
