@@ -279,17 +279,19 @@ class Redis:
     def _getdel(self, caller: Caller, args: list[Argument]) -> Waiting:
         name = _name(args[1])
         value = yield from self._values.get(name)
-        if value is None:
-            return None
+        answer = self._payload(value)
         try:
+            # Also one that cannot be read just now: who is told that there is none must not find it later.
             deleted = yield from self._values.forget(name)
         except GeneratorExit:
-            self._values.release(value)
+            if answer is not None:
+                answer.sent()
             raise
-        if deleted is None:
-            self._values.release(value)
-            return TRY_AGAIN
-        return self._payload(value)
+        if deleted is not None:
+            return answer
+        if answer is not None:
+            answer.sent()
+        return TRY_AGAIN
 
     def _del(self, caller: Caller, args: list[Argument]) -> Waiting:
         return (yield from self._forget(*map(bytes, dict.fromkeys(args[1:]))))
@@ -313,7 +315,7 @@ class Redis:
         name = bytes(args[1])
         mark = yield from self._values.mark(name)
         if mark is None:
-            return 0
+            return (yield from self._forget(name)) if expires <= now_ms() else 0  # as for GETDEL
         had = mark.expires or _NEVER  # which is later than any time
         refused = (
             ("NX" in conditions and mark.expires)

@@ -114,6 +114,26 @@ def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
             each.close()
 
 
+@pytest.mark.parametrize("last", [("GETDEL", "k"), ("EXPIRE", "k", "-1"), ("DEL", "k")], ids=lambda c: c[0])
+def test_what_is_said_to_be_gone_is_gone_also_if_it_could_not_be_read_then(tmp_path: Path, last: tuple[str]):
+    tiers = ("cpu://?capacity=32MiB", disk(tmp_path, "1GiB"))
+    with served(tmp_path, *tiers) as server, server.connect() as writer:
+        for name in ("k", "large 0", "large 1"):
+            writer.expect("OK", "SET", name, content(name, 14 * MIB))
+            until(lambda: is_written(server))
+        with contextlib.ExitStack() as stuck:
+            for number in range(2):  # nobody can make room for k
+                reader = stuck.enter_context(server.connect())
+                reader.send(command("GET", f"large {number}"))
+                assert reader.socket.recv(1) == b"$"
+            assert server.held()[0] == 28 * MIB
+            writer.expect(None, "GET", "k")
+            assert writer.ask(*last) in (None, 0, 1)
+        until(lambda: server.held()[0] == 0)
+        writer.expect(content("large 0", 14 * MIB), "GET", "large 0")
+        writer.expect(None, "GET", "k")
+
+
 def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path: Path):
     value = content("large", 32 * MIB)
     with served(tmp_path, "cpu://?capacity=128MiB", patience=1.5) as server:
