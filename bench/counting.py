@@ -1,5 +1,8 @@
 """What counting adds to a lookup: the counters, the miss-ratio curve, and the memory of `lmtier explain`.
 
+A lookup waits until it is put down; it is counted when the owner has answered. A lookup is all that an engine
+does to learn of a hit: tokens to keys, the question, the leases, their release.
+
     .venv/bin/python bench/counting.py
 
 Each is called with what a real lookup gives it, beside that lookup, in one run: medians of many.
@@ -7,7 +10,6 @@ Each is called with what a real lookup gives it, beside that lookup, in one run:
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,9 +19,12 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
 from lmtier.cache import CPU, Cache
 from lmtier.config import Config, Serving
 from lmtier.explain import Explain
+from lmtier.keys import Identity, KeyChain, Tokens, seed
 from lmtier.layout import Form, form_of
 from lmtier.server.client import Client
 from lmtier.terminal import number, say, table
@@ -27,7 +32,9 @@ from lmtier.testing import opaque_layout
 from tests.server.process import Served
 
 ROUNDS = 2000
+TOKENS = 256  # a chunk
 CHUNKS = (8, 64, 512)
+SEED = seed(Identity(model="counting", weights="none"), TOKENS)
 
 
 def microseconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -51,36 +58,50 @@ def main() -> None:
             with Cache(Config(**config)) as cache, Client(serving) as client:  # type: ignore[arg-type]
                 cache.flush(60)
                 for chunks in CHUNKS:
-                    keys = [b"keys" + os.urandom(28) for _ in range(chunks)]
+                    tokens = np.random.default_rng(chunks).integers(0, 1 << 17, chunks * TOKENS, np.int32)
                     for store in (cache, client):
-                        store.commit(store.reserve(keys, form))
-                    rows += measured(cache, client, keys, form)
+                        store.commit(store.reserve(chain(tokens), form))
+                    rows += measured(cache, client, tokens, form)
         finally:
             server.kill()
-    say(table(("µs", "lookup", "counters", "share", "curve", "share", "explain", "share"), rows))
+    say(table(("µs", "lookup", "of it waiting for counting", "share", "counted afterwards"), rows))
 
 
-def measured(cache: Cache, client: Client, keys: list[bytes], form: Form) -> list[tuple[object, ...]]:
-    match = cache.match(keys, form)
+def chain(tokens: Tokens) -> list[bytes]:
+    return KeyChain(SEED, TOKENS).extend(tokens).keys
+
+
+def measured(cache: Cache, client: Client, prompt: Tokens, form: Form) -> list[tuple[object, ...]]:
+    match = cache.match(chain(prompt), form)
     tokens = match.asked_tokens
     hits, missed = {CPU: tokens}, {}
+    explain = Explain(cache)
+    metrics, outlook = cache.metrics, cache.outlook
+
+    def put_down() -> None:
+        metrics.looked_up(1e-5)
+        metrics.settle(tokens, hits, missed)
+        outlook.saw(match.keys, tokens / cache.chunk_tokens, form.room, form.at_rest)
+        explain._settled(match, missed)
 
     def count() -> None:
-        cache.metrics.settle(tokens, hits, missed)
-        cache.metrics.lookup_seconds.observe(1e-5)
+        put_down()
+        metrics.count()
+        outlook.count()
 
-    def curve() -> None:
-        cache.outlook.saw(keys, tokens / cache.chunk_tokens, form.room, form.at_rest)
-
-    explain = Explain(cache)
-    adds = [microseconds(each) for each in (count, curve, lambda: explain._settled(match, missed))]
+    waits, all_of_it = microseconds(put_down), microseconds(count)
     cache.release(match)
     cache.settled = None
+    after = number(all_of_it - waits)
     found = []
     for name, store in (("in process", cache), ("through a server", client)):
-        whole = microseconds(lambda store=store: store.release(store.match(keys, form)))  # type: ignore[misc]
-        shares = [word for each in adds for word in (number(each), f"{each / whole:.2%}")]
-        found.append((f"{len(keys)} chunks, {name}", number(whole), *shares))
+
+        def look_up(store: Cache | Client = store) -> None:
+            store.release(store.match(chain(prompt), form))
+
+        whole = microseconds(look_up)
+        what = f"{len(match.keys)} chunks, {name}"
+        found.append((what, number(whole), number(waits), f"{waits / whole:.2%}", after))
     return found
 
 

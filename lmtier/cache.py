@@ -240,7 +240,7 @@ class Cache:
         self._settle_if_ready(match)
         if whole:
             self.outlook.saw(names, asked / self.chunk_tokens, form.room, form.at_rest)
-            self.metrics.lookup_seconds.observe(time.monotonic() - began)
+            self.metrics.looked_up(time.monotonic() - began)
         return match
 
     def _tokens(self, key: bytes) -> int:
@@ -625,6 +625,8 @@ class Cache:
             for below in self.below:
                 below.pump(self.index, self.slab.view, self._release)
             self._expire()
+        self.metrics.count()
+        self.outlook.count()
         return results
 
     def _write_ahead(self) -> None:

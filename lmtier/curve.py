@@ -33,6 +33,7 @@ import numpy.typing as npt
 FACTORS = (0.5, 1, 2, 4, 8)
 """Of a tier's size, for which the curve is shown."""
 _HALF_LIFE = 3600.0
+_LATER = 64  # lookups that are put down before they are counted all the same
 _BLOCK = 256  # slots that are summed up in one
 
 
@@ -100,13 +101,13 @@ class Curve:
         if self._slot == self._slots:
             self._renumber()
         first, counts, blocks = self._first, self._counts, self._blocks
-        at, end = 0, len(keys)
+        at, end, last = 0, len(keys), self._slot // _BLOCK + 1
         while at < end and (run := first.pop(keys[at], None)) is not None:
             same = _common(run.keys, keys, at)
             slot = run.slot
             if asked:
                 block = slot // _BLOCK
-                newer = sum(blocks[block + 1 :]) + sum(counts[slot + 1 : (block + 1) * _BLOCK])
+                newer = sum(blocks[block + 1 : last]) + sum(counts[slot + 1 : (block + 1) * _BLOCK])
                 distance = newer + at  # `at` keys of ours were newer until a moment ago
                 self._edges[distance] += 1
                 self._edges[distance + same] -= 1
@@ -212,24 +213,38 @@ class Outlook:
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = tuple(places)
         self.curve = Curve(self._reach)
+        self._later: list[tuple[Sequence[bytes], float, int, int]] = []
         self._chunks = 0
         """That were asked for; and what they take, in bytes."""
         self._in_slab = 0
         self._at_rest = 0
 
     def saw(self, keys: Sequence[bytes], asked: float, in_slab: int, at_rest: int) -> None:
-        """A lookup of `asked` chunks, those with `keys` and what has no key; and what one takes in a tier."""
-        self.curve.saw(keys, asked)
-        self._chunks += len(keys)
-        self._in_slab += in_slab * len(keys)
-        self._at_rest += at_rest * len(keys)
+        """A lookup of `asked` chunks, those with `keys` and what has no key; and what one takes in a tier.
+
+        Put down, like a lookup's counters (metrics.py); `keys` must not change.
+        """
+        self._later.append((keys, asked, in_slab, at_rest))
+        if len(self._later) >= _LATER:
+            self.count()
 
     def used(self, keys: Sequence[bytes]) -> None:
         """An engine had these itself: not asked for, and young again."""
-        self.curve.saw(keys, 0)
+        self.saw(tuple(keys), 0, 0, 0)
+
+    def count(self) -> None:
+        """Count what was put down."""
+        later, self._later = self._later, []
+        for keys, asked, in_slab, at_rest in later:
+            self.curve.saw(keys, asked)
+            if asked:
+                self._chunks += len(keys)
+                self._in_slab += in_slab * len(keys)
+                self._at_rest += at_rest * len(keys)
 
     def hit_ratio(self, place: Place, factor: float) -> float:
         """If this tier were alone, LRU, and of `factor` times its size. NaN: nothing was asked."""
+        self.count()
         return self.curve.hit_ratio(self._fits(place, factor))
 
     def _fits(self, place: Place, factor: float) -> float:

@@ -2,6 +2,8 @@
 
 Base units, `_total` on counters, few and bounded labels: never a request, a key or a prompt. Only the
 cache's owner updates them, so sums are exact.
+
+A lookup does not wait for its counters: it is put down, and counted when the cache steps or somebody asks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from lmtier import __version__
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10)
 _BYTES = tuple(4.0**n for n in range(6, 18))  # 4 KiB to 16 GiB
 _WINDOW = 1000
+_LATER = 64  # lookups that are put down before they are counted all the same: an owner may never step
 
 
 MISS_REASONS = {
@@ -184,29 +187,59 @@ class Metrics:
         )
         self._hit: dict[str, Counter] = {}  # a child costs less than labels(), which every lookup would call
         self._missed = {reason: self.missed_tokens.labels(reason) for reason in MISS_REASONS}
+        self._settled: list[tuple[int, dict[str, int], dict[str, int]]] = []
+        self._looked_up: list[float] = []
+
+    def looked_up(self, seconds: float) -> None:
+        """What one lookup took of its owner."""
+        self._looked_up.append(seconds)
+        if len(self._looked_up) >= _LATER:
+            self.count()
 
     def settle(self, asked: int, hits: dict[str, int], missed: dict[str, int]) -> None:
         """Account for one lookup. Every token asked is hit in one tier or missed for one reason."""
-        hit = sum(hits.values())
-        assert asked == hit + sum(missed.values()), "a token was neither hit nor missed"
-        self.lookups.inc()
-        self.asked_tokens.inc(asked)
-        for tier, tokens in hits.items():
+        self._settled.append((asked, hits, missed))
+        if len(self._settled) >= _LATER:
+            self.count()
+
+    def count(self) -> None:
+        """Count what was put down."""
+        took, self._looked_up = self._looked_up, []
+        for seconds in took:
+            self.lookup_seconds.observe(seconds)
+        settled, self._settled = self._settled, []
+        if not settled:
+            return
+        everything = 0
+        hit_by: dict[str, int] = {}
+        missed_by: dict[str, int] = {}
+        for asked, hits, missed in settled:
+            hit = sum(hits.values())
+            assert asked == hit + sum(missed.values()), "a token was neither hit nor missed"
+            for tier, tokens in hits.items():
+                hit_by[tier] = hit_by.get(tier, 0) + tokens
+            for reason, tokens in missed.items():
+                missed_by[reason] = missed_by.get(reason, 0) + tokens
+            if len(self._recent) == _WINDOW:
+                old_asked, old_hit = self._recent[0]
+                self._recent_asked -= old_asked
+                self._recent_hit -= old_hit
+            self._recent.append((asked, hit))
+            self._recent_asked += asked
+            self._recent_hit += hit
+            everything += asked
+        self.lookups.inc(len(settled))
+        self.asked_tokens.inc(everything)
+        for tier, tokens in hit_by.items():
             if tier not in self._hit:
                 self._hit[tier] = self.hit_tokens.labels(tier)
             self._hit[tier].inc(tokens)
-        for reason, tokens in missed.items():
+        for reason, tokens in missed_by.items():
             self._missed[reason].inc(tokens)
-        if len(self._recent) == _WINDOW:
-            old_asked, old_hit = self._recent[0]
-            self._recent_asked -= old_asked
-            self._recent_hit -= old_hit
-        self._recent.append((asked, hit))
-        self._recent_asked += asked
-        self._recent_hit += hit
 
     def value(self, name: str, **labels: str) -> float:
         """The current value of a sample, 0 if it never moved. Names are as in the exposition."""
+        self.count()
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def sums(self, metric: Counter | Gauge | Histogram, *labels: str) -> dict[str, float]:
@@ -214,6 +247,7 @@ class Metrics:
 
         Much cheaper than `value`, which collects the whole registry.
         """
+        self.count()
         sums: dict[str, float] = {}
         for family in metric.collect():
             for sample in family.samples:
@@ -224,4 +258,5 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
+        self.count()
         return generate_latest(self.registry)
