@@ -102,6 +102,7 @@ class Launcher:
             "LMTIER_TIERS": " ".join(config.tiers),
             "LMTIER_CHUNK_TOKENS": str(config.chunk_tokens),
             "LMTIER_LOAD_DEADLINE": str(config.load_deadline),
+            "LMTIER_WORTH": config.worth,
             "LMTIER_VERIFY": config.verify,
             "LMTIER_SERVE_UNIX": str(self.path),
             "LMTIER_SERVE_LISTEN": "",
@@ -119,7 +120,9 @@ class Launcher:
                 stderr=descriptor,
                 env=environment,
                 cwd="/",
-                start_new_session=True,
+                # Not a session of its own: workers of vLLM that wait spin on sched_yield, which lets only those
+                # of their own session go first (autogroup). Ctrl-C does not reach another group either.
+                process_group=0,
             )
         finally:
             os.close(descriptor)
