@@ -120,8 +120,8 @@ class Launcher:
                 stderr=descriptor,
                 env=environment,
                 cwd="/",
-                # Not a session of its own: workers of vLLM that wait spin on sched_yield, which lets only those
-                # of their own session go first (autogroup). Ctrl-C does not reach another group either.
+                # Not a session of its own: workers of vLLM that wait spin on sched_yield, which gives way to
+                # their own session only (autogroup). Ctrl-C does not reach another group either.
                 process_group=0,
             )
         finally:
