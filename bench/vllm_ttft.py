@@ -274,7 +274,7 @@ def lmtier(**extra: Any) -> dict[str, Any]:
 def with_lmtier(duel: Duel, chunk_tokens: int) -> None:
     folder, name = duel.folder / f"lmtier-{chunk_tokens}", f"lmtier, chunks of {chunk_tokens}"
     disk = f"disk://{folder}/private?capacity=8GiB"
-    private = lmtier(tiers=["cpu://?capacity=1GiB", disk], chunk_tokens=chunk_tokens)
+    private = lmtier(tiers=["cpu://?capacity=1GiB", disk], chunk_tokens=chunk_tokens, worth="always")
     with duel.engine(private) as engine:
         warm_up(engine)
         duel.measure(f"{name}: cold", engine)
@@ -391,6 +391,7 @@ class CacheServer:
         self._log = folder / "server.log"
         self._command = [sys.executable, "-P", "-m", "lmtier", "serve", "--unix", str(self.path)]
         self._command += ["--listen", "", "--http", "", "--set", f"chunk_tokens={chunk_tokens}"]
+        self._command += ["--set", "worth=always"]  # what loading takes is what is measured
         for tier in tiers:
             self._command += ["--tier", tier]
 

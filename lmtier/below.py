@@ -18,14 +18,19 @@ from typing import NamedTuple, TypeAlias
 from lmtier.breaker import Breaker
 from lmtier.codec import NO_MARK, Header
 from lmtier.compression import AUTO, RAW, WORDS
-from lmtier.config import TierSpec
-from lmtier.index import CLEARED, DELETED, REPLACED, Entry, Index, State
+from lmtier.config import WRITES, TierSpec, without_login
+from lmtier.errors import ConfigError
+from lmtier.index import CLEARED, DELETED, EXPIRED, REPLACED, Entry, Index, State
 from lmtier.keys import is_value
 from lmtier.layout import PAGE, Form, Name, Shard, form_of, padded, stored_size
+from lmtier.lifetimes import AT_ONCE, FOREVER, Stamps
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
+from lmtier.shares import Share
 from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
 from lmtier.workers import collector_paused
+from lmtier.worth import Speed
+from lmtier.writing import Budget, Choice, Pace
 
 log = logging.getLogger("lmtier")
 
@@ -36,7 +41,7 @@ MAX_LOOKUPS = 64
 _OLDEST = 64
 """Jobs among which those that do not come back are looked for: there may be a deletion for every chunk."""
 
-_LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN}
+_LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.EXPIRED}
 """Why a part cannot be read, now or later: the only owner of a tier has no use for the whole chunk."""
 
 UNBOUNDED = 1 << 62
@@ -73,15 +78,34 @@ class Below:
         chunk_tokens: int,
         queue_length: int,
         patience: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        shares: Sequence[Share] = (),
     ) -> None:
         self.label = label
         self.write = spec.write
+        self._clock = clock
+        self.ttl = spec.ttl
+        self.stamps = Stamps(clock(), time.time())
+        self.budget = Budget(spec.writes_per_day, clock()) if spec.writes_per_day else None
+        self.pace = Pace(clock())
+        self._endurance = spec.endurance
+        self.choice: Choice | None = None
         self._has_codec = spec.codec != RAW
         self.tier = tier
         self.up, self.down, self.clearing = Breaker(), Breaker(), Breaker()
+        self.speed, self._answers = Speed(), Speed()
+        """Of loads, and of lookups: one after the other, whatever their size."""
         self.index: Index | None = None
         if tier.keeps:
-            self.index = Index(spec.capacity or UNBOUNDED, make_policy(spec.policy))
+            capacity, policy = spec.capacity or UNBOUNDED, make_policy(spec.policy)
+            self.index = Index(capacity, policy, shares=shares if spec.capacity else ())
+        if spec.write == "auto":
+            if self.index is None:
+                raise ConfigError(
+                    f"tier {without_login(spec.url)!r}: write=auto is for a tier that keeps what it is given;"
+                    f" for this one choose {', '.join(word for word in WRITES if word != 'auto')}"
+                )
+            self.choice = Choice(self.index.capacity, spec.writes_per_day, clock())
         self.is_warm = not tier.keeps
         """Whether it is known what the tier holds. Until then nothing is written to it."""
         self.deleting = 0
@@ -127,18 +151,37 @@ class Below:
 
     def holds(self, key: bytes, form: Form) -> bool:
         """Known to be there and of use to a reader of `form`. A tier that must be asked knows nothing."""
-        entry = self.index.get(key) if self.index is not None else None
+        entry = self._at(key)
         return entry is not None and entry.state is State.READY and entry.form.serves(form)
 
     def has(self, key: bytes, form: Form) -> bool:
         """There, being written, or queued to be, in a form that serves `form`."""
-        entry = self.index.get(key) if self.index is not None else None
+        entry = self._at(key)
         return key in self._queued or (entry is not None and entry.form.serves(form))
 
     def spares(self, key: bytes, form: Form) -> bool:
         """There or being written, and can be read: no reason to store it once more."""
-        entry = self.index.get(key) if self.index is not None else None
+        entry = self._at(key)
         return entry is not None and entry.form.serves(form) and not self.up.is_open
+
+    def _at(self, key: bytes) -> Entry | None:
+        """What is here under this key. It is deleted if its time is over."""
+        entry = self.index.get(key) if self.index is not None else None
+        if entry is None or self.index is None or not self.index.ends.is_over(entry, self._clock()):
+            return entry
+        self._expire(entry)
+        return None
+
+    def expire(self) -> bool:
+        """Delete some of what is over. Whether there may be more."""
+        over = self.index.ends.over(self._clock(), AT_ONCE) if self.index is not None else []
+        for entry in over:
+            self._expire(entry)
+        return len(over) == AT_ONCE
+
+    def _expire(self, entry: Entry) -> None:
+        self._metrics.expired.labels(self.label).inc()
+        self.discard(entry.key, entry.form, EXPIRED)
 
     def is_leaving(self, key: bytes) -> bool:
         """Whether a restart now could find what was discarded under this key."""
@@ -174,6 +217,62 @@ class Below:
 
     # ---- down
 
+    @property
+    def rule(self) -> str:
+        """When a chunk is written here, now: `write`, or what that chose."""
+        return self.write if self.choice is None else self.choice.rule
+
+    @property
+    def watches(self) -> bool:
+        """Whether it matters here what is asked for again."""
+        return self.write in ("reused", "auto") or self.budget is not None
+
+    @property
+    def awaits_eviction(self) -> bool:
+        return self.write in ("evicted", "auto")
+
+    def came(self, entry: Entry, source: Below | None = None) -> None:
+        """It is complete in the slab: from an engine, or a tier."""
+        if self.choice is not None:
+            self.choice.came(entry.key, entry.seen, entry.form.at_rest, self._clock())
+        if source is not self and (self.rule == "always" or (self.rule == "reused" and entry.seen)):
+            self.offer(entry)
+
+    def missed(self, keys: Sequence[bytes]) -> None:
+        """These were asked for, and the slab does not have them."""
+        if self.choice is not None:
+            self.choice.asked(keys)
+
+    def saw(self, run: Sequence[Entry]) -> None:
+        """These were asked for, and the slab has them."""
+        if self.choice is not None and run:
+            self.choice.seen([entry.key for entry in run], run[0].form.at_rest, self._clock())
+        if self.rule == "reused":
+            for entry in run:
+                if entry.state is State.READY:
+                    self.offer(entry)
+
+    def leaves(self, entries: Iterable[Entry]) -> None:
+        """These are the next that leave the slab. What comes before them in their prompts goes down first:
+
+        they are of no use without it, be it that the budget ends, or that the slab is lost in a restart.
+        """
+        met: set[Entry] = set()
+        for entry in entries:
+            run: list[Entry] = []
+            above: Entry | None = entry
+            while above is not None and above not in met:
+                if self.choice is None and self.has(above.key, above.form):
+                    break
+                met.add(above)
+                run.append(above)
+                above = above.parent
+            for each in reversed(run):
+                if self.choice is not None:
+                    self.choice.leaves(each.key, each.seen, each.form.at_rest, self._clock())
+                if self.rule == "evicted" and each.state is State.READY:
+                    self.offer(each)
+
     def offer(self, entry: Entry) -> None:
         """Write this chunk when its turn comes, if it is still in the slab by then."""
         if self.write == "never" or self.has(entry.key, entry.form):
@@ -201,6 +300,7 @@ class Below:
             and self.down.allows()
         ):
             key = self._queue[0]
+            there = self._at(key)
             if key in self._going or key.startswith(self._uncleared):
                 self._queue.rotate(-1)
                 held_back += 1
@@ -208,11 +308,17 @@ class Below:
             entry = slab.get(key)
             if entry is None or entry.state is not State.READY:
                 self._unqueue()
-                self._drop(key, "evicted_before_write")
+                self._drop(key, "expired" if slab.why_gone(key) == EXPIRED else "evicted_before_write")
+                continue
+            if self.budget is not None and not self.budget.allows(
+                entry.form.at_rest, entry.seen, self._clock()
+            ):
+                self._unqueue()
+                self._drop(key, "write_budget")
                 continue
             room, mine = _Room((None,) * len(entry.form.shards)), None
             if self.index is not None:
-                if (there := self.index.get(key)) is not None:
+                if there is not None:
                     if there.form.serves(entry.form):
                         self._unqueue()
                     else:  # a part of it was lost, or it is of no use: the new one takes its place
@@ -220,7 +326,7 @@ class Below:
                         self._going.add(key)
                     continue
                 parent = self._nearest(entry)
-                room = self._room_for(entry.form, parent)
+                room = self._room_for(key, entry.form, parent)
                 if room.later:
                     break  # deletions under way will make it
                 if room.never:
@@ -231,7 +337,10 @@ class Below:
                 added.append(mine)
             self._unqueue()
             slab.lease(entry)
-            self._store(entry, mine, view, release, room.replaces)
+            end = min(slab.ends.end(entry), self._clock() + self.ttl)
+            if mine is not None and self.index is not None:
+                self.index.ends.set(mine, end)
+            self._store(entry, mine, view, release, room.replaces, end)
         if self.index is not None:
             for tail in set(added) - {entry.parent for entry in added}:
                 self.index.refresh(ancestry(tail))
@@ -243,25 +352,30 @@ class Below:
         view: View,
         release: Callable[[Entry], None],
         replaces: Sequence[Name | None],
+        end: float,
     ) -> None:
         form = entry.form
         self._going.update((entry.key, *(name.key for name in replaces if name)))
         assert form.layout is not None  # whatever is in the slab was declared, or loaded with its header
         prints = entry.prints or (NO_MARK,) * len(form.shards)
         used = self._use(mine)
+        lives = 0.0 if end == FOREVER else max(1e-3, end - self._clock())
         items = tuple(
             Item(
                 name := Name(entry.key, shard),
                 view(offset, padded(size)),
-                Header(name, form.layout, size, mark),
+                Header(name, form.layout, size, mark, expires=self.stamps.stamp(end)),
                 old,
                 used,
+                lives,
             )
             for shard, size, offset, mark, old in zip(
                 form.shards, form.sizes, entry.offsets, prints, replaces, strict=True
             )
         )
         self.storing += 1
+        if self.budget is not None:
+            self.budget.reserve(form.at_rest)
         self._submit(Op.STORE, items, partial(self._stored, entry, mine, replaces, release))
 
     def _stored(
@@ -276,6 +390,8 @@ class Below:
         self._going.difference_update((entry.key, *(name.key for name in replaced if name)))
         release(entry)
         nbytes = taken_bytes(entry.form, done)
+        # Of what failed nobody knows how much was written.
+        self._paid(entry.form.at_rest, entry.form.at_rest if done.failed else nbytes)
         if not done.failed:
             self._metrics.stored_tokens.labels(self.label).inc(self._tokens(entry.key))
             self._transfer("down", nbytes, done.seconds)
@@ -304,7 +420,13 @@ class Below:
         self.index.release(mine)
         self._delete(list(done.ok), done_bytes(mine.form, done.ok))  # what was written of it must go
 
-    def _room_for(self, form: Form, parent: Entry | None) -> _Room:
+    def _paid(self, reserved: int, nbytes: int) -> None:
+        now = self._clock()
+        self.pace.wrote(nbytes, now)
+        if self.budget is not None:
+            self.budget.spend(reserved, nbytes, now)
+
+    def _room_for(self, key: bytes, form: Form, parent: Entry | None) -> _Room:
         index, need = self.index, form.at_rest
         assert index is not None
         if need > index.capacity:
@@ -314,8 +436,10 @@ class Below:
             return _Room((None,) * len(form.shards))
         if short <= 0:
             return _Room(later=True)
+        if self.choice is not None:
+            self.choice.full()
         # The parent must not leave to make room for its child: that would leave a hole.
-        victims = index.evict(short, keep=parent)
+        victims = index.evict(short, parent, index.pool(key), need)
         if victims is None:
             return _Room(never="no_room")
         self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
@@ -364,11 +488,15 @@ class Below:
         )
         if mine is not None and self.index is not None:
             self.index.lease(mine)
-        deadline = time.monotonic() + self._patience
+        now = time.monotonic()
+        self.speed.asked(form.at_rest, now)
+        deadline = now + self._patience
         self._submit(Op.LOAD, items, partial(self._loaded, mine, form, then), deadline)
 
     def _loaded(self, mine: Entry | None, form: Form, then: Heard, done: Done) -> None:
         reason = self._let_go(mine, done)
+        took = reason is None or reason is Reason.DEADLINE
+        self.speed.ended(form.at_rest, time.monotonic(), counts=took)
         if reason is None:
             self._transfer("up", loaded_bytes(done), done.seconds)
             then({name.shard: value for name, value in done.ok.items() if isinstance(value, Header)})
@@ -378,15 +506,31 @@ class Below:
     def _let_go(self, mine: Entry | None, done: Done) -> Reason | None:
         """End the lease of a read; why it failed, if it did. What it showed to be lost is deleted whole."""
         reasons = set(done.failed.values())
+        end = self.end(next(iter((*done.ok, *done.failed))).key, done.ok.values())
+        if end <= self._clock():
+            reasons.add(Reason.EXPIRED)
+            self._metrics.expired.labels(self.label).inc()
         if mine is not None and self.index is not None:
             if self.index.release(mine):  # discarded while it was read
                 self._delete([Name(mine.key, shard) for shard in mine.form.shards], mine.nbytes)
             elif reasons & _LOST and self.index.get(mine.key) is mine:
                 # what stays of a chunk that lost a part is nobody's
                 self.discard(mine.key, mine.form, _worst(reasons & _LOST).value)
-        elif self.wrote is not None and reasons & _LOST:
-            self.wrote(self.label, False, {name.key for name in done.failed})
+            elif self.index.get(mine.key) is mine:
+                self.index.ends.set(mine, end)  # of what a scan found this is the first word
+        elif reasons & _LOST:
+            if Reason.EXPIRED in reasons:
+                self._delete(list(done.ok), 0)
+            if self.wrote is not None:
+                self.wrote(self.label, False, {name.key for name in (*done.ok, *done.failed)})
         return _worst(reasons) if reasons else None
+
+    def end(self, key: bytes, read: Iterable[object]) -> float:
+        """When the time of a chunk is over that lies here: by its headers, and by what is known of it."""
+        ends = [self.stamps.end(header.expires) for header in read if isinstance(header, Header)]
+        mine = self.index.get(key) if self.index is not None else None
+        known = self.index.ends.end(mine) if self.index is not None and mine is not None else FOREVER
+        return min((known, *ends))
 
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk of one shard that this tier holds, and keep it with the entry."""
@@ -466,18 +610,29 @@ class Below:
     def lookup(
         self, names: Iterable[Name], deadline: float, then: Callable[[dict[Name, Stat]], None]
     ) -> bool:
-        """Ask which of these are there. False: it has enough to answer, or they are being cleared."""
-        if self._lookups >= MAX_LOOKUPS:
+        """Ask which of these are there. False: it has enough to answer, or they are being cleared.
+
+        Also if it will hardly answer in time. Then it is still asked, if it has nothing else to answer, to
+        see whether it has got faster: what it says is late.
+        """
+        now = time.monotonic()
+        line = self._answers.line(now)
+        is_late = line is not None and line.start + line.byte > deadline - now
+        if self._lookups >= (1 if is_late else MAX_LOOKUPS):
             return False
         items = tuple(Item(name) for name in names if not name.key.startswith(self._uncleared))
         if not items:
             return False
         self._lookups += 1
-        self._submit(Op.LOOKUP, items, partial(self._looked_up, then), deadline)
-        return True
+        self._answers.asked(1, now)
+        heard = (lambda found: None) if is_late else then
+        self._submit(Op.LOOKUP, items, partial(self._looked_up, heard), deadline)
+        return not is_late
 
     def _looked_up(self, then: Callable[[dict[Name, Stat]], None], done: Done) -> None:
         self._lookups -= 1
+        took = set(done.failed.values()) <= {Reason.DEADLINE}
+        self._answers.ended(1, time.monotonic(), counts=took)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
 
     # ---- books
@@ -550,10 +705,15 @@ class Below:
                     parts[key] = (*others, (shard, stat.nbytes))
                     used[key] = max(stat.used, used[key]) if others else stat.used
             forms = {cut: form_of_parts(cut) for cut in set(parts.values())}
+            now = self._clock()
             for key in sorted(parts, key=used.__getitem__):
                 form = forms[parts[key]]
                 if form is not None and key not in self._unwanted:
-                    index.adopt(Entry(key, form, form.at_rest, State.READY, used[key]))
+                    entry = Entry(key, form, form.at_rest, State.READY, used[key])
+                    index.adopt(entry)
+                    if self.ttl < FOREVER:  # no later, because it was stored before its last use
+                        last = min(now, self.stamps.end(used[key] // 1_000_000))
+                        index.ends.set(entry, last + self.ttl)
         for key in [key for key, cut in parts.items() if forms[cut] is None]:
             self._delete([Name(key, shard) for shard, _ in parts[key]], 0)
         if index.used > index.capacity:
@@ -645,6 +805,19 @@ class Below:
         for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
             metrics.tier_failures.labels(label, op.value, reason)  # 0, so that the first is seen to be a rise
         metrics.dropped_tokens.labels(label, "queue_full")
+        if self.index is not None:
+            metrics.written_bytes_per_day.labels(label).set_function(lambda: self.pace.per_day(self._clock()))
+        if (budget := self.budget) is not None:
+            metrics.dropped_tokens.labels(label, "write_budget")
+            metrics.write_budget_bytes.labels(label).set_function(lambda: budget.left(self._clock()))
+        if (endurance := self._endurance) is not None:
+            metrics.life_days.labels(label).set_function(
+                lambda: endurance / pace if (pace := self.pace.per_day(self._clock())) else float("inf")
+            )
+        for rule in Choice.RULES if self.choice is not None else ():
+            metrics.write_rule.labels(label, rule).set_function(
+                lambda rule=rule: float(self.rule == rule)  # type: ignore[misc]
+            )
         metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._queue) + self.storing)
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
         for word in WORDS if self._has_codec else ():
@@ -655,13 +828,25 @@ class Below:
             if index.capacity < UNBOUNDED:
                 metrics.capacity_bytes.labels(label).set(index.capacity)
             metrics.used_bytes.labels(label).set_function(lambda: index.used + self.deleting)
+            metrics.pinned_bytes.labels(label).set_function(lambda: index.kept_bytes)
             metrics.chunks.labels(label).set_function(lambda: len(index))
+            count_shares(metrics, label, index)
 
     def check(self) -> None:
         if self.index is not None:
             self.index.check()
             assert self.index.used + self.deleting <= self.index.capacity, "over capacity"
         assert self._queued == set(self._queue), "the queue and its set differ"
+        assert self.budget is None or self.budget.left(self._clock()) >= -1, "over budget"
+
+
+def count_shares(metrics: Metrics, tier: str, index: Index) -> None:
+    for pool in index.pools or ():
+        labels = (tier, pool.name)
+        metrics.share_bytes.labels(*labels).set(pool.room)
+        used = metrics.share_used_bytes.labels(*labels)
+        used.set_function(lambda pool=pool: pool.used)  # type: ignore[misc]
+        pool.evicted = metrics.share_evictions.labels(*labels).inc
 
 
 def _worst(reasons: set[Reason]) -> Reason:

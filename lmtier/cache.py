@@ -17,26 +17,29 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from lmtier.below import UNBOUNDED, Below
+from lmtier.below import UNBOUNDED, Below, count_shares
 from lmtier.codec import NO_MARK, Header
 from lmtier.config import Config, without_login
 from lmtier.curve import FACTORS, Outlook, Place
 from lmtier.errors import ConfigError, MisuseError
-from lmtier.index import CLEARED, DELETED, DIFFERED, Entry, Index, State
+from lmtier.index import CLEARED, DELETED, DIFFERED, EXPIRED, Entry, Index, State
 from lmtier.journal import Journal
 from lmtier.keys import is_value
 from lmtier.layout import Form, Name, Shard, form_of, padded
+from lmtier.lifetimes import AT_ONCE, FOREVER, MAX_TTL, Pinned, Pins
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
 from lmtier.registry import open_tier
+from lmtier.shares import Pool
 from lmtier.slab import Slab
 from lmtier.tier import Reason, Stat, Tier
 from lmtier.workers import start_thread
+from lmtier.worth import ALWAYS, NEVER, PATIENCE, Cost, cut
 
 log = logging.getLogger("lmtier")
 
 CPU = "cpu"
-_AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction
+_AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at least
 _TRIES = 64  # evictions for one chunk before its room is given up as too fragmented
 _LOADING_SHARE = 7 / 8  # of the slab that may wait for tiers below: one that hangs must not take all of it
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
@@ -76,6 +79,15 @@ class Match:
     released: bool = False
     asker: str = ""
     """Who asked, for people."""
+    cost: Cost | None = None
+    """What computing takes the engine, if it is to be loaded only as far as that is worth it."""
+    has: int = 0
+    """Tokens that the engine has itself."""
+    decision: tuple[str, str] | None = None
+    """How much of what lies below is loaded, and why."""
+    decided: float = 0.0
+    expected: float | None = None
+    """When that was, and how long it was to take from then on."""
 
     @property
     def chunks(self) -> int:
@@ -105,6 +117,8 @@ class Reservation:
     left: set[Shard]
     prints: dict[int, list[bytes]] = field(default_factory=dict)
     aborted: bool = False
+    ttl: float = FOREVER
+    """Seconds from the commit of its last shard on that its chunks may be used."""
 
     def __repr__(self) -> str:
         return f"<Reservation {sorted(self.entries)} known={self.known} left={len(self.left)}>"
@@ -120,6 +134,7 @@ class Cache:
         wait_until_warm: bool = True,
         shared: bool = False,
         wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the tiers of `config`. `tiers` supplies opened ones for some of its URLs (tests, adapters).
 
@@ -135,6 +150,7 @@ class Cache:
         self.metrics = metrics or Metrics()
         self._wake = threading.Event()
         self._tell = wake
+        self._clock = clock
         self._ids = count(1)
         self._reservations: dict[int, Reservation] = {}
         self._matches: dict[int, Match] = {}
@@ -153,7 +169,11 @@ class Cache:
             ) from None
         self._loading = 0
         """Bytes of extents that wait for tiers below."""
-        self.index = Index(self.slab.capacity, make_policy(top.policy))
+        self._coming: dict[Entry, Below] = {}
+        """From which."""
+        self.index = Index(self.slab.capacity, make_policy(top.policy), shares=config.shares)
+        self.pins = Pins()
+        self._ttl = top.ttl
         self.below: list[Below] = []
         try:
             for spec in lower:
@@ -165,17 +185,23 @@ class Cache:
                     Below(
                         *(label, spec, tier, self.metrics, self.chunk_tokens, config.queue_length),
                         patience=config.load_deadline,
+                        clock=clock,
+                        shares=config.shares,
                     )
                 )
         except BaseException:
             for below in self.below:
                 below.close()
             raise
-        self._always = [below for below in self.below if below.write == "always"]
-        self._reused = [below for below in self.below if below.write == "reused"]
-        self._evicted = [below for below in self.below if below.write == "evicted"]
+        for index in self._places_kept().values():
+            index.wanted = self.pins.wanted
+        self._watching = [below for below in self.below if below.watches]
+        self._evicted = [below for below in self.below if below.awaits_eviction]
         self._room = 0  # of the largest chunk so far
-        self._took_room = False
+        self._took = 0  # bytes since the last step
+        self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a step took, lately
+        self._took_room: set[Pool | None] = set()
+        """Whose chunks, if there are shares."""
         self._journal: Journal | None = None
         self.settled: Callable[[Match, dict[str, int]], None] | None = None
         """Told of every lookup that is settled, and the tokens missed by reason, the first one's first."""
@@ -219,10 +245,12 @@ class Cache:
         *,
         tokens: int | None = None,
         deadline: float | None = None,
+        cost: Cost | None = None,
     ) -> Match:
         """How long a prefix of `keys` is there for a reader of `form`? Leases what is in the slab.
 
-        `tokens` is the length of the prompt, for the metrics. `deadline` is in seconds from now.
+        `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is what computing
+        takes instead: with `worth=auto` the match ends where loading would take longer.
         """
         began = time.monotonic()
         self._need_open()
@@ -234,13 +262,31 @@ class Cache:
         seconds = self.config.load_deadline if deadline is None else deadline
         match = Match(next(self._ids), names, form, asked, began + seconds)
         self._matches[match.id] = match
-        self._extend(match, len(names))
+        if whole and self.config.worth == NEVER:
+            match.cut, match.found, match.decision = "not_worth_it", len(names), ("none", "never")
+        else:
+            if whole and cost is not None and self.config.worth != ALWAYS:
+                match.cost = cost
+                match.deadline = began + min(seconds, PATIENCE * cost.prefill(0, whole))
+            self._extend(match, len(names))
+            self._find_below(match)
+            self._weigh(match)
         self._saw(names, match.run)
-        self._find_below(match)
         self._settle_if_ready(match)
         if whole:
             self.outlook.saw(names, asked / self.chunk_tokens, form.room, form.at_rest)
             self.metrics.looked_up(time.monotonic() - began)
+        return match
+
+    def bring(self, keys: Sequence[bytes], form: Form, *, deadline: float) -> Match:
+        """As `match`, before any request: not counted as one, and whatever it costs. `prefetch` it next."""
+        self._need_open()
+        match = Match(next(self._ids), tuple(keys), form, 0, time.monotonic() + deadline)
+        self._matches[match.id] = match
+        self._extend(match, len(match.keys))
+        self._find_below(match)
+        self.index.touch(match.run)
+        self._settle_if_ready(match)
         return match
 
     def _tokens(self, key: bytes) -> int:
@@ -252,17 +298,19 @@ class Cache:
         self.index.touch(run)
         if self.below:
             self._seen.append(tuple(keys))
-            for below in self._reused:
-                for entry in run:
-                    if entry.state is State.READY:
-                        below.offer(entry)
+        if self._watching:
+            for entry in run:
+                entry.seen = True
+            for below in self._watching:
+                below.saw(run)
 
     def _extend(self, match: Match, end: int) -> None:
         """Lease the chunks from `run` to `end` that are in the slab now, or on their way into it."""
         index, form, run, keys = self.index, match.form, match.run, match.keys
+        self._expire_among(keys[len(run) : end])
         get, ready = index.get, State.READY
         parent = run[-1] if run else None
-        pinned = 0
+        is_shared, pinned = index.pools is not None, 0
         for i in range(len(run), end):
             entry = get(keys[i])
             if entry is None or (entry.form is not form and not entry.form.serves(form)):
@@ -274,10 +322,12 @@ class Cache:
                 self._waiters.setdefault(entry, []).append(match)
             if entry.parent is not parent:
                 index.link(entry, parent)
-            # index.lease(entry), without the call: this loop is the cost of a long hit
-            if not entry.leases:
-                pinned += entry.nbytes
-            entry.leases += 1
+            if is_shared:
+                index.lease(entry)
+            else:  # the same, without the call: this loop is the cost of a long hit
+                if not entry.leases:
+                    pinned += entry.nbytes
+                entry.leases += 1
             run.append(entry)
             parent = entry
         index.pinned += pinned
@@ -288,6 +338,8 @@ class Cache:
         keys, form = match.keys, match.form
         trusted = [below for below in self.below if below.up.allows()]
         known = [below for below in trusted if below.index is not None and len(below.index)]
+        for each in self._watching:
+            each.missed(keys[len(match.run) :])
         asked = [below for below in trusted if below.index is None]
         for i in range(match.chunks, len(keys)):
             entry = self.index.get(keys[i])
@@ -317,17 +369,70 @@ class Cache:
                 break  # less is what a codec left of it
             match.sources.append(below.label)
             match.below.append(below)
+        self._weigh(match)
         self._settle_if_ready(match)
 
-    def prefetch(self, match: Match, chunks: int | None = None) -> None:
+    def _weigh(self, match: Match) -> None:
+        """Once it is known what there is: cut the match where loading takes longer than computing."""
+        if match.asking or not (match.below or match.waiting) or is_value(match.keys[0]):
+            return
+        if match.cost is None:
+            match.decision = "all", "always" if self.config.worth == ALWAYS else "unmeasured"
+            return
+        now, size, there = time.monotonic(), self.chunk_tokens, complete(match)
+        coming = [self._coming.get(entry) if i >= there else None for i, entry in enumerate(match.run)]
+        tiers = list(dict.fromkeys(tier for tier in (*coming, *match.below) if tier is not None))
+        lines = [line for tier in tiers if (line := tier.speed.line(now)) is not None]
+        if len(lines) < len(tiers):
+            match.decision = "all", "unmeasured"
+            return
+        places = [-1 if tier is None else -2 - tiers.index(tier) for tier in coming]
+        places += [-1 if tier is None else tiers.index(tier) for tier in match.below]
+        tokens, nbytes = match.asked_tokens, match.form.at_rest
+        chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, lines)
+        match.decided, match.expected = now, arrival if chunks > there else None
+        match.decision = "all", "faster"
+        if chunks < match.chunks:
+            match.decision = "part" if chunks > there else "none", "slower"
+            self._explore(match, chunks, now)
+            self._truncate(match, chunks, "not_worth_it")
+        instead = match.cost.prefill(max(match.has, min(there, chunks) * size), max(match.has, chunks * size))
+        match.deadline = min(match.deadline, now + PATIENCE * instead)
+
+    def _explore(self, match: Match, chunks: int, now: float) -> None:
+        """Load some of what is not worth it, for nobody, if it is time to see whether it still is not."""
+        first = max(chunks, len(match.run))
+        skipped = match.below[first - len(match.run) :]
+        below = skipped[0] if skipped else None
+        if below is None:
+            return
+        same = next((i for i, tier in enumerate(skipped) if tier is not below), len(skipped))
+        for key, before in zip(
+            match.keys[first : first + below.speed.explores(same, match.form.at_rest, now)],
+            (b"", *match.keys)[first:],
+            strict=False,
+        ):
+            form = below.form(key, match.form)
+            if (
+                form is None
+                or key in self.index
+                or self._load(key, form, below, self.index.get(before)) is None
+            ):
+                break
+            self.metrics.worth_explored.labels(below.label).inc()
+
+    def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
         """Bring what was found so far into leased extents; `chunks` keeps only the first so many.
 
+        `has`: the engine turned out to have so many tokens itself, which may make the rest not worth it.
         Returns at once. The match is ready when `step` has seen the last of them arrive or fail.
         """
         self._need_open()
         if match.released:
             raise MisuseError("prefetch of a match that was released")
-        match.asking = 0  # what has not been answered by now is not waited for
+        if match.asking or has > match.has:
+            match.asking, match.has = 0, has  # what has not been answered by now is not waited for
+            self._weigh(match)
         if chunks is not None and chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")
         while match.below:
@@ -349,39 +454,47 @@ class Cache:
         if (entry := self.index.get(key)) is not None:
             self._truncate(match, at, "being_filled" if entry.state is State.FILLING else "foreign")
             return False
+        started = self._load(key, form, below, match.run[-1] if match.run else None)
+        if started is None:
+            self._truncate(match, at, "no_room")
+            return False
+        self.index.lease(started)
+        match.run.append(started)
+        match.waiting += 1
+        self._waiters[started] = [match]
+        return True
+
+    def _load(self, key: bytes, form: Form, below: Below, parent: Entry | None) -> Entry | None:
+        """Start loading a chunk into a new entry, for whoever will wait for it; None if there is no room."""
         if self._loading + form.room > self.index.capacity * _LOADING_SHARE:
-            self._truncate(match, at, "no_room")
-            return False
-        parent = match.run[-1] if match.run else None
-        offsets = self._allocate(form, parent)
+            return None
+        offsets = self._allocate(key, form, parent)
         if offsets is None:
-            self._truncate(match, at, "no_room")
-            return False
+            return None
         entry = self.index.add(key, form, form.room, State.LOADING, parent)
         entry.offsets = offsets
         self._loading += form.room
-        self.index.lease(entry)
-        match.run.append(entry)
-        match.waiting += 1
-        self._waiters[entry] = [match]
+        self._coming[entry] = below
         payloads = [
             self.slab.view(offset, padded(size)) for offset, size in zip(offsets, form.sizes, strict=True)
         ]
         below.load(key, form, payloads, partial(self._arrived, entry, below))
-        return True
+        return entry
 
     def _arrived(self, entry: Entry, below: Below, result: dict[Shard, Header] | Reason) -> None:
         """A chunk came up from a tier below, or did not."""
         self._loading -= entry.nbytes
+        del self._coming[entry]
         waiters = self._waiters.pop(entry, [])
         failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
+        if not isinstance(result, Reason):
+            self._live_until(entry, below.end(entry.key, result.values()))
         if failure == "foreign" and not isinstance(result, Reason):
             below.discard(entry.key, entry.form, failure)
         if not failure:
             self.index.ready(entry)
-            for other in self._always:
-                if other is not below:
-                    other.offer(entry)
+            for each in self.below:
+                each.came(entry, below)
         elif entry.state is not State.GONE:
             self.index.remove(entry)
         for match in waiters:
@@ -444,9 +557,11 @@ class Cache:
     def _settle(self, match: Match) -> None:
         """Count the lookup, once: each token asked was hit somewhere, or missed for one reason."""
         match.settled = True
-        if not match.asked_tokens and match.keys:
-            return  # a named value
         size = self.chunk_tokens
+        if not match.asked_tokens and match.keys:  # a named value, or nobody's request
+            for label in {*match.sources} - {CPU} if not is_value(match.keys[0]) else ():
+                self.metrics.prefetched_tokens.labels(label).inc(match.sources.count(label) * size)
+            return
         hits = {label: match.sources.count(label) * size for label in set(match.sources)}
         missed: dict[str, int] = {}
         for i in range(match.chunks, len(match.keys)):
@@ -456,6 +571,11 @@ class Cache:
         if tail:
             missed["partial_chunk"] = tail
         self.metrics.settle(match.asked_tokens, hits, missed)
+        if match.decision is not None:
+            self.metrics.worth_decisions.labels(*match.decision).inc()
+        if match.expected is not None and match.ready:
+            self.metrics.worth_seconds.labels("expected").observe(match.expected)
+            self.metrics.worth_seconds.labels("actual").observe(time.monotonic() - match.decided)
         if self.settled is not None:
             self.settled(match, missed)
 
@@ -463,12 +583,12 @@ class Cache:
         entry = self.index.get(key)
         if entry is not None and entry.state is State.FILLING:
             return "being_filled"
-        reason = "evicted" if self.index.was_evicted(key) else "never_stored"
+        reason = self.index.why_gone(key) or "never_stored"
         for below in self.below:
             if below.index is not None and key in below.index:
                 return "tier_down" if below.up.is_open else "behind_a_gap"
-            if below.index is not None and below.index.was_evicted(key):
-                reason = "evicted"
+            if below.index is not None:
+                reason = below.index.why_gone(key) or reason
         return reason if entry is None else "behind_a_gap"
 
     def seen(self, keys: Sequence[bytes]) -> None:
@@ -484,15 +604,22 @@ class Cache:
 
     # ---- save: reserve, commit, abort
 
-    def reserve(self, keys: Sequence[bytes], form: Form, *, first: int = 0) -> Reservation:
+    def reserve(
+        self, keys: Sequence[bytes], form: Form, *, first: int = 0, ttl: float | None = None
+    ) -> Reservation:
         """Extents for those chunks of `keys`, from number `first` on, that no tier holds or is getting.
 
         All or nothing per chunk, and in order: when room ends, what was reserved is a usable prefix
         and the rest is dropped and counted. Reserving makes nothing visible: `commit` does.
+
+        What is stored now can be used for `ttl` seconds; what was stored before, for as long as was said
+        then.
         """
         self._need_open()
+        seconds = self._seconds(ttl)
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
+        self._expire_among(keys)
         wanted = [number >= first and not self._is_stored(key, form) for number, key in enumerate(keys)]
         self._make_room(keys, sum(wanted) * form.room)
         new: dict[int, Entry] = {}
@@ -504,7 +631,7 @@ class Cache:
         for number, key in enumerate(keys):
             entry = self.index.get(key)
             if entry is None and wanted[number]:
-                if not why and (offsets := self._allocate(form, parent)) is not None:
+                if not why and (offsets := self._allocate(key, form, parent)) is not None:
                     entry = self.index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
                     entry.offsets = offsets
                     new[number] = entry
@@ -528,7 +655,7 @@ class Cache:
         self.metrics.skipped_tokens.inc((len(keys) - len(dropped) - len(new)) * self.chunk_tokens)
         self._drop(dropped, why)
         left = set(form.shards) if new else set()
-        reservation = Reservation(next(self._ids), form, new, known, len(dropped), left)
+        reservation = Reservation(next(self._ids), form, new, known, len(dropped), left, ttl=seconds)
         if new:
             self._reservations[reservation.id] = reservation
         return reservation
@@ -605,10 +732,11 @@ class Cache:
             if not form.is_whole_pages:
                 for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
                     self.slab.clear_padding(offset, nbytes)
+            self._live_until(entry, self._clock() + reservation.ttl)
             self.index.ready(entry)
             tokens += self._tokens(entry.key)
-            for below in self._always:
-                below.offer(entry)
+            for below in self.below:
+                below.came(entry)
         self._stored.inc(tokens)
 
     # ---- I/O results
@@ -616,6 +744,7 @@ class Cache:
     def step(self) -> int:
         """Apply what the tiers have finished, and give them new work. Returns the number of results."""
         results = sum(below.poll() for below in self.below)
+        self._end_lifetimes()
         if self.below:
             while self._seen:
                 keys = self._seen.popleft()
@@ -631,13 +760,16 @@ class Cache:
 
     def _write_ahead(self) -> None:
         """For tiers with write=evicted: send down what is next to leave, before its room is needed."""
-        short = _AHEAD * self._room - self.index.free
-        took_room, self._took_room = self._took_room, False
+        took_room, self._took_room = self._took_room, set()
+        took, self._took = self._took, 0
+        if took:
+            self._ahead = max(2 * took, _AHEAD * self._room, self._ahead - self._ahead // 256)
+        short = self._ahead - self.index.free
         # Only after room was taken: a tier with little room would drop one such chunk for another for ever.
         if self._evicted and took_room and short > 0:
-            for entry in self.index.next_to_leave(short)[0]:
-                for below in self._evicted:
-                    below.offer(entry)
+            entries = [e for asker in took_room for e in self.index.next_to_leave(short, asker, short)[0]]
+            for below in self._evicted:
+                below.leaves(entries)
 
     def _expire(self) -> None:
         """A request waits no longer than its deadline for what is on its way: it computes instead."""
@@ -692,6 +824,95 @@ class Cache:
             self._take_out(entry, DIFFERED)
         for below in self.below:
             below.discard(entry.key, entry.form, DIFFERED)
+
+    # ---- lifetimes
+
+    def _seconds(self, ttl: float | None) -> float:
+        if ttl is not None and not 0 < ttl <= MAX_TTL:
+            raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
+        return FOREVER if ttl is None else ttl
+
+    def _live_until(self, entry: Entry, end: float) -> None:
+        if entry.state is not State.GONE:
+            self.index.ends.set(entry, min(end, self._clock() + self._ttl))
+
+    def _expire_among(self, keys: Sequence[bytes]) -> None:
+        """Take out what the slab has of these whose time is over. Whoever reads it already may go on."""
+        if ends := self.index.ends:
+            now = self._clock()
+            for key in keys:
+                if (entry := self.index.get(key)) is not None and ends.is_over(entry, now):
+                    self._end(entry)
+
+    def _end(self, entry: Entry) -> None:
+        self.metrics.expired.labels(CPU).inc()
+        self._take_out(entry, EXPIRED)
+
+    def _end_lifetimes(self) -> None:
+        """Delete some of what is over, everywhere; the next step goes on."""
+        now = self._clock()
+        for name in self.pins.over(now):
+            self.unpin(name)
+        over = self.index.ends.over(now, AT_ONCE)
+        for entry in over:
+            self._end(entry)
+        if len(over) == AT_ONCE or any([below.expire() for below in self.below]):
+            self._woken()
+
+    def _places_kept(self) -> dict[str, Index]:
+        """The slab and the tiers that keep what they are given, by their labels."""
+        lower = {below.label: below.index for below in self.below if below.index is not None}
+        return {CPU: self.index, **lower}
+
+    def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
+        """`keys` are not evicted where they are, or come to be, until `unpin` or for `ttl` seconds.
+
+        In place of what had this name. Returns how many of them each tier keeps; nothing is brought up. A
+        tier gives pins half of its capacity: what does not fit now is refused, what comes later is not kept.
+        """
+        self._need_open()
+        now = self._clock()
+        end = now + self._seconds(ttl)
+        if len(set(keys)) != len(keys) or any(map(is_value, keys)):
+            raise MisuseError("a pin is for keys of KV, each of them once")
+        self.pins.need_room(name, len(keys))
+        self._expire_among(keys)
+        places = self._places_kept()
+        for label, index in places.items():
+            new = {entry for key in keys if (entry := index.get(key)) is not None} - index.kept
+            more = sum(entry.nbytes for entry in new)
+            if index.kept_bytes + more > index.capacity // 2:
+                raise MisuseError(
+                    f"{label} gives pins half of its {index.capacity} bytes: {index.kept_bytes} are pinned,"
+                    f" and this would be {more} more; unpin something, or pin fewer tokens"
+                )
+        self._unkeep(self.pins.put(name, keys, end))
+        for index in places.values():
+            for key in keys:
+                if (entry := index.get(key)) is not None and entry.state is State.READY:
+                    index.keep(entry)
+        return self._kept(keys)
+
+    def unpin(self, name: str) -> bool:
+        """Whether there was such a pin."""
+        is_there = name in self.pins
+        self._unkeep(self.pins.take(name))
+        return is_there
+
+    def _unkeep(self, keys: Sequence[bytes]) -> None:
+        for index in self._places_kept().values():
+            for key in keys:
+                if (entry := index.get(key)) is not None:
+                    index.unkeep(entry)
+
+    def _kept(self, keys: Sequence[bytes]) -> dict[str, int]:
+        places = self._places_kept().items()
+        return {label: sum(index.get(key) in index.kept for key in keys) for label, index in places}
+
+    def pinned(self) -> list[Pinned]:
+        now = self._clock()
+        left = {pin.name: None if pin.end == FOREVER else pin.end - now for pin in self.pins}
+        return [Pinned(pin.name, len(pin.keys), self._kept(pin.keys), left[pin.name]) for pin in self.pins]
 
     # ---- named values: chunks that may be replaced
 
@@ -756,25 +977,27 @@ class Cache:
         if need > self.index.free:
             get = self.index.get
             tail = next((entry for key in reversed(keys) if (entry := get(key)) is not None), None)
-            self._evict(need - self.index.free, tail)
+            self._evict(need - self.index.free, tail, self.index.pool(keys[0]), need)
 
-    def _allocate(self, form: Form, parent: Entry | None) -> tuple[int, ...] | None:
-        """Extents for one chunk, evicting what must go; None if everything left is leased."""
+    def _allocate(self, key: bytes, form: Form, parent: Entry | None) -> tuple[int, ...] | None:
+        """Extents for one chunk, evicting what must go; None if what is left is leased, or others' share."""
         self._room = max(self._room, form.room)
-        self._took_room = True
+        self._took += form.room
+        asker = self.index.pool(key)
+        self._took_room.add(asker)
         # Enough bytes may be free and yet in pieces: then one more leaves, and we look again. But not for
         # ever: chunks of another size in between, leased ones, can make a run impossible.
         for _ in range(_TRIES):
             if (offsets := self.slab.allocate(form.sizes)) is not None:
                 return offsets
-            if not self._evict(max(1, form.room - self.index.free), parent):
+            if not self._evict(max(1, form.room - self.index.free), parent, asker, form.room):
                 break
         self.no_room_at = time.monotonic()
         return None
 
-    def _evict(self, need: int, tail: Entry | None) -> bool:
+    def _evict(self, need: int, tail: Entry | None, asker: Pool | None, claim: int) -> bool:
         """Free at least `need` bytes, or nothing. The prefix that ends in `tail` stays whatever happens."""
-        victims = self.index.evict(need, keep=tail)
+        victims = self.index.evict(need, tail, asker, claim)
         if not victims:
             return False
         unwritten = 0
@@ -798,6 +1021,7 @@ class Cache:
 
     def _declare(self) -> None:
         metrics, index = self.metrics, self.index
+        count_shares(metrics, CPU, index)
         metrics.capacity_bytes.labels(CPU).set(index.capacity)
         metrics.used_bytes.labels(CPU).set_function(lambda: index.used)
         metrics.chunks.labels(CPU).set_function(lambda: len(index))
@@ -805,6 +1029,10 @@ class Cache:
         self._evicted_chunks = metrics.evictions.labels(CPU, "capacity")
         self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
         metrics.leased_bytes.set_function(lambda: index.pinned)
+        metrics.pinned_bytes.labels(CPU).set_function(lambda: index.kept_bytes)
+        metrics.pins.set_function(lambda: len(self.pins))
+        for label in (CPU, *(below.label for below in self.below)):
+            metrics.expired.labels(label)  # 0, so that the first is seen to be a rise
         for place in self.outlook.places:
             for factor in FACTORS:
                 metrics.mrc_hit_ratio.labels(place.tier, f"{factor:g}").set_function(
@@ -847,6 +1075,7 @@ class Cache:
         """Prove every invariant; raises AssertionError. Cheap enough to run after every test."""
         self.slab.check()
         self.index.check()
+        self.pins.check()
         assert self.slab.used == self.index.used, "slab and index disagree on what is taken"
         leases: dict[Entry, int] = {}
         for match in self._matches.values():
@@ -858,6 +1087,8 @@ class Cache:
         for reservation in self._reservations.values():
             for entry in reservation.entries.values():
                 leases[entry] = leases.get(entry, 0) + len(reservation.left)
+        for entry in self.index.kept:
+            leases[entry] = leases.get(entry, 0) + 1
         for entry in self.index.entries():
             assert entry.leases >= leases.get(entry, 0), f"{entry!r} has lost a lease"
         if not any(below.has_jobs for below in self.below):

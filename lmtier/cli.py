@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
@@ -173,6 +173,10 @@ def _add_size(commands: Any) -> Any:
     return sizes
 
 
+_ADDRESS = (
+    "host:port, a socket's path, redis://host:port, or rediss:// for TLS (default: where the [serve]"
+    " settings say that this host's server is)"
+)
 _SET = "override one setting; of the server: serve.NAME=VALUE"
 
 
@@ -196,21 +200,17 @@ def _add_server_commands(commands: Any) -> None:
     serve.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=_SET)
     serve.set_defaults(run=_serve)
 
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument(
-        *("address",),
-        nargs="?",
-        metavar="ADDRESS",
-        help="host:port, a socket's path, redis://host:port, or rediss:// for TLS (default: where the [serve]"
-        " settings say that this host's server is)",
-    )
-    where.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
-    where.add_argument("--token-file", metavar="FILE", help="the token is its first line (or $LMTIER_TOKEN)")
-    where.add_argument(
+    access = argparse.ArgumentParser(add_help=False)
+    access.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
+    access.add_argument("--token-file", metavar="FILE", help="the token is its first line (or $LMTIER_TOKEN)")
+    access.add_argument(
         "--ca", metavar="FILE", help="TLS: who vouches for the server (default: this system's)"
     )
-    where.add_argument("--cert", metavar="FILE", help="TLS: a certificate to show")
-    where.add_argument("--key", metavar="FILE", help="TLS: its key")
+    access.add_argument("--cert", metavar="FILE", help="TLS: a certificate to show")
+    access.add_argument("--key", metavar="FILE", help="TLS: its key")
+    where = argparse.ArgumentParser(add_help=False, parents=[access])
+    where.add_argument("address", nargs="?", metavar="ADDRESS", help=_ADDRESS)
+    _add_prefix_commands(commands, where, access)
 
     ping = commands.add_parser("ping", parents=[where], help="is a server there, and is it ready?")
     ping.set_defaults(run=_ping)
@@ -241,6 +241,37 @@ def _add_server_commands(commands: Any) -> None:
     what.add_argument("--all", action="store_true", help="everything, named values too")
     clear.add_argument("--force", action="store_true", help="also what is in use right now")
     clear.set_defaults(run=_clear)
+
+
+def _add_prefix_commands(commands: Any, where: Any, access: Any) -> None:
+    server = argparse.ArgumentParser(add_help=False, parents=[access])
+    server.add_argument("--server", dest="address", metavar="ADDRESS", help=_ADDRESS)
+    prompt = argparse.ArgumentParser(add_help=False, parents=[server])
+    prompt.add_argument(
+        "tokens", type=Path, metavar="TOKENS.json", help="a JSON list of token ids, or one a line"
+    )
+    prompt.add_argument(
+        "--model", metavar="NAME", help="whose tokens they are, if engines of several are known"
+    )
+    prompt.add_argument("--salt", default="", help="the requests' cache salt (default: none)")
+    prompt.add_argument("--lora", default="", metavar="NAME", help="the requests' adapter (default: none)")
+    prompt.add_argument("--ttl", metavar="TIME", help="unpin after this long: 12h, 7d (default: never)")
+
+    prefetch = commands.add_parser(
+        "prefetch", parents=[prompt], help="bring prompts up into memory before they are asked for"
+    )
+    prefetch.add_argument("--pin", default="", metavar="NAME", help="and pin them, under this name")
+    prefetch.set_defaults(run=_prefetch)
+    pin = commands.add_parser("pin", parents=[prompt], help="keep prompts from being evicted, where they are")
+    pin.add_argument("--name", required=True, help="to unpin them by; replaces what had it")
+    pin.set_defaults(run=_pin)
+    unpin = commands.add_parser("unpin", parents=[server], help="let go of what was pinned under a name")
+    unpin.add_argument("name", metavar="NAME")
+    unpin.set_defaults(run=_unpin)
+    pins = commands.add_parser("pins", parents=[where], help="what is pinned")
+    pins.set_defaults(run=_pins)
+    for command in (prefetch, pins):
+        command.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 # ---- the server
@@ -377,6 +408,76 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _prefetch(args: argparse.Namespace) -> int:
+    from lmtier.server import prefixes
+    from lmtier.server.console import Remote
+
+    prompts = prefixes.read_prompts(args.tokens)
+    ttl = _ttl(args)
+    with Remote(_address(args)) as remote:
+        model = prefixes.model_of(remote, args.model, args.lora)
+        chains = prefixes.keys_of(remote, model, prompts, args.salt)
+        whole, done = sum(map(len, chains)), 0
+        with Progress() as progress:
+
+            def come(chunks: int) -> None:
+                nonlocal done
+                done += chunks
+                progress.at(done, whole, f"{done} of {whole} chunks")
+
+            results = prefixes.bring_up(remote, model, chains, come)
+        kept = prefixes.pin(remote, args.pin, chains, ttl) if args.pin else {}
+    if args.json:
+        found: dict[str, Any] = {"prompts": [asdict(each) for each in results]}
+        say(json.dumps(found | ({"pinned": kept} if args.pin else {}), indent=2))
+    else:
+        say(prefixes.brought_table(results))
+        if args.pin:
+            say(f"pinned as {args.pin}: {prefixes.kept_text(kept)}")
+    return 1 if any(each.missing for each in results) else 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    from lmtier.server import prefixes
+    from lmtier.server.console import Remote
+
+    prompts = prefixes.read_prompts(args.tokens)
+    ttl = _ttl(args)
+    with Remote(_address(args)) as remote:
+        model = prefixes.model_of(remote, args.model, args.lora)
+        chains = prefixes.keys_of(remote, model, prompts, args.salt)
+        kept = prefixes.pin(remote, args.name, chains, ttl)
+    chunks = len({key for chain in chains for key in chain})
+    say(f"pinned as {args.name}, {chunks} chunks: {prefixes.kept_text(kept)}; others as soon as they come")
+    return 0
+
+
+def _ttl(args: argparse.Namespace) -> float | None:
+    return None if args.ttl is None else config.parse_seconds(args.ttl)
+
+
+def _unpin(args: argparse.Namespace) -> int:
+    from lmtier.server.console import Remote
+
+    with Remote(_address(args)) as remote:
+        was_there = remote.ask("LMTIER.UNPIN", args.name) == 1
+    say(f"unpinned {args.name}" if was_there else f"nothing is pinned as {args.name}")
+    return 0 if was_there else 1
+
+
+def _pins(args: argparse.Namespace) -> int:
+    from lmtier.server import prefixes
+    from lmtier.server.console import Remote
+
+    with Remote(_address(args)) as remote:
+        found = prefixes.pinned(remote)
+    if args.json:
+        say(json.dumps([each._asdict() for each in found], indent=2))
+    else:
+        say(prefixes.pins_table(found) if found else "nothing is pinned")
+    return 0
+
+
 def _clear(args: argparse.Namespace) -> int:
     from lmtier.server.console import Remote, clear
 
@@ -499,6 +600,7 @@ def _config(args: argparse.Namespace) -> int:
     serving, serving_origins = config.load_serving(args.config, overrides=servers)
     values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
     values["tiers"] = [without_secrets(spec) for spec in effective.specs]
+    values["shares"] = " ".join(map(str, effective.shares))
     serve: dict[str, Any] = {name: getattr(serving, name) for name in serving_origins}
     tiers = [_described(spec) for spec in effective.specs]
     token, token_origin = _token(serving.token_file, os.environ)
@@ -513,7 +615,7 @@ def _config(args: argparse.Namespace) -> int:
         say(json.dumps(shown, indent=2))
         return 0
     urls = values.pop("tiers")
-    rows = [(name, str(value), origins[name]) for name, value in values.items()]
+    rows = [(name, _written(value), origins[name]) for name, value in values.items()]
     rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(urls)]
     rows += [(f"serve.{name}", _written(value), serving_origins[name]) for name, value in serve.items()]
     rows += [("serve.token", token or "-", token_origin)]

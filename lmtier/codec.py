@@ -3,10 +3,11 @@
     0    8   magic "lmtierKV"             88   8   payload bytes as stored (little endian)
     8    4   format version, 1            96   16  xxh3-128 of the payload as stored
     12   4   layout length, n             112  4   mark length, m
-    16   32  key                          116  12  zeros
-    48   16  shard, 4 × u32               128  n   layout, canonical JSON
-    64   16  codec name, zero padded      ..   m   mark: what its writer wants to read again
-    80   8   payload bytes, raw           ..       zeros
+    16   32  key                          116  4   zeros
+    48   16  shard, 4 × u32               120  8   when its time is over, ms since the epoch; 0: never
+    64   16  codec name, zero padded      128  n   layout, canonical JSON
+    80   8   payload bytes, raw           ..   m   mark: what its writer wants to read again
+                                          ..       zeros
                                           4080 16  xxh3-128 of bytes 0..4079
 
 A reader checks all of it before one byte is believed. docs/FORMAT.md says the same for other people's
@@ -31,7 +32,7 @@ from lmtier.layout import PAGE, Layout, Name, Shard, padded
 
 MAGIC = b"lmtierKV"
 VERSION = 1
-_HEAD = struct.Struct("<8sII32s4I16sQQ16sI12x")
+_HEAD = struct.Struct("<8sII32s4I16sQQ16sI4xQ")
 _ROOM = PAGE - 16 - _HEAD.size
 NO_MARK = b""
 MARK_ROOM = 3072
@@ -67,6 +68,8 @@ class Header:
     codec: str = RAW
     encoded: int = 0
     """Payload bytes as stored, if they went through a codec."""
+    expires: int = 0
+    """From when on nobody may use it, in ms since the epoch; 0: never. Its readers' owner minds it."""
 
     @property
     def at_rest(self) -> int:
@@ -127,7 +130,7 @@ def seal(page: memoryview, header: Header, payload: memoryview) -> None:
     body = payload[: header.at_rest]
     head = _HEAD.pack(
         *(MAGIC, VERSION, len(layout), key, *shard, header.codec.encode()),
-        *(header.nbytes, header.at_rest, checksum(body), len(header.mark)),
+        *(header.nbytes, header.at_rest, checksum(body), len(header.mark), header.expires),
     )
     page[:PAGE] = (head + layout + header.mark).ljust(PAGE - 16, b"\0") + bytes(16)
     page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
@@ -141,7 +144,7 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
         raise CorruptObject("not an lmtier object (magic)")
     fields = _HEAD.unpack_from(page)
     _, version, layout_len, key, *rest = fields
-    shard, (codec, raw, stored, digest, mark_len) = Shard(*rest[:4]), rest[4:]
+    shard, (codec, raw, stored, digest, mark_len, expires) = Shard(*rest[:4]), rest[4:]
     if version != VERSION:
         raise CorruptObject(f"format version {version}, this reader knows {VERSION}")
     if checksum(page[: PAGE - 16]) != page[PAGE - 16 : PAGE]:
@@ -161,7 +164,7 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
     except LayoutError as error:
         raise CorruptObject(str(error)) from None
     mark, encoded = bytes(page[end : end + mark_len]), 0 if word == RAW else stored
-    return Header(Name(key, shard), layout, raw, mark, word, encoded), digest
+    return Header(Name(key, shard), layout, raw, mark, word, encoded, expires), digest
 
 
 _CODEC_NAMES = {name.encode().ljust(16, b"\0"): name for name in (RAW, *CODECS)}

@@ -21,12 +21,16 @@ from urllib.parse import parse_qsl, unquote
 from lmtier.compression import CODECS, RAW, WORDS
 from lmtier.errors import ConfigError
 from lmtier.layout import PAGE
+from lmtier.lifetimes import FOREVER, MAX_TTL
 from lmtier.policy import POLICIES
+from lmtier.shares import Share, parse
+from lmtier.worth import AUTO, WORTH
 
 ENV_PREFIX = "LMTIER_"
 TOKEN_VARIABLE = "LMTIER_TOKEN"
 REDIS_PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
-WRITES = ("always", "reused", "evicted", "never")
+WRITES = ("always", "reused", "evicted", "auto", "never")
+WEAR = ("writes_per_day", "drive_writes_per_day", "drive", "endurance")
 VERIFY = ("off", "sample", "always")
 
 _SIZE_UNITS = {"": 1, "b": 1} | {
@@ -76,6 +80,12 @@ class TierSpec:
     write: str = "always"
     policy: str = "arc"
     codec: str = RAW
+    writes_per_day: int | None = None
+    """Bytes; also what drive_writes_per_day= and drive= come to."""
+    endurance: int | None = None
+    """Bytes that the drive can still be written, by its maker's word. For a gauge."""
+    ttl: float = FOREVER
+    """Seconds that a chunk may be served from it."""
     options: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -99,6 +109,7 @@ class TierSpec:
         write = options.pop("write", "always")
         policy = options.pop("policy", "arc")
         codec = options.pop("codec", RAW)
+        ttl = _ttl(url, options.pop("ttl", "0"))
         for name, value, known in (
             ("write", write, WRITES),
             ("policy", policy, tuple(POLICIES)),
@@ -113,7 +124,49 @@ class TierSpec:
             raise ConfigError(
                 f"tier {without_login(url)!r}: capacity=0 holds nothing; leave the tier out instead"
             )
-        return cls(url, scheme, unquote(location), size, write, policy, codec, options)
+        budget, endurance = _wear(url, size, options)
+        return cls(
+            *(url, scheme, unquote(location), size, write, policy, codec, budget, endurance, ttl), options
+        )
+
+
+def _ttl(url: str, text: str) -> float:
+    """0 is none, as for Redis tiers of before."""
+    try:
+        seconds = parse_seconds(text)
+    except ConfigError:
+        seconds = -1.0
+    if seconds and not 0.001 <= seconds <= MAX_TTL:
+        raise ConfigError(
+            f"tier {without_login(url)!r}: ttl={text!r} is not a time of 1 ms or more; write it like 7d"
+        )
+    return seconds or FOREVER
+
+
+def _wear(url: str, capacity: int | None, options: dict[str, str]) -> tuple[int | None, int | None]:
+    """Bytes a day, and bytes in all, that may be written; takes its words out of `options`."""
+    given = {word: options.pop(word) for word in WEAR if word in options}
+    tier = f"tier {without_login(url)!r}"
+    times = given.pop("drive_writes_per_day", None)
+    if times is not None and not re.fullmatch(r"\d+(\.\d+)?", times):
+        raise ConfigError(f"{tier}: drive_writes_per_day={times} is not a number; write it like 0.5")
+    sizes = {word: parse_size(value) for word, value in given.items()}
+    if 0 in sizes.values() or (times is not None and not float(times)):
+        raise ConfigError(
+            f"{tier}: a drive, an endurance or a budget of 0; to write nothing, say write=never"
+        )
+    if times is None:
+        if "drive" in sizes:
+            raise ConfigError(
+                f"{tier}: drive= says what drive_writes_per_day= counts in, and that is missing"
+            )
+        return sizes.get("writes_per_day"), sizes.get("endurance")
+    if "writes_per_day" in sizes:
+        raise ConfigError(f"{tier}: writes_per_day= or drive_writes_per_day=, not both")
+    drive = sizes.get("drive", capacity)
+    if drive is None:
+        raise ConfigError(f"{tier}: drive_writes_per_day= needs the drive's size, like drive=4TiB")
+    return max(1, int(Decimal(times) * drive)), sizes.get("endurance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +176,13 @@ class Config:
     chunk_tokens: int = 256
     """Tokens a chunk: the unit that is named, stored and found. Whole blocks of the engine."""
     tiers: Sequence[str] = field(default=("cpu://?capacity=1GiB",), repr=False)  # may hold passwords
+    shares: Sequence[Share] = ()
+    """What part of every tier a tenant keeps, by its cache salt, whatever others want: tenant-a=0.3 b=20%."""
     load_deadline: float = 2.0
     """Seconds after which a request stops waiting for tiers below and computes instead."""
+    worth: str = AUTO
+    """Load what an engine would compute sooner? auto: no, as far as both are measured; always; never: nothing
+    is loaded at all, only saved."""
     verify: str = "sample"
     """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 64), always."""
     hugepages: bool = True
@@ -142,6 +200,8 @@ class Config:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
         if self.verify not in VERIFY:
             raise ConfigError(f"unknown verify={self.verify!r}{suggest(self.verify, VERIFY)}")
+        if self.worth not in WORTH:
+            raise ConfigError(f"unknown worth={self.worth!r}{suggest(self.worth, WORTH)}")
         if self.load_deadline <= 0:
             raise ConfigError(f"load_deadline={self.load_deadline}: must be more than 0 seconds")
         specs = self.specs
@@ -170,9 +230,11 @@ class Config:
 def _check_memory(spec: TierSpec) -> None:
     """Memory has a capacity and a policy; whatever else stands in the URL is a mistake."""
     extra = {*spec.options, *(["write"] if spec.write != "always" else [])}
+    extra |= {"writes_per_day"} if spec.writes_per_day else set()
+    extra |= {"endurance"} if spec.endurance else set()
     extra |= {"codec"} if spec.codec != RAW else set()
     if extra:
-        hint = suggest(min(extra), ("capacity", "policy"))
+        hint = suggest(min(extra), ("capacity", "policy", "ttl"))
         raise ConfigError(f"tier {without_login(spec.url)!r}: unknown option {min(extra)!r}{hint}")
     if spec.location:
         raise ConfigError(
@@ -248,6 +310,8 @@ def host_and_port(address: str, what: str) -> tuple[str, int]:
 def _convert(name: str, value: Any, origin: str, cls: type = Config) -> Any:
     """`value` as the type of field `name`; strings are read the way a person writes them."""
     field = next(each for each in fields(cls) if each.name == name)
+    if name == "shares":
+        return parse(value)  # which says more than that it does not fit
     try:
         if name == "tiers":
             urls = tuple(value.split() if isinstance(value, str) else value)

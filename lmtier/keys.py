@@ -1,13 +1,13 @@
 """Tokens to chained keys: 32 bytes that name the KV of one chunk and of everything before it. Pure.
 
-    key[-1] = N ‖ H("seed",  format, chunk_tokens, identity, lora, salt)
-    key[i]  = N ‖ H("chunk", key[i-1], tokens of chunk i as int32 LE, extras of chunk i)
+    key[-1] = N ‖ T ‖ H("seed",  format, chunk_tokens, identity, lora, salt)
+    key[i]  = N ‖ T ‖ H("chunk", key[i-1], tokens of chunk i as int32 LE, extras of chunk i)
 
-N are the 4 bytes of the model's namespace, so that whoever holds a key, a tier or a file name, knows
-what it belongs to without a directory. H is the first 28 bytes of sha256 over length-prefixed parts, so
-no two different inputs share an encoding. It is cryptographic because a prompt is untrusted input:
-nobody can craft one that lands on another's key. Only whole chunks have a key; a tail shorter than a
-chunk is recomputed.
+N are the 4 bytes of the model's namespace and T those of the tenant, from the salt, so that whoever holds
+a key, a tier or a file name, knows what and whose it is without a directory. H is the first 24 bytes of
+sha256 over length-prefixed parts, so no two different inputs share an encoding. It is cryptographic
+because a prompt is untrusted input: nobody can craft one that lands on another's key. Only whole chunks
+have a key; a tail shorter than a chunk is recomputed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from lmtier.errors import LayoutError, MisuseError
 KEY_BYTES = 32
 _BUFFER = 8 << 20
 NAMESPACE_BYTES = 4
+TENANT_BYTES = 4
+PREFIX_BYTES = NAMESPACE_BYTES + TENANT_BYTES
+"""Of a key that are the same along its chain; the rest is hash."""
 VALUES = bytes(NAMESPACE_BYTES)
 """The namespace of what is no KV: named values that others keep here, which may change."""
-FORMAT = b"lmtier-key-1"
+NOBODY = bytes(TENANT_BYTES)
+"""The tenant of the empty salt, and of named values."""
+FORMAT = b"lmtier-key-2"
 
 Tokens = npt.NDArray[np.int32]
 
@@ -100,6 +105,18 @@ def namespace(model: str) -> bytes:
     return digest if digest != VALUES else b"\1" * NAMESPACE_BYTES
 
 
+def tenant(salt: str) -> bytes:
+    """The 4 bytes by which keys say whose they are. For accounts: contents are kept apart by all of H."""
+    if not salt:
+        return NOBODY
+    digest = hashlib.sha256(_pack(b"tenant", salt.encode())).digest()[:TENANT_BYTES]
+    return digest if digest != NOBODY else b"\1" * TENANT_BYTES
+
+
+def tenant_of(key: bytes) -> bytes:
+    return NOBODY if is_value(key) else key[NAMESPACE_BYTES:PREFIX_BYTES]
+
+
 def value_key(name: bytes) -> bytes:
     """The key under which the value of this name is kept."""
     return VALUES + hashlib.sha256(_pack(b"value", name)).digest()[: KEY_BYTES - NAMESPACE_BYTES]
@@ -121,7 +138,7 @@ def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "
             salt.encode(),
         )
     ).digest()
-    return namespace(identity.model) + digest[: KEY_BYTES - NAMESPACE_BYTES]
+    return namespace(identity.model) + tenant(salt) + digest[: KEY_BYTES - PREFIX_BYTES]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -207,7 +224,7 @@ class KeyChain:
         head = _pack(b"chunk") + struct.pack("<I", KEY_BYTES)
         middle, no_extras = struct.pack("<I", step), struct.pack("<I", 0)
         sha256, parent, keys = hashlib.sha256, self._parent, self.keys
-        ours, rest = parent[:NAMESPACE_BYTES], KEY_BYTES - NAMESPACE_BYTES
+        ours, rest = parent[:PREFIX_BYTES], KEY_BYTES - PREFIX_BYTES
         for start in range(0, full * step, step):
             digest = sha256(head + parent + middle)
             digest.update(row[start : start + step])

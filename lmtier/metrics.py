@@ -24,6 +24,7 @@ _LATER = 64  # lookups that are put down before they are counted all the same: a
 MISS_REASONS = {
     "never_stored": "no tier had it, as far as anybody remembers",
     "evicted": "a tier had it, and it left to make room",
+    "expired": "its time to live was over",
     "behind_a_gap": "a tier has it, but not what comes before it; or it is being stored right now",
     "partial_chunk": "the tokens after the last whole chunk, and the one that is always computed",
     "absent": "it was gone when it was to be loaded",
@@ -34,31 +35,34 @@ MISS_REASONS = {
     "deadline": "it did not come in time",
     "closed": "its tier was closed",
     "tier_down": "its tier keeps failing and is left alone",
-    "no_room": "everything in the cpu tier was leased",
+    "no_room": "everything in the cpu tier was leased, or within the shares of others",
     "being_filled": "an engine was storing it",
     "left_meanwhile": "it was evicted below between lookup and load",
     "cleared": "somebody cleared the cache",
     "cancelled": "the request ended before it was loaded",
-    "not_worth_it": "the caller asked for less",
+    "not_worth_it": "computing it was expected to be sooner, or the caller asked for less",
 }
 """Why a token that was asked for was not supplied: all the values of that label."""
 
 DROP_REASONS = {
-    "no_room": "everything that could leave was leased",
+    "no_room": "everything that could leave was leased, or within the shares of others",
     "aborted": "whoever was to write it gave up, or died",
     "cleared": "somebody cleared the cache while it was written",
     "queue_full": "too much waited to be written there",
     "evicted_before_write": "it left the slab before its turn came",
+    "expired": "its time to live was over by then",
     "larger_than_tier": "it is larger than the whole tier",
     "full": "the tier had no room, whatever its capacity says",
     "error": "the tier failed to write it",
     "deadline": "it was not written in time",
+    "write_budget": "the tier's bytes for the day were spent, or kept for what is asked for twice",
     "closed": "the tier was closed",
 }
 """Why a token that should have been stored in a tier was not."""
 
 LABELS = {
     "tier": "`cpu`, then the scheme of each tier below: `disk`, `redis`; a second one is `disk-2`",
+    "tenant": "the names in `shares=`, and `other` for everybody else. Only if there are shares",
     "reason": "see below",
     "direction": "`down` is storing, `up` is loading",
     "event": "`hit`, `missed`, `set`, `deleted`, `expired`, `refused`",
@@ -67,8 +71,12 @@ LABELS = {
     "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below had it",
     "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
     "kind": "who is connected: `engine`, `redis`, `http`",
+    "rule": "of `write=auto`: `reused`, `evicted`",
     "codec": "the words of `codec=`, but for `auto`: what that chose",
-    "stage": "`given` to the tier, and `stored` by it, header pages not included",
+    "stage": "of a codec: `given` to the tier, and `stored` by it, header pages not included. "
+    "Of a load: `expected` and `actual`",
+    "decision": "`all`, `part` or `none` of what was found",
+    "why": "`faster` to load, `slower`; `unmeasured`: the tier or the engine; as set: `always`, `never`",
     "version": "of lmtier",
 }
 """Every label, and what it can be. All are bounded: by the settings, or by a list in the source."""
@@ -135,19 +143,53 @@ class Metrics:
             "transfer_seconds", "Seconds of one finished transfer, queueing included.",
             *(_SECONDS, "tier", "direction"),
         )  # fmt: skip
+        self.worth_decisions = counter(
+            "worth_decisions", "Lookups that found something below the slab, by how much of it was loaded.",
+            *("decision", "why"),
+        )  # fmt: skip
+        self.worth_explored = counter(
+            "worth_explored", "Chunks loaded though not worth it, to learn whether that is still so.", "tier"
+        )
+        self.worth_seconds = histogram(
+            "worth_seconds", "Seconds from the decision until all of it was in the slab, or given up.",
+            *(_SECONDS, "stage"),
+        )  # fmt: skip
         self.lookup_seconds = histogram("lookup_seconds", "Seconds of the owner for one lookup.", _SECONDS)
         self.codec_bytes = counter(
             "codec_bytes", "Payload bytes of chunks that a tier with a codec took.", "tier", "stage"
         )
         # state
         self.codec = gauge("codec", "1: how this tier encodes what it stores now.", "tier", "codec")
+        self.write_rule = gauge("write_rule", "1: when `write=auto` writes to this tier now.", "tier", "rule")
+        self.write_budget_bytes = gauge(
+            "write_budget_bytes",
+            "Bytes that may be written now. It fills up to an hour's worth; below half of that, only what is "
+            "asked for twice is written.",
+            "tier",
+        )
+        self.written_bytes_per_day = gauge(
+            "written_bytes_per_day",
+            "Bytes written a day: what was written a day ago weighs a third of what is written now.",
+            "tier",
+        )
+        self.life_days = gauge(
+            "life_days",
+            "Days until `endurance=` bytes are written, at the pace of `written_bytes_per_day`.",
+            "tier",
+        )
         self.used_bytes = gauge("used_bytes", "Bytes in use.", "tier")
         self.capacity_bytes = gauge("capacity_bytes", "Bytes that may be used.", "tier")
+        self.share_bytes = gauge(
+            "share_bytes", "Bytes that a tenant keeps, whatever others want.", "tier", "tenant"
+        )
+        self.share_used_bytes = gauge("share_used_bytes", "Bytes in use, by tenant.", "tier", "tenant")
         self.chunks = gauge("chunks", "Chunks held.", "tier")
         self.queue_depth = gauge("queue_depth", "Jobs waiting or running.", "tier", "op")
         self.leased_bytes = gauge(
             "leased_bytes", "Bytes in the slab that cannot leave now: leased, or on their way."
         )
+        self.pins = gauge("pins", "Prefixes that are pinned, by name.")
+        self.pinned_bytes = gauge("pinned_bytes", "Bytes that stay because they are pinned.", "tier")
         self.breaker_open = gauge(
             "breaker_open", "1 while a tier is left alone because it fails.", "tier", "direction"
         )
@@ -171,7 +213,18 @@ class Metrics:
             "request_log_dropped", "Lookups missing in the request log: its disk was too slow, or failed."
         )
         # trouble
+        self.expired = counter(
+            "expired_chunks", "Chunks deleted because their time to live was over.", "tier"
+        )
+        self.prefetched_tokens = counter(
+            "prefetched_tokens",
+            "Tokens that were brought up before a request asked for them, by the tier that had them.",
+            "tier",
+        )
         self.evictions = counter("evictions", "Chunks that left a tier to make room.", "tier", "cause")
+        self.share_evictions = counter(
+            "share_evictions", "Chunks that left a tier to make room, by tenant.", "tier", "tenant"
+        )
         self.tier_failures = counter("tier_failures", "Objects that did not work.", "tier", "op", "reason")
         self.verify_failures = counter(
             "verify_failures", "Chunks whose raw blocks in the engine differ from those saved."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from itertools import chain
 from struct import Struct
 from typing import Generic, Protocol, Self, TypeVar
@@ -45,7 +45,7 @@ class Policy(ABC, Generic[E]):
         """The same request goes on: keep these together with what it adds, but do not count a hit."""
 
     @abstractmethod
-    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+    def remove(self, entries: Sequence[E], evicted: bool) -> None:
         """These left: by eviction, which is remembered, or for another reason, which is not."""
 
     @abstractmethod
@@ -60,6 +60,10 @@ class Policy(ABC, Generic[E]):
 
     @abstractmethod
     def __contains__(self, entry: E) -> bool: ...
+
+    def another(self) -> Self:
+        """An empty one of the same kind."""
+        return type(self)()
 
 
 class LRU(Policy[E]):
@@ -78,7 +82,7 @@ class LRU(Policy[E]):
 
     refresh = touch
 
-    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+    def remove(self, entries: Sequence[E], evicted: bool) -> None:
         for entry in entries:
             del self._queue[entry]
 
@@ -122,7 +126,7 @@ class S3FIFO(Policy[E]):
             if entry in self._small:
                 self._small.move_to_end(entry)
 
-    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+    def remove(self, entries: Sequence[E], evicted: bool) -> None:
         for entry in entries:
             if self._small.pop(entry, None) is None:
                 del self._main[entry]
@@ -219,7 +223,7 @@ class ARC(_TwoLists[E]):
         self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0.0
-        self._capacity = 0  # in entries: the most that were ever resident
+        self._capacity = 0  # entries that there were, as long as none had to leave while there were fewer
 
     @property
     def target(self) -> float:
@@ -239,9 +243,10 @@ class ARC(_TwoLists[E]):
         else:
             self._once[entry] = None
 
-    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+    def remove(self, entries: Sequence[E], evicted: bool) -> None:
         once, again = self._once, self._again
-        self._capacity = max(self._capacity, len(once) + len(again))
+        self._capacity = max(len(self), self._capacity - evicted * len(entries))
+        self._target = min(self._target, self._capacity)
         for entry in entries:
             if entry in once:
                 del once[entry]
@@ -275,7 +280,7 @@ class Adaptive(_TwoLists[E]):
     def __init__(self) -> None:
         super().__init__()
         self._left = _Recent()
-        self._most = 0  # entries that were ever resident
+        self._most = 0  # entries that there were, as long as none had to leave while there were fewer
         self._trials = [_Trial(share) for share in self.SHARES]
         self._balance = 0  # above 0, the second one hits more
         self.share = self.SHARES[0]
@@ -299,9 +304,9 @@ class Adaptive(_TwoLists[E]):
         for key in [entry.key for entry in run if entry.key[-1] % sample == 0]:
             self._try(key, True)
 
-    def remove(self, entries: Iterable[E], evicted: bool) -> None:
+    def remove(self, entries: Sequence[E], evicted: bool) -> None:
         once, again, left = self._once, self._again, self._left
-        self._most = max(self._most, len(once) + len(again))
+        self._most = max(len(self), self._most - evicted * len(entries))
         for entry in entries:
             if entry in once:
                 del once[entry]

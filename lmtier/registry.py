@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from lmtier.compression import CODECS, find
-from lmtier.config import TierSpec, parse_seconds, parse_size, suggest, without_login
+from lmtier.config import WEAR, TierSpec, parse_seconds, parse_size, suggest, without_login
 from lmtier.errors import ConfigError, TierError
 from lmtier.tier import Tier
 
@@ -53,7 +53,7 @@ def open_tier(spec: TierSpec) -> Tier:
     values: dict[str, object] = {}
     for name, text in spec.options.items():
         if name not in options:
-            known = options | {"capacity", "write", "policy", "codec"}
+            known = options | {"capacity", "write", "policy", "codec", "ttl", *WEAR}
             raise ConfigError(
                 f"tier {without_login(spec.url)!r}: unknown option {name!r}{suggest(name, known)}"
             )

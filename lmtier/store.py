@@ -60,7 +60,9 @@ class Store(Protocol):
 
     def release(self, match: Match) -> None: ...
 
-    def reserve(self, keys: Sequence[bytes], form: Form, *, first: int = 0) -> Reservation: ...
+    def reserve(
+        self, keys: Sequence[bytes], form: Form, *, first: int = 0, ttl: float | None = None
+    ) -> Reservation: ...
 
     def commit(
         self,

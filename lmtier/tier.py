@@ -35,6 +35,7 @@ class Reason(StrEnum):
     ERROR = "error"
     DEADLINE = "deadline"
     CLOSED = "closed"
+    EXPIRED = "expired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Item:
     used: int = 0
     """STORE, LOAD, TOUCH: when it counts as last used, in ns since the epoch; 0: now. The caller keeps
     a tail older than its head, so that the order in which chunks leave survives a restart."""
+    lives: float = 0.0
+    """STORE: for how many seconds the object is of use, after which a tier may forget it; 0: for ever."""
 
 
 @dataclass(frozen=True, slots=True)

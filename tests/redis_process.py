@@ -186,7 +186,7 @@ def planted(ask: Callable[..., Any], name: Name, data: bytes, part: int = 0) -> 
 
 
 class Proxy:
-    """Between a client and a server: counts, cuts, stalls, drips. Down is towards the client."""
+    """Between a client and a server: counts, cuts, stalls, drips, slows down. Down is towards the client."""
 
     def __init__(self, server: tuple[str, int]) -> None:
         self._server = server
@@ -197,6 +197,9 @@ class Proxy:
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._budget: dict[str, int] = {}
+        self.rate = float("inf")
+        """Bytes a second down, over all connections; 0: none."""
+        self._free = 0.0
         self.drip = 0.0
         """Seconds between two bytes down; 0: they flow."""
         self.moved = {"up": 0, "down": 0}
@@ -277,6 +280,8 @@ class Proxy:
                         if self._gone.wait(self.drip):
                             return
                 else:
+                    if way == "down":
+                        self._pace(len(passed))
                     sink.sendall(passed)
                 if room is not None and len(data) >= room:
                     break
@@ -284,6 +289,16 @@ class Proxy:
             self._sockets -= {source, sink}
         _reset(source)
         _reset(sink)
+
+    def _pace(self, nbytes: int) -> None:
+        while not self.rate:
+            if self._gone.wait(0.01):
+                return
+        with self._lock:
+            self._free = max(self._free, time.monotonic()) + nbytes / self.rate
+            left = self._free - time.monotonic()
+        if left > 0:
+            self._gone.wait(left)
 
 
 def _reset(sock: socket.socket) -> None:

@@ -127,7 +127,6 @@ class RedisTier(BlockingTier):
         password_file: str = "",
         db: int = 0,
         namespace: str = "default",
-        ttl: float = 0.0,
         connections: int = 4,
         deadline: float = 1.0,
         part: int = 1020 << 10,
@@ -141,9 +140,6 @@ class RedisTier(BlockingTier):
     ) -> None:
         self._need(connections >= 1, f"connections={connections}: must be 1 or more")
         self._need(deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
-        self._need(
-            ttl == 0 or ttl >= 0.001, f"ttl={ttl}: must be a millisecond or more; leave it out for none"
-        )
         self._need(part >= PAGE and part % PAGE == 0, f"part={part}: must be whole pages of {PAGE} bytes")
         self._need(part <= 256 << 20, f"part={part}: a server takes values of 512 MiB; 1MiB is fastest")
         self._need(
@@ -168,7 +164,6 @@ class RedisTier(BlockingTier):
         hosts, path = self._split_path(place)
         db = self._db_in(path, db)
         self._prefix = f"lmtier:{namespace}:".encode()
-        self._expiry: tuple[Argument, ...] = ("PX", round(ttl * 1000)) if ttl else ()
         self._deadline = deadline
         self._part = part
         self._whole = part * 5 // 4  # a little more is not worth a second part
@@ -219,13 +214,11 @@ class RedisTier(BlockingTier):
         if card is None:
             raise CorruptObject("no object of lmtier")
         if payload is None or not card.part:
-            self._keep(key, card, until)
             return int(got) - _CARD.size
         if got != _CARD.size + PAGE:
             raise CorruptObject(f"{got} bytes under the name of an object in parts")
         if card.nbytes <= len(payload):
             self._read_parts(item.name, card, payload[: card.nbytes], until)
-            self._keep(key, card, until)
         return PAGE + card.nbytes
 
     def _read_parts(self, name: Name, card: Card, payload: memoryview, until: float) -> None:
@@ -245,13 +238,6 @@ class RedisTier(BlockingTier):
         if now == card.pack():
             self._unlink([key], until)
 
-    def _keep(self, key: bytes, card: Card, until: float) -> None:
-        """What is used lives on."""
-        if self._expiry:
-            with suppress(OSError):  # its time is worth less than the object
-                told = [Question.of("PEXPIRE", each, self._expiry[1]) for each in (key, *card.names(key))]
-                self._ask(told, until)
-
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
         until = time.monotonic() + self._deadline
         page, payload = buffers
@@ -261,12 +247,13 @@ class RedisTier(BlockingTier):
         self._tidy(until)
         card = Card(os.urandom(8), len(payload), 0 if len(payload) <= self._whole else self._part)
         names = card.names(key)
+        expiry: tuple[Argument, ...] = ("PX", max(1, round(item.lives * 1000))) if item.lives else ()
         try:
             for name, at in zip(names, card.spans(), strict=True):
                 part = payload[at : at + card.part]
-                _need_ok(self._ask([Question.of("SET", name, part, *self._expiry)], until)[0])
+                _need_ok(self._ask([Question.of("SET", name, part, *expiry)], until)[0])
             whole = (card.pack(), page) if names else (card.pack(), page, payload)
-            old, done = self._ask([_card_of(key), Question.of("SET", key, whole, *self._expiry)], until)
+            old, done = self._ask([_card_of(key), Question.of("SET", key, whole, *expiry)], until)
             _need_ok(done)
         except BaseException:
             self._litter.extend(names)

@@ -38,7 +38,7 @@ from sglang.srt.runtime_context import get_server_args
 from lmtier.cache import Match
 from lmtier.config import TOKEN_VARIABLE, suggest
 from lmtier.errors import ConfigError, MisuseError, TierError
-from lmtier.keys import KEY_BYTES, NAMESPACE_BYTES, Identity, namespace, seed
+from lmtier.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
 from lmtier.layout import LayerShape, Layout, form_of
 from lmtier.server.client import Client
 from lmtier_integrations.weights import weights_of
@@ -65,7 +65,7 @@ class Pool:
     """Of the buffers of one page."""
 
     def keys(self, page_hashes: Sequence[str]) -> list[bytes]:
-        ours, rest = self.seed[:NAMESPACE_BYTES], KEY_BYTES - NAMESPACE_BYTES
+        ours, rest = self.seed[:PREFIX_BYTES], KEY_BYTES - PREFIX_BYTES
         digests = (hashlib.sha256(self.seed + each.encode()).digest() for each in page_hashes)
         return [ours + digest[:rest] for digest in digests]
 

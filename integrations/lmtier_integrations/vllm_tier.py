@@ -45,7 +45,7 @@ from lmtier.codec import Header
 from lmtier.config import Config, without_login
 from lmtier.errors import ConfigError
 from lmtier.index import Entry, Index, State
-from lmtier.keys import KEY_BYTES, NAMESPACE_BYTES, Identity, seed
+from lmtier.keys import KEY_BYTES, PREFIX_BYTES, Identity, seed
 from lmtier.layout import LayerShape, Layout, Name, Shard, form_of
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
@@ -341,7 +341,7 @@ class LMTierSecondary(SecondaryTierManager):
 
     def _key(self, key: OffloadKey) -> bytes:
         digest = hashlib.sha256(self._seed + key).digest()
-        return self._seed[:NAMESPACE_BYTES] + digest[: KEY_BYTES - NAMESPACE_BYTES]
+        return self._seed[:PREFIX_BYTES] + digest[: KEY_BYTES - PREFIX_BYTES]
 
     def _name(self, key: OffloadKey) -> Name:
         return Name(self._key(key), self._layout.whole)

@@ -43,7 +43,7 @@ def store_and_load(scale: Scale) -> Samples:
         bare = Bare(stack.enter_context(process(*module("lmtier.bench.peer"), free_port())), memory, nbytes)
         limits = ("--maxmemory", str(ROOM * nbytes), "--maxmemory-policy", "volatile-ttl")
         port = str(stack.enter_context(redis_process(scale.directory, *limits)).getpeername()[1])
-        tier = open_tier(TierSpec.parse(f"redis://127.0.0.1:{port}?deadline=1m&ttl=1h"))
+        tier = open_tier(TierSpec.parse(f"redis://127.0.0.1:{port}?deadline=1m"))
         objects = Objects(stack.enter_context(closing(tier)), memory, layout)
         others: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
             ("32 MiB objects", bare.send, bare.receive)
@@ -118,7 +118,8 @@ class Objects:
         items = []
         for _ in range(BATCH):
             name = Name(hashlib.sha256(b"%d" % next(self._numbers)).digest(), self._layout.whole)
-            items.append(Item(name, next(self._extents), Header(name, self._layout, self._nbytes)))
+            header = Header(name, self._layout, self._nbytes)
+            items.append(Item(name, next(self._extents), header, lives=3600.0))  # so that it may be evicted
             self._stored.append(name)
         return self._run(Op.STORE, items)
 

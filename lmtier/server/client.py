@@ -22,7 +22,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, repeat
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -32,17 +32,20 @@ from lmtier.config import Config
 from lmtier.errors import ConfigError, LMTierError, MisuseError, TierError
 from lmtier.index import Entry, State
 from lmtier.journal import Change
-from lmtier.keys import KEY_BYTES, as_tokens
+from lmtier.keys import KEY_BYTES, Identity, as_tokens
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
+from lmtier.lifetimes import MAX_TTL, Pinned
 from lmtier.prompts import Origin
-from lmtier.server.engines import MAX_MS, PROTOCOL, RUN_SHIFT
+from lmtier.server.engines import MAX_MODELS, MAX_MS, PROTOCOL, RUN_SHIFT
 from lmtier.server.resp import INCOMPLETE, Error, ProtocolError, Replies, command
 from lmtier.slab import Memory
+from lmtier.worth import Cost
 
 log = logging.getLogger("lmtier")
 
 _AGAIN = 1.0  # seconds between attempts to reach a server
 _OWED = 64  # replies that nobody waits for, until they are read
+_NEWS = 0.02  # by which a cost has changed that is told again
 _KEYS_AN_ARGUMENT = 16_384
 _TOKENS_AN_ARGUMENT = 131_072
 _LOST = "tier_down"
@@ -123,6 +126,8 @@ class Client:
         self._try_after = 0.0
         self._matches: dict[int, Match] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._models: dict[Form, dict[str, str]] = {}
+        """Of forms that were declared: adapter -> the identity, as JSON."""
         self._read_to: tuple[int, int] | None = None
         """Up to where `changes` were read: the server's run, and the position."""
         try:
@@ -192,13 +197,25 @@ class Client:
                 self._matches[match.id] = match
         return match
 
-    def prefetch(self, match: Match, chunks: int | None = None) -> None:
+    def costs(self, cost: Cost) -> None:
+        """What computing takes this engine: decides for its matches from now on. Does not wait."""
+        link = self._reach()
+        if link is None:
+            return
+        old = link.cost or Cost(0.0, 0.0, 0.0, 0.0)
+        if any(abs(new - told) > _NEWS * told for new, told in zip(cost, old, strict=True)):
+            link.cost = cost
+            self._post("LMTIER.COST", *map(repr, cost))
+
+    def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
         """As Cache.prefetch."""
         if match.released:
             raise MisuseError("prefetch of a match that was released")
         if match.id and (not match.ready or (chunks is not None and chunks < match.chunks)):
             limit = () if chunks is None else (chunks,)
-            if not self._fill(match, self._call_for(match, "LMTIER.PREFETCH", match.id, *limit)):
+            has_some: tuple[Argument, ...] = ("HAS", has) if has else ()
+            reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_some)
+            if not self._fill(match, reply):
                 _cut(match, *limit)
 
     def wait(self, match: Match) -> Match:
@@ -270,7 +287,9 @@ class Client:
 
     # ---- save
 
-    def reserve(self, keys: Sequence[bytes], form: Form, *, first: int = 0) -> Reservation:
+    def reserve(
+        self, keys: Sequence[bytes], form: Form, *, first: int = 0, ttl: float | None = None
+    ) -> Reservation:
         """As Cache.reserve; everything is dropped if no server answers."""
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
@@ -278,7 +297,7 @@ class Client:
         link, number = self._told_of(form)
         reply = reservation = None
         if link is not None:
-            request: list[Argument] = [number, first, *_arguments(names)]
+            request: list[Argument] = [number, first, *_lifetime(ttl), *_arguments(names)]
             reply = self._call("LMTIER.RESERVE", *request, link=link, undo=self._unreserve)
         if reply is not None:
             reservation = self._understood(lambda: _reservation(_fields(reply), names, form))
@@ -354,6 +373,51 @@ class Client:
         """Others finish it; this process does not touch its extents any more. Nothing ends by this."""
         self._matches.pop(thing.id, None)
         self._reservations.pop(thing.id, None)
+
+    # ---- lifetimes
+
+    def bring(self, keys: Sequence[bytes], form: Form, *, deadline: float) -> Match:
+        """As Cache.bring, prefetched."""
+        match = Match(0, tuple(keys), form, 0, time.monotonic() + deadline)
+        link, number = self._told_of(form)
+        if link is not None:
+            milliseconds = int(1000 * min(max(0.0, deadline), MAX_MS / 1000))
+            request: list[Argument] = [number, milliseconds, *_arguments(match.keys)]
+            if self._fill(match, self._call("LMTIER.BRING", *request, link=link, undo=self._unmatch)):
+                self._matches[match.id] = match
+        return match
+
+    def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
+        """As Cache.pin; the pin outlives this client, not the server. Empty if no server answers."""
+        reply = self._call("LMTIER.PIN", name, *_lifetime(ttl), *_arguments(keys))
+        return (self._understood(lambda: _fields(reply)) if reply is not None else None) or {}
+
+    def unpin(self, name: str) -> bool:
+        """As Cache.unpin."""
+        return bool(self._call("LMTIER.UNPIN", name) == 1)
+
+    def pinned(self) -> list[Pinned]:
+        """As Cache.pinned. Empty if no server answers."""
+        reply = self._call("LMTIER.PINS")
+        if reply is None:
+            return []
+        return self._understood(lambda: [Pinned(**each) for each in json.loads(reply)]) or []
+
+    def declare(self, identity: Identity, form: Form, lora: str = "") -> None:
+        """How this engine makes its keys, so that people can name prompts by their tokens.
+
+        The server is told again whenever it is another one.
+        """
+        models = self._models.setdefault(form, {})
+        models.pop(lora, None)
+        models[lora] = json.dumps(asdict(identity))
+        if len(models) > MAX_MODELS:
+            del models[next(iter(models))]
+        link = self._reach()
+        if link is not None and form in link.forms:
+            self._post("LMTIER.MODEL", link.forms[form], models[lora], lora)
+        elif link is not None:
+            self._told_of(form)
 
     # ---- the whole cache
 
@@ -526,6 +590,8 @@ class Client:
             if not isinstance(reply, int):
                 return None, 0
             link.forms[form] = reply
+            for lora, identity in self._models.get(form, {}).items():
+                self._post("LMTIER.MODEL", reply, identity, lora)
         return (link, link.forms[form]) if link is not None else (None, 0)
 
     def _fill(self, match: Match, reply: Any, entries: Sequence[Entry] = ()) -> bool:
@@ -607,6 +673,8 @@ class _Link:
         self.forms: dict[Form, int] = {}
         self.owed: deque[Then] = deque()
         """What to do with each reply that is to come, in order."""
+        self.cost: Cost | None = None
+        """What this run of the server was told."""
         self.is_lost = False
         self.stalled = False
         """A call has given up; until all that is owed has come, the others do not even begin."""
@@ -753,6 +821,12 @@ def _arguments(keys: Sequence[bytes]) -> list[bytes]:
     return [
         b"".join(keys[at : at + _KEYS_AN_ARGUMENT]) for at in range(0, max(1, len(keys)), _KEYS_AN_ARGUMENT)
     ]
+
+
+def _lifetime(ttl: float | None) -> tuple[Argument, ...]:
+    if ttl is not None and not 0 < ttl <= MAX_TTL:
+        raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
+    return () if ttl is None else ("TTL", max(1, int(ttl * 1000)))
 
 
 def _fields(reply: Any) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class Remote:
     def close(self) -> None:
         self._socket.close()
 
-    def ask(self, *words: str, timeout: float | None = None) -> Any:
+    def ask(self, *words: str | bytes, timeout: float | None = None) -> Any:
         """The answer to one command; an error is raised, in words that say what to do."""
         timeout = timeout or self._timeout
         reply = self._exchange(words, timeout)
@@ -168,7 +168,7 @@ class Remote:
 
     def snapshot(self) -> Snapshot:
         """What the server tells about itself."""
-        found = self._json("LMTIER.REPORT")
+        found = self.json("LMTIER.REPORT")
         tiers = found.get("tiers")
         if (
             Snapshot.__required_keys__ <= found.keys()
@@ -182,17 +182,17 @@ class Remote:
 
     def history(self) -> list[dict[str, Any]]:
         """Its counters over the last minutes, the oldest first."""
-        return list(self._json("LMTIER.HISTORY").get("rows", ()))
+        return list(self.json("LMTIER.HISTORY").get("rows", ()))
 
     def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:
         """Why its last lookups missed, the latest first."""
         words = ("LMTIER.EXPLAIN", str(most), *(("TOKENS",) if tokens else ()))
-        found = self._json(*words, kind=list)
+        found = self.json(*words, kind=list)
         if all(isinstance(each, dict) and Explanation.__required_keys__ <= each.keys() for each in found):
             return cast("list[Explanation]", found)
         raise self._trouble(_STRANGE)
 
-    def _json(self, *words: str, kind: type = dict) -> Any:
+    def json(self, *words: str, kind: type = dict) -> Any:
         reply = self.ask(*words)
         try:
             found = json.loads(reply)
@@ -202,7 +202,7 @@ class Remote:
             raise self._trouble(f"is no lmtier server: it answered something else to {words[0]}")
         return _harmless(found)
 
-    def _exchange(self, words: Sequence[str], timeout: float) -> object:
+    def _exchange(self, words: Sequence[str | bytes], timeout: float) -> object:
         until = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
@@ -355,6 +355,8 @@ def stats(now: Snapshot, name: str) -> str:
         _title(now, name),
         _tokens_table(now),
         _tiers_table(now),
+        *_shares_table(now),
+        *_pinned(now),
         _owner(now, now["busy"], now["uptime"]),
     ]
     if now["curve"]:
@@ -453,6 +455,27 @@ def _tiers_table(now: Snapshot) -> str:
         for tier in now["tiers"]
     ]
     return table(headers, rows)
+
+
+def _pinned(now: Snapshot) -> list[str]:
+    held = [f"{size(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
+    return [f"pinned: {', '.join(held)}; `lmtier pins` says by what"] if held else []
+
+
+def _shares_table(now: Snapshot) -> list[str]:
+    rows = [
+        (
+            tenant,
+            tier["tier"],
+            _bytes(share["used"]),
+            _bytes(share["share"]),
+            _percent(share["used"], share["share"]),
+            f"{share['evictions']:,}",
+        )
+        for tier in now["tiers"]
+        for tenant, share in tier["shares"].items()
+    ]
+    return [table(("tenant", "tier", "used", "share", "of it", "evicted"), rows)] if rows else []
 
 
 def _owner(now: Snapshot, busy: float, seconds: float) -> str:

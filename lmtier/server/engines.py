@@ -13,8 +13,9 @@ import re
 import secrets
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count, groupby
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmtier.codec import MARK_ROOM
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.explain import MAX_LOOKUPS, Explain
 from lmtier.index import Entry, State
-from lmtier.keys import KEY_BYTES, VALUES, is_value, namespace
+from lmtier.keys import KEY_BYTES, VALUES, Identity, is_value, namespace
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
 from lmtier.prompts import Origin
 from lmtier.server.commands import (
@@ -40,6 +41,7 @@ from lmtier.server.commands import (
 from lmtier.server.request_log import RequestLog
 from lmtier.server.resp import Error, Simple
 from lmtier.tracing import MAX_HEADER, Tracing
+from lmtier.worth import Cost
 
 PROTOCOL = 1
 MAX_KEYS = 65_536
@@ -50,7 +52,10 @@ MAX_CHANGES = 4096
 """In one reply."""
 MAX_FORMS = 64
 MAX_SHARDS = 1024
+MAX_MODELS = 64
 MAX_NAME = 128
+_MAX_IDENTITY = 1 << 14
+_IDENTITY = {each.name: type(each.default) if each.name != "model" else str for each in fields(Identity)}
 MAX_MS = 24 * 3600 * 1000
 RUN_SHIFT = 32
 """An id of a match or a reservation is the server's run, shifted by this, plus a counter: an id of another
@@ -72,6 +77,8 @@ class Session:
     forms: list[Form] = field(default_factory=list)
     matches: dict[int, Match] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
+    cost: Cost | None = None
+    """What computing takes it, once it has said so."""
 
 
 class Engines:
@@ -85,6 +92,8 @@ class Engines:
         self.run = secrets.randbits(63 - RUN_SHIFT)
         self._ids = count((self.run << RUN_SHIFT) + 1)
         self._shared: dict[str, Session] = {}
+        self.models: OrderedDict[tuple[Identity, str], Form] = OrderedDict()
+        """Those that engines told of, and adapters; the last one is the youngest. They outlive sessions."""
 
     def table(self) -> Table:
         verbs: dict[str, tuple[Handler, int, str]] = {
@@ -95,11 +104,18 @@ class Engines:
             "PREFETCH": (self._prefetch, -2, "readonly"),
             "POLL": (self._poll, 2, "readonly"),
             "WAIT": (self._wait, 2, "readonly"),
+            "COST": (self._cost, 5, "fast"),
             "RELEASE": (self._release, -2, "readonly"),
             "SEEN": (self._seen, -2, "readonly"),
             "TELL": (self._told, -5, "readonly"),
             "TRACE": (self._trace, -3, "readonly"),
             "RESERVE": (self._reserve, -4, "write"),
+            "BRING": (self._bring, -4, "readonly"),
+            "MODEL": (self._model, -3, "fast"),
+            "MODELS": (self._models, 1, "readonly"),
+            "PIN": (self._pin, -3, "write"),
+            "UNPIN": (self._unpin, 2, "write"),
+            "PINS": (self._pins, 1, "readonly"),
             "COMMIT": (self._commit, -3, "write"),
             "ABORT": (self._abort, 3, "write"),
             "DISCARD": (self._discard, -2, "write"),
@@ -212,7 +228,9 @@ class Engines:
         form = _form_of(session, arguments[1])
         tokens = _number(arguments[2], "a number of tokens")
         deadline = _number(arguments[3], "a deadline in milliseconds", MAX_MS) / 1000
-        match = self.cache.match(_keys(arguments[4:]), form, tokens=tokens or None, deadline=deadline)
+        match = self.cache.match(
+            _keys(arguments[4:]), form, tokens=tokens or None, deadline=deadline, cost=session.cost
+        )
         match.asker = caller.name
         if self._log is not None:
             self._log.note(match.keys, match.asked_tokens)
@@ -224,13 +242,31 @@ class Engines:
 
     def _prefetch(self, caller: Caller, arguments: list[Argument]) -> Any:
         number, match = _held(caller, arguments[1])
-        if len(arguments) > 3:
-            raise _refused("ERR LMTIER.PREFETCH takes a match and how many chunks of it, no more")
-        chunks = _number(arguments[2], "a number of chunks") if len(arguments) == 3 else None
+        rest, has = arguments[2:], 0
+        if len(rest) > 1 and _text(rest[-2]).upper() == "HAS":
+            has = _number(rest[-1], "a number of tokens")
+            del rest[-2:]
+        if len(rest) > 1:
+            raise _refused(
+                "ERR LMTIER.PREFETCH takes a match, [how many chunks of it], [HAS tokens], no more"
+            )
+        chunks = _number(rest[0], "a number of chunks") if rest else None
         if self._tracing is not None:
             self._tracing.wanted(number, match)
-        self.cache.prefetch(match, chunks)
+        self.cache.prefetch(match, chunks, has=has)
         return self._described(number, match)
+
+    def _cost(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """What computing takes this engine: fixed, token, position, copy. Decides for matches from now on."""
+        session = _session(caller)
+        try:
+            cost = Cost(*(float(bytes(each)) for each in arguments[1:]))
+        except ValueError:
+            cost = Cost(-1.0, 0.0, 0.0, 0.0)
+        if not cost.is_sane:
+            raise _refused("ERR LMTIER.COST takes four numbers of seconds: fixed, token, position, copy")
+        session.cost = cost
+        return OK
 
     def _poll(self, caller: Caller, arguments: list[Argument]) -> Any:
         return self._described(*_held(caller, arguments[1]))
@@ -312,7 +348,8 @@ class Engines:
         _need_room(session.reservations, "reservations: commit or abort some")
         form = _form_of(session, arguments[1])
         first = _number(arguments[2], "a number of chunks")
-        reservation = self.cache.reserve(_keys(arguments[3:]), form, first=first)
+        ttl, keys = _lifetime(arguments[3:])
+        reservation = self.cache.reserve(keys, form, first=first, ttl=ttl)
         number = 0
         if reservation.entries:
             number = next(self._ids)
@@ -363,6 +400,48 @@ class Engines:
             self.cache.abort(reservation, shard)
         if not reservation.left:
             self._finished(session, number, reservation)
+
+    # ---- lifetimes
+
+    def _bring(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = _session(caller)
+        _need_room(session.matches, "matches: release some")
+        form = _form_of(session, arguments[1])
+        deadline = _number(arguments[2], "a deadline in milliseconds", MAX_MS) / 1000
+        match = self.cache.bring(_keys(arguments[3:]), form, deadline=deadline)
+        self.cache.prefetch(match)
+        number = next(self._ids)
+        session.matches[number] = match
+        return self._described(number, match)
+
+    def _model(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """How an engine makes its keys, and its form: for people who have tokens."""
+        form = _form_of(_session(caller), arguments[1])
+        model = _identity(arguments[2]), _text(b"".join(arguments[3:])[:_MAX_IDENTITY])
+        self.models[model] = form
+        self.models.move_to_end(model)
+        if len(self.models) > MAX_MODELS:
+            self.models.popitem(last=False)
+        return OK
+
+    def _models(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return json.dumps(
+            [
+                # in hexadecimal, because the names of adapters are not always printable
+                {"identity": asdict(identity), "lora": lora.encode().hex(), "form": _form_text(form)}
+                for (identity, lora), form in self.models.items()
+            ]
+        )
+
+    def _pin(self, caller: Caller, arguments: list[Argument]) -> Any:
+        ttl, keys = _lifetime(arguments[2:])
+        return self.cache.pin(_name(_text(arguments[1])), keys, ttl)
+
+    def _unpin(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return int(self.cache.unpin(_text(arguments[1])))
+
+    def _pins(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return json.dumps([pin._asdict() for pin in self.cache.pinned()])
 
     # ---- the whole cache
 
@@ -471,6 +550,14 @@ def _refused(text: str) -> Refused:
     return Refused(Error(text))
 
 
+def _lifetime(arguments: list[Argument]) -> tuple[float | None, list[bytes]]:
+    """[TTL milliseconds] keys…"""
+    if len(arguments[0]) == 3 and bytes(arguments[0]).upper() == b"TTL":
+        milliseconds = _number(arguments[1], "a time in milliseconds") if len(arguments) > 1 else 0
+        return milliseconds / 1000, _keys(arguments[2:])
+    return None, _keys(arguments)
+
+
 # ---- what a session has
 
 
@@ -510,6 +597,18 @@ def _need_room(held: dict[int, Any], what: str) -> None:
 
 
 # ---- arguments
+
+
+def _identity(argument: Argument) -> Identity:
+    try:
+        found = json.loads(bytes(argument))
+        if len(argument) > _MAX_IDENTITY or any(
+            type(value) is not _IDENTITY[name] for name, value in found.items()
+        ):
+            raise TypeError
+        return Identity(**found)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        raise _refused("ERR an identity is JSON: an object of the fields of lmtier.keys.Identity") from None
 
 
 def _number(argument: Argument, what: str, most: int = (1 << 63) - 1) -> int:

@@ -40,6 +40,14 @@ class Tokens(TypedDict):
     """By "tier reason"."""
 
 
+class ShareNow(TypedDict):
+    """What one tenant has in one tier, and keeps whatever others want; bytes."""
+
+    used: int
+    share: int
+    evictions: int
+
+
 class TierNow(TypedDict):
     """One tier. None: not known, because it is shared or forgets; or of no meaning, for the slab."""
 
@@ -48,6 +56,8 @@ class TierNow(TypedDict):
     chunks: int | None
     used: int | None
     capacity: int | None
+    pinned: int | None
+    """Bytes that stay for pins."""
     warm: bool
     write: str | None
     queue: int
@@ -55,6 +65,8 @@ class TierNow(TypedDict):
     breaker_up: str
     breaker_down: str
     evictions: int
+    shares: dict[str, ShareNow]
+    """By tenant; empty if none are configured."""
     bytes_up: int
     bytes_down: int
     seconds_up: float
@@ -123,6 +135,7 @@ class Report:
         moved = whole(metrics.sums(metrics.transfer_bytes, *up_down))
         seconds = metrics.sums(metrics.transfer_seconds, *up_down)
         evictions = whole(metrics.sums(metrics.evictions, "tier"))
+        gave = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
         failed = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
 
         def tier(label: str, url: str, below: Below | None) -> TierNow:
@@ -133,12 +146,21 @@ class Report:
                 "chunks": None if index is None else len(index),
                 "used": None if index is None else index.used + (below.deleting if below else 0),
                 "capacity": None if index is None or index.capacity >= UNBOUNDED else index.capacity,
+                "pinned": None if index is None else index.kept_bytes,
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
                 "breaker_up": "closed" if below is None else str(below.up),
                 "breaker_down": "closed" if below is None else str(below.down),
                 "evictions": evictions.get(label, 0),
+                "shares": {
+                    pool.name: {
+                        "used": pool.used,
+                        "share": pool.room,
+                        "evictions": gave.get(f"{label} {pool.name}", 0),
+                    }
+                    for pool in (index.pools if index is not None else None) or ()
+                },
                 "bytes_up": moved.get(f"{label} up", 0),
                 "bytes_down": moved.get(f"{label} down", 0),
                 "seconds_up": seconds.get(f"{label} up", 0.0),

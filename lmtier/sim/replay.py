@@ -141,8 +141,10 @@ def replay(
     )
     outcome = Outcome(specs, trace.seconds, bytes_per_token)
     opened = dict(zip(config.tiers[1:], tiers, strict=True))
-    with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened) as cache:
+    now = 0.0
+    with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:
         for request, keys in zip(trace.requests, trace.keys(chunk_tokens, partial=partial), strict=True):
+            now = request.at
             match = cache.match(keys, form)
             cache.prefetch(match)
             _finish(cache)
@@ -182,6 +184,8 @@ def _in_chunks(number: int, spec: TierSpec, nbytes: int) -> str:
         room, scaled, rules = padded(nbytes), PAGE, f"&policy={spec.policy}"
     else:
         room, scaled, rules = stored_size(nbytes), _AT_REST, f"&policy={spec.policy}&write={spec.write}"
+        if spec.writes_per_day is not None:
+            rules += f"&writes_per_day={max(1, spec.writes_per_day * scaled // room)}"
     if spec.capacity is None:
         return f"{spec.scheme}://{number}?{rules[1:]}"
     chunks = spec.capacity // room

@@ -58,7 +58,10 @@ def _room(spec: TierSpec) -> str:
 
 
 def _rules(spec: TierSpec) -> str:
-    return spec.policy if spec.scheme == "cpu" else f"{spec.policy} {spec.write}"
+    if spec.scheme == "cpu":
+        return spec.policy
+    budget = "" if spec.writes_per_day is None else f" {size(spec.writes_per_day)}/day"
+    return f"{spec.policy} {spec.write}{budget}"
 
 
 def summary(trace: Trace, chunk_tokens: int, bytes_per_token: float, hardware: Hardware) -> str:
@@ -99,7 +102,13 @@ def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str]) -> Itera
 def as_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "tiers": [
-            {"scheme": s.scheme, "capacity": s.capacity, "policy": s.policy, "write": s.write}
+            {
+                "scheme": s.scheme,
+                "capacity": s.capacity,
+                "policy": s.policy,
+                "write": s.write,
+                "writes_per_day": s.writes_per_day,
+            }
             for s in outcome.specs
         ],
         "requests": outcome.requests,

@@ -1,15 +1,19 @@
-"""The cache against a dict, over random histories: saves, loads, aborts, faults, evictions, clears, restarts.
+"""The cache against a dict, over random histories: saves, loads, aborts, faults, evictions, clears, restarts,
+times that run out, pins.
 
 Whatever happens, a match returns exactly the bytes that were stored under its keys, in an unbroken
-prefix; nothing that was never committed is visible; every token is accounted for once; and when
-everyone has let go, all room is back.
+prefix; nothing that was never committed is visible, and nothing whose time is over; what the slab keeps for
+a pin stays; every token is accounted for once; and when everyone has let go, all room is back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -27,8 +31,12 @@ from lmtier import codec
 from lmtier.cache import Cache, Match, Reservation
 from lmtier.codec import CorruptObject, Header
 from lmtier.config import Config
-from lmtier.index import State
+from lmtier.errors import MisuseError
+from lmtier.index import Entry, Index, State
+from lmtier.keys import tenant
 from lmtier.layout import PAGE, Layout, Name, Shard, form_of
+from lmtier.lifetimes import FOREVER
+from lmtier.shares import Pool, parse
 from lmtier.tier import Done, Job, Op, Reason, Stat, Tier
 
 LAYOUT = Layout.uniform(
@@ -41,12 +49,16 @@ FORMS = {
 }
 CHAINS = 5
 LENGTH = 7
+TIMES = st.sampled_from((0, 0, 2, 7, 30))
+NAMED = ("one", "two", "three")
+NAMES = st.sampled_from(NAMED)
 
 
 def key(chain: int, number: int) -> bytes:
-    """Chains 0-2 and 3-4 share their first three chunks."""
+    """Chains 0-2 and 3-4 share their first three chunks, and are of one tenant."""
     root = chain if number >= 3 else (0 if chain < 3 else 3)
-    return hashlib.sha256(f"{root}/{number}".encode()).digest()
+    digest = hashlib.sha256(f"{root}/{number}".encode()).digest()
+    return digest[:4] + tenant("a" if chain < 3 else "b") + digest[8:]
 
 
 def content(key: bytes, shard: Shard) -> bytes:
@@ -131,7 +143,10 @@ class HandTier(Tier):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    WRITES: ClassVar[tuple[str, ...]] = ("always", "reused", "evicted")
+    WRITES: ClassVar[tuple[str, ...]] = (
+        *("always", "reused", "evicted", "auto"),
+        *(f"{write}&writes_per_day={200_000 * PAGE}" for write in ("always", "evicted", "auto")),
+    )
 
     @initialize(
         slab=st.integers(3, 14),
@@ -139,11 +154,23 @@ class CacheMachine(RuleBasedStateMachine):
         write=st.sampled_from(WRITES),
         policy=st.sampled_from(("lru", "arc", "s3fifo")),
         far=st.booleans(),
+        shares=st.sampled_from(("", "a=40%", "a=25% b=50%", "b=100%")),
+        ttls=st.tuples(TIMES, TIMES),
     )
-    def start(self, slab: int, disk: int, write: str, policy: str, far: bool) -> None:
+    def start(
+        self, slab: int, disk: int, write: str, policy: str, far: bool, shares: str, ttls: tuple[int, int]
+    ) -> None:
+        self.shares = shares
+        self.ttl = ttls[0] or FOREVER
+        self.now = 1000.0
+        self.ends: dict[bytes, float] = {}
+        """When the time of what was committed is over, at the latest."""
+        self.stays: dict[bytes, float] = {}
+        """What the slab kept for pins after the last rule, and when its time is over."""
+        self.pinned: set[str] = set()
         self.urls = [
-            f"cpu://?capacity={slab * 4 * PAGE}&policy={policy}",
-            f"near://?capacity={disk * 5 * PAGE}&write={write}&policy={policy}",
+            f"cpu://?capacity={slab * 4 * PAGE}&policy={policy}&ttl={ttls[0]}",
+            f"near://?capacity={disk * 5 * PAGE}&write={write}&policy={policy}&ttl={ttls[1]}",
         ]
         if far:
             self.urls.append("far://?write=always")
@@ -155,17 +182,44 @@ class CacheMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.tiers = {url: HandTier(kept, keeps=url.startswith("near")) for url, kept in self.kept.items()}
-        config = Config(tiers=self.urls, chunk_tokens=2, load_deadline=3600, prefault=False)
-        self.cache = Cache(config, tiers=self.tiers)
+        config = Config(
+            tiers=self.urls, chunk_tokens=2, load_deadline=3600, prefault=False, shares=parse(self.shares)
+        )
+        with patch("time.time", lambda: self.now + 1.7e9):
+            self.cache = Cache(config, tiers=self.tiers, clock=lambda: self.now)
+        self.stays = {}
+        for index in (self.cache.index, *(below.index for below in self.cache.below)):
+            if index is not None and index.pools is not None:
+                index.evict = partial(self.evict, index, index.evict)  # type: ignore[method-assign]
+
+    def evict(
+        self,
+        index: Index,
+        evict: Callable[..., list[Entry] | None],
+        need: int,
+        keep: Entry | None = None,
+        asker: Pool | None = None,
+        claim: int = 0,
+    ) -> list[Entry] | None:
+        """As the index does; but nobody may lose what is within his share to another, to the chunk."""
+        victims = evict(need, keep, asker, claim)
+        for pool in index.pools or ():
+            lost = [victim for victim in victims or () if index.pool(victim.key) is pool]
+            if lost and pool is not asker:
+                assert pool.used + max(victim.nbytes for victim in lost) > pool.room, f"{pool} lost {lost}"
+        return victims
 
     # ---- rules
 
     @rule(
-        chain=st.integers(0, CHAINS - 1), length=st.integers(0, LENGTH), form=st.sampled_from(sorted(FORMS))
+        chain=st.integers(0, CHAINS - 1),
+        length=st.integers(0, LENGTH),
+        form=st.sampled_from(sorted(FORMS)),
+        ttl=TIMES,
     )
-    def reserve(self, chain: int, length: int, form: str) -> None:
+    def reserve(self, chain: int, length: int, form: str, ttl: int) -> None:
         keys = [key(chain, i) for i in range(length)]
-        reservation = self.cache.reserve(keys, FORMS[form])
+        reservation = self.cache.reserve(keys, FORMS[form], ttl=ttl or None)
         numbers = list(reservation.entries)
         new = [i for i in range(length) if i in reservation.entries]
         assert numbers == new, "chunks are reserved in order"
@@ -192,6 +246,8 @@ class CacheMachine(RuleBasedStateMachine):
             del self.saves[which]
             if not reservation.aborted:
                 self.committed |= {entry.key for entry in reservation.entries.values()}
+                end = self.now + min(reservation.ttl, self.ttl)
+                self.ends |= {entry.key: end for entry in reservation.entries.values()}
 
     @rule(
         chain=st.integers(0, CHAINS - 1),
@@ -201,6 +257,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def match(self, chain: int, length: int, form: str, limit: int) -> None:
         match = self.cache.match([key(chain, i) for i in range(length)], FORMS[form], tokens=2 * length + 1)
+        self.none_is_over(match.run)
         if not match.asking and limit:
             self.cache.prefetch(match, limit if limit < LENGTH else None)
         self.matches.append(match)
@@ -228,6 +285,7 @@ class CacheMachine(RuleBasedStateMachine):
         fault=st.sampled_from((None, None, None, *Reason)),
     )
     def step(self, which: list[int], fault: Reason | None) -> None:
+        coming = {entry for match in self.matches for entry in match.run if entry.state is State.LOADING}
         for tier in self.tiers.values():
             tier.fault = fault
             for number in which:
@@ -235,9 +293,39 @@ class CacheMachine(RuleBasedStateMachine):
                     tier.finish(number)
             tier.fault = None
         self.cache.step()
+        self.none_is_over(coming)
+
+    def none_is_over(self, entries: Iterable[Entry]) -> None:
+        """What is served from now on may be served now."""
+        for entry in entries:
+            assert entry.state is not State.READY or self.now < self.ends[entry.key]
+
+    @rule(seconds=st.sampled_from((1, 3, 10)))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        for chain in range(CHAINS):
+            match = self.cache.match([key(chain, i) for i in range(LENGTH)], FORMS["one rank"])
+            self.none_is_over(match.run)
+            self.cache.release(match)
+
+    @rule(chain=st.integers(0, CHAINS - 1), length=st.integers(1, LENGTH), name=NAMES, ttl=TIMES)
+    def pin(self, chain: int, length: int, name: str, ttl: int) -> None:
+        before = self.cache.pinned()
+        self.stays = {}  # another one of this name ends
+        try:
+            self.cache.pin(name, [key(chain, i) for i in range(length)], ttl or None)
+        except MisuseError:
+            assert self.cache.pinned() == before
+
+    @rule(name=NAMES)
+    def unpin(self, name: str) -> None:
+        self.stays = {}
+        self.cache.unpin(name)
 
     @rule(force=st.booleans())
     def clear(self, force: bool) -> None:
+        if force:
+            self.stays = {}
         self.cache.clear(force=force)
 
     @precondition(lambda self: self.matches)
@@ -245,6 +333,7 @@ class CacheMachine(RuleBasedStateMachine):
     def discard(self, which: int) -> None:
         match = self.matches[which % len(self.matches)]
         if match.run:
+            self.stays.pop(match.run[-1].key, None)
             self.cache.discard(match.run[-1])
 
     @rule()
@@ -258,6 +347,15 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.cache.check()
+
+    @invariant()
+    def what_is_pinned_stays(self) -> None:
+        index, pinned = self.cache.index, {pin.name for pin in self.cache.pinned()}
+        there = {entry.key: index.ends.end(entry) for entry in index.kept}
+        if pinned == self.pinned:  # otherwise the time of one is over
+            for name, end in self.stays.items():
+                assert end <= self.now or there[name] == end, "it was pinned, and left"
+        self.stays, self.pinned = there, pinned
 
     @invariant()
     def every_token_is_counted_once(self) -> None:
@@ -303,6 +401,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
+            for name in NAMED:
+                self.cache.unpin(name)
             self.let_go()
             self.cache.clear()
             self.let_go()

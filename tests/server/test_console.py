@@ -700,6 +700,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
         {"tier": word, "url": word, "chunks": st.none() | whole, "used": st.none() | whole}
         | {
             "capacity": st.none() | st.integers(1, 1 << 60),
+            "pinned": st.none() | whole,
             "warm": st.booleans(),
             "write": word,
             "queue": whole,
@@ -710,6 +711,9 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             "evictions": whole,
             "bytes_up": whole,
             "bytes_down": whole,
+            "shares": st.dictionaries(
+                word, st.fixed_dictionaries({"used": whole, "share": whole, "evictions": whole}), max_size=3
+            ),
         }
         | {"seconds_up": st.floats(0, 1e9), "seconds_down": st.floats(0, 1e9), "failures": whole}
     )

@@ -138,8 +138,8 @@ def test_evicted_and_never_stored_can_be_told_apart_within_bounds():
     index = Index(10_000, make_policy("lru"), ghosts=4)
     run = fill(index, "a", 8)
     index.evict(8)
-    assert [index.was_evicted(entry.key) for entry in run] == [True] * 4 + [False] * 4
-    assert not index.was_evicted(key("never"))
+    assert [index.why_gone(entry.key) for entry in run] == ["evicted"] * 4 + [""] * 4
+    assert not index.why_gone(key("never"))
 
 
 def test_lru_equals_a_reference_model():

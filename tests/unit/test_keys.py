@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lmtier import keys
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.keys import (
+    NOBODY,
     Extra,
     Identity,
     KeyChain,
@@ -27,6 +28,8 @@ from lmtier.keys import (
     is_value,
     namespace,
     seed,
+    tenant,
+    tenant_of,
     value_key,
     weights_digest,
 )
@@ -64,29 +67,29 @@ def keys_of(tokens: object, extras: tuple[Extra, ...] = (), root: Key = ROOT, si
 
 def test_golden_seed():
     assert LLAMA.digest().hex() == "a38f5a8620814d5ae6144670e346a08c0ae80dfe9613d079832b9cf2052ecfb9"
-    assert ROOT.hex() == "f697c55a52b60b9dac5911d61b0e608735ae589cda76215a4bb72c7f0ef66186"
+    assert ROOT.hex() == "f697c55a000000001e2ef1b0e41f95bd3b3cb845e7c59ccba666af93db8d364f"
     assert (
         seed(LLAMA, 256, lora="sql", salt="tenant").hex()
-        == "f697c55a8ca02db2cc3233ac3552be448d679e34bbed602619a37d0e9fde0fc2"
+        == "f697c55ae7c39d4755f1ba1c41dbb7558bf3e86418db62889a3aa2238b7df061"
     )
 
 
 def test_golden_keys():
     assert [key.hex() for key in keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9])] == [
-        "f697c55a8c742e173495e212dd1d03c14674dacccba3c0f85372daedf20d1d14",
-        "f697c55ae6db48eb48b8786e9d33ec3f1b405ccc60c7c35ca5b6b6d96078a5fb",
+        "f697c55a000000004ce73e534130eddf466a51058798c976d39429df85a5568c",
+        "f697c55a00000000762a43528e79694e51bf556b84b149f382817a90af3f771a",
     ]
     assert (
         keys_of(range(-(2**31), -(2**31) + 4))[0].hex()
-        == "f697c55a25774c68b0d7d2247da49f77c770341232d375999d92545f4ffde647"
+        == "f697c55a00000000ff0ce9dd42724a9764e85c63c7f218f47a01828b9f57d5df"
     )
 
 
 def test_golden_keys_with_images():
     extras = (Extra(1, 5, "sha256:cat"), Extra(6, 1, "sha256:dog"))
     assert [key.hex() for key in keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9], extras)] == [
-        "f697c55ab86f76e956d9555a26e2dab5e322f3e4130fb3a81eec4a23964eef31",
-        "f697c55a8d42fb806a5c93af4a5c27f9806e1f8cb88a37794e2980c3f0e82e50",
+        "f697c55a000000008d9dce6bbfb306b3d866bc034ed65826aa86f3940a643613",
+        "f697c55a00000000b404c079d023f88c559aba407ce752c3cbd65758230a30ee",
     ]
 
 
@@ -99,6 +102,22 @@ def test_every_key_of_a_model_begins_with_its_namespace():
         start = seed(Identity(model="llama", weights="w"), 4, lora=lora, salt=salt)
         assert {key[:4] for key in (start, *keys_of(range(9), root=start))} == {ours}
     assert namespace("llama-2") != ours
+
+
+@given(st.text(), st.text())
+def test_every_key_says_whose_it_is(model: str, salt: str):
+    start = seed(Identity(model=model, weights="w"), 4, salt=salt)
+    whose = {tenant_of(key) for key in (start, *keys_of(range(9), root=start))}
+    assert whose == {tenant(salt)}
+    assert (tenant(salt) == NOBODY) is (salt == "")
+
+
+def test_a_named_value_is_nobodys():
+    assert {tenant_of(value_key(b"%d" % i)) for i in range(100)} == {NOBODY}
+
+
+def test_golden_tenant():
+    assert tenant("tenant").hex() == "e7c39d47"
 
 
 @given(st.text())

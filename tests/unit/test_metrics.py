@@ -118,6 +118,7 @@ class World:
 
     def look(self, keys, more, how):
         match = self.cache.match(keys, FORM, tokens=len(keys) + more)
+        there = len(match.run)
         while how == "takes two" and match.asking:
             self.cache.flush(0.01)
         at_once = match.sources[:] if match.ready else []
@@ -132,6 +133,8 @@ class World:
             got, found, cut = at_once, 0, ""
         else:
             got, found, cut = match.sources, match.found, match.cut
+        is_known = how != "leaves" or not match.asking
+        self.now["worth_decisions_total",] += is_known and max(match.chunks, match.found) > there
         self.now["lookups_total",] += 1
         self.now["lookup_seconds_count",] += bool(keys)
         self.now["asked_tokens_total",] += len(keys) + more

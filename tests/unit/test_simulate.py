@@ -30,14 +30,23 @@ def trace() -> Trace:
     return synthetic.make("agentic", requests=150, seed=3)
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def real_hits(trace: Trace, urls: list[str]) -> list[dict[str, int]]:
     """What each request finds in a real cache, with bytes, threads and files."""
     layout = opaque_layout(CHUNK)
     layout = type(layout)(layout.layers, layout.dtype, TOKENS, TOKENS, layout.packing)
     form = form_of(layout, [layout.whole])
     found = []
-    with Cache(Config(chunk_tokens=TOKENS, tiers=urls)) as cache:
-        for keys in trace.keys(TOKENS):
+    clock = Clock()
+    with Cache(Config(chunk_tokens=TOKENS, tiers=urls), clock=clock) as cache:
+        for request, keys in zip(trace.requests, trace.keys(TOKENS), strict=True):
+            clock.now = request.at
             match = cache.wait(cache.match(keys, form, deadline=60))
             assert cache.flush()
             found.append({label: match.sources.count(label) * TOKENS for label in set(match.sources)})
@@ -48,7 +57,7 @@ def real_hits(trace: Trace, urls: list[str]) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("write", ["always", "reused", "evicted"])
+@pytest.mark.parametrize("write", ["always", "reused", "evicted", "auto", "auto&writes_per_day=1GiB"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_finds_exactly_what_the_real_cache_finds(trace, tmp_path, policy, write):
     rules = f"policy={policy}&write={write}"

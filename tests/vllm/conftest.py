@@ -38,8 +38,8 @@ def prompts_of(*lengths: int, seed: int = 1, prefix: int = 0) -> list[list[int]]
 
 
 def transfer(role: str = "kv_both", *, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
-    if "tiers" in extra:
-        extra = {"chunk_tokens": 256, **extra}
+    if "tiers" in extra:  # tiny models compute so fast that a busy disk may not be worth it
+        extra = {"chunk_tokens": 256, "worth": "always", **extra}
     return {
         "kv_connector": "LMTierConnector",
         "kv_connector_module_path": "lmtier_integrations.vllm",
@@ -52,10 +52,10 @@ def transfer(role: str = "kv_both", *, policy: str = "recompute", **extra: Any) 
 class CacheServer:
     """`lmtier serve` on a Unix socket."""
 
-    def __init__(self, folder: Path, *tiers: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *tiers: str, worth: str = "always") -> None:
         self.path = folder / "lmtier.sock"
         self._command = [sys.executable, "-P", "-m", "lmtier", "serve", "--unix", str(self.path)]
-        self._command += ["--listen", "", "--http", "", "--set", "verify=always"]
+        self._command += ["--listen", "", "--http", "", "--set", "verify=always", "--set", f"worth={worth}"]
         for tier in tiers or ("cpu://?capacity=256MiB",):
             self._command += ["--tier", tier]
         self._log = (folder / "server.log").open("ab")

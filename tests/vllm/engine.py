@@ -65,12 +65,12 @@ class Engine:
         return self._hear()
 
     def generate(
-        self, prompts: list[list[int]], tokens: int = 8, *, salt: str = "", lora: str = ""
+        self, prompts: list[list[int]], tokens: int = 8, *, salt: str = "", lora: str = "", ttl: object = None
     ) -> list[Output]:
         """All at once, as vLLM schedules them."""
         return [
             Output(each)
-            for each in self.ask("generate", prompts=prompts, tokens=tokens, salt=salt, lora=lora)
+            for each in self.ask("generate", prompts=prompts, tokens=tokens, salt=salt, lora=lora, ttl=ttl)
         ]
 
     def seconds(self, prompt: list[int]) -> float:
@@ -173,8 +173,9 @@ def _main() -> None:
     )
     say("ready")
 
-    def greedy(tokens: int) -> Any:
-        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def greedy(tokens: int, ttl: object = None) -> Any:
+        more = {"extra_args": {"kv_transfer_params": {"lmtier_ttl": ttl}}} if ttl is not None else {}
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
     def outcome(each: Any) -> dict[str, Any]:
         (answer,) = each.outputs
@@ -184,10 +185,10 @@ def _main() -> None:
             "reason": answer.finish_reason,
         }
 
-    def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str) -> Any:
+    def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str, ttl: object = None) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
         adapter = LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
-        return llm.generate(asked, greedy(tokens), use_tqdm=False, lora_request=adapter)
+        return llm.generate(asked, greedy(tokens, ttl), use_tqdm=False, lora_request=adapter)
 
     def settle() -> None:
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":

@@ -30,6 +30,8 @@ COUNTERS = {
     "load_seconds",
     "save_bytes",
     "save_seconds",
+    "prefill_seconds",
+    "prefill_expected_seconds",
     "load_failures",
     "save_failures",
     "unserved",

@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from lmtier.keys import Extra, Identity
+from lmtier.lifetimes import MAX_TTL
 from lmtier_integrations.identity import attention_of, weights_in
 
 log = logging.getLogger("vllm.lmtier")
@@ -62,6 +63,17 @@ def media_of(request: Request) -> list[Extra]:
         Extra(item.mm_position.offset, item.mm_position.length, item.identifier)
         for item in request.mm_features
     ]
+
+
+def ttl_of(request: Request) -> float | None:
+    """Seconds that what it computes may be used, if it says so. A wrong word of a user's stops no engine."""
+    seconds = (request.kv_transfer_params or {}).get("lmtier_ttl")
+    if seconds is None:
+        return None
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_TTL:
+        return float(seconds)
+    log.warning("lmtier: lmtier_ttl=%.40r of a request is no number of seconds: not obeyed", seconds)
+    return None
 
 
 def _weights(model: str, revision: str | None, config: Any) -> str:

@@ -130,6 +130,8 @@ class Plan(KVConnectorMetadata):
     may stand on blocks that were not loaded: nothing of that step is stored."""
     run: int = 0
     """The run of the server that the workers are asked to follow to; 0: all are there."""
+    computes: tuple[int, float] | None = None
+    """Of a step that mostly computes prompts: its tokens, and the sum of their positions."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
 from lmtier.prompts import Origin
 from lmtier_integrations.vllm.events import Events
-from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of
+from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of, ttl_of
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
@@ -55,6 +55,8 @@ _ASK = 0.001  # seconds between questions to a server that reads: an engine that
 _FRESH = 0.1  # seconds until a lookup that found less than everything is made again
 _LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
 _TOGETHER = 256  # generated tokens that are stored at once, where they do not leave a window meanwhile
+_IN_VAIN = 5.0  # seconds for which a request is not looked up again that has waited until its deadline
+_PROMPTS = 8  # tokens a request, on average, from which on a step counts as one that computes prompts
 _AHEAD = 0.5  # of the slab may be leased by requests that the engine has not come to
 
 
@@ -135,6 +137,7 @@ class Scheduler:
         self._form = form_of(layout, dict.fromkeys(ranks[rank].shard for rank in sorted(ranks)))
         self._identity = completed(self._identity, layout, self.client.approximation)
         self._seeds.clear()
+        self.client.declare(self._identity, self._form)
         self._ranks = len(ranks)
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0
@@ -162,6 +165,8 @@ class Scheduler:
                 self._seeds.clear()
             known = seed(self._identity, self.chunk_tokens, lora=lora, salt=salt)
             self._seeds[lora, salt] = known
+            if lora and self._form is not None:
+                self.client.declare(self._identity, self._form, lora)
         return known
 
     def _tell(self, known: Known, chain: KeyChain) -> None:
@@ -246,7 +251,9 @@ class Scheduler:
             return 0
         match = known.match
         is_short = match is None or (
-            match.ready and match.chunks < (request.num_tokens - 1) // self.chunk_tokens
+            match.ready
+            and match.cut != "deadline"
+            and match.chunks < (request.num_tokens - 1) // self.chunk_tokens
         )
         if is_short and time.monotonic() - known.looked_at > _FRESH:
             self._look(known)
@@ -254,10 +261,16 @@ class Scheduler:
         if match is None:
             return 0
         if not self._has_arrived(match):
-            if time.monotonic() < match.deadline + _LATE:
+            if computed_tokens > match.has and not match.asking:
+                match.has = computed_tokens
+                self.client.prefetch(match, has=computed_tokens)
+            if not match.ready and time.monotonic() < match.deadline + _LATE:
                 return None
+        if not match.ready:
             self._drop(known)
             return 0
+        if match.cut == "deadline":
+            known.looked_at = time.monotonic() + _IN_VAIN
         known.stored, known.due = match.chunks, (match.chunks + 1) * self.chunk_tokens
         more = match.chunks * self.chunk_tokens - computed_tokens
         if more <= 0:
@@ -318,6 +331,8 @@ class Scheduler:
             plan.run = self.client.run
         if self._promised:
             self._plan_loads(plan, output)
+        if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
+            plan.computes = _work_of(output)
         # A replica has no shard to abort: if it fails a load, what it added to the others must not be stored.
         has_replicas = self._ranks > len(self._form.shards)
         is_unconfirmed = has_replicas and self._loading and not self.waits_for_loads
@@ -338,10 +353,8 @@ class Scheduler:
 
     def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int]]:
         """Requests that complete a chunk in this step, and how many of their tokens have KV after it."""
-        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
-        for request_id, computed in itertools.chain(running, new):
+        scheduled = output.num_scheduled_tokens
+        for request_id, computed in _computed(output):
             known = self._known.get(request_id)
             if known is None:
                 continue
@@ -379,7 +392,8 @@ class Scheduler:
         if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
             return
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
-        reservation = self.client.reserve(keys, self._form, first=known.stored)
+        ttl = ttl_of(known.request)
+        reservation = self.client.reserve(keys, self._form, first=known.stored, ttl=ttl)
         known.stored = full - reservation.dropped
         if self._events is not None:
             self._events.saw(known.request, self._chain(known, 0), ())
@@ -439,6 +453,27 @@ class Scheduler:
             self._events.forget()
         self._identity = replace(self._identity, weights=f"since a reset {secrets.token_hex(16)}")
         self._seeds.clear()
+        if self._form is not None:
+            self.client.declare(self._identity, self._form)
 
     def close(self) -> None:
         self.client.close()
+
+
+def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Each request of a step, and how many of its tokens have KV before it."""
+    cached = output.scheduled_cached_reqs
+    running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
+    return itertools.chain(running, new)
+
+
+def _work_of(output: SchedulerOutput) -> tuple[int, float] | None:
+    """A step's tokens, and the sum of their positions; None: there are none."""
+    scheduled = output.num_scheduled_tokens
+    area = sum(
+        scheduled[request_id] * (computed + scheduled[request_id] / 2)
+        for request_id, computed in _computed(output)
+        if request_id in scheduled
+    )
+    return (output.total_num_scheduled_tokens, area) if area else None

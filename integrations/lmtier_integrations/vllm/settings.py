@@ -10,12 +10,12 @@ from lmtier.config import Config, suggest
 from lmtier.errors import ConfigError
 
 LAYERWISE, STEP = "layerwise", "step"
-_SERVERS = ("tiers", "chunk_tokens", "load_deadline", "verify")
+_SERVERS = ("tiers", "chunk_tokens", "load_deadline", "worth", "verify")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Beside these: tiers, chunk_tokens, load_deadline and verify, as in `Config`, for the private server.
+    """Beside these, for the private server: tiers, chunk_tokens, load_deadline, worth, verify of `Config`.
 
     Its chunks are blocks of the engine, unless told otherwise: what is left of a prompt after its last chunk
     has to be computed, and a block over all layers is large enough an object.

@@ -14,6 +14,8 @@ COUNTERS = {
     "load_seconds": "time spent on that",
     "save_bytes": "bytes copied out of the engine's blocks",
     "save_seconds": "time spent on that",
+    "prefill_seconds": "time in steps that compute prompts, without copies",
+    "prefill_expected_seconds": "what was expected of them",
     "load_failures": "loads that failed after they were promised, and were recomputed",
     "save_failures": "saves that were given up",
     "unserved": "calls that found no server",

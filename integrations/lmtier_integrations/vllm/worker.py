@@ -27,6 +27,7 @@ from lmtier.mover import Load, Mover, Save
 from lmtier.paging import PagedKV
 from lmtier.server.client import Client
 from lmtier.server.engines import RUN_SHIFT
+from lmtier.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
@@ -47,6 +48,13 @@ class Worker:
         self._loads: list[tuple[LoadPlan, Match, Load]] = []
         self._saves: list[Save] = []
         self._plan = Plan()
+        self._prefill = Prefill()
+        self._stages = config.parallel_config.pipeline_parallel_size
+        self._began = 0.0
+        """When the step's own work began."""
+        self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
+        self._copied = 0
+        """What it has spent on copies since, and tokens that it has loaded."""
         self._are_hooks_called = False
         self._epoch = 0
         self._failed_blocks: set[int] = set()
@@ -109,6 +117,8 @@ class Worker:
         if self._declared.writes:
             for save in plan.saves:
                 self._prepare_save(save)
+        self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
+        self._copied, self._began = 0, time.perf_counter()
 
     def _prepare_load(self, plan: LoadPlan) -> None:
         match = plan.match(self.mover.form)
@@ -159,7 +169,7 @@ class Worker:
                 synchronous.append(each)
         if self._loads:
             self._loads = synchronous
-            self.stats.add("load_seconds", time.perf_counter() - began)
+            self._spent("load_seconds", began)
 
     def wait_for_layer(self, name: str) -> None:
         self._are_hooks_called = True
@@ -167,21 +177,40 @@ class Worker:
             began = time.perf_counter()
             for _, _, load in self._loads:
                 load.layer(number)
-            self.stats.add("load_seconds", time.perf_counter() - began)
+            self._spent("load_seconds", began)
 
     def save_layer(self, name: str) -> None:
         if self._saves and self._is_layerwise and (number := self._declared.numbers.get(name)) is not None:
             began = time.perf_counter()
             for save in self._saves:
                 save.layer(number)
-            self.stats.add("save_seconds", time.perf_counter() - began)
+            self._spent("save_seconds", began)
 
     def finish(self) -> None:
         """After the forward: what this step computed is in its blocks."""
+        if self._plan.computes is not None:
+            self._learn(*self._plan.computes)
         if self._loads:
             self._finish_loads()
+        if self._copied:
+            self._prefill.copied(self._copied, self._copying["load_seconds"])
         if self._saves:
             self._finish_saves()
+
+    def _learn(self, tokens: int, area: float) -> None:
+        """What computing takes, for the server: it decides what is worth loading. By the first rank."""
+        seconds = time.perf_counter() - self._began - sum(self._copying.values())
+        expected = self._prefill.learn(tokens, area, seconds * self._stages)
+        if self._config.parallel_config.rank == 0:
+            self.stats.add("prefill_seconds", seconds * self._stages)
+            self.stats.add("prefill_expected_seconds", expected)
+            if (cost := self._prefill.cost) is not None:
+                self.client.costs(cost)
+
+    def _spent(self, what: str, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._copying[what] += seconds
+        self.stats.add(what, seconds)
 
     def _finish_loads(self) -> None:
         for plan, match, load in self._loads:
@@ -200,6 +229,7 @@ class Worker:
         if believed < whole:
             self._fail(plan, believed)
         self.stats.add("load_bytes", self._bytes(whole - plan.computed_tokens))
+        self._copied += whole - plan.computed_tokens
         self._report.loaded[plan.id] = 1
         if plan.request:
             self._arrived.add(plan.request)
@@ -216,7 +246,7 @@ class Worker:
                 save.commit()
                 self.stats.add("save_bytes", self._bytes(save.tokens))
         self._saves = []
-        self.stats.add("save_seconds", time.perf_counter() - began)
+        self._spent("save_seconds", began)
 
     def _fail(self, plan: LoadPlan, believed: int = 0) -> None:
         """Tell the engine what to compute after all; nothing that was computed on it is stored."""

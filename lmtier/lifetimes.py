@@ -1,0 +1,175 @@
+"""How long chunks live: when the time of each is over, and which are pinned by name. Pure.
+
+An end never moves to a later time. A chunk gets it when it is stored, by what its request and the tier
+allow, and takes it along: up unchanged, down no later than the tier there allows. A pin keeps a chunk from
+being evicted, not from ending.
+
+The wall clock is read once, for `Stamps`; from then on time is monotonic, and the headers of objects are
+written and read by that one relation. So a step of the wall clock ends nothing early and nothing late while
+a process runs. What another process wrote is off by as much as its clock was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import Generic, NamedTuple, TypeVar
+
+from lmtier.errors import MisuseError
+
+FOREVER = inf
+MAX_TTL = 100 * 365 * 86400.0
+"""Seconds."""
+MAX_PINS = 1024
+MAX_PINNED = 1 << 18
+AT_ONCE = 64
+"""Chunks whose time is over that are taken out of one place in one step."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Stamps:
+    """Ends, which are in seconds of a clock that only goes forward, as the headers of objects say them."""
+
+    def __init__(self, now: float, wall: float) -> None:
+        self._epoch = wall - now
+
+    def stamp(self, end: float) -> int:
+        """In ms since the epoch, rounded down; 0: never."""
+        return 0 if end == FOREVER else max(1, int((end + self._epoch) * 1000))
+
+    def end(self, stamp: int) -> float:
+        return stamp / 1000 - self._epoch if stamp else FOREVER
+
+
+class Ends(Generic[K]):
+    """When the time of each is over, for those that have an end; nothing is kept for the others.
+
+    They are also sorted into whole seconds, so that setting, forgetting and finding one are O(1), and
+    nothing is left behind of what leaves before its end.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[K, float] = {}
+        self._due: dict[int, dict[K, None]] = {}
+        self._swept = 0
+        """No second before it has any."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def end(self, each: K) -> float:
+        return self._ends.get(each, FOREVER)
+
+    def is_over(self, each: K, now: float) -> bool:
+        return self._ends.get(each, FOREVER) <= now
+
+    def set(self, each: K, end: float) -> None:
+        self.forget(each)
+        if end == FOREVER:
+            return
+        second = int(end)
+        self._swept = min(self._swept, second) if self._due else second
+        self._ends[each] = end
+        self._due.setdefault(second, {})[each] = None
+
+    def forget(self, each: K) -> None:
+        end = self._ends.pop(each, None)
+        if end is not None:
+            due = self._due[int(end)]
+            del due[each]
+            if not due:
+                del self._due[int(end)]
+
+    def over(self, now: float, most: int) -> list[K]:
+        """Up to `most` of those whose time is over, at most a second late; to be forgotten by the caller."""
+        found: list[K] = []
+        while self._due and self._swept < int(now):
+            found += islice(self._due.get(self._swept, ()), most - len(found))
+            if len(found) == most:
+                break
+            self._swept += 1
+        return found
+
+    def check(self) -> None:
+        due = {each: second for second, some in self._due.items() for each in some}
+        assert due == {each: int(end) for each, end in self._ends.items()}, "seconds and ends differ"
+        assert all(self._due.values()), "an empty second is kept"
+        assert not due or self._swept <= min(self._due), "a second was passed over"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    name: str
+    keys: tuple[bytes, ...]
+    end: float
+
+
+class Pinned(NamedTuple):
+    """A pin, to be told."""
+
+    name: str
+    chunks: int
+    kept: dict[str, int]
+    """How many of them each tier has, and keeps."""
+    seconds_left: float | None
+    """None: until somebody unpins it."""
+
+
+class Pins:
+    """Named prefixes that are to stay. By key, so that what is stored or loaded later stays too."""
+
+    def __init__(self) -> None:
+        self._pins: dict[str, Pin] = {}
+        self.wanted: dict[bytes, int] = {}
+        """How many pins want each key."""
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pins
+
+    def need_room(self, name: str, keys: int) -> None:
+        """Pins are few, and their keys take memory of their own."""
+        if len(self._pins) >= MAX_PINS and name not in self._pins:
+            raise MisuseError(f"there are {MAX_PINS} pins: unpin one first")
+        if sum(len(pin.keys) for pin in self) + keys > MAX_PINNED:
+            raise MisuseError(f"all pins together have at most {MAX_PINNED} chunks: unpin something first")
+
+    def put(self, name: str, keys: Sequence[bytes], end: float = FOREVER) -> list[bytes]:
+        """In place of what had this name. The keys that nobody wants any more."""
+        for key in keys:  # before the old ones go: a key of both stays wanted throughout
+            self.wanted[key] = self.wanted.get(key, 0) + 1
+        unwanted = self.take(name)
+        self._pins[name] = Pin(name, tuple(keys), end)
+        return unwanted
+
+    def take(self, name: str) -> list[bytes]:
+        """End a pin. The keys that nobody wants any more."""
+        pin = self._pins.pop(name, None)
+        unwanted = []
+        for key in pin.keys if pin is not None else ():
+            self.wanted[key] -= 1
+            if not self.wanted[key]:
+                del self.wanted[key]
+                unwanted.append(key)
+        return unwanted
+
+    def over(self, now: float) -> list[str]:
+        return [pin.name for pin in self._pins.values() if pin.end <= now]
+
+    def check(self) -> None:
+        counts: dict[bytes, int] = {}
+        for key in _all(pin.keys for pin in self):
+            counts[key] = counts.get(key, 0) + 1
+        assert counts == self.wanted, "pins and what they want differ"
+
+
+def _all(parts: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    return (key for part in parts for key in part)

@@ -1,0 +1,204 @@
+"""Lifetimes on a real server: what outlives a session and a restart, what does not; the commands for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmtier.cli import main
+from lmtier.errors import MisuseError
+from lmtier.keys import Identity, KeyChain, seed
+from lmtier.layout import form_of, padded
+from lmtier.server.client import Client
+from lmtier.testing import opaque_layout
+from tests.server.process import PATIENCE, Served, until
+
+LAYOUT = opaque_layout(8192)  # one token a chunk
+FORM = form_of(LAYOUT, [LAYOUT.whole])
+ROOM = padded(8192)
+IDENTITY = Identity(model="m", weights="w", layers=32)
+TOKENS = list(range(100, 112))
+
+
+def keys(tokens: list[int], salt: str = "", identity: Identity = IDENTITY) -> list[bytes]:
+    return KeyChain(seed(identity, 1, salt=salt), 1, tokens).keys
+
+
+def store(client: Client, names: list[bytes], ttl: float | None = None) -> None:
+    client.commit(client.reserve(names, FORM, ttl=ttl))
+
+
+def look(client: Client, names: list[bytes]) -> list[str]:
+    match = client.wait(client.match(names, FORM))
+    sources = list(match.sources)
+    client.release(match)
+    return sources
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    disk = f"disk://{tmp_path}/kv?capacity=1MiB"
+    tiers = (f"cpu://?capacity={16 * ROOM}", disk)
+    served = Served(tmp_path, *tiers, config={"chunk_tokens": 1}, unix=str(tmp_path / "socket"))
+    yield served
+    served.process.kill()
+    served.process.wait()
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[Client]:
+    with Client(server.where["unix"]) as client:
+        yield client
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, server, tmp_path):
+    """A command line about a file of tokens; its exit code, stdout and stderr."""
+    for name in [name for name in os.environ if name.startswith("LMTIER_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))
+
+    def run(*argv):
+        code = main([str(each) for each in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def restart(server: Served) -> None:
+    server.process.terminate()
+    server.process.wait(PATIENCE)
+    server.start()
+
+
+def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, client):
+    store(client, keys(TOKENS), ttl=1.0)
+    stored = time.monotonic()
+    assert client.flush()
+    store(client, keys(TOKENS, "kept"), ttl=3600)
+    assert client.flush()
+    client.close()
+    restart(server)
+    until(lambda: time.monotonic() > stored + 1.0)
+    with Client(server.where["unix"]) as again:
+        assert look(again, keys(TOKENS, "kept")) == ["disk"] * 12
+        assert look(again, keys(TOKENS)) == []
+        assert server.ask("LMTIER.REPORT")["tokens"]["missed"] == {"expired": 12}
+        again.check()
+
+
+def test_a_pin_outlives_its_session_and_not_its_server(server, client):
+    store(client, keys(TOKENS[:6]))
+    assert client.pin("system", keys(TOKENS[:6])) == {"cpu": 6, "disk": 0}
+    client.flush()
+    assert client.pinned()[0].kept == {"cpu": 6, "disk": 6}
+    client.close()
+    with Client(server.where["unix"]) as other:
+        for i in range(4):
+            store(other, keys(list(range(8)), f"flood{i}"))
+            assert other.flush()
+        assert look(other, keys(TOKENS[:6])) == ["cpu"] * 6
+        with pytest.raises(MisuseError, match="cpu gives pins half"):
+            other.pin("more", keys(list(range(8)), "flood3"))
+        assert other.unpin("system")
+        assert not other.unpin("system")
+        other.check()
+        other.pin("system", keys(TOKENS[:6]))
+    restart(server)
+    with Client(server.where["unix"]) as other:
+        assert other.pinned() == []
+
+
+def test_a_prompt_is_brought_up_and_pinned_by_its_tokens(server, client, run, tmp_path):
+    client.declare(IDENTITY, FORM)
+    store(client, keys(TOKENS))
+    assert client.flush()
+    client.close()
+    restart(server)
+    with Client(server.where["unix"]) as engine:
+        engine.declare(IDENTITY, FORM)
+        engine.check()
+        where = server.where["redis"]
+        code, out, _ = run("prefetch", tmp_path / "tokens.json", "--server", where, "--json")
+        assert (code, json.loads(out)["prompts"]) == (
+            0,
+            [{"tokens": 12, "chunks": 12, "there": 0, "brought_up": {"disk": 12}, "missing": 0, "why": ""}],
+        )
+        assert look(engine, keys(TOKENS)) == ["cpu"] * 12
+        (tmp_path / "tokens.json").write_text(f"{TOKENS[:5]}\n{[*TOKENS[:3], 1, 2]}\n")
+        code, out, _ = run("prefetch", tmp_path / "tokens.json", "--server", where, "--pin", "p")
+        assert code == 1
+        assert [line.split() for line in out.splitlines()][-3:] == [
+            ["1", "5", "5", "5", "0", "0"],
+            ["2", "5", "5", "3", "0", "2"],
+            ["pinned", "as", "p:", "5", "in", "cpu,", "5", "in", "disk"],
+        ]
+        report = server.ask("LMTIER.REPORT")
+        assert (report["lookups"], report["tokens"]["asked"]) == (1, 12)
+        assert [tier["pinned"] for tier in report["tiers"]] == [5 * ROOM, 5 * (ROOM + 4096)]
+
+
+def test_pin_pins_and_unpin(server, client, run, tmp_path):
+    where = server.where["redis"]
+    file = tmp_path / "tokens.json"
+    code, _, err = run("pin", file, "--name", "p", "--server", where)
+    assert (code, "no engine has told" in err) == (2, True)
+    client.declare(IDENTITY, FORM)
+    store(client, keys(TOKENS[:4], "tenant"))
+    client.flush()
+    code, out, _ = run("pin", file, "--name", "p", "--server", where, "--salt", "tenant", "--ttl", "1h")
+    assert code == 0
+    assert out == "pinned as p, 12 chunks: 4 in cpu, 4 in disk; others as soon as they come\n"
+    code, out, _ = run("pins", where)
+    assert code == 0
+    assert re.fullmatch(r"p +12 +4 in cpu, 4 in disk +59 min \d+ s", out.splitlines()[-1].strip())
+    code, out, _ = run("stats", where)
+    assert "pinned" in out
+    assert run("unpin", "p", "--server", where)[:2] == (0, "unpinned p\n")
+    assert run("unpin", "p", "--server", where)[:2] == (1, "nothing is pinned as p\n")
+    assert run("pins", where)[:2] == (0, "nothing is pinned\n")
+    client.check()
+
+
+def test_which_model_is_meant_must_be_clear(server, client, run, tmp_path):
+    where, file = server.where["redis"], tmp_path / "tokens.json"
+    client.declare(IDENTITY, FORM)
+    with Client(server.where["unix"]) as other:
+        other.declare(Identity(model="n"), FORM)
+        other.check()
+    client.check()
+    code, _, err = run("prefetch", file, "--server", where)
+    assert (code, "which model? name it with --model: m, n" in err) == (2, True)
+    code, _, err = run("prefetch", file, "--server", where, "--model", "o")
+    assert (code, "known: m, n" in err) == (2, True)
+    code, _, err = run("prefetch", file, "--server", where, "--model", "n")
+    assert (code, "does not know its weights" in err) == (2, True)
+    assert run("prefetch", file, "--server", where, "--model", "m")[0] == 1
+    code, _, err = run("prefetch", file, "--server", where, "--model", "m", "--lora", "poet")
+    assert (code, "no engine has used adapter 'poet' yet" in err) == (2, True)
+    client.declare(IDENTITY, FORM, "poet\0content")
+    store(client, KeyChain(seed(IDENTITY, 1, lora="poet\0content"), 1, TOKENS).keys)
+    assert run("prefetch", file, "--server", where, "--model", "m", "--lora", "poet")[0] == 0
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1.5]", '["a"]', "[[1], 2]", "[1]\nx", "[true]"])
+def test_a_file_that_holds_no_tokens_is_refused_in_one_line(run, tmp_path, text):
+    (tmp_path / "tokens.json").write_text(text)
+    code, _, err = run("prefetch", tmp_path / "tokens.json")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "tokens.json" in err
+
+
+def test_an_engine_that_comes_back_tells_its_model_again(server, client):
+    client.declare(IDENTITY, FORM)
+    client.check()
+    restart(server)
+    until(lambda: look(client, keys(TOKENS)) == [] and client.stats() != {})
+    (model,) = json.loads(server.ask("LMTIER.MODELS"))
+    assert model["identity"]["model"] == "m"

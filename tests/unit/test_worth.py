@@ -1,0 +1,426 @@
+"""Load or recompute: the best of all cuts, costs learned from what happens, tiers that recover."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmtier import worth
+from lmtier.cache import Cache, Match
+from lmtier.config import Config
+from lmtier.errors import ConfigError
+from lmtier.keys import namespace
+from lmtier.layout import Layout, form_of, padded
+from lmtier.server.engines import Engines
+from lmtier.testing import Gate, MemoryTier, SlowTier
+from lmtier.worth import ALWAYS, AUTO, NEVER, PATIENCE, Cost, Fit, Line, Prefill, Speed, cut
+from tests.unit.test_engines import Connection
+
+C = 4
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=128, dtype="bf16", block_tokens=2, chunk_tokens=C, packing="token"
+)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+ROOM = padded(LAYOUT.nbytes(LAYOUT.whole))
+
+# ---- the cut
+
+seconds = st.floats(0, 10)
+
+
+@st.composite
+def situations(draw):
+    lines = draw(st.lists(st.builds(Line, seconds, st.floats(0, 1e-3)), max_size=3))
+    place = st.sampled_from([-1, *range(len(lines)), *(-2 - number for number in range(len(lines)))])
+    places = draw(st.lists(place, min_size=1, max_size=12))
+    chunk = draw(st.integers(1, 300))
+    tokens = len(places) * chunk + draw(st.integers(1, 500))
+    cost = Cost(*(draw(st.floats(0, most)) for most in (1, 1e-2, 1e-4, 1e-3)))
+    return cost, tokens, draw(st.integers(0, tokens - 1)), chunk, places, draw(st.integers(1, 10**6)), lines
+
+
+def first_token(chunks, cost, tokens, has, chunk, places, nbytes, lines):
+    """Seconds, in plain words: each tier brings its own, all at once; then the copy; then the rest."""
+    arrivals = [0.0]
+    for number, line in enumerate(lines):
+        mine = places[:chunks].count(number)
+        if mine or -2 - number in places[:chunks]:
+            arrivals.append(line.start + line.byte * nbytes * mine)
+    known = max(has, chunks * chunk)
+    return max(arrivals) + cost.copy * (known - has) + cost.prefill(known, tokens), max(arrivals)
+
+
+@given(situations())
+def test_no_other_cut_is_expected_to_be_sooner_but_by_a_margin(situation):
+    chosen = cut(*situation)
+    times = [first_token(chunks, *situation)[0] for chunks in range(len(situation[4]) + 1)]
+    assert times[chosen.chunks] <= min(times) * (1 + worth._MARGIN) + 1e-9
+    longer = times[chosen.chunks + 1 :]
+    assert all(each >= min(times) * (1 + worth._MARGIN) - 1e-9 for each in longer), "of equals, the longest"
+    assert chosen.arrival == pytest.approx(first_token(chosen.chunks, *situation)[1])
+
+
+def test_late_tokens_cost_more_so_a_slow_tier_is_worth_it_for_long_prompts_only():
+    cost, slow = Cost(0.0, 1e-5, 1e-6, 0.0), Line(0.0, 1e-3)
+
+    def chosen(chunks: int) -> int:
+        return cut(cost, 100 * chunks + 1, 0, 100, [0] * chunks, 10, [slow]).chunks
+
+    assert (chosen(1), chosen(100)) == (0, 100)
+
+
+def test_what_the_engine_has_itself_is_no_reason_to_load():
+    cost, line = Cost(0.0, 1e-3, 0.0, 0.0), Line(0.0, 0.5e-5)
+    assert cut(cost, 1001, 0, 100, [0] * 10, 10_000, [line]).chunks == 10
+    assert cut(cost, 1001, 900, 100, [0] * 10, 10_000, [line]).chunks == 0
+
+
+# ---- learning
+
+
+def work(start: int, end: int) -> tuple[int, float]:
+    return end - start, (end * end - start * start) / 2
+
+
+def run(prefill: Prefill, cost: Cost, dice: random.Random, prompts: int, *, noise=0.1, stalls=0.0):
+    """Prompts in steps of at most 2,048 tokens."""
+    for _ in range(prompts):
+        length = dice.choice([100, 500, 1000, 2000, 4000, 8000])
+        for start in range(0, length, 2048):
+            took = cost.prefill(start, end := min(length, start + 2048)) * dice.lognormvariate(0, noise)
+            prefill.learn(*work(start, end), took * (30 if dice.random() < stalls else 1))
+
+
+def error(prefill: Prefill, cost: Cost) -> float:
+    """The worst, as a factor."""
+    found = prefill.cost
+    assert found is not None
+    parts = [(0, 500), (0, 2000), (0, 8000), (6000, 8000)]
+    ratios = [found.prefill(*part) / cost.prefill(*part) for part in parts]
+    return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+
+COSTS = [Cost(0.004, 5e-5, 1e-8, 0.0), Cost(0.03, 1e-5, 1e-9, 0.0), Cost(1e-3, 1e-3, 1e-7, 0.0)]
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prefills_cost_is_learned_in_spite_of_noise_and_stalls_and_anew_when_it_changes(cost, seed):
+    dice, prefill = random.Random(seed), Prefill()
+    run(prefill, cost, dice, 40, stalls=0.03)
+    assert error(prefill, cost) < 1.35
+    run(prefill, cost, dice, 10)
+    assert error(prefill, cost) < 1.25
+    slower = Cost(*(3 * each for each in cost))
+    run(prefill, slower, dice, 40)
+    assert error(prefill, slower) < 1.35
+
+
+def test_one_stalled_step_changes_little():
+    prefill = Prefill()
+    run(prefill, COSTS[0], random.Random(0), 30)
+    before = prefill.cost
+    prefill.learn(*work(0, 2000), 100.0)
+    assert before is not None
+    assert prefill.cost is not None
+    assert prefill.cost.prefill(0, 2000) < 2 * before.prefill(0, 2000)
+
+
+def test_the_cost_of_copies_is_learned_too_and_nothing_is_told_after_a_step_or_two():
+    prefill = Prefill()
+    for _ in range(3):
+        prefill.learn(*work(0, 1000), 0.1)
+        assert prefill.cost is None
+    prefill.learn(*work(0, 1000), 0.1)
+    assert prefill.cost is not None
+    assert prefill.cost.copy == 0
+    for _ in range(10):
+        prefill.copied(1000, 1e-3)
+    assert prefill.cost.copy == pytest.approx(1e-6, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e6)), min_size=1, max_size=50))
+def test_whatever_is_seen_the_weights_stay_positive_and_finite(observations):
+    fit = Fit((0.2, 0.8), noise=0.3, drift=0.5, most=1000.0)
+    for amount, took in observations:
+        fit.learn((1.0, amount), took)
+    assert all(0 < weight < inf for weight in fit.weights)
+
+
+class Link:
+    """Brings what is asked of it, one after the other, at a given speed; time is a number."""
+
+    def __init__(self, latency: float, byte: float, noise: float = 0.0) -> None:
+        self.speed, self.now, self.dice = Speed(), 0.0, random.Random(1)
+        self.latency, self.byte, self.noise = latency, byte, noise
+
+    def bring(self, *sizes: int) -> float:
+        began = self.now
+        for size in sizes:
+            self.speed.asked(size, self.now)
+        self.now += self.latency * self.dice.lognormvariate(0, self.noise)
+        for size in sizes:
+            self.now += self.byte * size * self.dice.lognormvariate(0, self.noise)
+            self.speed.ended(size, self.now)
+        took = self.now - began
+        self.now += 10.0  # nobody asks
+        return took
+
+    def expected(self, nbytes: int) -> float:
+        line = self.speed.line(self.now)
+        assert line is not None
+        return line.start + line.byte * nbytes
+
+
+def test_a_tiers_latency_and_bandwidth_are_learned_from_its_transfers_and_idle_time_is_not_in_them():
+    link = Link(latency=2e-3, byte=1e-8, noise=0.1)
+    assert link.speed.line(0.0) is None
+    for _ in range(60):
+        link.bring(*[2**17] * link.dice.choice([1, 4, 16, 64]))
+    for chunks in (1, 16, 64):
+        assert link.expected(chunks * 2**17) == pytest.approx(2e-3 + 1e-8 * chunks * 2**17, rel=0.35)
+    link.byte *= 100
+    for _ in range(4):
+        link.bring(*[2**17] * 16)
+    assert link.expected(2**21) == pytest.approx(1e-6 * 2**21, rel=0.35)
+
+
+def test_who_is_asked_already_takes_longer_and_who_does_not_move_may_take_as_long_again():
+    link = Link(latency=1e-3, byte=1e-8)
+    for _ in range(20):
+        link.bring(2**20)
+    idle = link.expected(2**20)
+    link.speed.asked(10 * 2**20, link.now)
+    assert link.expected(2**20) == pytest.approx(idle + 10 * 2**20 * 1e-8, rel=0.35)
+    link.now += 100
+    assert link.expected(2**20) >= 100
+    link.speed.ended(10 * 2**20, link.now, counts=False)
+    assert link.expected(2**20) == idle, "a miss says nothing of the speed"
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=200))
+def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_still_is(skips):
+    speed, now, skipped, explored, last = Speed(), 0.0, 0, 0, -inf
+    for chunks, wait in skips:
+        now += wait
+        skipped += chunks
+        if count := speed.explores(chunks, 1000, now):
+            assert count <= chunks
+            assert now - last >= worth._FRESH, "it was measured just now"
+            explored, last = explored + count, now
+            speed.asked(count * 1000, now)
+            speed.ended(count * 1000, now)
+    assert explored <= skipped * worth._EXPLORED
+
+
+def test_nothing_is_explored_before_what_was_asked_for_has_come():
+    speed = Speed()
+    speed.asked(1000, 0.0)
+    assert not speed.explores(100, 1000, 100.0)
+    speed.ended(1000, 100.0, counts=False)
+    assert [speed.explores(100, 1000, 100.0) for _ in range(3)] == [1, 2, 4]
+
+
+# ---- the cache
+
+
+def keys(count: int, name: str) -> list[bytes]:
+    return [namespace("m") + hashlib.sha256(f"{name}{i}".encode()).digest()[4:] for i in range(count)]
+
+
+class Place:
+    """A cache with a small slab over a tier that is as slow as is said, where prompts lie."""
+
+    def __init__(self, worth: str = AUTO, prompts: int = 60) -> None:
+        self.gate = Gate()
+        self.tier = SlowTier(MemoryTier(), self.gate)
+        url = "slow://?capacity=1GiB"
+        config = Config(
+            tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False, worth=worth
+        )
+        self.cache = Cache(config, tiers={url: self.tier})
+        self.prompts = [keys(4, f"prompt {number} ") for number in range(prompts)]
+        for names in [*self.prompts, keys(8, "what fills the slab")]:
+            reservation = self.cache.reserve(names, FORM)
+            for entry in reservation.entries.values():
+                self.cache.slab.view(entry.offsets[0], ROOM)[:] = entry.key * (ROOM // len(entry.key))
+            self.cache.commit(reservation)
+            assert self.cache.flush()
+        self.unread = iter(self.prompts)
+
+    def ask(self, cost: Cost | None) -> Match:
+        """The next prompt, loaded as far as it is worth it; what is loaded for nobody arrives too."""
+        match = self.cache.wait(self.cache.match(next(self.unread), FORM, tokens=4 * C + 1, cost=cost))
+        self.cache.release(match)
+        assert self.cache.flush()
+        self.cache.check()
+        return match
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.cache.metrics.value(f"lmtier_{name}", **labels)
+
+    def decided(self, decision: str, why: str) -> float:
+        return self.count("worth_decisions_total", decision=decision, why=why)
+
+
+@contextmanager
+def place(worth: str = AUTO) -> Iterator[Place]:
+    made = Place(worth)
+    try:
+        yield made
+    finally:
+        made.gate.open()
+        made.tier._delay = 0.0
+        made.cache.close()
+
+
+CHEAP = Cost(1e-3, 1e-3, 0.0, 0.0)
+"""Of an engine that computes such a prompt in 17 ms."""
+
+
+def test_all_is_loaded_until_both_are_known():
+    with place() as at:
+        at.tier._delay = 0.05
+        assert at.ask(None).chunks == 4
+        assert at.ask(None).chunks == 4
+        assert at.decided("all", "unmeasured") == 2
+        assert at.count("worth_seconds_count", stage="actual") == 0
+
+
+def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_from_again(monkeypatch):
+    monkeypatch.setattr(worth, "_FRESH", 0.0)
+    with place() as at:
+        at.tier._delay = 0.2
+        at.ask(None)
+        slow = at.ask(CHEAP)
+        assert (slow.chunks, slow.cut) == (0, "not_worth_it")
+        assert at.decided("none", "slower") == 1
+        assert at.count("missed_tokens_total", reason="not_worth_it") == 4 * C
+        for _ in range(7):
+            at.ask(CHEAP)
+        assert at.count("worth_explored_total", tier="slow") == 1, "of 32 chunks"
+        at.tier._delay = 0.0
+        for _ in range(40):
+            if at.ask(CHEAP).chunks == 4:
+                break
+        assert at.decided("all", "faster") == 1
+        assert at.count("worth_seconds_count", stage="actual") == 1
+        assert at.count("worth_seconds_sum", stage="expected") < 0.017
+        assert at.count("worth_explored_total", tier="slow") <= 48 * 4 / 16
+
+
+def test_a_tier_that_stalls_costs_what_computing_would_and_a_half_not_the_whole_deadline():
+    with place() as at:
+        for _ in range(3):
+            at.ask(CHEAP)
+        at.gate.hold()
+        began = time.monotonic()
+        match = at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=CHEAP)
+        at.cache.wait(match)
+        waited = time.monotonic() - began
+        assert (match.chunks, match.cut) == (0, "deadline")
+        assert waited < PATIENCE * CHEAP.prefill(0, 4 * C + 1) + 0.3 < at.cache.config.load_deadline
+        second = at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=CHEAP)
+        assert (second.ready, second.cut) == (True, "not_worth_it"), "it is known to stall"
+        at.gate.open()
+        assert at.cache.flush()
+
+
+def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
+    with place(ALWAYS) as at:
+        at.tier._delay = 0.2
+        for _ in range(2):
+            assert at.ask(CHEAP).chunks == 4
+        assert at.decided("all", "always") == 2
+    with place(NEVER) as at:
+        for names in (next(at.unread), keys(8, "what fills the slab")):
+            match = at.cache.match(names, FORM, cost=CHEAP)
+            assert (match.ready, match.chunks, match.cut) == (True, 0, "not_worth_it")
+        assert at.decided("none", "never") == 2
+    with pytest.raises(ConfigError, match="did you mean 'auto'"):
+        Config(worth="aut")
+
+
+def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
+    cost = Cost(1e-3, 1e-2, 0.0, 0.0)
+    with place() as at:
+        at.tier._delay = 0.01
+        for _ in range(3):
+            at.ask(cost)
+        at.gate.hold()
+        match = at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=cost)
+        at.cache.prefetch(match)
+        assert (match.ready, match.chunks) == (False, 4)
+        at.cache.prefetch(match, has=3 * C)
+        left = match.deadline - time.monotonic()
+        assert (match.ready, match.chunks) == (False, 4)
+        assert left < PATIENCE * cost.prefill(3 * C, 4 * C), "it waits for what the rest is worth"
+        at.cache.prefetch(match, has=4 * C)
+        assert (match.ready, match.chunks) == (True, 0)
+        at.cache.release(match)
+        at.gate.open()
+        assert at.cache.flush()
+        at.cache.check()
+
+
+def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answers_sooner():
+    class Asked(MemoryTier):
+        keeps = False
+
+    tier, url = SlowTier(Asked()), "asked://"
+    config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}) as cache:
+
+        def ask(number: int) -> Match:
+            return cache.match(keys(4, str(number)), FORM, tokens=4 * C + 1, cost=CHEAP)
+
+        cache.release(cache.wait(ask(0)))
+        tier._delay = 0.5
+        began = time.monotonic()
+        assert not cache.wait(ask(1)).chunks
+        assert time.monotonic() - began < 0.5
+        assert ask(2).ready, "it has not answered for longer than this one may wait"
+        assert cache.metrics.value("lmtier_queue_depth", tier="asked", op="all") == 1
+        assert cache.flush()
+        assert ask(3).ready, "it took too long"
+        tier._delay = 0.0
+        for number in range(4, 30):
+            assert cache.flush()
+            if ask(number).asking:
+                break
+        else:
+            pytest.fail("nobody waits for it any more")
+
+
+# ---- the server
+
+
+def test_an_engine_tells_what_computing_takes_and_its_own_lookups_are_decided_by_it():
+    with place() as at:
+        at.tier._delay = 0.2
+        at.ask(None)
+        engines = Engines(at.cache)
+        knows, does_not = Connection(engines, "ENGINE", "a"), Connection(engines, "ENGINE", "b")
+        worker = Connection(engines, "ENGINE", "a")
+        assert worker.say("COST", "0.001", repr(1e-3), 0, 0) == "OK"
+        found = {}
+        for each in (knows, does_not):
+            found[each] = each.match(next(at.unread))
+        assert (found[knows]["sources"], found[knows]["cut"]) == (b"", b"not_worth_it")
+        assert found[does_not]["sources"] == b"slow*4"
+        number = found[does_not]["id"]
+        assert does_not.say("PREFETCH", number, 2, "HAS", 4 * C)["sources"] == b"slow*2"
+        assert "no more" in str(does_not.say("PREFETCH", number, 2, 3))
+        assert "digits only" in str(does_not.say("PREFETCH", number, "HAS", "x"))
+        for words in (("x", 0, 0, 0), ("nan", 0, 0, 0), (0, -1, 0, 0), ("inf", 0, 0, 0)):
+            assert "four numbers of seconds" in str(worker.say("COST", *map(str, words)))
+        for each in (knows, does_not, worker):
+            each.close()
