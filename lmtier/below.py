@@ -48,7 +48,7 @@ UNBOUNDED = 1 << 62
 """The capacity of a tier that keeps what it is given, if nobody gave one."""
 
 View: TypeAlias = "Callable[[int, int], memoryview]"
-Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason], None]"
+Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason, float], None]"
 
 
 class _Waiting(NamedTuple):
@@ -479,7 +479,7 @@ class Below:
         return form
 
     def load(self, key: bytes, form: Form, payloads: Sequence[memoryview], then: Heard) -> None:
-        """Read one chunk into `payloads`; `then` hears its headers, or why it is a miss."""
+        """Read one chunk into `payloads`; `then` hears its headers, or why it is a miss; and when it ends."""
         mine = self.index.get(key) if self.index is not None else None
         used = self._use(mine)
         items = tuple(
@@ -491,25 +491,26 @@ class Below:
         now = time.monotonic()
         self.speed.asked(form.at_rest, now)
         deadline = now + self._patience
-        self._submit(Op.LOAD, items, partial(self._loaded, mine, form, then), deadline)
+        self._submit(Op.LOAD, items, partial(self._loaded, mine, self._known_end(mine), form, then), deadline)
 
-    def _loaded(self, mine: Entry | None, form: Form, then: Heard, done: Done) -> None:
-        reason = self._let_go(mine, done)
+    def _loaded(self, mine: Entry | None, known: float, form: Form, then: Heard, done: Done) -> None:
+        end = self._end(known, done)
+        reason = self._let_go(mine, end, done)
         took = reason is None or reason is Reason.DEADLINE
         self.speed.ended(form.at_rest, time.monotonic(), counts=took)
         if reason is None:
             self._transfer("up", loaded_bytes(done), done.seconds)
-            then({name.shard: value for name, value in done.ok.items() if isinstance(value, Header)})
+            then({name.shard: value for name, value in done.ok.items() if isinstance(value, Header)}, end)
         else:
-            then(reason)
+            then(reason, end)
 
-    def _let_go(self, mine: Entry | None, done: Done) -> Reason | None:
+    def _let_go(self, mine: Entry | None, end: float, done: Done) -> Reason | None:
         """End the lease of a read; why it failed, if it did. What it showed to be lost is deleted whole."""
         reasons = set(done.failed.values())
-        end = self.end(next(iter((*done.ok, *done.failed))).key, done.ok.values())
         if end <= self._clock():
             reasons.add(Reason.EXPIRED)
-            self._metrics.expired.labels(self.label).inc()
+            if mine is None or mine.state is not State.GONE:  # otherwise it was counted when it went
+                self._metrics.expired.labels(self.label).inc()
         if mine is not None and self.index is not None:
             if self.index.release(mine):  # discarded while it was read
                 self._delete([Name(mine.key, shard) for shard in mine.form.shards], mine.nbytes)
@@ -525,12 +526,15 @@ class Below:
                 self.wrote(self.label, False, {name.key for name in (*done.ok, *done.failed)})
         return _worst(reasons) if reasons else None
 
-    def end(self, key: bytes, read: Iterable[object]) -> float:
-        """When the time of a chunk is over that lies here: by its headers, and by what is known of it."""
-        ends = [self.stamps.end(header.expires) for header in read if isinstance(header, Header)]
-        mine = self.index.get(key) if self.index is not None else None
-        known = self.index.ends.end(mine) if self.index is not None and mine is not None else FOREVER
-        return min((known, *ends))
+    def _known_end(self, mine: Entry | None) -> float:
+        """When the time of a chunk is over, before it is read: it may be gone when it was."""
+        return self.index.ends.end(mine) if self.index is not None and mine is not None else FOREVER
+
+    def _end(self, known: float, done: Done) -> float:
+        """When the time of a chunk is over that was read: by what was known of it, and by its headers."""
+        return min(
+            [known, *(self.stamps.end(each.expires) for each in done.ok.values() if isinstance(each, Header))]
+        )
 
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk of one shard that this tier holds, and keep it with the entry."""
@@ -541,10 +545,10 @@ class Below:
         self.index.lease(mine)
         item = Item(Name(key, mine.form.shards[0]), used=mine.used)
         deadline = time.monotonic() + self._patience
-        self._submit(Op.PEEK, (item,), partial(self._peeked, mine, then), deadline)
+        self._submit(Op.PEEK, (item,), partial(self._peeked, mine, self._known_end(mine), then), deadline)
 
-    def _peeked(self, mine: Entry, then: Callable[[bytes | Reason], None], done: Done) -> None:
-        reason = self._let_go(mine, done)
+    def _peeked(self, mine: Entry, known: float, then: Callable[[bytes | Reason], None], done: Done) -> None:
+        reason = self._let_go(mine, self._end(known, done), done)
         if reason is None:
             (header,) = done.ok.values()
             assert isinstance(header, Header)
@@ -626,7 +630,8 @@ class Below:
         self._lookups += 1
         self._answers.asked(1, now)
         heard = (lambda found: None) if is_late else then
-        self._submit(Op.LOOKUP, items, partial(self._looked_up, heard), deadline)
+        # Whoever asks may wait for less; that a tier did not answer in time for him is no fault of its.
+        self._submit(Op.LOOKUP, items, partial(self._looked_up, heard), now + self._patience)
         return not is_late
 
     def _looked_up(self, then: Callable[[dict[Name, Stat]], None], done: Done) -> None:

@@ -79,6 +79,10 @@ class Match:
     released: bool = False
     asker: str = ""
     """Who asked, for people."""
+    limit: float = field(init=False)
+    """The deadline that was asked for; `deadline` is earlier where computing takes less."""
+    patience: float = float("inf")
+    """Seconds from `prefetch` on until computing is begun instead."""
     cost: Cost | None = None
     """What computing takes the engine, if it is to be loaded only as far as that is worth it."""
     has: int = 0
@@ -88,6 +92,9 @@ class Match:
     decided: float = 0.0
     expected: float | None = None
     """When that was, and how long it was to take from then on."""
+
+    def __post_init__(self) -> None:
+        self.limit = self.deadline
 
     @property
     def chunks(self) -> int:
@@ -267,7 +274,8 @@ class Cache:
         else:
             if whole and cost is not None and self.config.worth != ALWAYS:
                 match.cost = cost
-                match.deadline = began + min(seconds, PATIENCE * cost.prefill(0, whole))
+                match.patience = PATIENCE * cost.prefill(0, whole)
+                match.deadline = min(match.limit, began + match.patience)
             self._extend(match, len(names))
             self._find_below(match)
             self._weigh(match)
@@ -397,7 +405,8 @@ class Cache:
             self._explore(match, chunks, now)
             self._truncate(match, chunks, "not_worth_it")
         instead = match.cost.prefill(max(match.has, min(there, chunks) * size), max(match.has, chunks * size))
-        match.deadline = min(match.deadline, now + PATIENCE * instead)
+        match.patience = PATIENCE * instead
+        match.deadline = min(match.limit, now + match.patience)
 
     def _explore(self, match: Match, chunks: int, now: float) -> None:
         """Load some of what is not worth it, for nobody, if it is time to see whether it still is not."""
@@ -431,10 +440,16 @@ class Cache:
         if match.released:
             raise MisuseError("prefetch of a match that was released")
         if match.asking or has > match.has:
-            match.asking, match.has = 0, has  # what has not been answered by now is not waited for
+            match.asking, match.has = (
+                0,
+                min(has, match.asked_tokens),
+            )  # what has not been answered by now is not waited for
             self._weigh(match)
         if chunks is not None and chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")
+        if match.below:  # the engine may have taken its time to come to this
+            match.decided = time.monotonic()
+            match.deadline = min(match.limit, match.decided + match.patience)
         while match.below:
             before = len(match.run)
             self._extend(match, match.chunks)  # what came into the slab meanwhile, for another request
@@ -481,14 +496,14 @@ class Cache:
         below.load(key, form, payloads, partial(self._arrived, entry, below))
         return entry
 
-    def _arrived(self, entry: Entry, below: Below, result: dict[Shard, Header] | Reason) -> None:
+    def _arrived(self, entry: Entry, below: Below, result: dict[Shard, Header] | Reason, end: float) -> None:
         """A chunk came up from a tier below, or did not."""
         self._loading -= entry.nbytes
         del self._coming[entry]
         waiters = self._waiters.pop(entry, [])
         failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
         if not isinstance(result, Reason):
-            self._live_until(entry, below.end(entry.key, result.values()))
+            self._live_until(entry, end)
         if failure == "foreign" and not isinstance(result, Reason):
             below.discard(entry.key, entry.form, failure)
         if not failure:

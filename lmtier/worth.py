@@ -219,5 +219,5 @@ def cut(
     known = np.maximum(ends, has).astype(float)
     rest = cost.token * (tokens - known) + cost.position * (tokens * tokens - known * known) / 2
     total = arrival + cost.copy * (known - has) + cost.fixed + rest
-    chunks = int(np.flatnonzero(total <= total.min() * (1 + _MARGIN))[-1])
+    chunks = int(np.flatnonzero(total <= total.min() + _MARGIN * abs(total.min()))[-1])
     return Choice(chunks, float(arrival[chunks]))

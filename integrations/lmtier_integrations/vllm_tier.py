@@ -233,6 +233,7 @@ class LMTierSecondary(SecondaryTierManager):
         request: Request,
         key: OffloadKey,
         result: dict[Shard, Header] | Reason,
+        _end: float = 0.0,
     ) -> None:
         ok = not isinstance(result, Reason) and all(
             header.layout == self._layout for header in result.values()
@@ -274,6 +275,7 @@ class LMTierSecondary(SecondaryTierManager):
     def _step(self) -> None:
         below = self._below
         below.poll()
+        below.expire()
         if below.down.is_open and not below.down.allows():
             # vLLM cannot use the memory of what waits, and a tier that fails may do so for long.
             self._unwritten.update(entry.key for entry in self._going.entries() if not entry.leases)

@@ -18,8 +18,10 @@ from lmtier.index import State
 from lmtier.keys import value_key
 from lmtier.layout import PAGE, Layout, Name, form_of, padded, stored_size
 from lmtier.lifetimes import FOREVER, MAX_PINNED, MAX_PINS, Ends, Pins, Stamps
-from lmtier.testing import MemoryTier
+from lmtier.server.engines import Engines
+from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tier import Tier
+from tests.unit.test_engines import Connection
 
 C = 4
 LAYOUT = Layout.uniform(
@@ -333,6 +335,46 @@ def test_a_tier_that_must_be_asked_gives_nothing_that_is_over(make, time):
     assert missed(cache, "expired") == 2
     cache.flush()
     assert keys(2)[0] not in {name.key for name in objects}
+
+
+def test_what_ends_while_it_is_read_is_not_served_whatever_its_header_says(make, time):
+    """It was written before the tier had a ttl: that it is over now is known from the scan alone."""
+    objects, gate = Objects(), Gate()
+    plain, url = "near://?capacity=1MiB", "near://?capacity=1MiB&ttl=1h"
+    store(first := make(cpu(8), plain, opened={plain: MemoryTier(objects)}), keys(1))
+    first.close()
+    cache = make(cpu(8), url, opened={url: SlowTier(MemoryTier(objects), gate)})
+    assert cache.flush()
+    gate.hold()
+    match = cache.match(keys(1), ONE)
+    cache.prefetch(match)
+    assert match.waiting == 1
+    time.pass_by(2 * HOUR)
+    for _ in range(3):
+        cache.step()
+    gate.open()
+    assert (cache.wait(match).chunks, match.cut) == (0, "expired")
+    cache.release(match)
+    assert look(cache, keys(1)) == []
+    assert cache.flush()
+    assert not objects
+    assert cache.metrics.value("lmtier_expired_chunks_total", tier="near") == 1
+
+
+def test_what_is_brought_up_is_looked_for_also_where_somebody_must_be_asked(make):
+    url, tier = "far://", MemoryTier()
+    tier.keeps = False
+    cache = make(cpu(8), url, opened={url: tier})
+    store(cache, keys(2))
+    assert cache.flush()
+    store(cache, keys(8, "what fills the slab"))
+    assert cache.flush()
+    engines = Engines(cache)
+    engine = Connection(engines, "ENGINE", "a")
+    form = engine.say("FORM", LAYOUT.to_json(), *map(str, ONE.shards))
+    brought = engine.say("BRING", form, 5000, b"".join(keys(2)))
+    assert engine.say("WAIT", brought["id"])["sources"] == b"far*2"
+    engine.close()
 
 
 def test_a_step_of_the_wall_clock_ends_nothing_early(make, time):

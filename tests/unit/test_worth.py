@@ -236,6 +236,10 @@ def keys(count: int, name: str) -> list[bytes]:
     return [namespace("m") + hashlib.sha256(f"{name}{i}".encode()).digest()[4:] for i in range(count)]
 
 
+class Asked(MemoryTier):
+    keeps = False
+
+
 class Place:
     """A cache with a small slab over a tier that is as slow as is said, where prompts lie."""
 
@@ -372,9 +376,6 @@ def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
 
 
 def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answers_sooner():
-    class Asked(MemoryTier):
-        keeps = False
-
     tier, url = SlowTier(Asked()), "asked://"
     config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}) as cache:
@@ -398,6 +399,60 @@ def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answe
                 break
         else:
             pytest.fail("nobody waits for it any more")
+
+
+@contextmanager
+def asked(delay: float = 0.0) -> Iterator[tuple[Cache, SlowTier, Gate, list[bytes]]]:
+    """A cache over a tier that must be asked, and a prompt that lies there alone."""
+    gate, url = Gate(), "asked://"
+    tier = SlowTier(Asked(), gate, delay)
+    config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}) as cache:
+        prompt = keys(4, "prompt")
+        for names in (prompt, keys(8, "what fills the slab")):
+            cache.commit(cache.reserve(names, FORM))
+            assert cache.flush()
+        try:
+            yield cache, tier, gate, prompt
+        finally:
+            gate.open()
+
+
+def test_what_is_found_in_time_is_loaded_however_late_the_engine_comes_to_it():
+    with asked() as (cache, _, _, prompt):
+        match = cache.match(prompt, FORM, tokens=4 * C + 1, cost=CHEAP)
+        while match.asking or time.monotonic() < match.deadline + 0.01:  # the engine is in a long step
+            cache.step()
+        assert (match.chunks, match.cut) == (4, "")
+        assert (cache.wait(match).chunks, match.cut) == (4, "")
+        cache.release(match)
+
+
+def test_a_tier_that_does_not_answer_one_engine_in_time_is_trusted_all_the_same():
+    with asked() as (cache, _, gate, prompt):
+        gate.hold()
+        matches = [cache.match(prompt, FORM, tokens=4 * C + 1, cost=CHEAP) for _ in range(10)]
+        while not all(match.ready for match in matches):
+            cache.step()
+        assert not any(match.chunks for match in matches)
+        gate.open()
+        assert cache.flush()
+        assert not cache.below[0].up.is_open
+        for match in matches:
+            cache.release(match)
+
+
+def test_an_engine_that_says_it_has_more_than_the_prompt_breaks_nothing():
+    cost = Cost(1e-3, 1e-2, 0.0, 0.0)
+    with place() as at:
+        at.tier._delay = 0.01
+        for _ in range(3):
+            at.ask(cost)
+        match = at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=cost)
+        assert match.chunks == len(match.below) == 4
+        at.cache.prefetch(match, has=1_000_000_000)
+        assert (match.ready, match.chunks) == (True, 0)
+        at.cache.release(match)
 
 
 # ---- the server
