@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import __version__, config
 from lmtier.errors import ConfigError, LMTierError, TierError
+from lmtier.lifetimes import MAX_TTL
 from lmtier.terminal import Progress, complain, say, show_again, size, table
 
 if TYPE_CHECKING:
@@ -453,7 +454,12 @@ def _pin(args: argparse.Namespace) -> int:
 
 
 def _ttl(args: argparse.Namespace) -> float | None:
-    return None if args.ttl is None else config.parse_seconds(args.ttl)
+    if args.ttl is None:
+        return None
+    seconds = config.parse_seconds(args.ttl)
+    if not 0 < seconds <= MAX_TTL:
+        raise ConfigError(f"--ttl {args.ttl}: must be more than 0, and at most 100 years")
+    return seconds
 
 
 def _unpin(args: argparse.Namespace) -> int:

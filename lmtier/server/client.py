@@ -183,7 +183,7 @@ class Client:
         link, number = self._told_of(form)
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
-            request: list[Argument] = [number, asked, milliseconds, *_arguments(names)]
+            request: list[Argument] = [number, asked, milliseconds, *arguments(names)]
             entries: list[Entry] = []
             reply = self._call(
                 *("LMTIER.MATCH", *request),
@@ -198,9 +198,10 @@ class Client:
         return match
 
     def costs(self, cost: Cost) -> None:
-        """What computing takes this engine: decides for its matches from now on. Does not wait."""
-        link = self._reach()
-        if link is None:
+        """What computing takes this engine: decides for its matches from now on. Never waits or connects."""
+        self._mind_forks()
+        link = self._link
+        if link.is_lost or link.stalled:  # an engine's step is no time to connect in
             return
         old = link.cost or Cost(0.0, 0.0, 0.0, 0.0)
         if any(abs(new - told) > _NEWS * told for new, told in zip(cost, old, strict=True)):
@@ -213,7 +214,7 @@ class Client:
             raise MisuseError("prefetch of a match that was released")
         if match.id and (not match.ready or (chunks is not None and chunks < match.chunks)):
             limit = () if chunks is None else (chunks,)
-            has_some: tuple[Argument, ...] = ("HAS", has) if has else ()
+            has_some: tuple[Argument, ...] = ("HAS", has) if has and "HAS" in self._link.options else ()
             reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_some)
             if not self._fill(match, reply):
                 _cut(match, *limit)
@@ -262,7 +263,7 @@ class Client:
     def seen(self, keys: Sequence[bytes]) -> None:
         """As Cache.seen; does not wait for the server."""
         if self._reach() is not None:
-            self._post("LMTIER.SEEN", *_arguments(keys))
+            self._post("LMTIER.SEEN", *arguments(keys))
 
     def tell(self, keys: Sequence[bytes], tokens: Any, origin: Origin, parent: bytes = b"") -> None:
         """What the tokens of these chunks are, and the chunk before them; does not wait for the server.
@@ -293,11 +294,11 @@ class Client:
         """As Cache.reserve; everything is dropped if no server answers."""
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
-        names = list(keys)
+        names, lifetime = list(keys), _lifetime(ttl)
         link, number = self._told_of(form)
         reply = reservation = None
-        if link is not None:
-            request: list[Argument] = [number, first, *_lifetime(ttl), *_arguments(names)]
+        if link is not None and (not lifetime or self._can_end(link)):
+            request: list[Argument] = [number, first, *lifetime, *arguments(names)]
             reply = self._call("LMTIER.RESERVE", *request, link=link, undo=self._unreserve)
         if reply is not None:
             reservation = self._understood(lambda: _reservation(_fields(reply), names, form))
@@ -307,6 +308,15 @@ class Client:
         if reservation.entries:
             self._reservations[reservation.id] = reservation
         return reservation
+
+    def _can_end(self, link: _Link) -> bool:
+        """What was asked to end is rather not stored than stored for ever."""
+        if "TTL" not in link.options and not link.is_told_off:
+            link.is_told_off = True
+            log.warning(
+                "lmtier: the server at %s is older and knows no TTL: what has one is not stored", self.address
+            )
+        return "TTL" in link.options
 
     def commit(
         self,
@@ -382,14 +392,14 @@ class Client:
         link, number = self._told_of(form)
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, deadline), MAX_MS / 1000))
-            request: list[Argument] = [number, milliseconds, *_arguments(match.keys)]
+            request: list[Argument] = [number, milliseconds, *arguments(match.keys)]
             if self._fill(match, self._call("LMTIER.BRING", *request, link=link, undo=self._unmatch)):
                 self._matches[match.id] = match
         return match
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
         """As Cache.pin; the pin outlives this client, not the server. Empty if no server answers."""
-        reply = self._call("LMTIER.PIN", name, *_lifetime(ttl), *_arguments(keys))
+        reply = self._call("LMTIER.PIN", name, *_lifetime(ttl), *arguments(keys))
         return (self._understood(lambda: _fields(reply)) if reply is not None else None) or {}
 
     def unpin(self, name: str) -> bool:
@@ -408,14 +418,19 @@ class Client:
 
         The server is told again whenever it is another one.
         """
+        told = json.dumps(asdict(identity))
         models = self._models.setdefault(form, {})
+        if not lora:  # adapters of what was there before are no more
+            models = self._models[form] = {name: each for name, each in models.items() if each == told}
         models.pop(lora, None)
-        models[lora] = json.dumps(asdict(identity))
+        models[lora] = told
+        if "" in models:
+            models[""] = models.pop("")  # the last to be dropped
         if len(models) > MAX_MODELS:
             del models[next(iter(models))]
         link = self._reach()
         if link is not None and form in link.forms:
-            self._post("LMTIER.MODEL", link.forms[form], models[lora], lora)
+            self._post("LMTIER.MODEL", link.forms[form], told, lora)
         elif link is not None:
             self._told_of(form)
 
@@ -499,13 +514,14 @@ class Client:
         return None
 
     def _connect(self) -> bool:
-        self._try_after = time.monotonic() + _AGAIN
         self._link.close()
         try:
             link = _Link(self.address, self._token, self._hello, self.timeout)
         except (OSError, ProtocolError, TierError) as error:
             self._down(_said(error), is_news=isinstance(error, TierError))
             return False
+        finally:
+            self._try_after = time.monotonic() + _AGAIN  # from now: the attempt may have taken its timeout
         for name, now in (("chunk_tokens", link.config.chunk_tokens), ("approximation", link.approximation)):
             if now != (mine := getattr(self, name)):  # the keys that are known here are not those there
                 link.close()
@@ -675,6 +691,8 @@ class _Link:
         """What to do with each reply that is to come, in order."""
         self.cost: Cost | None = None
         """What this run of the server was told."""
+        self.is_told_off = False
+        """Somebody was warned that the server is too old."""
         self.is_lost = False
         self.stalled = False
         """A call has given up; until all that is owed has come, the others do not even begin."""
@@ -698,6 +716,7 @@ class _Link:
             capacity = self._ask(until, address, "LMTIER.SLAB")
             self.run: int = facts["run"]
             self.traces = bool(facts.get("traces"))
+            self.options = facts.get("options", b"").decode().split()
             self.approximation: str = facts.get("approximation", b"").decode()
             self.config = Config(
                 chunk_tokens=facts["chunk_tokens"],
@@ -816,7 +835,7 @@ def _said(error: Exception) -> str:
 # ---- requests and replies
 
 
-def _arguments(keys: Sequence[bytes]) -> list[bytes]:
+def arguments(keys: Sequence[bytes]) -> list[bytes]:
     """Many keys an argument, in pieces that a server takes."""
     return [
         b"".join(keys[at : at + _KEYS_AN_ARGUMENT]) for at in range(0, max(1, len(keys)), _KEYS_AN_ARGUMENT)

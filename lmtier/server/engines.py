@@ -196,6 +196,7 @@ class Engines:
             "approximation": config.approximation,
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
+            "options": "HAS TTL",  # of verbs that servers of this protocol had before without them
             "slab": caller.is_local and self.cache.slab.fd is not None,
         }
 
@@ -409,7 +410,8 @@ class Engines:
         form = _form_of(session, arguments[1])
         deadline = _number(arguments[2], "a deadline in milliseconds", MAX_MS) / 1000
         match = self.cache.bring(_keys(arguments[3:]), form, deadline=deadline)
-        self.cache.prefetch(match)
+        if not match.asking:  # what is asked for first, whoever waits for it also wants
+            self.cache.prefetch(match)
         number = next(self._ids)
         session.matches[number] = match
         return self._described(number, match)
@@ -417,9 +419,11 @@ class Engines:
     def _model(self, caller: Caller, arguments: list[Argument]) -> Any:
         """How an engine makes its keys, and its form: for people who have tokens."""
         form = _form_of(_session(caller), arguments[1])
-        model = _identity(arguments[2]), _text(b"".join(arguments[3:])[:_MAX_IDENTITY])
-        self.models[model] = form
-        self.models.move_to_end(model)
+        identity, lora = _identity(arguments[2]), _text(b"".join(arguments[3:])[:_MAX_IDENTITY])
+        self.models[identity, lora] = form
+        for model in (identity, lora), (identity, ""):  # without an adapter: younger than all with one
+            if model in self.models:
+                self.models.move_to_end(model)
         if len(self.models) > MAX_MODELS:
             self.models.popitem(last=False)
         return OK

@@ -7,21 +7,28 @@ that whoever has a prompt's tokens, its salt and its adapter can make its keys, 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmtier.breaker import Breaker
 from lmtier.errors import ConfigError, LayoutError
 from lmtier.keys import Identity, KeyChain, seed
 from lmtier.lifetimes import Pinned
+from lmtier.server.client import arguments
 from lmtier.server.console import Remote
-from lmtier.server.engines import PROTOCOL
+from lmtier.server.engines import MAX_KEYS, PROTOCOL
 from lmtier.terminal import span, table
 
 _PATIENCE = 60.0  # seconds for one portion
-_PORTION = 256 << 20  # bytes that are brought up at a time: all of it must come before its tier's deadline
+_PORTION = 16 << 20  # bytes that are brought up at a time, at first
+_MOST = 256 << 20
+_HASTE = 0.25  # of a tier's deadline, in which a portion is to come: what comes too late counts against it
+_PAUSE = max(Breaker.PAUSES) + 0.25  # seconds, after which a tier is asked again, whatever has failed
+_TOO_MUCH = frozenset({"deadline", "tier_down"})
 _THERE = "cpu"
 
 
@@ -121,20 +128,43 @@ def bring_up(
     """All of them into memory, as far as they are somewhere; `progress` hears of chunks, as they are done."""
     facts = _fields(remote.ask("LMTIER.HELLO", str(PROTOCOL), "NAME", "lmtier prefetch"))
     form = str(remote.ask("LMTIER.FORM", model.layout, *model.shards))
-    portion = max(1, _PORTION // model.room)
+    portion = _Portion(model.room, float(facts["load_deadline"]))
     size = int(facts["chunk_tokens"])
+    for keys in prompts:
+        _check(keys, "one prompt")
     return [_bring_up(remote, form, portion, keys, size, progress) for keys in prompts]
 
 
+class _Portion:
+    """How many chunks to bring up at a time, by how long the last ones took."""
+
+    def __init__(self, room: int, deadline: float) -> None:
+        self.chunks = max(1, _PORTION // room)
+        self._most = max(1, _MOST // room)
+        self._soon = _HASTE * deadline
+
+    def learn(self, came: int, seconds: float, *, is_cut: bool) -> None:
+        if is_cut or seconds >= self._soon:
+            self.chunks = max(1, self.chunks // 2)
+        elif came >= self.chunks:  # fewer are no proof
+            self.chunks = min(2 * self.chunks, self._most)
+
+
 def _bring_up(
-    remote: Remote, form: str, portion: int, keys: list[bytes], size: int, progress: Callable[[int], None]
+    remote: Remote,
+    form: str,
+    portion: _Portion,
+    keys: list[bytes],
+    size: int,
+    progress: Callable[[int], None],
 ) -> Brought:
     """A portion at a time. All that came before is leased meanwhile: it makes no room for the rest."""
-    done, held, why = 0, "", ""
+    done, held, why, is_again = 0, "", "", False
     counts: Counter[str] = Counter()
     while done < len(keys):
-        some = b"".join(keys[: done + portion])
-        match = _fields(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), some))
+        began = time.monotonic()
+        some = arguments(keys[: done + portion.chunks])
+        match = _fields(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), *some))
         number = str(match["id"])
         if match["state"] != b"ready":
             match = _fields(remote.ask("LMTIER.WAIT", number, timeout=2 * _PATIENCE))
@@ -142,11 +172,19 @@ def _bring_up(
             remote.ask("LMTIER.RELEASE", held)
         held = number
         sources = _sources(match["sources"].decode())
-        if len(sources) <= done:
-            why = match.get("cut", b"").decode()
+        new, cut = sources[done:], match.get("cut", b"").decode()
+        came = len(new) - new.count(_THERE)
+        portion.learn(came, time.monotonic() - began, is_cut=cut in _TOO_MUCH)
+        if not new:
+            if cut in _TOO_MUCH and not is_again:
+                is_again = True
+                time.sleep(_PAUSE)
+                continue
+            why = cut
             break
-        counts.update(sources[done:])
-        progress(len(sources) - done)
+        is_again = False
+        counts.update(new)
+        progress(len(new))
         done = len(sources)
     if held:
         remote.ask("LMTIER.RELEASE", held)
@@ -170,8 +208,14 @@ def pin(remote: Remote, name: str, prompts: Sequence[list[bytes]], ttl: float | 
     """How many chunks each tier keeps for it."""
     keys = list(dict.fromkeys(key for chain in prompts for key in chain))
     times = () if ttl is None else ("TTL", str(max(1, int(ttl * 1000))))
-    kept = remote.ask("LMTIER.PIN", name, *times, b"".join(keys))
+    _check(keys, "one pin")
+    kept = remote.ask("LMTIER.PIN", name, *times, *arguments(keys))
     return {tier: int(count) for tier, count in _fields(kept).items()}
+
+
+def _check(keys: Sequence[bytes], what: str) -> None:
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"{what} of {len(keys):,} chunks is more than a server takes: at most {MAX_KEYS:,}")
 
 
 def pinned(remote: Remote) -> list[Pinned]:

@@ -6,18 +6,27 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lmtier.cache import Cache
 from lmtier.cli import main
+from lmtier.config import Config
 from lmtier.errors import MisuseError
-from lmtier.keys import Identity, KeyChain, seed
+from lmtier.keys import KEY_BYTES, Identity, KeyChain, seed
 from lmtier.layout import form_of, padded
+from lmtier.server import prefixes
 from lmtier.server.client import Client
-from lmtier.testing import opaque_layout
+from lmtier.server.console import Remote
+from lmtier.server.engines import Engines
+from lmtier.testing import MemoryTier, opaque_layout
+from lmtier.tier import Item
 from tests.server.process import PATIENCE, Served, until
+from tests.unit.test_engines import Connection
 
 LAYOUT = opaque_layout(8192)  # one token a chunk
 FORM = form_of(LAYOUT, [LAYOUT.whole])
@@ -185,6 +194,87 @@ def test_which_model_is_meant_must_be_clear(server, client, run, tmp_path):
     client.declare(IDENTITY, FORM, "poet\0content")
     store(client, KeyChain(seed(IDENTITY, 1, lora="poet\0content"), 1, TOKENS).keys)
     assert run("prefetch", file, "--server", where, "--model", "m", "--lora", "poet")[0] == 0
+
+
+def test_a_prompt_of_more_keys_than_an_argument_holds_is_pinned(server, client, run, tmp_path):
+    client.declare(IDENTITY, FORM)
+    client.check()
+    where, file = server.where["redis"], tmp_path / "tokens.json"
+    file.write_text(json.dumps(list(range(40_000))))
+    code, out, _ = run("pin", file, "--name", "p", "--server", where)
+    assert (code, "pinned as p, 40000 chunks" in out) == (0, True)
+    file.write_text(json.dumps(list(range(70_000))))
+    for command in (("pin", file, "--name", "p"), ("prefetch", file)):
+        code, _, err = run(*command, "--server", where)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert "of 70,000 chunks is more than a server takes: at most 65,536" in err
+
+
+@pytest.mark.parametrize("time", ["0", "0s", "101000d"])
+def test_a_pin_that_would_end_at_once_or_never_is_refused_in_one_line(run, tmp_path, time):
+    for command in (("pin", "--name", "p"), ("prefetch", "--pin", "p")):
+        code, _, err = run(*command, tmp_path / "tokens.json", "--ttl", time)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert f"--ttl {time}: must be more than 0" in err
+
+
+class Slow(MemoryTier):
+    """Two reads at a time, which take so long each; the first few come too late."""
+
+    def __init__(self, seconds: float, late: int) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.late = count(-late)
+
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
+        if next(self.late) < 0:
+            raise TimeoutError
+        time.sleep(self.seconds)
+        return super().read(item, buffers)
+
+
+class Line(Remote):
+    """One that is in this process."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._connection = Connection(engines)
+        self.brought: list[int] = []
+        """Keys of each request to bring some up."""
+
+    def ask(self, *words: str | bytes, timeout: float | None = None) -> Any:
+        verb = str(words[0])
+        if verb == "LMTIER.BRING":
+            self.brought.append(sum(map(len, words[3:])) // KEY_BYTES)
+        reply = self._connection.say(verb.removeprefix("LMTIER."), *words[1:])
+        if not isinstance(reply, dict):
+            return reply
+        return [part for name, value in reply.items() for part in (name.encode(), value)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "late"),
+    [(0.005, 0), (0.0, 4), (0.0, 6)],
+    ids=["a slow tier", "a tier that was late", "a tier that is not asked any more"],
+)
+def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, seconds, late):
+    names = keys(list(range(300)))
+    url, tier = "memory://?capacity=100MiB", Slow(seconds, late)
+    monkeypatch.setattr(prefixes, "_PORTION", 8 * ROOM)
+    monkeypatch.setattr(prefixes, "_PAUSE", 0.6)  # more than an open breaker's after six failures
+    tiers = (f"cpu://?capacity={310 * ROOM}", url)
+    settings = Config(tiers=tiers, chunk_tokens=1, prefault=False, load_deadline=0.4)
+    with Cache(settings, tiers={url: MemoryTier(tier.objects)}) as cache:
+        cache.commit(cache.reserve(names, FORM))
+        assert cache.flush()
+    with Cache(settings, tiers={url: tier}, shared=True) as cache:
+        line = Line(Engines(cache))
+        done: list[int] = []
+        model = prefixes.Model(IDENTITY, "", LAYOUT.to_json().decode(), [str(LAYOUT.whole)], ROOM)
+        (brought,) = prefixes.bring_up(line, model, [names], done.append)
+        assert (brought.there + brought.brought_up["memory"], brought.missing) == (300, 0)
+        assert sum(done) == 300
+        assert line.brought[0] == 8
+        assert not cache.below[0].up.is_open
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1.5]", '["a"]', "[[1], 2]", "[1]\nx", "[true]"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
@@ -27,7 +28,9 @@ from lmtier.mover import Mover
 from lmtier.paging import PagedKV
 from lmtier.server import client as client_module
 from lmtier.server.client import Client
+from lmtier.server.engines import MAX_MODELS
 from lmtier.server.resp import Commands, Error, encode
+from lmtier.worth import Cost
 from tests.server.process import Served, until
 
 C = 4
@@ -593,6 +596,102 @@ def test_replies_that_mean_nothing_cost_a_connection_at_most(tmp_path):
                 client.seen(keys(1))
                 client.clear()
                 assert client.lost == 1
+
+
+def older(pipe: Connection, listener: socket.socket) -> None:
+    """A server of the same protocol before HAS and TTL; says down the pipe what it was asked."""
+    found = {"id": 7 << 32 | 1, "state": "found", "sources": "disk*2", "pages": "[]"}
+    ready = {"id": 7 << 32 | 1, "state": "ready", "sources": "disk*2", "pages": "[0, 4]"}
+    connection, _ = listener.accept()
+    commands = Commands(lambda *_: None)
+    while count := connection.recv_into(commands.target()):
+        commands.received(count)
+        while words := commands.next():
+            verb = bytes(words[0])
+            pipe.send((verb.decode().removeprefix("LMTIER."), len(words) - 1))
+            match verb:
+                case b"LMTIER.HELLO":
+                    connection.sendall(encode(GREETING, False))
+                case b"LMTIER.SLAB":
+                    fd = os.memfd_create("slab")
+                    os.truncate(fd, 16 * PAGE)
+                    socket.send_fds(connection, [encode(16 * PAGE, False)], [fd])
+                    os.close(fd)
+                case b"LMTIER.FORM":
+                    connection.sendall(encode(0, False))
+                case b"LMTIER.MATCH":
+                    connection.sendall(encode(found, False))
+                case b"LMTIER.PREFETCH" if len(words) <= 3:
+                    connection.sendall(encode(ready, False))
+                case _:
+                    connection.sendall(encode(Error("ERR no"), False))
+
+
+def test_an_older_server_is_not_asked_for_what_it_does_not_know(tmp_path, caplog):
+    path = str(tmp_path / "older.sock")
+    with (
+        socket.create_server(path, family=socket.AF_UNIX) as listener,
+        child(older, listener) as (pipe, _),
+        Client(path) as client,
+    ):
+        match = client.match(keys(2), ONE)
+        client.prefetch(match, has=3)
+        assert (match.chunks, len(match.run), match.ready, match.cut) == (2, 2, True, "")
+        for _ in range(3):
+            assert client.reserve(keys(2), ONE, ttl=60).dropped == 2
+        with pytest.raises(MisuseError):
+            client.reserve(keys(2), ONE, ttl=0)
+        assert client.reserve(keys(2), ONE).dropped == 2  # this one is asked, and refused
+        asked = [pipe.recv() for _ in range(6)]
+    assert asked == [("HELLO", 1), ("SLAB", 0), ("FORM", 2), ("MATCH", 4), ("PREFETCH", 1), ("RESERVE", 3)]
+    assert [each.getMessage().count("knows no TTL") for each in caplog.records] == [1, 0]
+
+
+def models(client: Client) -> list[tuple[str, str]]:
+    told = json.loads(client._call("LMTIER.MODELS"))
+    return [(each["identity"]["weights"], bytes.fromhex(each["lora"]).decode()) for each in told]
+
+
+def test_a_server_that_comes_back_hears_of_the_model_and_of_no_adapter_of_before(serve):
+    server = serve()
+    with Client(server.path) as client:
+        client.declare(Identity(model="m", weights="old"), ONE)
+        client.declare(Identity(model="m", weights="old"), ONE, "poet")
+        client.declare(Identity(model="m", weights="new"), ONE)
+        for number in range(MAX_MODELS + 1):
+            client.declare(Identity(model="m", weights="new"), ONE, f"a{number}")
+        server.kill()
+        server.start()
+        until(client.stats)
+        assert look(client, keys(1)) == []
+        assert models(client) == [*(("new", f"a{n}") for n in range(2, MAX_MODELS + 1)), ("new", "")]
+
+
+def test_what_computing_takes_is_told_without_a_connection_being_made_for_it(serve):
+    server = serve()
+    with Client(server.path, timeout=0.3) as client:
+        client.costs(Cost(0.1, 0.001, 0.0, 0.0))
+        server.kill()
+        until(lambda: client.stats() == {} and client.lost == 1)
+        unserved = client.unserved
+        server.start()
+        client._try_after = 0.0
+        client.costs(Cost(0.2, 0.002, 0.0, 0.0))
+        assert client._link.is_lost
+        assert client.unserved == unserved
+        assert client.stats()
+
+
+def test_attempts_that_take_their_time_are_no_more_frequent(serve, tmp_path):
+    server = serve()
+    with Client(server.path, timeout=0.2) as client:
+        server.kill()
+        os.unlink(server.path)
+        with socket.create_server(server.path, family=socket.AF_UNIX):  # connects, and never answers
+            assert client.stats() == {}
+            client._try_after = 0.0
+            assert client.stats() == {}
+            assert client._try_after >= time.monotonic() + 0.9
 
 
 # ---- forks

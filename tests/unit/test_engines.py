@@ -18,7 +18,7 @@ from lmtier.config import Config
 from lmtier.keys import namespace, value_key
 from lmtier.layout import PAGE, Layout, Shard, padded, stored_size
 from lmtier.server.commands import Caller, WithDescriptor
-from lmtier.server.engines import Engines
+from lmtier.server.engines import MAX_MODELS, Engines
 from lmtier.server.resp import Error, Replies, encode
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tier import Tier
@@ -156,6 +156,7 @@ def test_a_greeting_says_what_an_engine_must_know(engines):
     said = Connection(engines).say("HELLO", 1, "ENGINE", "vllm-0", "SHARD", "L0-2H0-1", "NAME", "rank 0")
     assert (said["protocol"], said["chunk_tokens"], said["capacity"]) == (1, C, 20 * ROOM)
     assert (said["verify"], float(said["load_deadline"]), said["slab"]) == (b"sample", 2.0, 1)
+    assert said["options"] == b"HAS TTL"
 
 
 def test_another_version_is_told_what_to_do(engines):
@@ -477,6 +478,22 @@ def test_comparisons_are_counted_where_the_metrics_are(engines):
     Connection(engines).say("VERIFIED", 5, 1)
     assert engines.cache.metrics.value("lmtier_verified_total") == 5
     assert engines.cache.metrics.value("lmtier_verify_failures_total") == 1
+
+
+def test_adapters_do_not_push_their_own_model_out(engines):
+    engine = Connection(engines, "ENGINE", "a")
+    form, model, other = engine.form(), *(f'{{"model": "{name}", "weights": "w"}}' for name in "mn")
+    for identity in (other, model):
+        assert engine.say("MODEL", form, identity) == "OK"
+    for number in range(MAX_MODELS + 6):
+        assert engine.say("MODEL", form, model, f"adapter {number}") == "OK"
+    told = [
+        (each["identity"]["model"], bytes.fromhex(each["lora"]).decode())
+        for each in json.loads(engine.say("MODELS"))
+    ]
+    assert len(told) == MAX_MODELS
+    assert told[-1] == ("m", "")
+    assert told[0] == ("m", "adapter 7")
 
 
 def test_books_that_do_not_agree_are_an_error(engines):

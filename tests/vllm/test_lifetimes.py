@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
 from lmtier.cli import main
 from lmtier.server.console import Address, Remote
+from lmtier_integrations.vllm.identity import ttl_of
 from tests.server.process import until
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine
@@ -32,4 +37,11 @@ def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, s
         tokens.write_text(json.dumps(long))
         assert main(["prefetch", str(tokens), "--pin", "p", "--server", str(server.path)]) == 0
         assert "pinned as p: 2 in cpu" in capsys.readouterr().out
-    assert "lmtier_ttl='for ever'" in engine.log.read_text()
+    assert engine.log.read_text().count("lmtier_ttl='for ever'") == 1
+
+
+@pytest.mark.parametrize("said", ["x", ["lmtier_ttl"], 7, {}, {"lmtier_ttl": "x"}, {"lmtier_ttl": -1}])
+def test_what_a_user_says_wrong_about_lifetimes_stops_no_engine(said):
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = said  # versions differ in what they let through
+    assert ttl_of(request) is None

@@ -67,7 +67,8 @@ def media_of(request: Request) -> list[Extra]:
 
 def ttl_of(request: Request) -> float | None:
     """Seconds that what it computes may be used, if it says so. A wrong word of a user's stops no engine."""
-    seconds = (request.kv_transfer_params or {}).get("lmtier_ttl")
+    params = request.kv_transfer_params
+    seconds = params.get("lmtier_ttl") if isinstance(params, dict) else None
     if seconds is None:
         return None
     if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_TTL:

@@ -78,6 +78,8 @@ class Known:
     """The number of tokens at which something is stored next."""
     told: int = 0
     """Leading chunks whose tokens the server was told."""
+    ttl: float | None = None
+    """Of what is stored."""
 
 
 class Scheduler:
@@ -187,7 +189,7 @@ class Scheduler:
         """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return  # tokens that do not say what was computed, or that may still change
-        known = self._known[request.request_id] = Known(request, due=self.chunk_tokens)
+        known = self._known[request.request_id] = Known(request, due=self.chunk_tokens, ttl=ttl_of(request))
         if self._may_load(known) and self._room_ahead():
             self._look(known)
 
@@ -392,8 +394,7 @@ class Scheduler:
         if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
             return
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
-        ttl = ttl_of(known.request)
-        reservation = self.client.reserve(keys, self._form, first=known.stored, ttl=ttl)
+        reservation = self.client.reserve(keys, self._form, first=known.stored, ttl=known.ttl)
         known.stored = full - reservation.dropped
         if self._events is not None:
             self._events.saw(known.request, self._chain(known, 0), ())
