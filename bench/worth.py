@@ -107,6 +107,7 @@ def sweep(
             for number, each in enumerate(asked):
                 names = list(engines)
                 for name in names[number % 3 :] + names[: number % 3]:
+                    time.sleep(options.gap)
                     took[name].append(1000 * engines[name].seconds(each))
             share = (loaded(engines[AUTO]) - before) / (length * len(asked))
             ends = {name: p95(values) for name, values in took.items()}
@@ -114,6 +115,9 @@ def sweep(
             row = Row(named(speed), length, ends[ALWAYS], ends[NEVER], ends[AUTO], ends[AUTO] / better, share)
             say(line(row))
             rows.append(row)
+            if options.verbose:
+                for name, values in took.items():
+                    say(f"    {name:6} " + " ".join(f"{each:.0f}" for each in values))
     return rows
 
 
@@ -159,11 +163,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=9, help="of each length (default: %(default)s)")
     parser.add_argument("--lessons", type=int, default=24, help="requests for auto at each speed")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between those")
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=1.1,
+        help="seconds before each request: workers spin for one after a step (default: %(default)s)",
+    )
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument(
         "--slab",
         default="40MiB",
         help="for one prompt, and less than those of a length (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="each request's milliseconds, in the order of asking"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what was found as JSON")
     return parser.parse_args(arguments)
