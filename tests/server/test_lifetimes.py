@@ -87,14 +87,14 @@ def restart(server: Served) -> None:
 
 
 def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, client):
-    store(client, keys(TOKENS), ttl=1.0)
+    store(client, keys(TOKENS), ttl=3.0)
     stored = time.monotonic()
     assert client.flush()
     store(client, keys(TOKENS, "kept"), ttl=3600)
     assert client.flush()
     client.close()
     restart(server)
-    until(lambda: time.monotonic() > stored + 1.0)
+    until(lambda: time.monotonic() > stored + 3.0)
     with Client(server.where["unix"]) as again:
         assert look(again, keys(TOKENS, "kept")) == ["disk"] * 12
         assert look(again, keys(TOKENS)) == []
@@ -104,7 +104,7 @@ def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, clie
 
 def test_a_pin_outlives_its_session_and_not_its_server(server, client):
     store(client, keys(TOKENS[:6]))
-    assert client.pin("system", keys(TOKENS[:6])) == {"cpu": 6, "disk": 0}
+    assert client.pin("system", keys(TOKENS[:6]))["cpu"] == 6  # and on disk what was written by then
     client.flush()
     assert client.pinned()[0].kept == {"cpu": 6, "disk": 6}
     client.close()
