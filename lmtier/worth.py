@@ -22,6 +22,8 @@ _MARGIN = 0.03
 """Loading may be slower by this: it leaves the engine's time to others."""
 _PIECE = 0.1
 """Seconds after which a tier that is never idle is measured."""
+_TOGETHER = 1e-3
+"""Seconds between what comes at the same time."""
 _EXPLORED = 1 / 16
 """Of the bytes that are not loaded because a tier is slow: so many are, to learn whether it still is."""
 _FRESH = 1.0
@@ -159,13 +161,22 @@ class Speed:
 
     def ended(self, nbytes: int, now: float, *, counts: bool = True) -> None:
         """It has come, or will not. A miss says nothing of the speed, one for want of time does."""
+        took = self._heard - self._began
+        # What comes together is of one piece: cut in its middle, the rest would have come in no time.
+        if took >= _PIECE and (now - self._heard > _TOGETHER or took >= 4 * _PIECE):
+            self._cut()
         self.queued -= nbytes
         self._heard = now
         self._moved += nbytes * counts
-        if self._moved and (not self.queued or now - self._began >= _PIECE):
-            self._fit.learn((self._was_idle, self._moved), now - self._began)
-            self._began, self._was_idle, self._moved = now, 0.0, 0
-            self._measured = now
+        if not self.queued and (self._was_idle or now - self._began >= _PIECE):
+            self._cut()
+
+    def _cut(self) -> None:
+        """The end of a piece of time, when something was last heard."""
+        if self._moved:
+            self._fit.learn((self._was_idle, self._moved), self._heard - self._began)
+            self._measured = self._heard
+            self._began, self._was_idle, self._moved = self._heard, 0.0, 0
 
     def line(self, now: float) -> Line | None:
         """None: nothing has been measured yet. What has not moved for a while may take as long again."""

@@ -257,6 +257,8 @@ class Proxy:
             except OSError:
                 _reset(client)
                 continue
+            for end in (client, server):  # or what it splits waits 40 ms for a delayed acknowledgement
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}
                 self.most = max(self.most, len(self._sockets) // 2)

@@ -193,6 +193,23 @@ def test_a_tiers_latency_and_bandwidth_are_learned_from_its_transfers_and_idle_t
     assert link.expected(2**21) == pytest.approx(1e-6 * 2**21, rel=0.35)
 
 
+def test_what_comes_in_bursts_is_not_taken_for_fast():
+    """Four connections share a link, so four chunks come at a time, the last of a long load too."""
+    speed, now = Speed(), 0.0
+    for chunks in (3, 8, 10, 1, 17, 60, 9, 11, 12, 125):
+        for _ in range(chunks):
+            speed.asked(100_000, now)
+        while chunks:
+            together, chunks = min(4, chunks), max(0, chunks - 4)
+            now += together * 0.01
+            for i in range(together):
+                speed.ended(100_000, now + i * 1e-5)
+        line = speed.line(now)
+        assert line is not None
+        assert line.byte * 12_500_000 == pytest.approx(1.25, rel=0.25), f"at {now:.2f} s"
+        now += 5.0
+
+
 def test_who_is_asked_already_takes_longer_and_who_does_not_move_may_take_as_long_again():
     link = Link(latency=1e-3, byte=1e-8)
     for _ in range(20):
