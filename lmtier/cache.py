@@ -440,10 +440,8 @@ class Cache:
         if match.released:
             raise MisuseError("prefetch of a match that was released")
         if match.asking or has > match.has:
-            match.asking, match.has = (
-                0,
-                min(has, match.asked_tokens),
-            )  # what has not been answered by now is not waited for
+            match.asking = 0  # what has not been answered by now is not waited for
+            match.has = min(has, match.asked_tokens)
             self._weigh(match)
         if chunks is not None and chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")

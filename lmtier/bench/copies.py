@@ -182,8 +182,8 @@ def alone(scale: Scale) -> Samples:
                 path,
                 chunks * kv.nbytes,
                 number,
-                lambda one=one, number=number: copy(one, number),  # type: ignore[misc]
-                lambda limit=limit: limit(chunks),  # type: ignore[misc]
+                lambda one=one, number=number: copy(one, number),  # type: ignore[misc]  # mypy: lambdas
+                lambda limit=limit: limit(chunks),  # type: ignore[misc]  # mypy: lambdas
             )
             if number >= 0:
                 yield sample

@@ -285,6 +285,11 @@ class Place:
         self.cache.check()
         return match
 
+    def learn(self, cost: Cost) -> None:
+        self.tier._delay = 0.01
+        for _ in range(3):
+            self.ask(cost)
+
     def count(self, name: str, **labels: str) -> float:
         return self.cache.metrics.value(f"lmtier_{name}", **labels)
 
@@ -373,9 +378,7 @@ def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
 def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
     cost = Cost(1e-3, 1e-2, 0.0, 0.0)
     with place() as at:
-        at.tier._delay = 0.01
-        for _ in range(3):
-            at.ask(cost)
+        at.learn(cost)
         at.gate.hold()
         match = at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=cost)
         at.cache.prefetch(match)
@@ -462,9 +465,7 @@ def test_a_tier_that_does_not_answer_one_engine_in_time_is_trusted_all_the_same(
 def test_an_engine_that_says_it_has_more_than_the_prompt_breaks_nothing():
     cost = Cost(1e-3, 1e-2, 0.0, 0.0)
     with place() as at:
-        at.tier._delay = 0.01
-        for _ in range(3):
-            at.ask(cost)
+        at.learn(cost)
         match = at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=cost)
         assert match.chunks == len(match.below) == 4
         at.cache.prefetch(match, has=1_000_000_000)

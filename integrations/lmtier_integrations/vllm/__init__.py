@@ -38,7 +38,7 @@ try:
 except ImportError:  # before 0.30 no load can fail where there are several block tables
     KVConnectorTransferResults = None
 
-    class SupportsHMA:  # type: ignore[no-redef]
+    class SupportsHMA:  # type: ignore[no-redef]  # one of the two
         """Not that of vLLM, which then keeps one table, and sliding windows as full attention."""
 
 
