@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from lmtier.below import UNBOUNDED, Below, count_shares
 from lmtier.codec import NO_MARK, Header
@@ -29,12 +30,13 @@ from lmtier.layout import Form, Name, Shard, form_of, padded
 from lmtier.lifetimes import AT_ONCE, FOREVER, MAX_TTL, Pinned, Pins
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
+from lmtier.presence import Presence
 from lmtier.registry import open_tier
 from lmtier.shares import Pool
 from lmtier.slab import Slab
 from lmtier.tier import Reason, Stat, Tier
 from lmtier.workers import start_thread
-from lmtier.worth import ALWAYS, NEVER, PATIENCE, Cost, cut
+from lmtier.worth import ALWAYS, EXPLORED_AT_LAST, NEVER, PATIENCE, Cost, cut
 
 log = logging.getLogger("lmtier")
 
@@ -131,6 +133,16 @@ class Reservation:
         return f"<Reservation {sorted(self.entries)} known={self.known} left={len(self.left)}>"
 
 
+class _Skipped(NamedTuple):
+    """What was not loaded, though it was there."""
+
+    since: float
+    keys: tuple[bytes, ...]
+    first: int
+    """Of the keys: those from here on."""
+    form: Form
+
+
 class Cache:
     def __init__(
         self,
@@ -164,9 +176,7 @@ class Cache:
         self._waiters: dict[Entry, list[Match]] = {}
         self._seen: deque[tuple[bytes, ...]] = deque(maxlen=_SEEN)
         self._closed = threading.Event()
-        if config.specs[0].scheme == "gpu":
-            raise ConfigError("gpu:// tiers need CUDA, which this version does not have yet")
-        top, *lower = config.specs
+        top, *lower = config.stores
         assert top.capacity is not None
         try:
             self.slab = Slab(top.capacity, hugepages=config.hugepages, shared=shared)
@@ -178,6 +188,10 @@ class Cache:
         """Bytes of extents that wait for tiers below."""
         self._coming: dict[Entry, Below] = {}
         """From which."""
+        self._computing = 0.0
+        """Until when engines compute what they did not get, by what they say of themselves."""
+        self._skipped: dict[Below, _Skipped] = {}
+        """The latest that was not worth it, of each tier."""
         self.index = Index(self.slab.capacity, make_policy(top.policy), shares=config.shares)
         self.pins = Pins()
         self._ttl = top.ttl
@@ -200,8 +214,12 @@ class Cache:
             for below in self.below:
                 below.close()
             raise
+        self.presence: Presence | None = None
+        """For other processes, if no tier has to be asked what it holds."""
+        if shared and all(below.index is not None for below in self.below):
+            self.presence = Presence()
         for index in self._places_kept().values():
-            index.wanted = self.pins.wanted
+            index.wanted, index.presence = self.pins.wanted, self.presence
         self._watching = [below for below in self.below if below.watches]
         self._evicted = [below for below in self.below if below.awaits_eviction]
         self._room = 0  # of the largest chunk so far
@@ -402,33 +420,41 @@ class Cache:
         match.decision = "all", "faster"
         if chunks < match.chunks:
             match.decision = "part" if chunks > there else "none", "slower"
-            self._explore(match, chunks, now)
+            self._skip(match, chunks, now)
             self._truncate(match, chunks, "not_worth_it")
         instead = match.cost.prefill(max(match.has, min(there, chunks) * size), max(match.has, chunks * size))
         match.patience = PATIENCE * instead
         match.deadline = min(match.limit, now + match.patience)
 
-    def _explore(self, match: Match, chunks: int, now: float) -> None:
-        """Load some of what is not worth it, for nobody, if it is time to see whether it still is not."""
+    def _skip(self, match: Match, chunks: int, now: float) -> None:
+        """Note what is not worth it, to see later whether it still is not."""
         first = max(chunks, len(match.run))
         skipped = match.below[first - len(match.run) :]
         below = skipped[0] if skipped else None
         if below is None:
             return
         same = next((i for i, tier in enumerate(skipped) if tier is not below), len(skipped))
-        for key, before in zip(
-            match.keys[first : first + below.speed.explores(same, match.form.at_rest, now)],
-            (b"", *match.keys)[first:],
-            strict=False,
-        ):
-            form = below.form(key, match.form)
-            if (
-                form is None
-                or key in self.index
-                or self._load(key, form, below, self.index.get(before)) is None
-            ):
-                break
-            self.metrics.worth_explored.labels(below.label).inc()
+        below.speed.skipped(same * match.form.at_rest)
+        since = self._skipped[below].since if below in self._skipped else now
+        self._skipped[below] = _Skipped(since, match.keys[: first + same], first, match.form)
+
+    def _explore(self) -> None:
+        """Load some of what was not worth it, for nobody, and if possible not beside engines that compute."""
+        now = time.monotonic()
+        for below, (since, keys, first, form) in list(self._skipped.items()):
+            if now < self._computing and now - since < EXPLORED_AT_LAST:
+                continue
+            del self._skipped[below]
+            end = first + below.speed.explores(len(keys) - first, form.at_rest, now)
+            for key, before in zip(keys[first:end], (b"", *keys)[first:], strict=False):
+                held = below.form(key, form)
+                if (
+                    held is None
+                    or key in self.index
+                    or self._load(key, held, below, self.index.get(before)) is None
+                ):
+                    break
+                self.metrics.worth_explored.labels(below.label).inc()
 
     def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
         """Bring what was found so far into leased extents; `chunks` keeps only the first so many.
@@ -584,6 +610,9 @@ class Cache:
         if tail:
             missed["partial_chunk"] = tail
         self.metrics.settle(match.asked_tokens, hits, missed)
+        if match.cost is not None:
+            took = match.cost.prefill(max(match.has, match.chunks * size), match.asked_tokens)
+            self._computing = max(self._computing, time.monotonic()) + took
         if match.decision is not None:
             self.metrics.worth_decisions.labels(*match.decision).inc()
         if match.expected is not None and match.ready:
@@ -757,6 +786,8 @@ class Cache:
     def step(self) -> int:
         """Apply what the tiers have finished, and give them new work. Returns the number of results."""
         results = sum(below.poll() for below in self.below)
+        if self.presence is not None and self.is_warm:
+            self.presence.trust()
         self._end_lifetimes()
         if self.below:
             while self._seen:
@@ -764,6 +795,7 @@ class Cache:
                 for below in self.below:
                     below.touch(keys)
             self._write_ahead()
+            self._explore()
             for below in self.below:
                 below.pump(self.index, self.slab.view, self._release)
             self._expire()

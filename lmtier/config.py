@@ -205,9 +205,13 @@ class Config:
         if self.load_deadline <= 0:
             raise ConfigError(f"load_deadline={self.load_deadline}: must be more than 0 seconds")
         specs = self.specs
-        if [spec.scheme for spec in specs].count("cpu") != 1 or specs[0].scheme not in ("cpu", "gpu"):
+        schemes = [spec.scheme for spec in specs]
+        if schemes[:1] == ["gpu"]:
+            del schemes[0]
+        if schemes[:1] != ["cpu"] or {"cpu", "gpu"} & {*schemes[1:]}:
             raise ConfigError(
-                "tiers: the list needs exactly one cpu:// tier, above every disk or remote one; "
+                "tiers: the list needs exactly one cpu:// tier, above every disk or remote one, and below a "
+                "gpu:// one if there is one; "
                 f"got {', '.join(map(without_login, self.tiers)) or 'an empty list'}"
             )
         for spec in specs:
@@ -215,10 +219,26 @@ class Config:
                 raise ConfigError(f"tier {without_login(spec.url)!r} needs a capacity, like ?capacity=32GiB")
             if spec.scheme in ("cpu", "gpu"):
                 _check_memory(spec)
+        gpu, (cpu, *_) = self.gpu, self.stores
+        if gpu is not None and (gpu.capacity or 0) > (cpu.capacity or 0):
+            raise ConfigError(
+                f"tier {without_login(gpu.url)!r} is larger than {without_login(cpu.url)!r}: it holds copies "
+                "of what lies there, so the rest of it would stay empty"
+            )
 
     @property
     def specs(self) -> tuple[TierSpec, ...]:
         return tuple(TierSpec.parse(url) for url in self.tiers)
+
+    @property
+    def gpu(self) -> TierSpec | None:
+        """What an engine keeps copies in, in its own GPU's memory."""
+        return next((spec for spec in self.specs if spec.scheme == "gpu"), None)
+
+    @property
+    def stores(self) -> tuple[TierSpec, ...]:
+        """The tiers of a cache, `cpu` first: all but the GPU's, which holds nothing that they do not."""
+        return tuple(spec for spec in self.specs if spec.scheme != "gpu")
 
     @property
     def approximation(self) -> str:

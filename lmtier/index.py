@@ -25,6 +25,7 @@ from lmtier.keys import is_value
 from lmtier.layout import Form
 from lmtier.lifetimes import Ends
 from lmtier.policy import Keyed, Policy
+from lmtier.presence import Presence
 from lmtier.shares import Pool, Pools, Share
 
 EVICTED, DELETED, CLEARED, DIFFERED, REPLACED = "evicted", "deleted", "cleared", "differed", "replaced"
@@ -101,6 +102,8 @@ class Index:
         self.kept_bytes = 0
         self.changed: Callable[[bool, Iterable[bytes], str], None] | None = None
         """Told which keys have become READY (True) or left after that, and why, if anybody follows."""
+        self.presence: Presence | None = None
+        """Told of every key that comes or goes, if others look."""
         self.get = self._entries.get
 
     def __repr__(self) -> str:
@@ -126,6 +129,8 @@ class Index:
         if key in self._entries:
             raise MisuseError(f"chunk {key.hex()[:8]} is here already")
         entry = self._entries[key] = Entry(key, form, nbytes, state)
+        if self.presence is not None:
+            self.presence.add(key)
         entry.seen = self._ghosts.pop(key, None) is not None
         self.link(entry, parent)
         pinned = 0
@@ -153,12 +158,17 @@ class Index:
             raise MisuseError(f"chunk {key.hex()[:8]} belongs to somebody else")
         del self._entries[entry.key]
         self._entries[key] = entry
+        if self.presence is not None:
+            self.presence.drop(entry.key)
+            self.presence.add(key)
         self._ghosts.pop(key, None)
         entry.key = key
 
     def adopt(self, entry: Entry) -> None:
         """What was there before this process, one by one, the oldest first; nothing is known of its chain."""
         self._entries[entry.key] = entry
+        if self.presence is not None:
+            self.presence.add(entry.key)
         self._count(entry, entry.nbytes, 0)
         self._policy_of(entry).insert(entry)
         if is_value(entry.key):
@@ -254,6 +264,8 @@ class Index:
             self.changed(False, [entry.key for entry in entries if entry.state is State.READY], why)
         for entry in entries:
             del self._entries[entry.key]
+            if self.presence is not None:
+                self.presence.drop(entry.key)
             self.ends.forget(entry)
             self.link(entry, None)
             entry.state = State.GONE

@@ -89,11 +89,15 @@ class Mover:
         The match's leases end with the load, or here if it cannot begin.
         """
         try:
-            self._need_proof()
-            return Load(self, match, block_ids, computed_tokens)
+            return self.begin(match, block_ids, computed_tokens=computed_tokens)
         except BaseException:
             self.cache.release(match)
             raise
+
+    def begin(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
+        """The same for a match whose leases others end: when this is `done`, not before."""
+        self._need_proof()
+        return Load(self, match, block_ids, computed_tokens)
 
     def save(
         self,
@@ -128,6 +132,21 @@ class Mover:
         """Begin saving this rank's shard of what a scheduler has reserved; `blocks` of each of its chunks."""
         self._need_proof()
         return Save(self, reservation, blocks)
+
+    @property
+    def under_way(self) -> int:
+        """Saves and loads that go on: on a CPU none, whenever a call has returned."""
+        return 0
+
+    def reuse(self, block_ids: Blocks) -> None:
+        """The engine takes these blocks from others. Nothing is under way in them, on a CPU."""
+
+    def poll(self) -> int:
+        """End what is done. How many saves and loads that was; on a CPU, they end by themselves."""
+        return 0
+
+    def drain(self) -> None:
+        """The same, and wait for it: when the engine stops."""
 
     def sampled(self, key: bytes) -> bool:
         """Whether this chunk carries a fingerprint; decided by its key, so that both sides agree."""
@@ -204,6 +223,9 @@ class Load:
     a load may be committed only after `finish` has confirmed it.
     """
 
+    done = True
+    """Whether nothing of it is under way."""
+
     def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
         if match.released or not match.ready:
             state = "was released" if match.released else "is not ready: wait for it"
@@ -226,12 +248,13 @@ class Load:
             (chunk, entry, ids, done_blocks.get(chunk, 0))
             for chunk, (entry, ids) in enumerate(zip(match.run[first:], blocks, strict=True), start=first)
         ]
-        view, number = mover.cache.slab.view, mover.number
-        self._bound = [
-            kv.bind(ids, view(entry.offsets[number], kv.nbytes), first_block)
+        number = mover.number
+        own = [
+            (ids, entry.offsets[number], first_block)
             for _, entry, ids, first_block in self._chunks
             if entry.form is mover.form
         ]
+        self._bound = kv.bind_all(own, mover.cache.slab.view)
         self._foreign = [
             (entry, ids, first_block)
             for _, entry, ids, first_block in self._chunks
@@ -267,6 +290,13 @@ class Load:
                 n = form.shards.index(held)
                 payload = view(entry.offsets[n], padded(form.sizes[n]))
                 kv.convert(layer, payload, form.layout, held, ids, part=part, first_block=first_block)
+
+    def start(self) -> None:
+        """All of it, for an engine that uses nothing of it before it is `done`."""
+        self.all()
+
+    def confirm(self) -> None:
+        """Hold this thread until it is `done`, if `finish` has something to compare."""
 
     def finish(self) -> int:
         """Compare fingerprints, as `verify` says. The number of leading tokens to be believed.
@@ -332,6 +362,9 @@ class Save:
 
     As a context manager it commits by itself, and aborts if the block raises. Nothing is visible before.
     """
+
+    done = True
+    """Whether, after commit or abort, nothing of it is under way."""
 
     def __init__(self, mover: Mover, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> None:
         cache = mover.cache

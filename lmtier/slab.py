@@ -29,9 +29,9 @@ _MAP_FIXED = 0x10
 _PROT_NONE = 0
 _HUGE = 2 << 20
 _PREFAULT_STEP = 8 << 20
-_SHARED = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+SHARED = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 # Whoever cut it short would end all others with a SIGBUS.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -73,21 +73,13 @@ def _map(start: int | None, nbytes: int, protection: int, flags: int, fd: int) -
     return int(got)
 
 
-class Slab:
-    def __init__(self, capacity: int, *, hugepages: bool = False, shared: bool = False) -> None:
+class Extents:
+    """Which ranges of so many bytes are taken. Offsets alone: the memory may be anywhere."""
+
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity // PAGE * PAGE
         if self.capacity <= 0:
-            raise MisuseError(f"a slab of {capacity} bytes holds no page of {PAGE}")
-        self.fd = os.memfd_create("lmtier-slab", _SHARED) if shared else None
-        """Given to others, who map the same memory. None: it is private, so that a forked child cannot
-        write into its parent's extents."""
-        if self.fd is not None:
-            weakref.finalize(self, os.close, self.fd)
-            os.truncate(self.fd, self.capacity)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._memory = Memory(self.capacity, -1 if self.fd is None else self.fd)
-        self._hugepages = hugepages and self._memory.advise(_MADV_HUGEPAGE)
-        self._view = self._memory.view
+            raise MisuseError(f"{capacity} bytes hold no page of {PAGE}")
         self.used = 0
         self._taken: dict[int, int] = {}  # offset -> size
         self._waiting: dict[int, list[int]] = {}  # size -> offsets that were freed, oldest first
@@ -98,7 +90,7 @@ class Slab:
         self._add_free(0, self.capacity)
 
     def __repr__(self) -> str:
-        return f"<Slab used {self.used} of {self.capacity}, {len(self._taken)} extents>"
+        return f"<{type(self).__name__} used {self.used} of {self.capacity}, {len(self._taken)} extents>"
 
     def allocate(self, sizes: Sequence[int]) -> tuple[int, ...] | None:
         """Offsets of extents for all `sizes` (rounded up to pages), or None and nothing changed."""
@@ -137,43 +129,6 @@ class Slab:
         if end in self._free:
             size += self._drop_free(end)
         self._add_free(offset, size)
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        return self._view[offset : offset + nbytes]
-
-    def clear_padding(self, offset: int, nbytes: int) -> None:
-        """Zero what lies between the payload and the end of its last page: it goes to disk with it."""
-        self._view[offset + nbytes : offset + padded(nbytes)] = bytes(padded(nbytes) - nbytes)
-
-    def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Touch every page, so that no copy pays for a page fault (four times the cost). Takes seconds.
-
-        Safe beside readers and writers: populating a page does not change it. Where the kernel is
-        older than that call, pages are faulted by their first use instead, and a line says so.
-        """
-        for at in range(0, self.capacity, _PREFAULT_STEP):
-            if stopped():
-                return
-            if not self._touch(at, min(_PREFAULT_STEP, self.capacity - at)):
-                error = ctypes.get_errno()
-                log.warning("slab is not prefaulted (errno %d): first writes will be slower", error)
-                return
-        if self.fd is not None and not self._hugepages:
-            log.warning("lmtier: the slab has no huge pages: small blocks and the disk will be slower")
-
-    def _touch(self, at: int, size: int) -> bool:
-        if self.fd is not None and self._hugepages:
-            # The kernel gives huge pages to shared memory only where that was allowed (sysfs), but makes them
-            # of small ones at anybody's request: one small page is enough for that.
-            # Some may be busy just then; if a whole step fails, the kernel does not know how, or has no more.
-            starts = range(at, at + size - _HUGE + 1, _HUGE)
-            done = [
-                self._memory.advise(_MADV_POPULATE_WRITE, start, PAGE)
-                and self._memory.advise(_MADV_COLLAPSE, start, _HUGE)
-                for start in starts
-            ]
-            self._hugepages = not done or any(done)
-        return self._memory.advise(_MADV_POPULATE_WRITE, at, size)
 
     def check(self) -> None:
         """Prove that free and taken ranges tile the buffer, and that all books agree."""
@@ -235,3 +190,57 @@ class Slab:
             del self._by_size[size]
             del self._sizes[bisect.bisect_left(self._sizes, size)]
         return size
+
+
+class Slab(Extents):
+    """Extents of memory that is taken here."""
+
+    def __init__(self, capacity: int, *, hugepages: bool = False, shared: bool = False) -> None:
+        super().__init__(capacity)
+        self.fd = os.memfd_create("lmtier-slab", SHARED) if shared else None
+        """Given to others, who map the same memory. None: it is private, so that a forked child cannot
+        write into its parent's extents."""
+        if self.fd is not None:
+            weakref.finalize(self, os.close, self.fd)
+            os.truncate(self.fd, self.capacity)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        self._memory = Memory(self.capacity, -1 if self.fd is None else self.fd)
+        self._hugepages = hugepages and self._memory.advise(_MADV_HUGEPAGE)
+        self._view = self._memory.view
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self._view[offset : offset + nbytes]
+
+    def clear_padding(self, offset: int, nbytes: int) -> None:
+        """Zero what lies between the payload and the end of its last page: it goes to disk with it."""
+        self._view[offset + nbytes : offset + padded(nbytes)] = bytes(padded(nbytes) - nbytes)
+
+    def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Touch every page, so that no copy pays for a page fault (four times the cost). Takes seconds.
+
+        Safe beside readers and writers: populating a page does not change it. Where the kernel is
+        older than that call, pages are faulted by their first use instead, and a line says so.
+        """
+        for at in range(0, self.capacity, _PREFAULT_STEP):
+            if stopped():
+                return
+            if not self._touch(at, min(_PREFAULT_STEP, self.capacity - at)):
+                error = ctypes.get_errno()
+                log.warning("slab is not prefaulted (errno %d): first writes will be slower", error)
+                return
+        if self.fd is not None and not self._hugepages:
+            log.warning("lmtier: the slab has no huge pages: small blocks and the disk will be slower")
+
+    def _touch(self, at: int, size: int) -> bool:
+        if self.fd is not None and self._hugepages:
+            # The kernel gives huge pages to shared memory only where that was allowed (sysfs), but makes them
+            # of small ones at anybody's request: one small page is enough for that.
+            # Some may be busy just then; if a whole step fails, the kernel does not know how, or has no more.
+            starts = range(at, at + size - _HUGE + 1, _HUGE)
+            done = [
+                self._memory.advise(_MADV_POPULATE_WRITE, start, PAGE)
+                and self._memory.advise(_MADV_COLLAPSE, start, _HUGE)
+                for start in starts
+            ]
+            self._hugepages = not done or any(done)
+        return self._memory.advise(_MADV_POPULATE_WRITE, at, size)

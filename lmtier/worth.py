@@ -28,8 +28,12 @@ _EXPLORED = 1 / 16
 """Of the bytes that are not loaded because a tier is slow: so many are, to learn whether it still is."""
 _FRESH = 1.0
 """Seconds for which a tier that was measured is not explored."""
+EXPLORED_AT_LAST = 10.0
+"""Seconds for which that waits until engines are done with what they compute instead."""
 _UNKNOWN = 1.0
 """The variance of the logarithm of what nobody knows."""
+_ODD = 2.5
+"""Standard deviations from which on an observation is odd."""
 _WARM_UP = 8
 """Observations before the first of which an odd one can be told."""
 _ENOUGH = 4
@@ -45,16 +49,22 @@ class Fit:
     takes hundreds of observations to tell the weights apart.
     """
 
-    def __init__(self, shares: Sequence[float], noise: float, drift: float, most: float) -> None:
+    def __init__(
+        self, shares: Sequence[float], noise: float, drift: float, most: float, odd: int = 1
+    ) -> None:
         """`shares`: of what makes up the first observation, as far as one can guess. An observation is off
-        by a factor of about 1 + `noise`, and weights change between two by about 1 + `drift`. Once there are
-        some, none counts as further off than by the factor `most`."""
+        by a factor of about 1 + `noise`, and the variance of a weight's logarithm grows by `drift` between
+        two. Once there are some, none counts as further off than by the factor `most`. After `odd` of them
+        in turn that are far off to the same side, what was learned before counts no more."""
         self.weights: tuple[float, ...] = ()
         self.seen = 0
         self._shares, self._noise, self._drift, self._most = shares, noise**2, drift**2, log(most)
         size = range(len(shares))
         self._spread = [[_UNKNOWN * (i == k) for i in size] for k in size]
         """The covariance of the logarithms."""
+        self._patience = odd
+        self._odd = 0
+        """How many observations in turn were much more than expected, or, negative, much less."""
 
     def seconds(self, amounts: Sequence[float]) -> float:
         return sum(weight * amount for weight, amount in zip(self.weights, amounts, strict=True))
@@ -72,6 +82,15 @@ class Fit:
         most = self._most if self.seen > _WARM_UP else inf
         error = max(-most, min(most, log(seconds / expected)))
         along = [sum(map(mul, row, shares)) for row in self._spread]
+        sign = (error > 0) - (error < 0)
+        if error * error < _ODD**2 * (self._noise + sum(map(mul, along, shares))):
+            self._odd = 0
+        else:
+            self._odd = self._odd + sign if self._odd * sign > 0 else sign
+        if abs(self._odd) >= self._patience:
+            size = range(len(shares))
+            self._spread = [[_UNKNOWN * (i == k) for i in size] for k in size]
+            along = [_UNKNOWN * share for share in shares]
         gain = [each / (self._noise + sum(map(mul, along, shares))) for each in along]
         self.weights = tuple(
             max(weight * exp(each * error), 1e-15) for weight, each in zip(self.weights, gain, strict=True)
@@ -108,8 +127,8 @@ class Prefill:
     """Learns the cost of an engine from its steps."""
 
     def __init__(self) -> None:
-        self._steps = Fit((0.3, 0.6, 0.1), noise=0.1, drift=0.03, most=2.0)
-        self._copies = Fit((1.0,), noise=0.3, drift=0.1, most=2.0)
+        self._steps = Fit((0.3, 0.6, 0.1), noise=0.1, drift=0.01, most=2.0, odd=4)
+        self._copies = Fit((1.0,), noise=0.2, drift=0.03, most=2.0)
 
     def learn(self, tokens: int, area: float, seconds: float) -> float:
         """A step computed so many tokens; `area` is the sum of their positions. What was expected of it."""
@@ -142,7 +161,7 @@ class Speed:
     def __init__(self) -> None:
         self.queued = 0
         """Bytes that were asked for and have not come."""
-        self._fit = Fit((0.2, 0.8), noise=0.3, drift=0.5, most=1000.0)
+        self._fit = Fit((0.2, 0.8), noise=0.2, drift=0.03, most=1000.0)
         self._heard = 0.0
         """When something came, or, if nothing has, was asked of an idle tier."""
         self._began, self._was_idle, self._moved = 0.0, 1.0, 0
@@ -186,10 +205,13 @@ class Speed:
         stalled = now - self._heard if self.queued else 0.0
         return Line(max(latency + byte * self.queued, stalled), byte)
 
+    def skipped(self, nbytes: int) -> None:
+        """So much is not asked for, because it is too slow."""
+        self._owed = min(self._owed + nbytes * _EXPLORED, float(nbytes))
+
     def explores(self, chunks: int, nbytes: int, now: float) -> int:
-        """So many chunks of so many bytes are not asked for, because it is too slow. How many of them to
-        load all the same: few, and now and then, or it would never be seen that it is not slow any more."""
-        self._owed = min(self._owed + chunks * nbytes * _EXPLORED, float(chunks * nbytes))
+        """How many of so many chunks, of so many bytes each, to load all the same: few, and now and then,
+        or it would never be seen that it is not slow any more."""
         wanted = min(self._next, chunks)
         if self.queued or self._owed < wanted * nbytes or now - self._measured < _FRESH:
             return 0

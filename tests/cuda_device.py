@@ -4,11 +4,15 @@ Streams run one thing after another, and wait for events; nothing else holds the
 of its own, so that one may fall behind for as long as another does not need it. Every access to memory is
 recorded, those of kernels as the kernels themselves make them, and `check` finds the pairs that nothing
 puts in order: a missing edge is found in every run that passes it, not only in those where it does harm.
+
+With `host_computes` the engine computes on this thread, as a real one on a CPU does: what its stream waits
+for has happened when the call returns, and everything else goes on late.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -71,7 +75,7 @@ class SimulatedStream:
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self.device, self.name = device, name
         self.deeds: list[Deed] = []
-        self.waits: list[tuple[int, SimulatedEvent]] = []
+        self.waits: deque[tuple[int, SimulatedEvent]] = deque()
         self.finished = 0
         self.clock: Clock = {}
 
@@ -92,7 +96,10 @@ class SimulatedStream:
 
     def launch(self, launch: Launch) -> None:
         def run() -> None:
-            deed.reads, deed.writes = self.device.cpu.traced(launch)
+            if self.device.is_recorded:
+                deed.reads, deed.writes = self.device.cpu.traced(launch)
+            else:
+                self.device.cpu.run(launch)
 
         deed = self.enqueue(launch.kernel, run)
 
@@ -119,49 +126,86 @@ class SimulatedStream:
         deed = Deed(what, self.name, len(self.deeds) + 1, dict(self.clock), run, list(reads), list(writes))
         self.clock[self.name] = deed.number
         self.deeds.append(deed)
-        self.device.history.append(deed)
+        if self.device.is_recorded:
+            self.device.history.append(deed)
         return deed
 
     @property
     def is_ready(self) -> bool:
         if self.finished == len(self.deeds):
             return False
-        return all(event.has_come for at, event in self.waits if at <= self.finished)
+        while self.waits and self.waits[0][0] <= self.finished:
+            if not self.waits[0][1].has_come:
+                return False
+            self.waits.popleft()
+        return True
+
+
+class HostStream(SimulatedStream):
+    """The engine's, if it computes on this thread: all that was enqueued here has been done."""
+
+    def record(self) -> SimulatedEvent:
+        event = SimulatedEvent(self.device, self)
+        event.clock = dict(self.device.host_clock)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        edge = f"compute waits for {event.stream.name.split()[0]}"
+        self.device.edges.add(edge)
+        if edge != self.device.without:
+            event.wait()
 
 
 class SimulatedDevice:
     """`without` names one kind of edge, which is then left out; `is_impatient`: events come at once.
+    `is_recorded`: accesses are, for `check`; nobody checks those of an engine that runs for minutes.
+    `pace`: how much gets done between two calls of the host, any of these.
 
     Edges are named by lanes where they go from one to another, else by streams.
     """
 
-    def __init__(self, seed: int = 0, *, without: str = "", is_impatient: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        without: str = "",
+        is_impatient: bool = False,
+        host_computes: bool = False,
+        is_recorded: bool = True,
+        pace: Sequence[int] = (0, 0, 0, 1, 2, 10),
+    ) -> None:
         self.cpu = cpu()
         self.random = Random(seed)
-        self.without, self.is_impatient = without, is_impatient
+        self.without, self.is_impatient, self.is_recorded = without, is_impatient, is_recorded
+        self.pace = pace
         self.edges: set[str] = set()
         self.history: list[Deed] = []
         self.host_clock: Clock = {}
-        names = ("compute", "store kernels", "store copies", "load kernels", "load copies")
-        self.streams = [SimulatedStream(self, name) for name in names]
-        self.compute, *lanes = self.streams
+        lanes = [
+            SimulatedStream(self, name)
+            for name in ("store kernels", "store copies", "load kernels", "load copies")
+        ]
+        self.compute = (HostStream if host_computes else SimulatedStream)(self, "compute")
+        self.streams = [self.compute, *lanes]
         self.store, self.load = (Lane(lanes[0], lanes[1], True), Lane(lanes[2], lanes[3], False))
-        self._speeds = {each.name: self.random.choice([0.01, 0.3, 1.0]) for each in self.streams}
+        self.speeds = {each.name: self.random.choice([0.01, 0.3, 1.0]) for each in self.streams}
         self._kept: list[np.ndarray] = []
 
     def progress(self) -> None:
         """What the device happens to get done between two calls of the host."""
-        for _ in range(self.random.choice([0, 0, 0, 1, 2, 10])):
+        for _ in range(self.random.choice(self.pace)):
             self.one_deed()
 
     def one_deed(self) -> None:
         ready = [each for each in self.streams if each.is_ready]
         if not ready:
             return
-        (stream,) = self.random.choices(ready, [self._speeds[each.name] for each in ready])
+        (stream,) = self.random.choices(ready, [self.speeds[each.name] for each in ready])
         deed = stream.deeds[stream.finished]
         if deed.run is not None:
             deed.run()
+            deed.run = None  # it holds what it has moved
         stream.finished += 1
 
     def host(self, what: str, reads: Sequence[Range] = (), writes: Sequence[Range] = ()) -> None:

@@ -119,6 +119,10 @@ GPU_PATHS = {
     "gpu: fingerprint of 32 MiB": Bound("ms", 0.6, 0.1),
     "gpu: to the slab, 1 MiB objects": Bound("GB/s", 0.85, 0.95),
     "gpu: from the slab, 1 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: from the slab, leaving copies, 32 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: from copies, 32 MiB objects, against the bus": Bound("GB/s", 1.5, 3.0),
+    "gpu: from the slab, leaving copies, 1 MiB objects": Bound("GB/s", 0.85, 0.95),
+    "gpu: from copies, 1 MiB objects, against the bus": Bound("GB/s", 1.5, 3.0),
     # By no kernel: these say from which size on that is better, and promise nothing.
     "gpu: to the slab, 64 KiB blocks as they are": Bound("GB/s", 0.1, 0.5),
     "gpu: from the slab, 64 KiB blocks as they are": Bound("GB/s", 0.1, 0.5),
@@ -162,8 +166,10 @@ def measure(
         from lmtier.bench import gpu as on_gpu
 
         apart = tuple(path for path in GPU_PATHS if path.endswith("as they are"))
+        near = tuple(path for path in GPU_PATHS if "copies" in path)
         groups = {
-            partial(on_gpu.both_ways, gpu=gpu): tuple(path for path in GPU_PATHS if path not in apart),
+            partial(on_gpu.both_ways, gpu=gpu): tuple(path for path in GPU_PATHS if path not in apart + near),
+            partial(on_gpu.by_way_of_copies, gpu=gpu): near,
             partial(on_gpu.as_they_are, gpu=gpu): apart,
         }
     wanted = [path for path in paths if only in path]

@@ -22,7 +22,7 @@ from lmtier.cuda.paging import SHORTEST_RUN, CudaKV
 from lmtier.cuda.streams import Device, Lane
 from lmtier.errors import ConfigError
 from lmtier.keys import Identity
-from lmtier.layout import Layout
+from lmtier.layout import Layout, padded
 
 _PROMPT_CHUNKS = 8  # of 2,048 tokens, which are 256 MiB
 _SMALL_PROMPT_CHUNKS = 48
@@ -97,7 +97,14 @@ class Rig:
     """An engine of one allocation on the GPU, and a cache whose slab is pinned and holds half as much."""
 
     def __init__(
-        self, gpu: Gpu, scale: Scale, layout: Layout, chunks: int, shortest_run: int = SHORTEST_RUN
+        self,
+        gpu: Gpu,
+        scale: Scale,
+        layout: Layout,
+        chunks: int,
+        shortest_run: int = SHORTEST_RUN,
+        *,
+        near: bool = False,
     ) -> None:
         self.gpu, self.device, self.layout = gpu, gpu.device, layout
         nbytes = layout.nbytes(layout.whole)
@@ -108,8 +115,10 @@ class Rig:
         every = gpu.tensor((len(layout.layers), blocks, heads, BLOCK_TOKENS, k + v))
         self.kv = CudaKV(layout, layout.whole, list(every), gpu.device, shortest_run=shortest_run)
         # Twice a prompt is enough for saves and loads to take turns, and pinning a slab takes time.
-        url = f"cpu://?capacity={4 * self.chunks * nbytes}"
-        self.cache = Cache(Config(chunk_tokens=CHUNK_TOKENS, tiers=[url], prefault=False, verify="off"))
+        urls = [f"cpu://?capacity={4 * self.chunks * nbytes}"]
+        if near:
+            urls.insert(0, f"gpu://?capacity={padded(nbytes) * self.chunks}&policy=lru")
+        self.cache = Cache(Config(chunk_tokens=CHUNK_TOKENS, tiers=urls, prefault=False, verify="off"))
         self.cache.slab.prefault()
         gpu.pin(self.cache.slab.view(0, self.cache.slab.capacity))
         spare = range(2 * layout.blocks)
@@ -183,6 +192,14 @@ def both_ways(scale: Scale, gpu: Gpu) -> Samples:
         yield from _rates(scale, rig, "1 MiB objects")
 
 
+def by_way_of_copies(scale: Scale, gpu: Gpu) -> Samples:
+    """What copies in GPU memory are worth, and what it costs to leave them there."""
+    with Rig(gpu, scale, large_layout(scale.large_layers), _PROMPT_CHUNKS, near=True) as rig:
+        yield from _near(scale, rig, "32 MiB objects")
+    with Rig(gpu, scale, small_layout(), _SMALL_PROMPT_CHUNKS, near=True) as rig:
+        yield from _near(scale, rig, "1 MiB objects")
+
+
 def as_they_are(scale: Scale, gpu: Gpu) -> Samples:
     """Blocks copied one by one, by no kernel: where this beats the kernels, SHORTEST_RUN is too high."""
     with Rig(gpu, scale, large_layout(scale.large_layers), _PROMPT_CHUNKS, shortest_run=0) as rig:
@@ -209,6 +226,30 @@ def _rates(scale: Scale, rig: Rig, what: str) -> Samples:
     ):
         for number in _numbers(scale):
             sample = paired(name, rig.nbytes, number, ours, lambda way=way: rig.bare(way))  # type: ignore[misc]
+            if number >= 0:
+                yield sample
+
+
+def _near(scale: Scale, rig: Rig, what: str) -> Samples:
+    hbm, tokens = rig.mover.hbm, rig.tokens()
+    assert hbm is not None
+    rig.timed(lambda: rig.save(tokens, *rig.ids()))
+
+    def load() -> float:
+        (ids,) = rig.ids()
+        return rig.timed(lambda: rig.load(tokens, ids))
+
+    def put() -> float:
+        hbm.clear()
+        return load()
+
+    for name, ours in (
+        (f"gpu: from the slab, leaving copies, {what}", put),
+        (f"gpu: from copies, {what}, against the bus", load),
+    ):
+        for number in _numbers(scale):
+            bus = rig.device.load, rig.back
+            sample = paired(name, rig.nbytes, number, ours, lambda bus=bus: rig.bare(bus))  # type: ignore[misc]
             if number >= 0:
                 yield sample
 

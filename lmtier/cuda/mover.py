@@ -5,6 +5,9 @@
 
 What a CPU's mover does at once, `poll` does here when the device is done: commit, compare fingerprints, end
 leases. It belongs into the owner's step; no call but `drain` ever waits for the device.
+
+`near` says which chunks go by way of places in GPU memory. Whoever gives it says `Hbm.done` when all ranks
+are; without it, a mover whose settings have a gpu:// tier decides and ends by itself.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from types import TracebackType
 import numpy as np
 
 from lmtier.cache import Match, Reservation
-from lmtier.cuda.paging import Bound, CudaKV
+from lmtier.cuda.paging import Bound, CudaKV, Near
 from lmtier.cuda.streams import Lane, Order
 from lmtier.errors import MisuseError
+from lmtier.hbm import Hbm, Places
 from lmtier.index import Entry
 from lmtier.keys import Identity
-from lmtier.layout import Shard, cover, padded
+from lmtier.layout import Array, Shard, cover, padded
 from lmtier.mover import Blocks, Load, Mover, Save
 from lmtier.paging import BlockIds
 from lmtier.store import Store
@@ -44,19 +48,40 @@ class CudaMover(Mover):
     ) -> None:
         self.order = Order(kv.device)
         self.layerwise = layerwise
+        self.hbm: Hbm | None = None
+        """The gpu:// tier, if it is this mover's own."""
+        spec = cache.config.gpu
+        if spec is not None and spec.capacity is not None:
+            self.hbm = Hbm(spec.capacity, spec.policy)
+            kv.hold(spec.capacity)
         super().__init__(cache, kv, identity, ranks=ranks, spare_blocks=spare_blocks)
 
-    def load(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> CudaLoad:
+    def load(
+        self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0, near: Near | None = None
+    ) -> CudaLoad:
+        """`near`: of each chunk of the match from the first on that the engine lacks, be it in part."""
         try:
-            self._need_proof()
-            return CudaLoad(self, match, block_ids, computed_tokens)
+            return self.begin(match, block_ids, computed_tokens=computed_tokens, near=near)
         except BaseException:
             self.cache.release(match)
             raise
 
-    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> CudaSave:
+    def begin(
+        self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0, near: Near | None = None
+    ) -> CudaLoad:
         self._need_proof()
-        return CudaSave(self, reservation, blocks)
+        return CudaLoad(self, match, block_ids, computed_tokens, near)
+
+    def fill(
+        self, reservation: Reservation, blocks: Mapping[int, BlockIds], *, near: Near | None = None
+    ) -> CudaSave:
+        """`near`: of each chunk of the reservation, in its order."""
+        self._need_proof()
+        return CudaSave(self, reservation, blocks, near)
+
+    @property
+    def under_way(self) -> int:
+        return self.order.under_way
 
     def reuse(self, block_ids: Blocks) -> None:
         """The engine has taken these blocks from a request whose saves or loads may still be under way."""
@@ -70,19 +95,42 @@ class CudaMover(Mover):
         """The same, and wait for it: when the engine stops."""
         self.order.drain()
 
+    def give_back(self, places: Places | None, *, believed: bool) -> None:
+        """What a save or load has of this mover's own tier."""
+        if self.hbm is not None and places is not None:
+            self.hbm.done(places, believed=believed)
+
 
 class CudaSave(Save):
     """New chunks on their way out. After `commit` they become visible in the `poll` that finds them there."""
 
-    def __init__(self, mover: CudaMover, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> None:
+    def __init__(
+        self,
+        mover: CudaMover,
+        reservation: Reservation,
+        blocks: Mapping[int, BlockIds],
+        near: Near | None = None,
+    ) -> None:
         super().__init__(mover, reservation, blocks)
         self._kv = mover.kv
+        self.done = False
         self._bounds: list[Bound] = [bound for _, _, bound in self._chunks]  # type: ignore[misc]
         for bound in self._bounds:
             bound.check_whole()
         self._marked = [(chunk, ids) for chunk, ids, _ in self._chunks if chunk in self._prints]
-        self._marks = self._kv.take_marks(len(self._marked))
-        self._store = mover.order.store(_touched(bound.ids for bound in self._bounds))
+        self._cuda = mover
+        self._places: Places | None = None
+        if near is None and mover.hbm is not None:
+            self._places = mover.hbm.save(list(reservation.entries.values()), mover.form)
+            near = self._places.near
+        try:
+            if near is not None:
+                self._kv.bring_near(self._bounds, near)
+            self._marks = self._kv.take_marks(len(self._marked))
+            self._store = mover.order.store(_touched(bound.ids for bound in self._bounds))
+        except BaseException:
+            mover.give_back(self._places, believed=False)
+            raise
 
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk, as the engine has it enqueued by now."""
@@ -118,17 +166,22 @@ class CudaSave(Save):
         self._store.end(self._abort)
 
     def _commit(self) -> None:
+        self.done = True
         for number, (chunk, _) in enumerate(self._marked):
             self._prints[chunk] = dict(zip(self._kv.layers, self._marks.prints(number), strict=True))
         self._kv.give_back(self._marks)
         try:
             super().commit()
         except BaseException:
+            self._cuda.give_back(self._places, believed=False)
             super().abort()
             raise
+        self._cuda.give_back(self._places, believed=True)
 
     def _abort(self) -> None:
+        self.done = True
         self._kv.give_back(self._marks)
+        self._cuda.give_back(self._places, believed=False)
         super().abort()
 
 
@@ -139,13 +192,19 @@ class CudaLoad(Load):
     when `done`, call `finish`, then release the match; not before.
     """
 
-    def __init__(self, mover: CudaMover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
+    def __init__(
+        self,
+        mover: CudaMover,
+        match: Match,
+        block_ids: Blocks,
+        computed_tokens: int,
+        near: Near | None = None,
+    ) -> None:
         super().__init__(mover, match, block_ids, computed_tokens)
         self._kv, self._cuda = mover.kv, mover
         self.done = False
         """Whether everything is there, as the last `poll` saw it."""
         self._is_left = False
-        self._bounds: list[Bound] = [*self._bound, *map(self._converted, self._foreign)]  # type: ignore[list-item]
         marked = [
             (entry, ids)
             for _, entry, ids, first_block in self._chunks
@@ -153,13 +212,22 @@ class CudaLoad(Load):
         ]
         self._fingerprints: dict[bytes, bytes] = {}
         self._marked = marked
-        self._load = mover.order.load(_touched(bound.ids for bound in self._bounds))
+        self._places: Places | None = None
+        if near is None and mover.hbm is not None:
+            self._places = mover.hbm.load([entry for _, entry, _, _ in self._chunks], mover.form)
+            near = self._places.near
         try:
-            self._begin()
+            self._bounds = self._bind(near)
+            self._load = mover.order.load(_touched(bound.ids for bound in self._bounds))
+            try:
+                self._begin()
+            except BaseException:
+                # The leases end with this call: nothing may read the extents any more.
+                self._load.end(lambda: None)
+                self._load.wait()
+                raise
         except BaseException:
-            # The leases end with this call: nothing may read the extents any more.
-            self._load.end(lambda: None)
-            self._load.wait()
+            self._give_back(believed=False)
             raise
 
     def _begin(self) -> None:
@@ -186,18 +254,33 @@ class CudaLoad(Load):
     def _enqueue(self, layer: int | None, lane: Lane) -> None:
         self._kv.enqueue_copies(lane, layer, self._bounds)
 
-    def _converted(self, foreign: tuple[Entry, BlockIds, int]) -> Bound:
-        """A chunk of another form, as a payload of ours that lives as long as this."""
-        entry, ids, first_block = foreign
+    def _bind(self, near: Near | None) -> list[Bound]:
+        """Every chunk, in order. One of another form becomes a payload of ours that lives as long as this."""
+        kv, is_foreign = self._kv, [entry.form is not self._mover.form for _, entry, _, _ in self._chunks]
+        own = iter(self._bound)
+        bounds: list[Bound] = [
+            kv.bind(ids, np.empty(kv.nbytes, np.uint8).data, first_block) if foreign else next(own)  # type: ignore[misc]
+            for (_, _, ids, first_block), foreign in zip(self._chunks, is_foreign, strict=True)
+        ]
+        if near is not None:
+            kv.bring_near(bounds, near)
+        for bound, (_, entry, _, _), foreign in zip(bounds, self._chunks, is_foreign, strict=True):
+            if foreign and not bound.is_there:
+                self._convert_into(bound.payload, entry)
+        return bounds
+
+    def _convert_into(self, payload: Array, entry: Entry) -> None:
         kv, form = self._kv, entry.form
         assert form.layout is not None  # known since the chunk's header was read
-        payload = np.empty(kv.nbytes, np.uint8)
         as_blocks, whole = kv.over(payload), np.arange(kv.layout.blocks)
         for held, part in cover(kv.shard, form.shards) or ():
             number = form.shards.index(held)
             source = self._mover.cache.slab.view(entry.offsets[number], padded(form.sizes[number]))
             as_blocks.convert(None, source, form.layout, held, whole, part=part)
-        return kv.bind(ids, payload.data, first_block)
+
+    def _give_back(self, *, believed: bool) -> None:
+        places, self._places = self._places, None
+        self._cuda.give_back(places, believed=believed)
 
     def layer(self, layer: int) -> None:
         """What the engine enqueues from now on may read this layer."""
@@ -213,11 +296,24 @@ class CudaLoad(Load):
             self._load.let_compute()
         self._missing.clear()
 
+    def start(self) -> None:
+        """It is on its way since it began."""
+
+    def confirm(self) -> None:
+        if self._marked and not self.done:
+            self._load.wait()
+            self._cuda.poll()
+
     def finish(self) -> int:
         if not self.done:
             raise MisuseError("finish of a load that is under way: poll until it is done")
         self._missing.clear()
-        return super().finish()
+        loaded, tokens = self.tokens, -1
+        try:
+            tokens = super().finish()
+        finally:
+            self._give_back(believed=tokens == loaded)
+        return tokens
 
     def _fingerprint(self, entry: Entry, ids: BlockIds) -> bytes:
         return self._fingerprints[entry.key]

@@ -6,20 +6,23 @@ Two ways, by how much of a block lies together:
     staged    a kernel puts blocks into the order of payloads in device memory, and one    few SMs
               copy a chunk takes that over the bus, while the kernel does the next
 
+A chunk that has a place in GPU memory (`lmtier.hbm`) goes the second way, with that place as its staging:
+what was brought there once is scattered from there without the bus.
+
 What is called `enqueue_…` returns at once, and belongs into a part of a transfer of `lmtier.cuda.streams`.
 The calls that `PagedKV` has too wait for the device: they are for the canary, and for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lmtier.cuda.kernels import Geometry, Ids, Memory
 from lmtier.cuda.streams import Device, Enqueue, Event, Lane, Stream
-from lmtier.errors import LayoutError
+from lmtier.errors import LayoutError, MisuseError
 from lmtier.layout import Array, Layout, Shard
 from lmtier.paging import BlockIds, Buffer, PagedKV, Planes, check_dtype, raw_order
 
@@ -29,6 +32,9 @@ STAGING_BYTES = 64 << 20
 SHORTEST_RUN = 128 << 10
 """From this many bytes on, on average, runs are copied as they are. Not measured here yet: a single copy
 costs peers about 2 µs of the bus, which is this much."""
+
+Near: TypeAlias = "Sequence[tuple[int, bool] | None]"
+"""Of each chunk: its offset in the memory of `hold`, and whether its payload is there already; or None."""
 
 _SLOTS = 2  # one under the kernel, one on the bus
 _WORKSPACE_BYTES = 8 << 20
@@ -113,6 +119,13 @@ class CudaKV(PagedKV):
         # Of sums. One for each direction, whose kernels run one after another.
         self._workspace = {stores: device.memory(self._workspace_bytes) for stores in (True, False)}
         self._spare_marks: dict[int, list[Array]] = {}
+        self._held, self._held_bytes = 0, 0
+
+    def hold(self, nbytes: int) -> None:
+        """Take this much GPU memory for the payloads of chunks that are given places. Once, at start."""
+        if self._held_bytes:
+            raise MisuseError("this rank holds memory for copies already")
+        self._held, self._held_bytes = self.device.memory(nbytes), nbytes
 
     def _memory(self, number: int, tensor: Any) -> Memory:
         memory = Memory.of(tensor)
@@ -137,49 +150,90 @@ class CudaKV(PagedKV):
         """A chunk's blocks and its payload."""
         return Bound(self, self._ids(block_ids, first_block), self._payload(buffer, self.nbytes), first_block)
 
+    def bind_all(  # type: ignore[override]
+        self, chunks: Sequence[tuple[BlockIds, int, int]], view: Callable[[int, int], Buffer]
+    ) -> list[Bound]:
+        """Each for itself: a launch takes chunks wherever they lie."""
+        return [self.bind(ids, view(offset, self.nbytes), first) for ids, offset, first in chunks]
+
+    def bring_near(self, chunks: Sequence[Bound], near: Near) -> None:
+        """Let those that have a place go by way of it. Whose places those are is the caller's care."""
+        if len(near) != len(chunks):
+            raise MisuseError(f"{len(chunks)} chunks, and {len(near)} places for them")
+        for chunk, place in zip(chunks, near, strict=True):
+            if place is not None:
+                offset, chunk.is_there = place
+                if not 0 <= offset <= self._held_bytes - self.nbytes:
+                    raise MisuseError(
+                        f"a place at {offset}, beyond the {self._held_bytes} bytes that are held"
+                    )
+                chunk.near = self._held + offset
+
     def enqueue_copies(self, lane: Lane, layer: int | None, chunks: Sequence[Bound]) -> None:
         """One layer, or (None) all, of these chunks: out of their blocks or into them, as the lane goes."""
+        # First what no kernel has to wait for the bus for.
+        self._enqueue_near(lane, layer, [chunk for chunk in chunks if chunk.is_there])
+        self._enqueue_near(lane, layer, [chunk for chunk in chunks if chunk.near and not chunk.is_there])
+        self._enqueue_far(lane, layer, [chunk for chunk in chunks if not chunk.near])
+
+    def _enqueue_far(self, lane: Lane, layer: int | None, chunks: Sequence[Bound]) -> None:
         if not chunks:
             return
-        ids, payloads = self._tables_of(chunks), [chunk.address for chunk in chunks]
-        runs = self.geometry.runs(layer, payloads, ids)
+        ids = self._tables_of(chunks)
+        runs = self.geometry.runs(layer, [chunk.address for chunk in chunks], ids)
         if runs is not None and len(runs) and runs[:, 2].mean() >= self._shortest_run:
             lane.copies.copy(runs[:, [1, 0, 2]] if lane.stores else runs)
             return
         whole = layer is None and _aligned(self.nbytes) <= self._slot_bytes
         for step in [layer] if whole or layer is not None else self.layers:
-            self._enqueue_staged(lane, step, payloads, ids)
+            self._enqueue_staged(lane, step, chunks, ids)
 
-    def _enqueue_staged(self, lane: Lane, layer: int | None, payloads: list[int], ids: list[Ids]) -> None:
+    def _enqueue_staged(
+        self, lane: Lane, layer: int | None, chunks: Sequence[Bound], ids: Sequence[Ids]
+    ) -> None:
         at, nbytes = self.geometry.place(layer)
         room, staging = _aligned(nbytes), self._staging[lane.stores]
-        each = staging.slot_bytes // room
-        for first in range(0, len(payloads), each):
-            group = payloads[first : first + each]
+        for group in _groups(len(chunks), staging.slot_bytes // room):
             slot = staging.take(lane.kernels if lane.stores else lane.copies)
-            starts = [slot + i * room for i in range(len(group))]
-            launches = self.geometry.copies(
-                "gather" if lane.stores else "scatter",
-                layer,
-                self._piece_table,
-                # A kernel finds a layer where it lies in a payload: as if that began before the slot.
-                [start - at for start in starts],
-                [table[first : first + each] for table in ids],
-                self.device.spread,
-            )
-            pairs = zip(group, starts, strict=True)
-            if lane.stores:
-                for launch in launches:
-                    lane.kernels.launch(launch)
-                lane.copies.wait(lane.kernels.record())
-                lane.copies.copy([(payload + at, start, nbytes) for payload, start in pairs])
-                staging.turn(lane.copies)
-            else:
-                lane.copies.copy([(start, payload + at, nbytes) for payload, start in pairs])
-                lane.kernels.wait(lane.copies.record())
-                for launch in launches:
-                    lane.kernels.launch(launch)
-                staging.turn(lane.kernels)
+            # A kernel finds a layer where it lies in a payload: as if that began before the slot.
+            starts = [slot + i * room - at for i in range(len(chunks[group]))]
+            self._enqueue_through(lane, layer, chunks[group], starts, [table[group] for table in ids])
+            staging.turn(lane.copies if lane.stores else lane.kernels)
+
+    def _enqueue_near(self, lane: Lane, layer: int | None, chunks: Sequence[Bound]) -> None:
+        if not chunks:
+            return
+        ids, (_, nbytes) = self._tables_of(chunks), self.geometry.place(layer)
+        # In groups as above, so that here too the kernel and the bus work side by side.
+        for group in _groups(len(chunks), max(1, self._slot_bytes // nbytes)):
+            starts = [chunk.near for chunk in chunks[group]]
+            self._enqueue_through(lane, layer, chunks[group], starts, [table[group] for table in ids])
+
+    def _enqueue_through(
+        self,
+        lane: Lane,
+        layer: int | None,
+        chunks: Sequence[Bound],
+        starts: Sequence[int],
+        ids: Sequence[Ids],
+    ) -> None:
+        """By way of device memory, where payloads begin at `starts`. To load what is there needs no bus."""
+        at, nbytes = self.geometry.place(layer)
+        kernel = "gather" if lane.stores else "scatter"
+        launches = self.geometry.copies(kernel, layer, self._piece_table, starts, ids, self.device.spread)
+        ours = [
+            (chunk.address + at, start + at)
+            for chunk, start in zip(chunks, starts, strict=True)
+            if lane.stores or not chunk.is_there
+        ]
+        if not lane.stores and ours:
+            lane.copies.copy([(start, payload, nbytes) for payload, start in ours])
+            lane.kernels.wait(lane.copies.record())
+        for launch in launches:
+            lane.kernels.launch(launch)
+        if lane.stores:
+            lane.copies.wait(lane.kernels.record())
+            lane.copies.copy([(payload, start, nbytes) for payload, start in ours])
 
     def enqueue_marks(self, lane: Lane, layer: int, chunks: Sequence[BlockIds], marks: Marks) -> None:
         """The values are there when what was enqueued is done."""
@@ -297,12 +351,14 @@ class CudaKV(PagedKV):
 class Bound:
     """One chunk on its way between its blocks and a payload."""
 
-    __slots__ = ("_kv", "_payload", "address", "first_block", "ids")
+    __slots__ = ("_kv", "address", "first_block", "ids", "is_there", "near", "payload")
 
     def __init__(self, kv: CudaKV, ids: BlockIds, payload: Array, first_block: int) -> None:
-        self._kv, self._payload = kv, payload
+        self._kv, self.payload = kv, payload
         self.ids, self.first_block = ids, first_block
         self.address = payload.ctypes.data
+        self.near, self.is_there = 0, False
+        """The address of its place in GPU memory, if it has one, and whether the payload is there already."""
 
     def check_whole(self) -> None:
         if self.first_block or not self.ids.is_whole:
@@ -316,6 +372,10 @@ class Bound:
     def scatter(self, layer: int | None) -> None:
         kv = self._kv
         kv.wait_for(lambda lane: kv.enqueue_copies(lane, layer, [self]), kv.device.load)
+
+
+def _groups(count: int, each: int) -> Iterator[slice]:
+    return (slice(first, first + each) for first in range(0, count, each))
 
 
 def _aligned(nbytes: int) -> int:

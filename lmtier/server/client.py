@@ -35,6 +35,7 @@ from lmtier.journal import Change
 from lmtier.keys import KEY_BYTES, Identity, as_tokens
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
 from lmtier.lifetimes import MAX_TTL, Pinned
+from lmtier.presence import Look
 from lmtier.prompts import Origin
 from lmtier.server.engines import MAX_MODELS, MAX_MS, PROTOCOL, RUN_SHIFT
 from lmtier.server.resp import INCOMPLETE, Error, ProtocolError, Replies, command
@@ -98,6 +99,7 @@ class Client:
 
     `engine` names the session that the ranks and the scheduler of one engine share; left empty, it is this
     connection's own. `shard` is what ends with this process: should it die, others need not wait for that.
+    `waits`: what was committed is visible to all when `commit` returns, not some moments later.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Client:
         name: str = "",
         timeout: float = 2.0,
         token: str | None = None,
+        waits: bool = True,
     ) -> None:
         self.address = address
         self.timeout = timeout
@@ -120,6 +123,7 @@ class Client:
         options = {"ENGINE": engine, "SHARD": str(shard or ""), "NAME": name}
         self._hello = [word for pair in options.items() if pair[1] for word in pair]
         self._token = token
+        self._waits = waits
         self._pid = os.getpid()
         self._is_closed = False
         self._outage = ""
@@ -183,10 +187,15 @@ class Client:
         link, number = self._told_of(form)
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
-            request: list[Argument] = [number, asked, milliseconds, *arguments(names)]
+            request: list[Argument] = ["LMTIER.MATCH", number, asked, milliseconds, *arguments(names)]
+            if names and link.look is not None and link.look.lacks(names[0]):
+                if len(set(names)) < len(names):
+                    raise MisuseError("a key stands twice in one request")
+                self._post(*request, then=self._unmatch)  # the server counts it; nobody waits for it
+                return match
             entries: list[Entry] = []
             reply = self._call(
-                *("LMTIER.MATCH", *request),
+                *request,
                 link=link,
                 undo=self._unmatch,
                 meanwhile=lambda: entries.extend(
@@ -356,8 +365,8 @@ class Client:
 
     def _end(self, reservation: Reservation, *request: Argument) -> None:
         try:
-            if self._link.stalled:
-                self._post(*request)  # the bytes are in place: it counts when it is read
+            if self._link.stalled or not self._waits:
+                self._post(*request, then=self._heard)  # the bytes are in place: it counts when it is read
             elif not self._link.is_lost:
                 self._call(*request)
         finally:
@@ -568,14 +577,18 @@ class Client:
         code, _, sentence = reply.partition(" ")
         if code == "MISUSE":
             raise MisuseError(sentence)
-        log.warning("lmtier: the server at %s refused %s: %s", self.address, request[0], reply)
+        self._heard(reply)
         return None
+
+    def _heard(self, reply: Any) -> None:
+        if isinstance(reply, Error):
+            log.warning("lmtier: the server at %s refuses: %s", self.address, reply)
 
     def _call_for(self, match: Match, *request: Argument, seconds: float = 0.0) -> Any:
         """A call about a match, which only its own server knows."""
         return self._call(*request, seconds=seconds) if match.id in self._matches else None
 
-    def _post(self, *request: Argument) -> None:
+    def _post(self, *request: Argument, then: Then = _ignore) -> None:
         """Send without waiting for the reply."""
         self._mind_forks()
         link = self._link
@@ -583,7 +596,7 @@ class Client:
             return
         try:
             self._tell(link)
-            link.post(_ignore, *request)
+            link.post(then, *request)
             if len(link.owed) > _OWED and not link.stalled:
                 link.drain(0.0)
         except TimeoutError:
@@ -727,7 +740,10 @@ class _Link:
             if not self._fds or os.fstat(self._fds[0]).st_size < capacity:
                 raise TierError(f"the server at {address} gave no slab of {capacity} bytes")
             self.window = Window(capacity, self._fds[0])
-        except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
+            self.look: Look | None = None
+            if "PRESENCE" in self.options and self._ask(until, address, "LMTIER.PRESENCE"):
+                self.look = Look(self._fds[1])
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError, ConfigError) as error:
             self.close()
             raise TierError(f"the server at {address} is no lmtier server: {error!r}") from None
         except BaseException:

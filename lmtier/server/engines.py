@@ -99,6 +99,7 @@ class Engines:
         verbs: dict[str, tuple[Handler, int, str]] = {
             "HELLO": (self._hello, -2, "fast"),
             "SLAB": (self._slab, 1, "fast"),
+            "PRESENCE": (self._presence, 1, "fast"),
             "FORM": (self._form, -3, "fast"),
             "MATCH": (self._match, -5, "readonly"),
             "PREFETCH": (self._prefetch, -2, "readonly"),
@@ -196,7 +197,7 @@ class Engines:
             "approximation": config.approximation,
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
-            "options": "HAS TTL",  # of verbs that servers of this protocol had before without them
+            "options": "HAS TTL PRESENCE",  # of verbs that servers of this protocol had before without them
             "slab": caller.is_local and self.cache.slab.fd is not None,
         }
 
@@ -207,6 +208,11 @@ class Engines:
         if fd is None:
             raise _refused("ERR this server's slab is private memory: start it with --unix PATH")
         return WithDescriptor(self.cache.slab.capacity, fd)
+
+    def _presence(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """What is surely not here. Nothing, if some tier must be asked each time."""
+        presence = self.cache.presence
+        return WithDescriptor(1, presence.fd) if caller.is_local and presence is not None else 0
 
     def _form(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = _session(caller)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import __version__, tracing
 from lmtier.cache import Cache
-from lmtier.config import TOKEN_VARIABLE, Config, Serving, host_and_port
+from lmtier.config import TOKEN_VARIABLE, Config, Serving, host_and_port, without_login
 from lmtier.errors import ConfigError
 from lmtier.metrics import Metrics
 from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused
@@ -93,6 +93,11 @@ class Server:
         self._log: RequestLog | None = None
         self._publisher: Publisher | None = None
         metrics = Metrics(process=True)
+        if config.gpu is not None:
+            raise ConfigError(
+                f"tier {without_login(config.gpu.url)!r}: engines have the GPU, not the server: put it into "
+                "their settings"
+            )
         self._listen()  # before the cache: an address in use is said before the tiers are touched
         try:
             if serving.request_log:

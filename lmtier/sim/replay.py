@@ -130,7 +130,7 @@ def replay(
     nbytes = round(chunk_tokens * bytes_per_token)
     layout = Layout((LayerShape(1, PAGE, 0),), "u8", chunk_tokens, chunk_tokens, "simulated")
     form = form_of(layout, [layout.whole])
-    specs = Config(tiers=urls).specs
+    specs = Config(tiers=urls).stores
     tiers = [InstantTier(layout) for _ in specs[1:]]
     config = Config(
         chunk_tokens=chunk_tokens,

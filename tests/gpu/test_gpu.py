@@ -123,8 +123,8 @@ def layouts() -> dict[str, tuple[Layout, list[Any]]]:
     }
 
 
-def a_cache(capacity: str = "256MiB") -> Cache:
-    tiers = [f"cpu://?capacity={capacity}"]
+def a_cache(capacity: str = "256MiB", gpu: str = "") -> Cache:
+    tiers = [*([f"gpu://?capacity={gpu}"] if gpu else []), f"cpu://?capacity={capacity}"]
     return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False))
 
 
@@ -162,6 +162,43 @@ def test_the_canary_passes_and_a_cpu_reads_what_was_saved(device, name, shortest
         if pinning is not None:
             pinning.close()
             device.pinning = None
+
+
+@pytest.mark.parametrize("name", list(layouts()) if torch.cuda.is_available() else [])
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_copies_in_gpu_memory_are_what_was_saved(device, name, layerwise):
+    """The slab's bytes are gone when the copies are read."""
+    layout, tensors = layouts()[name]
+    with a_cache("16MiB", gpu="16MiB") as cache:
+        kv = CudaKV(layout, layout.whole, tensors, device)
+        mover = CudaMover(cache, kv, IDENTITY, spare_blocks=range(30, 40), layerwise=layerwise)
+        blocks, others = [5, 6, 7, 8, 3, 1, 20, 9], [2, 4, 10, 11, 12, 13, 14, 15]
+        written = random.Random(1).randbytes(len(kv.raw_blocks(blocks)))
+        kv.write_raw(blocks, written)
+        with mover.save(mover.chain(range(2 * C)), blocks) as save:
+            save.all()
+        mover.drain()
+        for way in ("left by a save", "left by a load"):
+            match = mover.match(mover.chain(range(2 * C + 1)))
+            slab = [cache.slab.view(entry.offsets[0], kv.nbytes) for entry in match.run]
+            kept = [bytes(view) for view in slab]
+            for view in slab:
+                view[:] = bytes(len(view))
+            kv.write_raw(others, bytes(len(written)))
+            with mover.load(match, others) as load:
+                load.all()
+            mover.drain()
+            assert load.tokens == 2 * C, way
+            assert kv.raw_blocks(others) == written, way
+            for view, payload in zip(slab, kept, strict=True):
+                view[:] = payload
+            assert mover.hbm is not None
+            mover.hbm.clear()
+            with mover.load(mover.match(mover.chain(range(2 * C + 1))), others) as load:
+                load.all()
+            mover.drain()
+            mover.hbm.check()
+        assert cache.metrics.value("lmtier_verify_failures_total") == 0
 
 
 # ---- pinned memory
@@ -289,7 +326,7 @@ class Life:
 
 
 def lived(device: CudaDevice, seed: int) -> Life:
-    with a_cache("4MiB") as cache:
+    with a_cache("4MiB", gpu=["", "1MiB", "4MiB"][seed % 3]) as cache:
         pinning = device.pin(cache.slab.view(0, cache.slab.capacity))
         pinning.wait()
         options = {"shortest_run": NEVER if seed % 2 else 0, "staging_bytes": 1 if seed % 3 else 1 << 22}

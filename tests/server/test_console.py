@@ -277,6 +277,7 @@ def test_other_hosts_are_not_let_in_without_a_token(serve):
         (("--set", "serve.lisen=:1"), "did you mean 'listen'"),
         (("--set", "chunk_token=1"), "did you mean 'chunk_tokens'"),
         (("--tier", "cpu://?capacity=4MiB"), "exactly one cpu:// tier"),
+        (("--set", "tiers=gpu://?capacity=1MiB cpu://?capacity=4MiB"), "put it into their settings"),
         (("--listen", "6380"), "write it like 127.0.0.1:6380"),
         (("--token-file", "/nowhere"), "/nowhere"),
     ],

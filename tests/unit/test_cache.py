@@ -12,7 +12,7 @@ import pytest
 
 from lmtier.cache import Cache, Match
 from lmtier.config import Config
-from lmtier.errors import ConfigError, LayoutError, MisuseError, TierError
+from lmtier.errors import LayoutError, MisuseError, TierError
 from lmtier.index import State
 from lmtier.keys import namespace, value_key
 from lmtier.layout import Layout, Name, Shard, form_of, padded, stored_size
@@ -563,9 +563,10 @@ def test_a_tier_that_cannot_be_opened_fails_the_start_and_closes_the_others(make
     make(cpu(2), disk(tmp_path / "free"))
 
 
-def test_gpu_tiers_are_refused_until_there_is_cuda(make):
-    with pytest.raises(ConfigError, match="CUDA"):
-        make("gpu://?capacity=1GiB", cpu(2))
+def test_a_gpu_tier_is_its_movers_and_nothing_to_a_cache(make):
+    cache = make("gpu://?capacity=4KiB", cpu(2))
+    assert cache.slab.capacity == cache.index.capacity
+    assert not cache.below
 
 
 def test_a_tier_that_hangs_does_not_take_the_cpu_tier_with_it(make):

@@ -89,6 +89,10 @@ def look(client: Client, names: list[bytes], form=ONE) -> list[str]:
     return match.sources
 
 
+def lookups(server: Server) -> int:
+    return int(server.ask("LMTIER.REPORT")["lookups"])
+
+
 def used(client: Client) -> int:
     return client.stats()["cpu"]["used"]
 
@@ -460,6 +464,63 @@ def test_a_stalled_server_costs_one_timeout_and_what_it_grants_too_late_is_given
         until(lambda: used(other) == 0)
         assert client.lost == 0
     assert outages(caplog) == ["is not there", "is there again"]
+
+
+def test_what_is_surely_not_there_is_not_waited_for_and_is_counted_all_the_same(serve):
+    server = serve()
+    with Client(server.path) as client:
+        client.match(keys(2, "form"), ONE)
+        before = lookups(server)
+        server.freeze()
+        began = time.monotonic()
+        match = client.match(keys(5, "new"), ONE)
+        assert time.monotonic() - began < AT_ONCE
+        assert (match.ready, match.chunks) == (True, 0)
+        with pytest.raises(MisuseError, match="twice"):
+            client.match(keys(1, "new") * 2, ONE)
+        server.thaw()
+        store(client, keys(5, "new"))
+        assert lookups(server) == before + 1
+        assert look(client, keys(5, "new")) == ["cpu"] * 5
+
+
+def test_what_leaves_or_comes_back_after_a_restart_is_known_to_do_so(serve, tmp_path):
+    server = serve(f"disk://{tmp_path}/kv?capacity=64MiB", chunks=4)
+    with Client(server.path) as client:
+        for name in ("a", "b", "c"):
+            store(client, keys(3, name))
+            assert client.flush()
+        assert look(client, keys(3, "a")) == ["disk"] * 3
+    server.kill()
+    server.start()
+    with Client(server.path) as client:
+        for name in ("a", "b", "c"):
+            assert look(client, keys(3, name)) == ["disk"] * 3
+        client.clear()
+        server.freeze()
+        began = time.monotonic()
+        assert not client.match(keys(3, "b"), ONE).chunks
+        assert time.monotonic() - began < AT_ONCE
+        server.thaw()
+
+
+def test_who_does_not_wait_for_his_commits_has_them_stored_all_the_same(serve, caplog):
+    server = serve()
+    with Client(server.path, waits=False) as client, Client(server.path) as other:
+        reservation = client.reserve(keys(3), ONE)
+        write(client, reservation)
+        server.freeze()
+        began = time.monotonic()
+        client.commit(reservation)
+        assert time.monotonic() - began < AT_ONCE
+        server.thaw()
+        until(lambda: look(other, keys(3)) == ["cpu"] * 3)
+        lost = client.reserve(keys(2, "b"), ONE)
+        other_engine = client._reservations[lost.id]
+        client._call("LMTIER.ABORT", lost.id, "*")
+        client.commit(other_engine)
+        client.stats()
+    assert "refuses: NOSUCH reservation" in caplog.text
 
 
 def test_a_commit_that_meets_a_stalled_server_is_not_lost(serve):

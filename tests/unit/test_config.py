@@ -202,6 +202,10 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         ["disk:///a?capacity=1GiB"],
         [CPU, CPU],
         ["disk:///a?capacity=1GiB", CPU],
+        ["gpu://?capacity=1MiB"],
+        ["gpu://?capacity=1MiB", "disk:///a?capacity=1GiB", CPU],
+        ["gpu://?capacity=1MiB", "gpu://?capacity=1MiB", CPU],
+        [CPU, "gpu://?capacity=1MiB"],
     ],
 )
 def test_there_is_one_cpu_tier_above_every_other(tiers):
@@ -209,7 +213,16 @@ def test_there_is_one_cpu_tier_above_every_other(tiers):
         Config(tiers=tiers)
 
 
-@pytest.mark.parametrize("tiers", [["cpu://"], [CPU, "disk:///a"]])
+def test_a_gpu_tier_holds_copies_so_it_is_no_larger_than_what_they_are_copies_of():
+    config = Config(tiers=["gpu://?capacity=1GiB&policy=lru", "cpu://?capacity=1GiB"])
+    assert config.gpu is not None
+    assert (config.gpu.capacity, config.gpu.policy) == (1 << 30, "lru")
+    assert [spec.scheme for spec in config.stores] == ["cpu"]
+    with pytest.raises(ConfigError, match="is larger than 'cpu://"):
+        Config(tiers=["gpu://?capacity=2GiB", "cpu://?capacity=1GiB"])
+
+
+@pytest.mark.parametrize("tiers", [["cpu://"], [CPU, "disk:///a"], ["gpu://", CPU]])
 def test_a_tier_that_is_bounded_needs_its_bound(tiers):
     with pytest.raises(ConfigError, match="needs a capacity"):
         Config(tiers=tiers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from lmtier.config import Config
 from lmtier.cuda.mover import CudaLoad, CudaMover, CudaSave
 from lmtier.cuda.paging import CudaKV
 from lmtier.errors import CanaryError, LayoutError, MisuseError
+from lmtier.hbm import Hbm
 from lmtier.keys import Identity
 from lmtier.layout import Layout, Shard
 from lmtier.mover import Mover
@@ -45,8 +47,17 @@ def cache() -> Iterator[Cache]:
         assert cache.index.pinned == 0
 
 
-def small_cache(capacity: str = "1MiB") -> Cache:
-    tiers = [f"cpu://?capacity={capacity}"]
+@pytest.fixture
+def near_cache() -> Iterator[Cache]:
+    """Whose engines have a GPU tier each, of as much."""
+    with small_cache(gpu="1MiB") as cache:
+        yield cache
+        cache.check()
+        assert cache.index.pinned == 0
+
+
+def small_cache(capacity: str = "1MiB", gpu: str = "") -> Cache:
+    tiers = [*([f"gpu://?capacity={gpu}&policy=lru"] if gpu else []), f"cpu://?capacity={capacity}"]
     return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False))
 
 
@@ -142,6 +153,27 @@ class Engine:
         self.mover.drain()
         self.device.check()
         assert not self.failures
+        if self.mover.hbm is not None:
+            self.mover.hbm.check()
+            assert self.mover.hbm.index.pinned == 0
+
+    @property
+    def hbm(self) -> Hbm:
+        assert self.mover.hbm is not None
+        return self.mover.hbm
+
+    def over_the_bus(self) -> int:
+        """Bytes so far between GPU memory and the slab."""
+        assert isinstance(self.cache, Cache)
+        low, high = span(np.frombuffer(self.cache.slab.view(0, self.cache.slab.capacity), np.uint8))
+        copies = [deed for deed in self.device.history if deed.what == "copy"]
+        return sum(end - at for deed in copies for at, end in [*deed.reads, *deed.writes] if low <= at < high)
+
+    def where(self, tokens: Sequence[int], chunk: int) -> int:
+        """The address of a chunk's copy."""
+        copy = self.hbm.index.get(self.mover.chain(tokens).keys[chunk])
+        assert copy is not None
+        return self.kv._held + copy.offsets[0]
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
@@ -215,12 +247,13 @@ def seen(cache: Cache, device: SimulatedDevice) -> None:
     cache.slab.free = noted_free  # type: ignore[method-assign]
 
 
-def live(seed: int, **faults: Any) -> Engine:
-    """Prompts that share beginnings come and go, through a cache that holds few of them."""
-    with small_cache("32KiB") as cache:
+def live(seed: int, *, gpu: str | None = None, **faults: Any) -> Engine:
+    """Prompts that share beginnings come and go, through a cache that holds few of them, copies of fewer."""
+    chance = random.Random(seed)
+    few = chance.choice(["", "8KiB", "32KiB"]) if gpu is None else gpu
+    with small_cache("32KiB", few) as cache:
         device = SimulatedDevice(seed)
         seen(cache, device)
-        chance = random.Random(seed)
         engine = Engine(
             cache,
             device,
@@ -290,6 +323,35 @@ def test_a_missing_edge_is_a_race(edge):
 def test_a_commit_before_the_device_is_done_is_a_race():
     with pytest.raises(Race):
         live_until_a_race(is_impatient=True)
+
+
+@pytest.mark.parametrize(
+    "edge", ["store copies waits for store kernels", "load kernels waits for load copies"]
+)
+def test_a_missing_edge_to_the_place_of_a_copy_is_a_race(edge):
+    """Everything has a place here, so that no other memory of ours is staged in."""
+    with pytest.raises(Race):
+        live_until_a_race(gpu="32KiB", without=edge)
+
+
+@pytest.mark.parametrize("which", [CudaLoad, CudaSave])
+def test_places_that_are_given_back_before_the_device_is_done_are_a_race(monkeypatch, which):
+    begin = which.__init__
+
+    def hurried(self, mover, *arguments):
+        begin(self, mover, *arguments)
+        places, self._places = self._places, None
+        mover.give_back(places, believed=True)
+
+    def never_used(self, tokens, blocks, **_):
+        """Else whatever comes later waits for what the engine computes with it."""
+        with self.mover.load(self.mover.match(self.mover.chain([*tokens, 0])), blocks) as load:
+            return load
+
+    monkeypatch.setattr(which, "__init__", hurried)
+    monkeypatch.setattr(Engine, "resume", never_used)
+    with pytest.raises(Race):
+        live_until_a_race(gpu="8KiB", without="nothing")
 
 
 def stopped(engine: Engine) -> None:
@@ -480,3 +542,205 @@ def test_a_load_that_cannot_begin_leaves_no_lease(cache):
     with pytest.raises(LayoutError):
         engine.mover.load(match, [0, 1, 2])
     assert cache.index.pinned == 0
+
+
+# ---- copies in GPU memory
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("shortest_run", [0, 1 << 40])
+def test_what_came_over_the_bus_once_does_not_come_again(near_cache, layerwise, shortest_run):
+    one, other = (
+        Engine(near_cache, seed=seed, layerwise=layerwise, shortest_run=shortest_run) for seed in (1, 2)
+    )
+    tokens, nbytes = list(range(32)), 4 * LAYOUT.nbytes(LAYOUT.whole)
+    one.prefill(tokens, one.take(32), layerwise=layerwise)
+    one.settle()
+    assert one.over_the_bus() == nbytes
+    one.resume(tokens, one.take(32), layerwise=layerwise)
+    one.settle()
+    assert one.over_the_bus() == nbytes, "a save leaves copies too"
+    for _ in range(2):
+        blocks = other.take(32)
+        assert other.resume(tokens, blocks, layerwise=layerwise).tokens == 32
+        other.free += blocks
+        other.settle()
+        assert other.over_the_bus() == nbytes
+    assert near_cache.metrics.value("lmtier_verified_total") == 12
+    assert near_cache.metrics.value("lmtier_verify_failures_total") == 0
+
+
+def test_a_chunk_that_was_loaded_in_part_is_there_as_a_whole(near_cache):
+    one, other = Engine(near_cache, seed=1), Engine(near_cache, seed=2)
+    one.prefill(range(16), one.take(16))
+    one.settle()
+    for computed in (4, 0):
+        blocks = other.take(16)
+        match = other.mover.match(other.mover.chain(range(17)))
+        with other.mover.load(match, blocks, computed_tokens=computed) as load:
+            load.all()
+        other.settle()
+        for layer in range(L):
+            there = computed // N
+            wanted = other.content_of(range(16), layer)
+            assert other.bits[layer][blocks[there:]].tobytes() == wanted[there:].tobytes()
+    assert other.over_the_bus() == 2 * LAYOUT.nbytes(LAYOUT.whole)
+
+
+def test_a_copy_that_is_damaged_is_found_and_forgotten(near_cache):
+    engine = Engine(near_cache)
+    tokens = list(range(24))
+    engine.prefill(tokens, engine.take(24))
+    engine.settle()
+    ctypes.memset(engine.where(tokens, 1), 7, 64)
+    attend, engine.attend = engine.attend, lambda *_: None  # type: ignore[method-assign]
+    blocks = engine.take(24)
+    assert not engine.resume(tokens, blocks).done
+    engine.settle()
+    assert near_cache.metrics.value("lmtier_verify_failures_total") == 1
+    assert found(engine, tokens) == 1
+    assert len(engine.hbm.index) == 0
+    engine.attend = attend  # type: ignore[method-assign]
+    engine.prefill(tokens, blocks)
+    engine.settle()
+    for _ in range(2):
+        assert engine.resume(tokens, blocks).tokens == 24
+        engine.settle()
+    assert near_cache.metrics.value("lmtier_verify_failures_total") == 1
+
+
+def test_a_copy_is_not_read_before_the_device_has_put_it_there(near_cache):
+    one, other = Engine(near_cache, seed=1), Engine(near_cache, seed=2)
+    one.prefill(range(8), one.take(8))
+    one.settle()
+    stopped(other)
+    nbytes = LAYOUT.nbytes(LAYOUT.whole)
+    for _ in range(2):
+        other.resume(range(8), other.take(8))
+    assert other.over_the_bus() == 2 * nbytes, "the second goes its usual way"
+    other.settle()
+    other.resume(range(8), other.take(8))
+    other.settle()
+    assert other.over_the_bus() == 2 * nbytes
+
+
+def test_what_an_aborted_save_has_put_there_nobody_reads(near_cache):
+    engine = Engine(near_cache)
+    stopped(engine)
+    engine.prefill(range(16), engine.take(16), commits=False)
+    engine.mover.poll()
+    assert engine.hbm.extents.used == 2 * 4096, "it may still be written"
+    engine.mover.drain()
+    assert engine.hbm.extents.used == 0
+    engine.settle()
+
+
+def test_what_a_refused_commit_has_put_there_nobody_reads(near_cache, monkeypatch):
+    engine = Engine(near_cache)
+
+    def refused(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(near_cache, "commit", refused)
+    engine.prefill(range(16), engine.take(16))
+    with pytest.raises(OSError, match="no"):
+        engine.mover.drain()
+    assert engine.hbm.extents.used == 0
+    engine.settle()
+
+
+def test_a_copy_of_another_packing_is_converted_once(near_cache, monkeypatch):
+    layers = [torch.randn(BLOCKS, H, N, 2 * D).bfloat16() for _ in range(L)]
+    views = [(layer[..., :D], layer[..., D:]) for layer in layers]
+    kv = PagedKV(PLANES, PLANES.whole, views)
+    mover = Mover(near_cache, kv, IDENTITY, spare_blocks=range(BLOCKS - SPARES, BLOCKS))
+    with mover.save(mover.chain(range(16)), [7, 5, 3, 1]) as save:
+        save.all()
+    engine = Engine(near_cache)
+    for _ in range(2):
+        blocks = engine.take(16)
+        match = engine.mover.match(engine.mover.chain(range(17)))
+        with engine.mover.load(match, blocks) as load:
+            load.all()
+        for entry in match.run:
+            near_cache.slab.view(entry.offsets[0], 64)[:] = bytes(64)  # no longer read
+        monkeypatch.setattr(PagedKV, "convert", None)
+        engine.settle()
+        assert load.tokens == 16
+        for layer, bits in zip(layers, engine.bits, strict=True):
+            assert bits[blocks].tobytes() == layer[[7, 5, 3, 1]].view(torch.int16).numpy().tobytes()
+
+
+def test_places_may_be_decided_elsewhere(cache):
+    """By the scheduler of an engine with several ranks."""
+    hbm, engine = Hbm(3 * 4096), Engine(cache)
+    engine.kv.hold(3 * 4096)
+    mover, tokens = engine.mover, list(range(32))
+    chain, blocks = mover.chain(tokens), engine.take(32)
+    for layer in range(L):
+        engine.compute(blocks, layer, engine.content_of(tokens, layer))
+    reservation = cache.reserve(chain.keys, mover.form)
+    places = hbm.save(list(reservation.entries.values()), mover.form)
+    assert [place is None for place in places.near] == [False, False, False, True]
+    ids = dict(enumerate(mover.blocks_of(blocks, 0, 4)))
+    with mover.fill(reservation, ids, near=places.near) as save:
+        save.all()
+    mover.drain()
+    hbm.done(places)
+    for computed in (0, 8):
+        match = mover.match(mover.chain([*tokens, 0]))
+        places = hbm.load(match.run[computed // C :], mover.form)
+        assert places.there == 3 - computed // C
+        others = engine.take(32)
+        with mover.load(match, others, computed_tokens=computed, near=places.near) as load:
+            load.all()
+        engine.settle()
+        hbm.done(places, believed=load.tokens == 32)
+        for layer in range(L):
+            there = computed // N
+            wanted = engine.content_of(tokens, layer)[there:]
+            assert engine.bits[layer][others[there:]].tobytes() == wanted.tobytes()
+        engine.free += others
+    hbm.check()
+
+
+def test_a_save_goes_down_whatever_is_said_to_be_there(cache):
+    engine = Engine(cache)
+    engine.kv.hold(4096)
+    chain, blocks = engine.mover.chain(range(8)), engine.take(8)
+    for layer in range(L):
+        engine.compute(blocks, layer, engine.content_of(range(8), layer))
+    reservation = cache.reserve(chain.keys, engine.mover.form)
+    ids = dict(enumerate(engine.mover.blocks_of(blocks, 0, 1)))
+    with engine.mover.fill(reservation, ids, near=[(0, True)]) as save:
+        save.all()
+    engine.settle()
+    assert engine.resume(range(8), engine.take(8)).tokens == 8
+    engine.settle()
+
+
+@pytest.mark.parametrize("wrong", [[None], [(1 << 20, True), None]])
+def test_a_load_or_save_with_wrong_places_leaves_nothing_behind(near_cache, wrong):
+    engine = Engine(near_cache)
+    engine.prefill(range(16), engine.take(16))
+    engine.settle()
+    match = engine.mover.match(engine.mover.chain(range(17)))
+    with pytest.raises(MisuseError, match="place"):
+        engine.mover.load(match, engine.take(16), near=wrong)
+    assert near_cache.index.pinned == 0
+
+
+def test_a_load_that_the_device_refuses_gives_its_places_back(near_cache, monkeypatch):
+    engine = Engine(near_cache)
+    engine.prefill(range(16), engine.take(16))
+    engine.settle()
+
+    def refused(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(engine.kv, "enqueue_copies", refused)
+    with pytest.raises(OSError, match="no"):
+        engine.mover.load(engine.mover.match(engine.mover.chain(range(17))), engine.take(16))
+    monkeypatch.undo()
+    assert near_cache.index.pinned == 0
+    engine.settle()

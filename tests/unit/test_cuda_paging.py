@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lmtier.cuda.kernels import Geometry, Memory
 from lmtier.cuda.paging import CudaKV
-from lmtier.errors import LayoutError
-from lmtier.layout import LayerShape, Layout, Shard
+from lmtier.errors import LayoutError, MisuseError
+from lmtier.layout import LayerShape, Layout, Shard, padded
 from lmtier.paging import PagedKV
 from tests.cuda_device import SimulatedDevice
 from tests.unit.test_paging import BLOCKS, Engine, chunk_ids, engine, engines, make_layout, noise
@@ -72,6 +72,75 @@ def test_a_gpu_does_to_every_layout_what_a_cpu_does(made, way, data):
     assert ours.snapshot() == theirs.snapshot()
     assert isinstance(cuda.device, SimulatedDevice)
     cuda.device.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(large_engines(), ways, st.data())
+def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, way, data):
+    (layout, shard, how), number = made, 3
+    ours, theirs = (engine(layout, shard, blocks=number * layout.blocks + 2, **how) for _ in range(2))
+    cuda, cpu = on_device(ours, **way), theirs.paged()
+    device = cuda.device
+    assert isinstance(device, SimulatedDevice)
+    room = padded(cuda.nbytes)
+    cuda.hold(number * room)
+    layer = data.draw(st.sampled_from([None, *cpu.layers]))
+    mixed = st.lists(st.sampled_from(["there", "put", "none"]), min_size=number, max_size=number)
+
+    def near(kinds: list[str]) -> list[tuple[int, bool] | None]:
+        return [None if kind == "none" else (at * room, kind == "there") for at, kind in enumerate(kinds)]
+
+    # Out: what passes through a place arrives in the slab, and stays in the place.
+    ids = np.random.default_rng(3).permutation(cuda.blocks)[:-2].reshape(number, -1).tolist()
+    got, wanted = ([noise(cpu.nbytes, 1) for _ in ids] for _ in range(2))
+    through = data.draw(mixed.map(lambda kinds: ["put" if kind == "there" else kind for kind in kinds]))
+    bounds = [cuda.bind(each, payload) for each, payload in zip(ids, got, strict=True)]
+    cuda.bring_near(bounds, near(through))
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, layer, bounds))
+    for each, payload in zip(ids, wanted, strict=True):
+        cpu.gather(layer, each, payload)
+    assert [each.tobytes() for each in got] == [each.tobytes() for each in wanted]
+
+    # In: a chunk that is there is not read from the slab, one that is put there is as a whole.
+    first = data.draw(st.integers(0, layout.blocks))
+    kinds = data.draw(mixed)
+    payloads = [noise(cpu.nbytes, 5 + at) for at in range(number)]
+    for at, kind in enumerate(kinds):
+        if kind == "there":
+            device.compute.copy([(cuda._held + at * room, payloads[at].ctypes.data, cuda.nbytes)])
+    unread = [noise(cpu.nbytes, 9) if kind == "there" else p for p, kind in zip(payloads, kinds, strict=True)]
+    bounds = [cuda.bind(each, payload, first) for each, payload in zip(ids, unread, strict=True)]
+    cuda.bring_near(bounds, near(kinds))
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, layer, bounds), device.load)
+    for each, payload in zip(ids, payloads, strict=True):
+        cpu.scatter(layer, payload, each, first)
+    assert ours.snapshot() == theirs.snapshot()
+
+    # And again, now that they are all there.
+    again = ["there" if kind == "put" else kind for kind in kinds]
+    bounds = [cuda.bind(each, payload) for each, payload in zip(ids, unread, strict=True)]
+    cuda.bring_near(bounds, near(again))
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, layer, bounds), device.load)
+    for each, payload in zip(ids, payloads, strict=True):
+        cpu.scatter(layer, payload, each)
+    assert ours.snapshot() == theirs.snapshot()
+    device.check()
+
+
+def test_places_beyond_the_memory_that_is_held_are_refused():
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
+    cuda = on_device(engine(layout))
+    bounds = [cuda.bind(chunk_ids(layout), noise(cuda.nbytes))]
+    with pytest.raises(MisuseError, match="beyond the 0 bytes"):
+        cuda.bring_near(bounds, [(0, False)])
+    cuda.hold(padded(cuda.nbytes))
+    cuda.bring_near(bounds, [(0, False)])
+    with pytest.raises(MisuseError, match="beyond"):
+        cuda.bring_near(bounds, [(4096, False)])
+    with pytest.raises(MisuseError, match="1 chunks, and 2 places"):
+        cuda.bring_near(bounds, [None, None])
+    with pytest.raises(MisuseError, match="already"):
+        cuda.hold(4096)
 
 
 def test_neighbouring_blocks_are_one_copy():

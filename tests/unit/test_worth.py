@@ -229,6 +229,7 @@ def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_st
     for chunks, wait in skips:
         now += wait
         skipped += chunks
+        speed.skipped(1000 * chunks)
         if count := speed.explores(chunks, 1000, now):
             assert count <= chunks
             assert now - last >= worth._FRESH, "it was measured just now"
@@ -241,9 +242,14 @@ def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_st
 def test_nothing_is_explored_before_what_was_asked_for_has_come():
     speed = Speed()
     speed.asked(1000, 0.0)
+    speed.skipped(100_000)
     assert not speed.explores(100, 1000, 100.0)
     speed.ended(1000, 100.0, counts=False)
-    assert [speed.explores(100, 1000, 100.0) for _ in range(3)] == [1, 2, 4]
+    counts = []
+    for _ in range(3):
+        speed.skipped(100_000)
+        counts.append(speed.explores(100, 1000, 100.0))
+    assert counts == [1, 2, 4]
 
 
 # ---- the cache
@@ -284,6 +290,14 @@ class Place:
         assert self.cache.flush()
         self.cache.check()
         return match
+
+    def compute(self, cost: Cost, prompts: int = 1) -> None:
+        """For as long as an engine computes that many; what is loaded for nobody then arrives too."""
+        until = time.monotonic() + prompts * cost.prefill(0, 4 * C + 1)
+        while time.monotonic() < until:
+            self.cache.step()
+        self.cache.step()
+        assert self.cache.flush()
 
     def learn(self, cost: Cost) -> None:
         self.tier._delay = 0.01
@@ -332,15 +346,32 @@ def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_
         assert at.count("missed_tokens_total", reason="not_worth_it") == 4 * C
         for _ in range(7):
             at.ask(CHEAP)
+        at.compute(CHEAP, 8)
         assert at.count("worth_explored_total", tier="slow") == 1, "of 32 chunks"
         at.tier._delay = 0.0
         for _ in range(40):
             if at.ask(CHEAP).chunks == 4:
                 break
+            at.compute(CHEAP)
         assert at.decided("all", "faster") == 1
         assert at.count("worth_seconds_count", stage="actual") == 1
         assert at.count("worth_seconds_sum", stage="expected") < 0.017
         assert at.count("worth_explored_total", tier="slow") <= 48 * 4 / 16
+
+
+@pytest.mark.parametrize(("patience", "explored"), [(3600.0, 0), (0.0, 1)])
+def test_nothing_is_explored_beside_an_engine_that_computes_unless_it_never_ends(
+    monkeypatch, patience, explored
+):
+    monkeypatch.setattr(worth, "_FRESH", 0.0)
+    monkeypatch.setattr("lmtier.cache.EXPLORED_AT_LAST", patience)
+    busy = Cost(0.0, 0.02, 0.0, 0.0)  # a third of a second a prompt
+    with place() as at:
+        at.tier._delay = 0.5
+        at.ask(None)
+        for _ in range(8):
+            assert at.ask(busy).cut == "not_worth_it"
+        assert at.count("worth_explored_total", tier="slow") == explored
 
 
 def test_a_tier_that_stalls_costs_what_computing_would_and_a_half_not_the_whole_deadline():

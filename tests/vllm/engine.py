@@ -85,6 +85,12 @@ class Engine:
         """One request; after so many steps all caches are reset, ours too."""
         return Output(self.ask("reset_within", prompt=prompt, tokens=tokens, after=after))
 
+    def abort_within(self, prompts: list[list[int]], tokens: int, after: int) -> list[Output]:
+        """All at once; after so many steps every other one is aborted. What the rest says."""
+        return [
+            Output(each) for each in self.ask("abort_within", prompts=prompts, tokens=tokens, after=after)
+        ]
+
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.ask("metrics")
         return found
@@ -223,6 +229,18 @@ def _main() -> None:
                     last = (llm.llm_engine.step() or [last])[-1]
                 settle()
                 say(outcome(last))
+            case "abort_within":
+                names = [f"abort within {number}" for number in range(len(given["prompts"]))]
+                for name, prompt in zip(names, given["prompts"], strict=True):
+                    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, greedy(given["tokens"]))
+                ended: dict[str, Any] = {}
+                for _ in range(given["after"]):
+                    ended |= {each.request_id: each for each in llm.llm_engine.step() if each.finished}
+                llm.llm_engine.abort_request(names[::2])
+                while llm.llm_engine.has_unfinished_requests():
+                    ended |= {each.request_id: each for each in llm.llm_engine.step() if each.finished}
+                settle()
+                say([outcome(ended[name]) for name in names[1::2]])
             case "metrics":
                 say(_metrics())
             case "version":

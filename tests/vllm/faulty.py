@@ -15,6 +15,7 @@ def _prepare_or_fail(self: Worker, plan: LoadPlan) -> None:
     if self._config.parallel_config.rank == 1 and flag.exists():
         flag.unlink()
         self._fail(plan)
+        self._end_load(plan, plan.match(self.mover.form))
     else:
         _prepare(self, plan)
 

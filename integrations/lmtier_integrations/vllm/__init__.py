@@ -126,6 +126,11 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return self._worker.facts()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # Called before each step, whether something was preempted or not, and before blocks are zeroed.
+        assert isinstance(kv_connector_metadata, Plan)
+        self._worker.reuse(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Plan)
@@ -192,6 +197,11 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> list[KVCacheEvent]:
         return self._scheduler.events()
+
+    def has_pending_push_work(self) -> bool:
+        # All of 0.29 to 0.32 ask this before they rest, and step on without tokens while it is so. The other
+        # way, request_finished returning True until finished_sending, would also keep a request's blocks.
+        return self._scheduler.is_under_way
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._scheduler.forget(request)

@@ -56,7 +56,7 @@ class Launcher:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
         address = str(self.path).removeprefix("unix:/")
-        return Client(address, engine=self.session, shard=shard, name=name, token=token)
+        return Client(address, engine=self.session, shard=shard, name=name, token=token, waits=False)
 
     def revive(self) -> None:
         """Bring a private server back that died; returns at once, and does nothing if it lives."""
@@ -99,7 +99,7 @@ class Launcher:
         config = self.settings.config
         environment = {
             **os.environ,
-            "LMTIER_TIERS": " ".join(config.tiers),
+            "LMTIER_TIERS": " ".join(spec.url for spec in config.stores),
             "LMTIER_CHUNK_TOKENS": str(config.chunk_tokens),
             "LMTIER_LOAD_DEADLINE": str(config.load_deadline),
             "LMTIER_WORTH": config.worth,

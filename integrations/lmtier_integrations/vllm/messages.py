@@ -19,6 +19,9 @@ from lmtier.layout import Form, Layout, Shard, form_of
 NULL_BLOCK = 0
 """In a request's block table: a block that has left a sliding window."""
 
+Near: TypeAlias = "list[tuple[int, bool] | None]"
+"""Of each chunk: a place in the GPU's own memory, and whether its copy lies there already; or None."""
+
 _Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
 
 
@@ -31,6 +34,8 @@ class RankFacts(KVConnectorHandshakeMetadata):
     run: int
     from_scratch: str
     """A backend that cannot go on from loaded KV, or nothing."""
+    is_asynchronous: bool
+    """Whether copies go on after a step: on a GPU."""
 
 
 @dataclass
@@ -48,10 +53,17 @@ class LoadPlan:
     computed_tokens: int
     request: str
     """The request that waits for this one, if it does: an asynchronous load."""
+    near: Near | None = None
+    """Of the chunks that are not computed whole."""
 
     @classmethod
     def of(
-        cls, match: Match, block_ids: list[list[int]], computed_tokens: int, request: str = ""
+        cls,
+        match: Match,
+        block_ids: list[list[int]],
+        computed_tokens: int,
+        request: str = "",
+        near: Near | None = None,
     ) -> LoadPlan:
         foreign: dict[int, _Foreign] = {}
         for number, entry in enumerate(match.run):
@@ -68,6 +80,7 @@ class LoadPlan:
             block_ids,
             computed_tokens,
             request,
+            near,
         )
 
     def match(self, form: Form) -> Match:
@@ -91,9 +104,16 @@ class SavePlan:
     offsets: list[tuple[int, ...]]
     block_ids: list[list[int]]
     """Of these chunks, one after the other, by table."""
+    near: Near | None = None
 
     @classmethod
-    def of(cls, reservation: Reservation, tables: Sequence[Sequence[int]], blocks_a_chunk: int) -> SavePlan:
+    def of(
+        cls,
+        reservation: Reservation,
+        tables: Sequence[Sequence[int]],
+        blocks_a_chunk: int,
+        near: Near | None = None,
+    ) -> SavePlan:
         chunks = list(reservation.entries)
         return cls(
             reservation.id,
@@ -108,6 +128,7 @@ class SavePlan:
                 ]
                 for table in tables
             ],
+            near,
         )
 
     def reservation(self, form: Form, shard: Shard) -> Reservation:
@@ -130,6 +151,8 @@ class Plan(KVConnectorMetadata):
     may stand on blocks that were not loaded: nothing of that step is stored."""
     run: int = 0
     """The run of the server that the workers are asked to follow to; 0: all are there."""
+    taken: list[int] = field(default_factory=list)
+    """Blocks that the engine hands out in this step; told where workers are asynchronous."""
     computes: tuple[int, float] | None = None
     """Of a step that mostly computes prompts: its tokens, and the sum of their positions."""
 
@@ -140,14 +163,25 @@ class Report(KVConnectorWorkerMetadata):
 
     loaded: dict[int, int] = field(default_factory=dict)
     """Matches whose copies have ended, well or not: by how many ranks."""
+    saved: dict[int, int] = field(default_factory=dict)
+    """The same of reservations with places in GPU memory."""
+    failed: set[int] = field(default_factory=set)
+    """Of both, those that did not go well."""
     epoch: int = 0
     runs: dict[int, int] = field(default_factory=dict)
     """How many ranks followed to which run of the server."""
+    under_way: int = 0
+    """Saves and loads that have not ended."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         assert isinstance(other, Report)
         return Report(
-            _sum(self.loaded, other.loaded), max(self.epoch, other.epoch), _sum(self.runs, other.runs)
+            _sum(self.loaded, other.loaded),
+            _sum(self.saved, other.saved),
+            self.failed | other.failed,
+            max(self.epoch, other.epoch),
+            _sum(self.runs, other.runs),
+            self.under_way + other.under_way,
         )
 
 

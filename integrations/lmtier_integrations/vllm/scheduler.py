@@ -26,8 +26,9 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from lmtier.cache import CPU, Match
+from lmtier.cache import CPU, Match, Reservation
 from lmtier.errors import LayoutError
+from lmtier.hbm import Hbm, Places
 from lmtier.index import State
 from lmtier.keys import KeyChain, seed
 from lmtier.layout import Form, Layout, form_of
@@ -37,7 +38,7 @@ from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of, ttl_of
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Near, Plan, RankFacts, Report, SavePlan
 from lmtier_integrations.vllm.settings import Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
@@ -82,6 +83,18 @@ class Known:
     """Of what is stored."""
 
 
+@dataclass(eq=False, slots=True)
+class _Copying:
+    """What ranks load or save."""
+
+    left: int
+    """Ranks that are not done."""
+    match: Match | None = None
+    places: Places | None = None
+    """In their GPUs' own memory."""
+    is_believed: bool = True
+
+
 class Scheduler:
     def __init__(
         self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
@@ -111,8 +124,16 @@ class Scheduler:
         self._known: dict[str, Known] = {}
         self._promised: dict[str, tuple[Match, list[list[int]]]] = {}
         """What the engine has taken, and the blocks for it."""
-        self._loading: dict[int, tuple[Match, int]] = {}
-        """Match -> how many ranks still copy."""
+        self._loading: dict[int, _Copying] = {}
+        """Matches, by their number."""
+        self._saving: dict[int, _Copying] = {}
+        """Reservations with places in GPU memory."""
+        gpu = settings.config.gpu
+        self._hbm = Hbm(gpu.capacity, gpu.policy) if gpu is not None and gpu.capacity else None
+        self._is_asynchronous = False
+        """Whether ranks copy on after a step."""
+        self.is_under_way = False
+        """Whether they do so now: only in a further step do they commit and end leases."""
         self._epoch = 0
         self._asked_at = float("-inf")
         self._unserved = 0
@@ -141,6 +162,7 @@ class Scheduler:
         self._seeds.clear()
         self.client.declare(self._identity, self._form)
         self._ranks = len(ranks)
+        self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0
 
@@ -331,10 +353,11 @@ class Scheduler:
             self._launcher.revive()
         if self.client.run != self._agreed:
             plan.run = self.client.run
-        if self._promised:
-            self._plan_loads(plan, output)
-        if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
-            plan.computes = _work_of(output)
+        loaded_from = self._plan_loads(plan, output) if self._promised else {}
+        if self._is_asynchronous:
+            plan.taken = self._taken(output, loaded_from, self._block_tokens)
+        elif self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
+            plan.computes = _work_of(output)  # a device's times would be those of enqueueing
         # A replica has no shard to abort: if it fails a load, what it added to the others must not be stored.
         has_replicas = self._ranks > len(self._form.shards)
         is_unconfirmed = has_replicas and self._loading and not self.waits_for_loads
@@ -343,15 +366,47 @@ class Scheduler:
                 self._plan_save(plan, output, known, tokens)
         return plan
 
-    def _plan_loads(self, plan: Plan, output: SchedulerOutput) -> None:
+    def _plan_loads(self, plan: Plan, output: SchedulerOutput) -> dict[str, int]:
+        """From which token on requests of this step are loaded."""
+        loaded_from: dict[str, int] = {}
         for request_id, (match, tables) in self._promised.items():
             waits = request_id if self.waits_for_loads else ""
             if not waits and request_id not in output.num_scheduled_tokens:
                 self.client.release(match)
                 continue
-            plan.loads.append(LoadPlan.of(match, tables, self._known[request_id].computed, waits))
-            self._loading[match.id] = match, self._ranks
+            computed = loaded_from[request_id] = self._known[request_id].computed
+            copying = self._loading[match.id] = _Copying(self._ranks, match)
+            near = None
+            if self._hbm is not None:
+                copying.places = self._hbm.load(match.run[computed // self.chunk_tokens :], match.form)
+                near = _near(copying.places)
+                self.stats.add("gpu_hit_tokens", copying.places.there * self.chunk_tokens)
+            plan.loads.append(LoadPlan.of(match, tables, computed, waits, near))
         self._promised.clear()
+        return loaded_from
+
+    @staticmethod
+    def _taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_tokens: int) -> list[int]:
+        """Blocks that requests get in this step. Not those that they share: nobody writes there."""
+        cached = output.scheduled_cached_reqs
+        given = [
+            (each.req_id, each.num_computed_tokens, each.block_ids) for each in output.scheduled_new_reqs
+        ]
+        for request_id, computed, tables in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            # Of one that was preempted these are all of its blocks, else only those that are new.
+            is_whole = request_id in cached.resumed_req_ids
+            given.append((request_id, computed if is_whole else 0, tables or ()))
+        return sorted(
+            {
+                block
+                for request_id, computed, tables in given
+                for table in tables
+                for block in table[loaded_from.get(request_id, computed) // block_tokens :]
+            }
+            - {NULL_BLOCK}
+        )
 
     def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int]]:
         """Requests that complete a chunk in this step, and how many of their tokens have KV after it."""
@@ -401,9 +456,17 @@ class Scheduler:
         if reservation.entries:
             self.client.trace(reservation, known.request.trace_headers)
             self._tell(known, self._chain(known, 0))
-            plan.saves.append(SavePlan.of(reservation, tables, a_chunk))
+            plan.saves.append(SavePlan.of(reservation, tables, a_chunk, self._places_for(reservation)))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
             self.client.disown(reservation)
+
+    def _places_for(self, reservation: Reservation) -> Near | None:
+        assert self._form is not None
+        if self._hbm is None or self._ranks > len(self._form.shards):
+            return None  # replicas save nothing, so they would have no copy
+        places = self._hbm.save(list(reservation.entries.values()), self._form)
+        self._saving[reservation.id] = _Copying(self._ranks, places=places)
+        return _near(places)
 
     @staticmethod
     def _blocks(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[int]]:
@@ -414,15 +477,28 @@ class Scheduler:
 
     def learn(self, report: Report) -> None:
         self._epoch = max(self._epoch, report.epoch)
-        for number, ranks in report.loaded.items():
-            match, left = self._loading.pop(number)
-            if left > ranks:
-                self._loading[number] = match, left - ranks
-            else:
-                self.client.release(match)
+        self.is_under_way = report.under_way > 0
+        for reported, known in ((report.loaded, self._loading), (report.saved, self._saving)):
+            for number in report.failed & known.keys():
+                known[number].is_believed = False
+            for number, ranks in reported.items():
+                known[number].left -= ranks
+                if not known[number].left:
+                    self._end(known.pop(number))
         for run, ranks in report.runs.items():
             if ranks == self._ranks:  # in one step: a rank says so in each
                 self._agreed = run
+                self._forget_near()
+
+    def _end(self, copying: _Copying) -> None:
+        if copying.match is not None:
+            self.client.release(copying.match)
+        if self._hbm is not None and copying.places is not None:
+            self._hbm.done(copying.places, believed=copying.is_believed)
+
+    def _forget_near(self) -> None:
+        if self._hbm is not None:
+            self._hbm.clear()
 
     def forget(self, request: Request) -> None:
         known = self._known.pop(request.request_id, None)
@@ -450,6 +526,7 @@ class Scheduler:
                 continue
             known.chain, known.looked_at = None, float("-inf")
             known.stored, known.due, known.told = 0, self.chunk_tokens, 0
+        self._forget_near()
         if self._events is not None:
             self._events.forget()
         self._identity = replace(self._identity, weights=f"since a reset {secrets.token_hex(16)}")
@@ -459,6 +536,10 @@ class Scheduler:
 
     def close(self) -> None:
         self.client.close()
+
+
+def _near(places: Places) -> Near:
+    return [place and (place.offset, place.is_there) for place in places.near]
 
 
 def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

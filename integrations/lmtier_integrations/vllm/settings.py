@@ -10,12 +10,15 @@ from lmtier.config import Config, suggest
 from lmtier.errors import ConfigError
 
 LAYERWISE, STEP = "layerwise", "step"
+_ENDLESS = f"cpu://?capacity={1 << 60}"
 _SERVERS = ("tiers", "chunk_tokens", "load_deadline", "worth", "verify")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Beside these, for the private server: tiers, chunk_tokens, load_deadline, worth, verify of `Config`.
+
+    A gpu:// tier is the engine's own: the first of a private server's, or the only one beside a server.
 
     Its chunks are blocks of the engine, unless told otherwise: what is left of a prompt after its last chunk
     has to be computed, and a block over all layers is large enough an object.
@@ -34,7 +37,7 @@ class Settings:
     model: str = ""
     """The name under which this model's KV is kept. Empty: as vLLM names it."""
     config: Config = field(default_factory=Config)
-    """Of the private server."""
+    """Of the private server; of one that runs already, only `config.gpu` counts."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], block_tokens: int, window: int) -> Settings:
@@ -45,13 +48,18 @@ class Settings:
                 raise _wrong(f"unknown {name!r}{suggest(name, (*own, *_SERVERS))}")
             if name in own and type(value) is not own[name]:
                 raise _wrong(f"{name}={value!r} does not fit: expected {own[name].__name__}")
+        config_of = {name: extra[name] for name in _SERVERS if name in extra}
         if server := extra.get("server"):
-            for name in (*_SERVERS, "http"):
-                if name in extra:
-                    raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
+            theirs = set(config_of)
+            match config_of.get("tiers"):
+                case [str(url)] if url.startswith("gpu://"):  # the engine's own
+                    theirs.remove("tiers")
+                    config_of["tiers"] = [url, _ENDLESS]
+            for name in sorted(theirs | ({"http"} & set(extra))):
+                raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
         if (mode := extra.get("mode", LAYERWISE)) not in (LAYERWISE, STEP):
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
-        config = Config(**{name: extra[name] for name in _SERVERS if name in extra})
+        config = Config(**config_of)
         if "chunk_tokens" not in extra:
             config = replace(config, chunk_tokens=block_tokens)
         if "server" not in extra:

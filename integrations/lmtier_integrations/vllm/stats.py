@@ -9,11 +9,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "loaded_tokens": "prompt tokens whose KV was promised to the engine",
+    "gpu_hit_tokens": "of these, tokens whose KV lay in the GPU's own memory, copied there before",
     "saved_tokens": "tokens whose KV was reserved for storing",
     "load_bytes": "bytes copied into the engine's blocks",
-    "load_seconds": "time spent on that",
+    "load_seconds": "time spent on that; on a GPU, on enqueueing it",
     "save_bytes": "bytes copied out of the engine's blocks",
-    "save_seconds": "time spent on that",
+    "save_seconds": "time spent on that; on a GPU, on enqueueing it",
     "prefill_seconds": "time in steps that compute prompts, without copies",
     "prefill_expected_seconds": "what was expected of them",
     "load_failures": "loads that failed after they were promised, and were recomputed",
@@ -21,21 +22,29 @@ COUNTERS = {
     "unserved": "calls that found no server",
 }
 
+GAUGES = {
+    "pinned_bytes": "bytes of the slab that are pinned for GPUs, over all ranks",
+    "slab_pin_failed": "ranks that could not pin all of it",
+}
+"""Told as what has changed, so that they add up as counters do."""
+
+_NAMES = (*COUNTERS, *GAUGES)
+
 
 class Stats(KVConnectorStats):
     """Sums, over ranks and time."""
 
     def __init__(self, data: Mapping[str, float] | None = None) -> None:
-        super().__init__(data={**dict.fromkeys(COUNTERS, 0.0), **(data or {})})
+        super().__init__(data={**dict.fromkeys(_NAMES, 0.0), **(data or {})})
 
     def add(self, name: str, amount: float = 1) -> None:
         self.data[name] += amount
 
     def reset(self) -> None:
-        self.data = dict.fromkeys(COUNTERS, 0.0)
+        self.data = dict.fromkeys(_NAMES, 0.0)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name in COUNTERS:
+        for name in _NAMES:
             self.data[name] += other.data.get(name, 0)
         return self
 
@@ -66,14 +75,25 @@ class Prometheus(KVConnectorPromMetrics):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._counters = {
-            name: {engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
-            for name, what in COUNTERS.items()
-            for counter in [
-                self._counter_cls(name=f"lmtier:{name}", documentation=what, labelnames=self._labelnames)
-            ]
+        self._counters = self._labelled(self._counter_cls, COUNTERS)
+        self._gauges = self._labelled(self._gauge_cls, GAUGES, multiprocess_mode="sum")
+        self._sums: dict[tuple[str, int], float] = {}
+        """Of gauges: not all kinds of them can be added to."""
+
+    def _labelled(self, kind: Any, named: Mapping[str, str], **more: str) -> dict[str, dict[int, Any]]:
+        series = {
+            name: kind(name=f"lmtier:{name}", documentation=what, labelnames=self._labelnames, **more)
+            for name, what in named.items()
+        }
+        return {
+            name: {engine: each.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+            for name, each in series.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, counters in self._counters.items():
             counters[engine_idx].inc(transfer_stats_data.get(name, 0))
+        for name, gauges in self._gauges.items():
+            key = name, engine_idx
+            self._sums[key] = self._sums.get(key, 0) + transfer_stats_data.get(name, 0)
+            gauges[engine_idx].set(self._sums[key])

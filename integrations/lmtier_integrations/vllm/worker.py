@@ -1,12 +1,14 @@
 """The worker's half: copies what the scheduler planned between this rank's blocks and the server's slab.
 
+    handle_preemptions        blocks that change hands wait for what is under way in them
     bind_connector_metadata   the step's plan: loads and saves are prepared
     start_load_kv             mode=step: every load, whole
     wait_for_layer_load       mode=layerwise: this layer of every load
     save_kv_layer             mode=layerwise: this layer of every save
     wait_for_save             what the hooks left over; loads are confirmed, then saves committed
 
-It never looks anything up, and never waits for a tier: what a plan names is in the slab already.
+It never looks anything up, and never waits for a tier: what a plan names is in the slab already. On a GPU all
+of this is enqueued, and what is said above to be done is done in a later step, whose mover polls.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -23,14 +26,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmtier.cache import Match, Reservation
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.keys import Identity
-from lmtier.mover import Load, Mover, Save
-from lmtier.paging import PagedKV
+from lmtier.mover import Load, Save
 from lmtier.server.client import Client
 from lmtier.server.engines import RUN_SHIFT
 from lmtier.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.settings import LAYERWISE, Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
@@ -39,14 +42,27 @@ log = logging.getLogger("vllm.lmtier")
 _GUARDS = 2  # blocks beside the canary's that must not change
 
 
+@dataclass(eq=False, slots=True)
+class _Loading:
+    plan: LoadPlan
+    match: Match
+    load: Load
+    has_failed: bool = False
+
+
 class Worker:
     def __init__(
         self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
     ) -> None:
         self._config, self._cache, self._settings, self._launcher = config, cache, settings, launcher
         self._is_layerwise = settings.mode == LAYERWISE
-        self._loads: list[tuple[LoadPlan, Match, Load]] = []
-        self._saves: list[Save] = []
+        self._loads: list[_Loading] = []
+        """Of this step."""
+        self._landing: list[_Loading] = []
+        """On their way, and nothing in a step has to be done for them any more."""
+        self._saves: list[tuple[SavePlan, Save]] = []
+        self._leaving: list[tuple[SavePlan, Save]] = []
+        """Saves that fill places in GPU memory too, and may be under way."""
         self._plan = Plan()
         self._prefill = Prefill()
         self._stages = config.parallel_config.pipeline_parallel_size
@@ -64,6 +80,8 @@ class Worker:
         self._left_over: list[Reservation] = []
         """Reservations that could not be ended, because the server did not answer just then."""
         self._report = Report()
+        self._was_under_way = False
+        """Whether the last report said that something was."""
         self._leave = ExitStack()
         """What is to be closed: nothing, if the engine does not get as far as `register`."""
         self.stats = Stats()
@@ -81,10 +99,23 @@ class Worker:
             client.close()
         self._leave.callback(self.client.close)
         self._declared = declared
-        kv = PagedKV(declared.layout, declared.shard, declared.tensors, tables=declared.tables)
-        self.mover = Mover(
-            self.client, kv, Identity(model=self._config.model_config.model), ranks=declared.shards
+        device = device_of(declared.tensors)
+        if device is not None and self._cache.needs_kv_cache_zeroing:
+            raise LayoutError(
+                "lmtier serves engines on GPUs whose layers keep KV in one precision: others zero the blocks "
+                "that they hand out, some before they ask whether a copy of those is under way"
+            )
+        of_all = (
+            self.client,
+            declared,
+            Identity(model=self._config.model_config.model),
+            self._settings.config.gpu,
         )
+        self._place: OnCpu | OnGpu = (
+            OnCpu(*of_all) if device is None else OnGpu(*of_all, device=device, layerwise=self._is_layerwise)
+        )
+        self._leave.callback(self._place.close)
+        self.mover = self._place.mover
         self.mover.prove(self._spare_blocks(declared), block_bytes=declared.block_bytes)
         log.info("lmtier: rank %d serves %s as %s", rank, declared.shard, declared.layout.to_json().decode())
 
@@ -97,19 +128,33 @@ class Worker:
 
     def facts(self) -> RankFacts:
         declared = self._declared
-        return RankFacts(declared.layout.to_json(), declared.shard, self.client.run, declared.from_scratch)
+        return RankFacts(
+            declared.layout.to_json(),
+            declared.shard,
+            self.client.run,
+            declared.from_scratch,
+            self._place.is_asynchronous,
+        )
 
     def close(self) -> None:
+        """In this order: nothing is under way any more, the slab is unpinned, the server is left."""
         self._leave.close()
 
     # ---- a step
 
+    def reuse(self, plan: Plan) -> None:
+        """Before the engine does anything to blocks that others had."""
+        if plan.taken:
+            self.mover.reuse(self._kernel_blocks([plan.taken]))
+
     def begin(self, plan: Plan) -> None:
         self._plan = plan
         self._are_hooks_called = False
+        self._land()
         if plan.run:
             self.client.step()
             self._report.runs[self.client.run] = 1
+        self._place.follow(self.client)
         if self._left_over:
             self._end_left_over()
         for each in plan.loads:
@@ -122,29 +167,40 @@ class Worker:
 
     def _prepare_load(self, plan: LoadPlan) -> None:
         match = plan.match(self.mover.form)
-        if not self.client.adopt(match):  # first: it may bring another slab, and a load is bound to one
+        if not self._adopt(match):  # first: a load is bound to a slab
             self._fail(plan)
+            self._end_load(plan, match)
             return
+        blocks = self._kernel_blocks(plan.block_ids)
         try:
-            load = Load(self.mover, match, self._kernel_blocks(plan.block_ids), plan.computed_tokens)
+            load = self._place.load(match, blocks, plan.computed_tokens, plan.near)
         except LayoutError as error:
             log.error("lmtier: a load does not fit the blocks that the engine gave for it: %s", error)
-            self.client.disown(match)
             self._fail(plan)
+            self._end_load(plan, match)
             return
-        self._loads.append((plan, match, load))
+        self._loads.append(_Loading(plan, match, load))
+
+    def _adopt(self, thing: Match | Reservation) -> bool:
+        """This may bring another slab, but only while nothing of the one before is held, and so copied."""
+        is_adopted = self.client.adopt(thing)
+        self._place.follow(self.client)
+        return is_adopted
 
     def _prepare_save(self, plan: SavePlan) -> None:
         reservation = plan.reservation(self.mover.form, self.mover.kv.shard)
-        if not self.client.adopt(reservation):
+        if not self._adopt(reservation):
             self.stats.add("save_failures")
             self._left_over.append(reservation)
+            self._end_save(plan, is_good=False)
         elif self._plan.epoch < self._epoch:
             self.stats.add("save_failures")
             self.client.abort(reservation, self.mover.kv.shard)
+            self._end_save(plan, is_good=False)
         else:
             blocks = self.mover.kv.check(self._kernel_blocks(plan.block_ids))
-            self._saves.append(self.mover.fill(reservation, dict(zip(plan.chunks, blocks, strict=True))))
+            save = self._place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)), plan.near)
+            self._saves.append((plan, save))
 
     def _end_left_over(self) -> None:
         """Give back what was reserved while the server stalled. Another run of it knows nothing of that."""
@@ -160,29 +216,30 @@ class Worker:
         """Whole loads: those that a request waits for, and with mode=step all."""
         began, synchronous = time.perf_counter(), []
         for each in self._loads:
-            plan, match, load = each
-            if plan.request or not self._is_layerwise:
-                load.all()
-            if plan.request:
-                self._finish_load(plan, match, load)
-            else:
-                synchronous.append(each)
+            if each.plan.request:
+                each.load.start()
+                self._landing.append(each)
+                continue
+            if not self._is_layerwise:
+                each.load.all()
+            synchronous.append(each)
         if self._loads:
             self._loads = synchronous
+            self._land()
             self._spent("load_seconds", began)
 
     def wait_for_layer(self, name: str) -> None:
         self._are_hooks_called = True
         if self._loads and self._is_layerwise and (number := self._declared.numbers.get(name)) is not None:
             began = time.perf_counter()
-            for _, _, load in self._loads:
-                load.layer(number)
+            for each in self._loads:
+                each.load.layer(number)
             self._spent("load_seconds", began)
 
     def save_layer(self, name: str) -> None:
         if self._saves and self._is_layerwise and (number := self._declared.numbers.get(name)) is not None:
             began = time.perf_counter()
-            for save in self._saves:
+            for _, save in self._saves:
                 save.layer(number)
             self._spent("save_seconds", began)
 
@@ -196,6 +253,8 @@ class Worker:
             self._prefill.copied(self._copied, self._copying["load_seconds"])
         if self._saves:
             self._finish_saves()
+        self._land()
+        self._place.tell(self.stats)
 
     def _learn(self, tokens: int, area: float) -> None:
         """What computing takes, for the server: it decides what is worth loading. By the first rank."""
@@ -213,23 +272,46 @@ class Worker:
         self.stats.add(what, seconds)
 
     def _finish_loads(self) -> None:
-        for plan, match, load in self._loads:
+        """What was computed on them counts from here on, so what is compared is compared now."""
+        for each in self._loads:
             if self._is_layerwise and not self._are_hooks_called:
                 log.error("lmtier: the engine did not call the hooks of its layers; set mode=step")
-                self._fail(plan)
-                self.client.disown(match)
+                self._fail(each.plan)
+                each.has_failed = True
             else:
-                load.all()  # of layers that did not run in this step: of a draft model, say
-                self._finish_load(plan, match, load)
+                each.load.all()  # of layers that did not run in this step: of a draft model, say
+                each.load.confirm()
+        self._landing += self._loads
         self._loads = []
+        self._land()
 
-    def _finish_load(self, plan: LoadPlan, match: Match, load: Load) -> None:
-        whole = load.tokens
-        believed = load.finish()
-        if believed < whole:
-            self._fail(plan, believed)
-        self.stats.add("load_bytes", self._bytes(whole - plan.computed_tokens))
-        self._copied += whole - plan.computed_tokens
+    def _land(self) -> None:
+        """Finish what the device is done with."""
+        self.mover.poll()
+        if not (self._landing or self._leaving):
+            return
+        done = [each for each in self._landing if each.load.done]
+        if done:
+            self._landing = [each for each in self._landing if not each.load.done]
+            for each in done:
+                self._finish_load(each)
+        for plan, save in [each for each in self._leaving if each[1].done]:
+            self._leaving.remove((plan, save))
+            self._end_save(plan, is_good=not save.reservation.aborted)
+
+    def _finish_load(self, loading: _Loading) -> None:
+        plan, load = loading.plan, loading.load
+        if not loading.has_failed:
+            whole = load.tokens
+            believed = load.finish()
+            if believed < whole:
+                self._fail(plan, believed)
+            self.stats.add("load_bytes", self._bytes(whole - plan.computed_tokens))
+            self._copied += whole - plan.computed_tokens
+        self._end_load(plan, loading.match)
+
+    def _end_load(self, plan: LoadPlan, match: Match) -> None:
+        """Nothing of it is under way, so its leases may end."""
         self._report.loaded[plan.id] = 1
         if plan.request:
             self._arrived.add(plan.request)
@@ -237,7 +319,7 @@ class Worker:
 
     def _finish_saves(self) -> None:
         began = time.perf_counter()
-        for save in self._saves:
+        for plan, save in self._saves:
             if self._plan.epoch < self._epoch:
                 save.abort()
                 self.stats.add("save_failures")
@@ -245,15 +327,23 @@ class Worker:
                 save.all()
                 save.commit()
                 self.stats.add("save_bytes", self._bytes(save.tokens))
+            if plan.near is not None:
+                self._leaving.append((plan, save))
         self._saves = []
         self._spent("save_seconds", began)
+
+    def _end_save(self, plan: SavePlan, *, is_good: bool) -> None:
+        """Its places in GPU memory are written no more."""
+        if plan.near is not None:
+            self._report.saved[plan.id] = 1
+            if not is_good:
+                self._report.failed.add(plan.id)
 
     def _fail(self, plan: LoadPlan, believed: int = 0) -> None:
         """Tell the engine what to compute after all; nothing that was computed on it is stored."""
         self.stats.add("load_failures")
-        self._report.loaded[plan.id] = 1
+        self._report.failed.add(plan.id)
         if plan.request:  # nothing was computed on it: it still waits, and starts anew
-            self._arrived.add(plan.request)
             self._lost.add(plan.request)
             return
         self._epoch = max(self._epoch, self._plan.epoch) + 1
@@ -282,10 +372,14 @@ class Worker:
         return arrived, lost
 
     def report(self) -> Report | None:
-        if not (self._report.loaded or self._report.runs) and self._report.epoch == self._epoch:
+        report = self._report
+        under_way = self.mover.under_way
+        is_news = report.loaded or report.saved or report.runs or report.epoch != self._epoch
+        if not (is_news or under_way or self._was_under_way):
             return None
-        report, self._report = self._report, Report(epoch=self._epoch)
-        report.epoch = self._epoch
+        report.epoch, report.under_way = self._epoch, under_way
+        self._was_under_way = under_way > 0
+        self._report = Report(epoch=self._epoch)
         return report
 
     # ---- blocks

@@ -1,0 +1,121 @@
+"""Where the engine keeps its KV, on a CPU or on a GPU: the mover for it, and what a GPU needs of the slab.
+
+What is imported for a GPU is imported only where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from lmtier.cache import Match, Reservation
+from lmtier.config import TierSpec
+from lmtier.cuda.mover import CudaMover
+from lmtier.cuda.paging import CudaKV
+from lmtier.cuda.pinned import Pinning
+from lmtier.cuda.streams import Device
+from lmtier.errors import ConfigError
+from lmtier.keys import Identity
+from lmtier.mover import Blocks, Load, Mover, Save
+from lmtier.paging import BlockIds, PagedKV
+from lmtier.server.client import Client
+from lmtier_integrations.vllm.kv import Declared
+from lmtier_integrations.vllm.messages import Near
+from lmtier_integrations.vllm.stats import Stats
+
+
+class PinningDevice(Device, Protocol):
+    def pin(self, memory: memoryview) -> Pinning: ...
+
+
+class OnCpu:
+    is_asynchronous = False
+    """Whether saves and loads go on after their calls have returned."""
+
+    def __init__(self, client: Client, declared: Declared, identity: Identity, gpu: TierSpec | None) -> None:
+        if gpu is not None:
+            raise ConfigError(f"tier {gpu.url!r}: this engine keeps its KV on a CPU; leave that tier out")
+        kv = PagedKV(declared.layout, declared.shard, declared.tensors, tables=declared.tables)
+        self.mover = Mover(client, kv, identity, ranks=declared.shards)
+
+    def load(self, match: Match, blocks: Blocks, computed_tokens: int, near: Near | None) -> Load:
+        """Begin it; its leases are the caller's to end."""
+        return self.mover.begin(match, blocks, computed_tokens=computed_tokens)
+
+    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
+        return self.mover.fill(reservation, blocks)
+
+    def follow(self, client: Client) -> None:
+        """The client may see another slab than before."""
+
+    def tell(self, stats: Stats) -> None:
+        """What has changed since the last time."""
+
+    def close(self) -> None:
+        """Wait for what is under way: the tensors and the slab go next."""
+
+
+class OnGpu:
+    is_asynchronous = True
+
+    def __init__(
+        self,
+        client: Client,
+        declared: Declared,
+        identity: Identity,
+        gpu: TierSpec | None,
+        *,
+        device: PinningDevice,
+        layerwise: bool,
+    ) -> None:
+        self._device = device
+        kv = CudaKV(declared.layout, declared.shard, declared.tensors, device, tables=declared.tables)
+        if gpu is not None and gpu.capacity:
+            kv.hold(gpu.capacity)
+        self.mover = CudaMover(client, kv, identity, ranks=declared.shards, layerwise=layerwise)
+        self._run = 0
+        self._pinned: tuple[memoryview, Pinning] | None = None
+        """The slab, mapped for as long as it is pinned."""
+        self._told = {"pinned_bytes": 0, "slab_pin_failed": 0}
+        self.follow(client)
+
+    def load(self, match: Match, blocks: Blocks, computed_tokens: int, near: Near | None) -> Load:
+        return self.mover.begin(match, blocks, computed_tokens=computed_tokens, near=near)
+
+    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
+        return self.mover.fill(reservation, blocks, near=near)
+
+    def follow(self, client: Client) -> None:
+        if client.run != self._run:  # then nothing is held from the old slab, so nothing copies there
+            self._unpin()
+            self._run = client.run
+            memory = client.slab.view(0, client.slab.capacity)
+            self._pinned = memory, self._device.pin(memory)
+
+    def tell(self, stats: Stats) -> None:
+        pinning = self._pinned[1] if self._pinned is not None else None
+        now = {
+            "pinned_bytes": pinning.pinned_bytes if pinning is not None else 0,
+            "slab_pin_failed": int(pinning is not None and bool(pinning.failure)),
+        }
+        for name, value in now.items():
+            stats.add(name, value - self._told[name])
+        self._told = now
+
+    def close(self) -> None:
+        self.mover.drain()
+        self._unpin()
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned[1].close()
+            self._pinned = None
+
+
+def device_of(tensors: Sequence[Any]) -> PinningDevice | None:
+    """The GPU that these lie on; None: they are in this process's own memory."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return None
+    device: PinningDevice = import_module("lmtier.cuda.device").CudaDevice()
+    return device

@@ -1,0 +1,81 @@
+"""The connector, as an engine would load it, whose worker moves KV as on a GPU: through the simulated device.
+
+The engine computes on the CPU and at once, everything else goes on late and in any order. The file that
+LMTIER_TEST_FAULT names says, step by step, what is left out: an edge of `tests/cuda_device.py`, or "reuse",
+and then saves get nowhere while anything else can. Or "slow": nothing is left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmtier.cuda.pinned import Pinning
+from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
+from lmtier_integrations.vllm import worker
+from lmtier_integrations.vllm.messages import Plan
+from tests.cuda_device import SimulatedDevice
+
+STEP = 3 << 20
+PACE = (*[0] * 19, 10)  # it falls behind what is enqueued, until something waits for it
+SLOW = (*[0] * 9, 1)
+STALLED = {"store kernels": 1e-9, "store copies": 1e-9}
+
+
+class Device(SimulatedDevice):
+    def __init__(self) -> None:
+        seed = int(os.environ.get("LMTIER_TEST_SEED", "0"))
+        super().__init__(seed, host_computes=True, is_recorded=False, pace=PACE)
+        self.pinned: dict[int, int] = {}
+        self.usual = dict(self.speeds)
+
+    def pin(self, memory: memoryview) -> Pinning:
+        """The driver takes no more than LMTIER_TEST_PINS bytes."""
+        limit = int(os.environ.get("LMTIER_TEST_PINS", str(1 << 40)))
+
+        def register(address: int, nbytes: int) -> None:
+            if sum(self.pinned.values()) + nbytes > limit:
+                raise RuntimeError("out of memory")
+            self.pinned[address] = nbytes
+
+        array = np.frombuffer(memory, np.uint8)
+        pinning = Pinning(array.ctypes.data, array.nbytes, register, self._unpin, step=STEP)
+        pinning.start()
+        return pinning
+
+    def _unpin(self, address: int) -> None:
+        assert all(each.finished == len(each.deeds) for each in self.streams)
+        del self.pinned[address]
+
+
+def _device_of(tensors: Sequence[Any]) -> Device:
+    device = Device()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        whole = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+        device.keep(np.frombuffer(whole, np.uint8))
+    return device
+
+
+_reuse = worker.Worker.reuse
+
+
+def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
+    named = os.environ.get("LMTIER_TEST_FAULT", "")
+    fault = Path(named).read_text() if named else ""
+    device: Any = self.mover.kv.device  # type: ignore[attr-defined]
+    device.without = fault
+    paces: dict[str, Sequence[int]] = {"slow": SLOW, "reuse": (0,)}
+    device.speeds = {**device.usual, **(STALLED if fault == "reuse" else {})}
+    device.pace = paces.get(fault, PACE)
+    if fault != "reuse":
+        _reuse(self, plan)
+
+
+worker.device_of = _device_of  # type: ignore[attr-defined]
+worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

@@ -1,0 +1,159 @@
+"""A real vLLM whose worker moves KV as on a GPU answers as one without the connector.
+
+The engine is one for CPUs: its blocks are this machine's memory, and a simulated device, whose streams run
+late, in any order and at any speed, does what a GPU's would do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmtier.errors import ConfigError
+from lmtier.server.client import Client
+from lmtier_integrations.vllm.settings import Settings
+from tests.server.process import until
+from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.engine import Engine, EngineDied
+from tests.vllm.test_engine import RECOVERY, cached, idle, loadable, tokens
+
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_model_len": 1024}
+ANSWER = 80
+
+
+def simulated(server):
+    """With a few chunks' room in the GPU's memory."""
+    how = transfer(server=str(server.path), tiers=["gpu://?capacity=6MiB"])
+    del how["kv_connector_extra_config"]["chunk_tokens"], how["kv_connector_extra_config"]["worth"]
+    how["kv_connector_module_path"] = "tests.vllm.simulated"
+    return how
+
+
+def spoil(server) -> None:
+    """Every sixteenth number changes its sign. Larger faults outlive their request: engines multiply what
+    stands in the free slots of a block by 0, and that of an infinity is none."""
+    with Client(str(server.path)) as client:
+        np.frombuffer(client.slab.view(0, client.slab.capacity), np.uint8)[103::64] ^= 0x80
+
+
+def heals(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -> int:
+    """It answers as ever, and in the end finds nothing spoilt. What has a copy on the GPU is found late.
+
+    Of prompts that share less than a chunk some would load part of one, which has no fingerprint.
+    """
+    failures = [0]
+    while len(failures) < 2 or failures[-1] > failures[-2]:
+        engine.forget()
+        assert tokens(engine.generate(prompts, len(wanted[0]))) == wanted
+        failures.append(int(engine.metrics()["lmtier:load_failures_total"]))
+    return failures[-1]
+
+
+def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
+    prompts = prompts_of(*(400 + 17 * n for n in range(8)), prefix=200)
+    others = prompts_of(*(350 + 31 * n for n in range(8)), seed=2)
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted, wanted_others = (tokens(plain.generate(each, ANSWER)) for each in (prompts, others))
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    environment = {"LMTIER_TEST_FAULT": str(fault), "LMTIER_TEST_PINS": str(100 << 20)}
+    with Engine(
+        tmp_path, models / "qwen2", transfer=simulated(server), processes=True, env=environment, **SMALL
+    ) as engine:
+        # What the last request has stored becomes visible though no further request comes.
+        with Client(str(server.path)) as client:
+            client.changes()
+            fault.write_text("slow")
+            engine.generate(prompts[:1], 1)
+            assert not client.changes()
+            until(client.changes, RECOVERY)
+        fault.write_text("")
+
+        for asked, answers in ((prompts, wanted), (others, wanted_others)) * 2:
+            assert tokens(engine.generate(asked, ANSWER)) == answers
+            engine.forget()
+        for _ in range(2):  # the second time from the GPU's own memory
+            assert tokens(engine.generate(prompts[:2], ANSWER)) == wanted[:2]
+            engine.forget()
+        found = engine.metrics()
+        assert found["vllm:num_preemptions_total"] > 0
+        assert found["lmtier:loaded_tokens_total"] > found["lmtier:gpu_hit_tokens_total"] > 0
+        assert not found["lmtier:load_failures_total"]
+        assert not found["lmtier:save_failures_total"]
+        assert found["lmtier:pinned_bytes"] == 99 << 20
+        assert found["lmtier:slab_pin_failed"] == 1
+
+        assert tokens(engine.abort_within(prompts, ANSWER, after=5)) == wanted[1::2]
+        engine.forget()
+        assert tokens(engine.generate(others, ANSWER)) == wanted_others
+
+        spoil(server)
+        assert heals(engine, others, wanted_others)
+
+        # The same with something left out answers wrongly, here and at the end: all of this can be seen here.
+        engine.generate(prompts, ANSWER)  # so that blocks hold something else
+        engine.forget()
+        fault.write_text("compute waits for load")
+        assert tokens(engine.generate(others, ANSWER)) != wanted_others
+        fault.write_text("")
+
+        # Another server's slab is pinned in place of the old one.
+        server.kill()
+        server.start()
+
+        def loads():
+            engine.forget()
+            outputs = engine.generate(prompts[:2], 8)
+            assert [each.tokens for each in outputs] == [each[:8] for each in wanted[:2]]
+            return cached(outputs) >= loadable(prompts[:2])
+
+        until(loads, RECOVERY)
+        assert engine.metrics()["lmtier:pinned_bytes"] == 99 << 20
+
+        engine.forget(external=True)
+        fault.write_text("reuse")
+        engine.generate(prompts, ANSWER)
+        engine.generate(others, ANSWER)
+        fault.write_text("")
+        assert tokens(engine.generate(prompts, ANSWER)) != wanted
+    idle(server.path)
+
+
+def test_loads_that_requests_wait_for(models, tmp_path, server):
+    """Two block tables, one of which loses blocks: a load is no part of a step there."""
+    prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)
+    with Engine(tmp_path, models / "gemma3") as plain:
+        wanted = tokens(plain.generate(prompts, 20))
+    with Engine(
+        tmp_path,
+        models / "gemma3",
+        transfer=simulated(server),
+        processes=True,
+        **{**SMALL, "num_gpu_blocks_override": 400},
+    ) as engine:
+        for asked in (prompts, prompts, prompts[:1], prompts[:1]):
+            assert tokens(engine.generate(asked, 20)) == wanted[: len(asked)]
+            engine.forget()
+        found = engine.metrics()
+        assert found["lmtier:loaded_tokens_total"] > found["lmtier:gpu_hit_tokens_total"] > 0
+        assert not found["lmtier:load_failures_total"]
+        spoil(server)
+        assert heals(engine, prompts, wanted)
+    idle(server.path)
+
+
+def test_a_tier_in_a_gpus_memory_is_the_engines_own():
+    beside = Settings.of({"server": "/a/socket", "tiers": ["gpu://?capacity=2GiB&policy=lru"]}, 32, 0)
+    above = Settings.of({"tiers": ["gpu://?capacity=1GiB", "cpu://?capacity=2GiB"]}, 32, 0)
+    assert [each.config.gpu and each.config.gpu.capacity for each in (beside, above)] == [2 << 30, 1 << 30]
+    for tiers in (["cpu://?capacity=1GiB"], ["gpu://?capacity=1GiB", "cpu://?capacity=2GiB"]):
+        with pytest.raises(ConfigError, match="'tiers' is for a private server"):
+            Settings.of({"server": "/a/socket", "tiers": tiers}, 32, 0)
+
+
+def test_an_engine_on_a_cpu_declines_it(models, tmp_path):
+    how = transfer(tiers=["gpu://?capacity=8MiB", "cpu://?capacity=64MiB"])
+    with pytest.raises(EngineDied, match="this engine keeps its KV on a CPU"):
+        Engine(tmp_path, models / "qwen2", transfer=how)
