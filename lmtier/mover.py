@@ -371,10 +371,11 @@ class Save:
         self._mover = mover
         self.reservation = reservation
         number, kv = mover.number, mover.kv
-        self._chunks = [
-            (chunk, blocks[chunk], kv.bind(blocks[chunk], cache.slab.view(entry.offsets[number], kv.nbytes)))
-            for chunk, entry in self.reservation.entries.items()
-        ]
+        entries = reservation.entries.items()
+        self._chunks = [(chunk, blocks[chunk]) for chunk, _ in entries]
+        self._bounds = kv.bind_all(
+            [(blocks[chunk], entry.offsets[number], 0) for chunk, entry in entries], cache.slab.view
+        )
         self.tokens = len(self._chunks) * cache.chunk_tokens
         """Tokens that are being stored."""
         self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
@@ -387,8 +388,9 @@ class Save:
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk."""
         kv = self._mover.kv
-        for chunk, ids, bound in self._chunks:
+        for bound in self._bounds:
             bound.gather(layer)
+        for chunk, ids in self._chunks:
             if chunk in self._prints:
                 self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
         self._missing.discard(layer)
@@ -400,8 +402,9 @@ class Save:
             for layer in sorted(self._missing):
                 self.layer(layer)
             return
-        for chunk, ids, bound in self._chunks:
+        for bound in self._bounds:
             bound.gather(None)
+        for chunk, ids in self._chunks:
             if chunk in self._prints:
                 for layer in self._missing:
                     self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)

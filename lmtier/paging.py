@@ -573,13 +573,15 @@ class _Rows:
     def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Piece | _Scattered:
         layers, count = self.end_layer - self.first_layer, len(payloads)
         rows = payloads[:, self.at : self.at + layers * self.size].view(self.dtype)
-        rows = rows.reshape(count, layers, self.blocks, -1).swapaxes(0, 1)
         if self._is_run(ids, count * self.blocks):
+            rows = rows.reshape(count, layers, self.blocks).swapaxes(0, 1)
             # Downwards, the engine's rows are still touched upwards, which the hardware prefetches: a fifth
             # faster than `take` in the order of the ids.
             first, last = int(ids[0]), int(ids[-1])
-            step = slice(None) if last >= first else slice(None, None, -1)
-            return _Piece(self, rows[:, step, step, 0], min(first, last))
+            if last < first:
+                rows = rows[:, ::-1, ::-1]
+            return _Piece(self, rows, min(first, last))
+        rows = rows.reshape(count, layers, self.blocks, -1).swapaxes(0, 1)
         at = (ids * self.step).reshape(count, -1, 1)
         return _Scattered(self, rows[:, :, first_block:], at)
 

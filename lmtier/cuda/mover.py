@@ -104,6 +104,8 @@ class CudaMover(Mover):
 class CudaSave(Save):
     """New chunks on their way out. After `commit` they become visible in the `poll` that finds them there."""
 
+    _bounds: list[Bound]  # type: ignore[assignment]
+
     def __init__(
         self,
         mover: CudaMover,
@@ -114,10 +116,9 @@ class CudaSave(Save):
         super().__init__(mover, reservation, blocks)
         self._kv = mover.kv
         self.done = False
-        self._bounds: list[Bound] = [bound for _, _, bound in self._chunks]  # type: ignore[misc]
         for bound in self._bounds:
             bound.check_whole()
-        self._marked = [(chunk, ids) for chunk, ids, _ in self._chunks if chunk in self._prints]
+        self._marked = [(chunk, ids) for chunk, ids in self._chunks if chunk in self._prints]
         self._cuda = mover
         self._places: Places | None = None
         if near is None and mover.hbm is not None:

@@ -108,13 +108,13 @@ def test_blocks_of_skipped_tokens_are_never_read(cache):
     engine = Engine(cache)
     blocks = engine.blocks(32)
     reads: list[int] = []
-    real = engine.kv.bind
+    real = engine.kv.bind_all
 
-    def bind(ids, out, first_block=0):
-        reads.extend(ids.tables[0])
-        return real(ids, out, first_block)
+    def bind_all(chunks, view):
+        reads.extend(block for ids, _, _ in chunks for block in ids.tables[0])
+        return real(chunks, view)
 
-    engine.kv.bind = bind  # type: ignore[method-assign]
+    engine.kv.bind_all = bind_all  # type: ignore[method-assign]
     assert save(engine, range(32), blocks, skip_leading_tokens=16) == 16
     assert set(reads) == set(blocks[4:])
 

@@ -274,6 +274,56 @@ def test_any_engine_memory_saves_and_loads_as_the_definition_says(made, smallest
     assert ours.snapshot() == reference.snapshot()
 
 
+@settings(deadline=None, max_examples=200)
+@given(made=engines(), smallest=st.sampled_from([1, 64, 1 << 30]), data=st.data())
+def test_many_chunks_at_once_move_as_each_for_itself_however_far_apart_they_lie(made, smallest, data):
+    layout, shard, how = made
+    before, paging._SMALLEST_ROW = paging._SMALLEST_ROW, smallest
+    try:
+        ours, one_by_one = (engine(layout, shard, **how, blocks=30) for _ in range(2))
+        kv, each = ours.paged(), one_by_one.paged()
+    finally:
+        paging._SMALLEST_ROW = before
+    chunks = data.draw(st.integers(1, 4))
+    row = data.draw(st.one_of(st.just(list(range(30))), st.permutations(range(30))))[: chunks * layout.blocks]
+    blocks = kv.check(row[:: data.draw(st.sampled_from([1, -1]))])
+    gaps = data.draw(st.one_of(st.just([8] * chunks), st.lists(st.sampled_from([0, 8]), min_size=chunks)))
+    offsets = [sum(gaps[:n]) + n * kv.nbytes for n in range(chunks)]
+    if data.draw(st.booleans()):
+        offsets.reverse()
+    slab, wanted = (np.zeros(sum(gaps) + chunks * kv.nbytes, np.uint8) for _ in range(2))
+    layer = data.draw(st.sampled_from([None, *range(shard.first_layer, shard.end_layer)]))
+
+    def view(offset: int, nbytes: int) -> memoryview:
+        return slab.data[offset : offset + nbytes]
+
+    for bound in kv.bind_all([(ids, at, 0) for ids, at in zip(blocks, offsets, strict=True)], view):
+        bound.gather(layer)
+    for ids, at in zip(blocks, offsets, strict=True):
+        each.gather(layer, ids, wanted[at : at + kv.nbytes])
+    assert slab.tobytes() == wanted.tobytes()
+
+    slab[:] = noise(len(slab))
+    first_block = data.draw(st.integers(0, layout.blocks))
+    skips = [first_block, *[0] * (chunks - 1)]
+    rows = list(zip(blocks, offsets, skips, strict=True))
+    for bound in kv.bind_all(rows, view):
+        bound.scatter(layer)
+    for ids, at, skip in rows:
+        each.scatter(layer, view(at, kv.nbytes), ids, skip)
+    assert ours.snapshot() == one_by_one.snapshot()
+
+
+def test_a_prompts_chunks_that_lie_alike_far_apart_are_one_piece():
+    kv = engine(make_layout(), storage="apart", blocks=40).paged()
+    slab = np.zeros(20 * kv.nbytes, np.uint8)
+    rows = [(ids, 2 * number * kv.nbytes, 0) for number, ids in enumerate(kv.check(list(range(40))))]
+    (all_of_them,) = kv.bind_all(rows, lambda at, nbytes: slab[at : at + nbytes])
+    assert len(kv.bind_all([*rows[:4], rows[5], *rows[8:]], lambda at, nbytes: slab[at : at + nbytes])) == 3
+    all_of_them.gather(None)
+    assert all(slab[at : at + kv.nbytes].any() for _, at, _ in rows)
+
+
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("storage", ["stacked", "apart"])
