@@ -541,19 +541,20 @@ def page() -> str:
         "| metric | |",
         "|---|---|",
     ]
-    lines += [f"| `lmtier:{name}_total` | {text} |" for name, text in connector().items()]
+    lines += [f"| `lmtier:{name}_total` | {text} |" for name, text in connector("COUNTERS").items()]
+    lines += [f"| `lmtier:{name}` | {text} |" for name, text in connector("GAUGES").items()]
     return "\n".join(lines) + "\n"
 
 
-def connector() -> dict[str, str]:
-    """What the connector counts. Read, not imported: there may be no vLLM here."""
+def connector(kind: str) -> dict[str, str]:
+    """What the connector counts, or measures. Read, not imported: there may be no vLLM here."""
     tree = ast.parse((ROOT / "integrations/lmtier_integrations/vllm/stats.py").read_text())
-    (counters,) = (
+    (named,) = (
         node.value
         for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COUNTERS"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == kind
     )
-    found: dict[str, str] = ast.literal_eval(counters)
+    found: dict[str, str] = ast.literal_eval(named)
     return found
 
 
