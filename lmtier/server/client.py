@@ -188,7 +188,8 @@ class Client:
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
             request: list[Argument] = ["LMTIER.MATCH", number, asked, milliseconds, *arguments(names)]
-            if names and link.look is not None and link.look.lacks(names[0]):
+            # A server that traces is asked: only by its answer does a lookup get into its request's trace.
+            if names and not link.traces and link.look is not None and link.look.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key stands twice in one request")
                 self._post(*request, then=self._unmatch)  # the server counts it; nobody waits for it
