@@ -639,7 +639,7 @@ def test_after_a_kill_no_value_is_older_than_one_that_was_acknowledged(tmp_path:
             for _ in range(chance.randrange(10, 120)):
                 for ours, _ in pipes:
                     assert ours.poll(20), "a client hangs"
-                    assert ours.recv() == "acted"
+                    assert (said := ours.recv()) == "acted", f"{said}\n{server.log.read_text()[-4000:]}"
             server.kill()
             oracles = []
             for (ours, _), child in zip(pipes, children, strict=True):
