@@ -192,7 +192,8 @@ class PagedKV:
         return bounds
 
     def _goes_on(self, chunk: tuple[BlockIds, int, int], offset: int, step: int) -> bool:
-        return chunk[1] == offset and step >= self.nbytes and chunk[0].is_whole
+        ids, at, first_block = chunk
+        return at == offset and step >= self.nbytes and ids.is_whole and not first_block
 
     def _bind_run(
         self, ids: Sequence[BlockIds], offset: int, step: int, view: Callable[[int, int], Buffer]

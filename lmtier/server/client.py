@@ -187,16 +187,16 @@ class Client:
         link, number = self._told_of(form)
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
-            request: list[Argument] = ["LMTIER.MATCH", number, asked, milliseconds, *arguments(names)]
             # A server that traces is asked: only by its answer does a lookup get into its request's trace.
             if names and not link.traces and link.look is not None and link.look.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key stands twice in one request")
-                self._post(*request, then=self._unmatch)  # the server counts it; nobody waits for it
+                self._post("LMTIER.MISSED", number, asked, *arguments(names))  # for the books: nobody waits
                 return match
+            request: list[Argument] = [number, asked, milliseconds, *arguments(names)]
             entries: list[Entry] = []
             reply = self._call(
-                *request,
+                *("LMTIER.MATCH", *request),
                 link=link,
                 undo=self._unmatch,
                 meanwhile=lambda: entries.extend(
@@ -367,7 +367,7 @@ class Client:
     def _end(self, reservation: Reservation, *request: Argument) -> None:
         try:
             if self._link.stalled or not self._waits:
-                self._post(*request, then=self._heard)  # the bytes are in place: it counts when it is read
+                self._post(*request, then=self._ended)  # the bytes are in place: it counts when it is read
             elif not self._link.is_lost:
                 self._call(*request)
         finally:
@@ -578,12 +578,12 @@ class Client:
         code, _, sentence = reply.partition(" ")
         if code == "MISUSE":
             raise MisuseError(sentence)
-        self._heard(reply)
+        log.warning("lmtier: the server at %s refused %s: %s", self.address, request[0], reply)
         return None
 
-    def _heard(self, reply: Any) -> None:
+    def _ended(self, reply: Any) -> None:
         if isinstance(reply, Error):
-            log.warning("lmtier: the server at %s refuses: %s", self.address, reply)
+            log.warning("lmtier: the server at %s refused the end of a save: %s", self.address, reply)
 
     def _call_for(self, match: Match, *request: Argument, seconds: float = 0.0) -> Any:
         """A call about a match, which only its own server knows."""

@@ -102,6 +102,7 @@ class Engines:
             "PRESENCE": (self._presence, 1, "fast"),
             "FORM": (self._form, -3, "fast"),
             "MATCH": (self._match, -5, "readonly"),
+            "MISSED": (self._missed, -4, "readonly"),
             "PREFETCH": (self._prefetch, -2, "readonly"),
             "POLL": (self._poll, 2, "readonly"),
             "WAIT": (self._wait, 2, "readonly"),
@@ -232,20 +233,39 @@ class Engines:
         began = time.time_ns() if self._tracing is not None else 0
         session = _session(caller)
         _need_room(session.matches, "matches: release some")
-        form = _form_of(session, arguments[1])
-        tokens = _number(arguments[2], "a number of tokens")
         deadline = _number(arguments[3], "a deadline in milliseconds", MAX_MS) / 1000
-        match = self.cache.match(
-            _keys(arguments[4:]), form, tokens=tokens or None, deadline=deadline, cost=session.cost
-        )
-        match.asker = caller.name
-        if self._log is not None:
-            self._log.note(match.keys, match.asked_tokens)
+        match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
         number = next(self._ids)
         session.matches[number] = match
         if self._tracing is not None:
             self._tracing.matched(number, began, match, caller.name)
         return _described(number, match)
+
+    def _missed(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """A lookup of which LMTIER.PRESENCE has said that it finds nothing: counted, and nothing is held."""
+        self.cache.release(self._look_up(caller, arguments[1], arguments[2], arguments[3:]))
+        return OK
+
+    def _look_up(
+        self,
+        caller: Caller,
+        form: Argument,
+        tokens: Argument,
+        keys: list[Argument],
+        deadline: float | None = None,
+    ) -> Match:
+        session = _session(caller)
+        match = self.cache.match(
+            _keys(keys),
+            _form_of(session, form),
+            tokens=_number(tokens, "a number of tokens") or None,
+            deadline=deadline,
+            cost=session.cost,
+        )
+        match.asker = caller.name
+        if self._log is not None:
+            self._log.note(match.keys, match.asked_tokens)
+        return match
 
     def _prefetch(self, caller: Caller, arguments: list[Argument]) -> Any:
         number, match = _held(caller, arguments[1])

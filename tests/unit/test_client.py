@@ -520,7 +520,7 @@ def test_who_does_not_wait_for_his_commits_has_them_stored_all_the_same(serve, c
         client._call("LMTIER.ABORT", lost.id, "*")
         client.commit(other_engine)
         client.stats()
-    assert "refuses: NOSUCH reservation" in caplog.text
+    assert "refused the end of a save: NOSUCH reservation" in caplog.text
 
 
 def test_a_commit_that_meets_a_stalled_server_is_not_lost(serve):

@@ -159,6 +159,17 @@ def test_a_greeting_says_what_an_engine_must_know(engines):
     assert said["options"] == b"HAS TTL PRESENCE"
 
 
+def test_a_lookup_that_nobody_waits_for_counts_as_one_and_holds_nothing(engines):
+    engine, metrics = Connection(engines, "ENGINE", "e"), engines.cache.metrics
+    assert engine.store(keys(2)) == 2
+    for names in (keys(2, "new"), keys(2)):  # the second came just then
+        assert engine.say("MISSED", engine.form(), 3 * C, b"".join(names)) == "OK"
+        assert leased(engines.cache) == 0
+    engines.cache.step()
+    assert metrics.value("lmtier_asked_tokens_total") == 6 * C
+    assert isinstance(engine.say("MISSED", engine.form(), C, b"".join(keys(2))), Error)
+
+
 def test_another_version_is_told_what_to_do(engines):
     said = Connection(engines).say("HELLO", 2)
     assert said == (
@@ -599,8 +610,8 @@ ODD += [
 ]
 WORD = st.one_of(st.sampled_from(ODD), st.integers(0, 5), st.binary(max_size=40))
 VERBS = [
-    *("HELLO", "SLAB", "FORM", "MATCH", "PREFETCH", "POLL", "WAIT", "RELEASE", "SEEN", "RESERVE"),
-    *("COMMIT", "ABORT", "DISCARD", "CLEAR", "FLUSH", "VERIFIED", "STATS", "CHECK"),
+    *("HELLO", "SLAB", "FORM", "MATCH", "MISSED", "PREFETCH", "POLL", "WAIT", "RELEASE", "SEEN", "RESERVE"),
+    *("PRESENCE", "COMMIT", "ABORT", "DISCARD", "CLEAR", "FLUSH", "VERIFIED", "STATS", "CHECK"),
 ]
 
 
