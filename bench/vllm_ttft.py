@@ -171,8 +171,8 @@ class Duel:
     def _expected(self, length: int, cached: int) -> list[list[int]]:
         """What plain says if it has as much of each prompt: how a prefill was cut can turn a near tie.
 
-        It gets that from a prompt of the same length, so that its steps have the same shapes: on CPUs with AMX
-        they have a say in the last bits.
+        It gets that from a prompt of the same length, so that its steps have the same shapes: on CPUs with
+        AMX they have a say in the last bits.
         """
         if (length, cached) not in self._answers:
             forget(self.plain)

@@ -9,6 +9,7 @@ extents that a match or a reservation names.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections import deque
@@ -43,6 +44,7 @@ log = logging.getLogger("lmtier")
 CPU = "cpu"
 _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at least
 _TRIES = 64  # evictions for one chunk before its room is given up as too fragmented
+_EXPLORED_BYTES = 32 << 20  # at a time, or one chunk
 _LOADING_SHARE = 7 / 8  # of the slab that may wait for tiers below: one that hangs must not take all of it
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
 _SEEN = 64  # prefixes whose recency below is brought up to date in the next step
@@ -439,22 +441,22 @@ class Cache:
         self._skipped[below] = _Skipped(since, match.keys[: first + same], first, match.form)
 
     def _explore(self) -> None:
-        """Load some of what was not worth it, for nobody, and if possible not beside engines that compute."""
+        """Read some of what was not worth it, for nobody, and if possible not beside engines that compute.
+
+        Into memory of its own: until then the engine has mostly stored what it computed instead, so in the
+        slab there is no place for it, nor need.
+        """
         now = time.monotonic()
         for below, (since, keys, first, form) in list(self._skipped.items()):
             if now < self._computing and now - since < EXPLORED_AT_LAST:
                 continue
             del self._skipped[below]
-            end = first + below.speed.explores(len(keys) - first, form.at_rest, now)
-            for key, before in zip(keys[first:end], (b"", *keys)[first:], strict=False):
-                held = below.form(key, form)
-                if (
-                    held is None
-                    or key in self.index
-                    or self._load(key, held, below, self.index.get(before)) is None
-                ):
-                    break
-                self.metrics.worth_explored.labels(below.label).inc()
+            most = min(len(keys) - first, max(1, _EXPLORED_BYTES // form.room))
+            for key in keys[first : first + below.speed.explores(most, form.at_rest, now)]:
+                if (held := below.form(key, form)) is not None:
+                    payloads = [memoryview(mmap.mmap(-1, padded(size))) for size in held.sizes]
+                    below.load(key, held, payloads, lambda result, end: None)
+                    self.metrics.worth_explored.labels(below.label).inc()
 
     def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
         """Bring what was found so far into leased extents; `chunks` keeps only the first so many.

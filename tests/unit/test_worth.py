@@ -21,6 +21,7 @@ from lmtier.keys import namespace
 from lmtier.layout import Layout, form_of, padded
 from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
+from lmtier.tier import Job, Op, Tier
 from lmtier.worth import ALWAYS, AUTO, NEVER, PATIENCE, Cost, Fit, Line, Prefill, Speed, cut
 from tests.unit.test_engines import Connection
 
@@ -263,12 +264,20 @@ class Asked(MemoryTier):
     keeps = False
 
 
+class SlowToRead(SlowTier):
+    def submit(self, job: Job) -> None:
+        if job.op is Op.LOAD:
+            super().submit(job)
+        else:  # what it has is known at once
+            self._inner.submit(job)
+
+
 class Place:
     """A cache with a small slab over a tier that is as slow as is said, where prompts lie."""
 
-    def __init__(self, worth: str = AUTO, prompts: int = 60) -> None:
+    def __init__(self, worth: str, tier: Tier, prompts: int = 60) -> None:
         self.gate = Gate()
-        self.tier = SlowTier(MemoryTier(), self.gate)
+        self.tier = SlowToRead(tier, self.gate)
         url = "slow://?capacity=1GiB"
         config = Config(
             tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False, worth=worth
@@ -276,17 +285,22 @@ class Place:
         self.cache = Cache(config, tiers={url: self.tier})
         self.prompts = [keys(4, f"prompt {number} ") for number in range(prompts)]
         for names in [*self.prompts, keys(8, "what fills the slab")]:
-            reservation = self.cache.reserve(names, FORM)
-            for entry in reservation.entries.values():
-                self.cache.slab.view(entry.offsets[0], ROOM)[:] = entry.key * (ROOM // len(entry.key))
-            self.cache.commit(reservation)
+            self.store(names)
             assert self.cache.flush()
         self.unread = iter(self.prompts)
 
+    def store(self, names: list[bytes]) -> None:
+        reservation = self.cache.reserve(names, FORM)
+        for entry in reservation.entries.values():
+            self.cache.slab.view(entry.offsets[0], ROOM)[:] = entry.key * (ROOM // len(entry.key))
+        self.cache.commit(reservation)
+
     def ask(self, cost: Cost | None) -> Match:
-        """The next prompt, loaded as far as it is worth it; what is loaded for nobody arrives too."""
-        match = self.cache.wait(self.cache.match(next(self.unread), FORM, tokens=4 * C + 1, cost=cost))
+        """The next prompt, loaded as far as it is worth it, and the rest stored, as engines do."""
+        prompt = next(self.unread)
+        match = self.cache.wait(self.cache.match(prompt, FORM, tokens=4 * C + 1, cost=cost))
         self.cache.release(match)
+        self.store(prompt)
         assert self.cache.flush()
         self.cache.check()
         return match
@@ -312,8 +326,8 @@ class Place:
 
 
 @contextmanager
-def place(worth: str = AUTO) -> Iterator[Place]:
-    made = Place(worth)
+def place(worth: str = AUTO, tier: type[MemoryTier] = MemoryTier) -> Iterator[Place]:
+    made = Place(worth, tier())
     try:
         yield made
     finally:
@@ -335,9 +349,11 @@ def test_all_is_loaded_until_both_are_known():
         assert at.count("worth_seconds_count", stage="actual") == 0
 
 
-def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_from_again(monkeypatch):
+@pytest.mark.parametrize("tier", [MemoryTier, Asked], ids=["known", "asked"])
+def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_from_again(monkeypatch, tier):
+    """Where a tier must be asked, the engine has stored the prompt meanwhile."""
     monkeypatch.setattr(worth, "_FRESH", 0.0)
-    with place() as at:
+    with place(tier=tier) as at:
         at.tier._delay = 0.2
         at.ask(None)
         slow = at.ask(CHEAP)
