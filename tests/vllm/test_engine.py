@@ -614,6 +614,7 @@ def test_an_engine_that_cannot_go_on_from_loaded_kv_saves_and_never_loads(models
     """vLLM's reference MLA for CPUs. Its latents are the same on all ranks, and are stored once."""
     prompts = prompts_of(2000, 700, 513, 257, 100)
     options: dict[str, Any] = {"block_size": 16, "tensor_parallel_size": ranks, "processes": ranks > 1}
+    options["attention_backend"] = "CPU_MLA"  # also where there is AMX
     with Engine(
         tmp_path, models / "deepseek", transfer=transfer(server=str(server.path)), **options
     ) as engine:
