@@ -193,10 +193,10 @@ class Client:
                     raise MisuseError("a key stands twice in one request")
                 self._post("LMTIER.MISSED", number, asked, *arguments(names))  # for the books: nobody waits
                 return match
-            request: list[Argument] = [number, asked, milliseconds, *arguments(names)]
+            request: list[Argument] = ["LMTIER.MATCH", number, asked, milliseconds, *arguments(names)]
             entries: list[Entry] = []
             reply = self._call(
-                *("LMTIER.MATCH", *request),
+                *request,
                 link=link,
                 undo=self._unmatch,
                 meanwhile=lambda: entries.extend(
