@@ -29,7 +29,7 @@ from lmtier.policy import make_policy
 from lmtier.shares import Share
 from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
 from lmtier.workers import collector_paused
-from lmtier.worth import Speed
+from lmtier.worth import Line, Speed
 from lmtier.writing import Budget, Choice, Pace
 
 log = logging.getLogger("lmtier")
@@ -633,6 +633,13 @@ class Below:
         # Whoever asks may wait for less; that a tier did not answer in time for him is no fault of its.
         self._submit(Op.LOOKUP, items, partial(self._looked_up, heard), now + self._patience)
         return not is_late
+
+    def prospect(self, now: float) -> Line | None:
+        """When it would bring what it may have, after the answers that it owes. None: nobody knows yet."""
+        line, answer = self.speed.line(now), self._answers.line(now)
+        if line is None or answer is None:
+            return None
+        return Line(answer.start + line.start, line.byte)
 
     def _looked_up(self, then: Callable[[dict[Name, Stat]], None], done: Done) -> None:
         self._lookups -= 1

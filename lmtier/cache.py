@@ -380,55 +380,80 @@ class Cache:
                 break
             match.sources.append(below.label)
             match.below.append(below)
-        missing = keys[match.chunks :]
-        if missing:
+        first = match.chunks
+        if first < len(keys):
+            names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
             for below in asked:
-                names = [Name(key, shard) for key in missing for shard in form.shards]
-                match.asking += below.lookup(names, match.deadline, partial(self._answered, match, below))
+                match.asking += below.lookup(
+                    names, match.deadline, partial(self._answered, match, below, first)
+                )
 
-    def _answered(self, match: Match, below: Below, found: dict[Name, Stat]) -> None:
-        if not match.asking or match.released:  # nobody waits for it: too late
-            return
-        match.asking -= 1
+    def _answered(self, match: Match, below: Below, first: int, found: dict[Name, Stat]) -> None:
+        """A tier has said what it has of the keys from `first` on."""
         sizes = [padded(size) for size in match.form.sizes]
-        for key in match.keys[match.chunks :]:
+        there = first
+        for key in match.keys[first:]:
             stats = (found.get(Name(key, shard)) for shard in match.form.shards)
             if not all(stat and stat.nbytes <= size for stat, size in zip(stats, sizes, strict=True)):
                 break  # less is what a codec left of it
-            match.sources.append(below.label)
-            match.below.append(below)
+            there += 1
+        if not match.asking or match.released:  # nobody waits for it
+            if match.cut == "not_worth_it":
+                self._overlook(below, match.keys[:there], first, match.form)
+            return
+        match.asking -= 1
+        new = there - match.chunks
+        match.sources.extend([below.label] * new)
+        match.below.extend([below] * new)
         self._weigh(match)
         self._settle_if_ready(match)
 
     def _weigh(self, match: Match) -> None:
-        """Once it is known what there is: cut the match where loading takes longer than computing."""
-        if match.asking or not (match.below or match.waiting) or is_value(match.keys[0]):
+        """Cut the match where loading takes longer than computing.
+
+        Not before it is known what there is, unless no answer could make more of it worth it: then those
+        that are outstanding are not waited for.
+        """
+        if not (match.asking or match.below or match.waiting) or is_value(match.keys[0]):
             return
         if match.cost is None:
-            match.decision = "all", "always" if self.config.worth == ALWAYS else "unmeasured"
+            if not match.asking:
+                match.decision = "all", "always" if self.config.worth == ALWAYS else "unmeasured"
             return
         now, size, there = time.monotonic(), self.chunk_tokens, complete(match)
         coming = [self._coming.get(entry) if i >= there else None for i, entry in enumerate(match.run)]
         tiers = list(dict.fromkeys(tier for tier in (*coming, *match.below) if tier is not None))
-        lines = [line for tier in tiers if (line := tier.speed.line(now)) is not None]
-        if len(lines) < len(tiers):
-            match.decision = "all", "unmeasured"
-            return
         places = [-1 if tier is None else -2 - tiers.index(tier) for tier in coming]
         places += [-1 if tier is None else tiers.index(tier) for tier in match.below]
+        lines = [tier.speed.line(now) for tier in tiers]
+        if match.asking:  # at best the fastest has all the rest
+            asked = [tier.prospect(now) for tier in self.below if tier.index is None and tier.up.allows()]
+            lines.append(None if None in asked else min(line for line in asked if line is not None))
+            places += [len(tiers)] * (len(match.keys) - match.chunks)
+        measured = [line for line in lines if line is not None]
+        if len(measured) < len(lines):
+            if not match.asking:
+                match.decision = "all", "unmeasured"
+            return
         tokens, nbytes = match.asked_tokens, match.form.at_rest
-        chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, lines)
+        chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, measured)
+        if match.asking and chunks > match.chunks:
+            return
+        if match.asking:
+            match.asking = 0
+            match.cut, match.found = "not_worth_it", len(match.keys)
         match.decided, match.expected = now, arrival if chunks > there else None
-        match.decision = "all", "faster"
         if chunks < match.chunks:
-            match.decision = "part" if chunks > there else "none", "slower"
-            self._skip(match, chunks, now)
+            self._skip(match, chunks)
             self._truncate(match, chunks, "not_worth_it")
+        match.decision = "all", "faster"
+        if match.cut == "not_worth_it":
+            match.decision = "part" if chunks > there else "none", "slower"
         instead = match.cost.prefill(max(match.has, min(there, chunks) * size), max(match.has, chunks * size))
         match.patience = PATIENCE * instead
         match.deadline = min(match.limit, now + match.patience)
 
-    def _skip(self, match: Match, chunks: int, now: float) -> None:
+    def _skip(self, match: Match, chunks: int) -> None:
         """Note what is not worth it, to see later whether it still is not."""
         first = max(chunks, len(match.run))
         skipped = match.below[first - len(match.run) :]
@@ -436,9 +461,14 @@ class Cache:
         if below is None:
             return
         same = next((i for i, tier in enumerate(skipped) if tier is not below), len(skipped))
-        below.speed.skipped(same * match.form.at_rest)
-        since = self._skipped[below].since if below in self._skipped else now
-        self._skipped[below] = _Skipped(since, match.keys[: first + same], first, match.form)
+        self._overlook(below, match.keys[: first + same], first, match.form)
+
+    def _overlook(self, below: Below, keys: tuple[bytes, ...], first: int, form: Form) -> None:
+        """The keys from `first` on are there, and are not loaded."""
+        if len(keys) > first:
+            below.speed.skipped((len(keys) - first) * form.at_rest)
+            since = self._skipped[below].since if below in self._skipped else time.monotonic()
+            self._skipped[below] = _Skipped(since, keys, first, form)
 
     def _explore(self) -> None:
         """Read some of what was not worth it, for nobody, and if possible not beside engines that compute.

@@ -468,6 +468,47 @@ def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answe
             pytest.fail("nobody waits for it any more")
 
 
+def test_nobody_waits_for_the_word_of_a_tier_from_which_nothing_could_be_worth_it():
+    dear = Cost(1e-3, 1.0, 0.0, 0.0)
+    with place(tier=Asked) as at:
+        at.tier._delay = 0.2
+        assert at.ask(None).chunks == 4
+        prompt = next(at.unread)
+        match = at.cache.match(prompt, FORM, tokens=4 * C + 1, cost=CHEAP)
+        assert (match.ready, match.chunks, match.cut) == (True, 0, "not_worth_it")
+        assert at.decided("none", "slower") == 1
+        assert at.count("missed_tokens_total", reason="not_worth_it") == 4 * C
+        longer = at.cache.match(prompt, FORM, tokens=4 * C + 1, cost=dear)
+        assert longer.asking, "for this engine it may be"
+        assert at.cache.wait(longer).chunks == 4
+        for each in (match, longer):
+            at.cache.release(each)
+        at.cache.check()
+
+
+def test_what_is_known_to_be_near_is_loaded_at_once_if_the_rest_could_only_be_far():
+    near, far, urls = MemoryTier(), SlowToRead(Asked(), Gate()), ["near://?capacity=1GiB", "far://"]
+    config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", *urls], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers=dict(zip(urls, [near, far], strict=True))) as cache:
+        prompts = [keys(4, f"prompt {number} ") for number in range(2)]
+        for names in [*prompts, keys(8, "what fills the slab")]:
+            cache.commit(cache.reserve(names, FORM))
+            assert cache.flush()
+        for names in prompts:
+            cache.below[0].discard(names[3], FORM)
+        far._delay = 0.2
+        learnt = cache.wait(cache.match(prompts[0], FORM, tokens=4 * C + 1))
+        assert learnt.sources == ["near"] * 3 + ["far"]
+        match = cache.match(prompts[1], FORM, tokens=4 * C + 1, cost=CHEAP)
+        assert (match.asking, match.sources, match.cut) == (0, ["near"] * 3, "not_worth_it")
+        assert match.decision == ("part", "slower")
+        assert cache.wait(match).chunks == 3
+        for each in (learnt, match):
+            cache.release(each)
+        assert cache.flush()
+        cache.check()
+
+
 @contextmanager
 def asked(delay: float = 0.0) -> Iterator[tuple[Cache, SlowTier, Gate, list[bytes]]]:
     """A cache over a tier that must be asked, and a prompt that lies there alone."""
