@@ -427,7 +427,7 @@ class Cache:
         places += [-1 if tier is None else tiers.index(tier) for tier in match.below]
         lines = [tier.speed.line(now) for tier in tiers]
         if match.asking:  # at best the fastest has all the rest
-            asked = [tier.prospect(now) for tier in self.below if tier.index is None and tier.up.allows()]
+            asked = [tier.prospect(now) for tier in self.below if tier.index is None]
             lines.append(None if None in asked else min(line for line in asked if line is not None))
             places += [len(tiers)] * (len(match.keys) - match.chunks)
         measured = [line for line in lines if line is not None]

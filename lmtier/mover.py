@@ -225,6 +225,8 @@ class Load:
 
     done = True
     """Whether nothing of it is under way."""
+    seconds: float | None = None
+    """What a device took for it, when done. None: it was this thread, in the calls."""
 
     def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
         if match.released or not match.ready:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from time import perf_counter
 from typing import TypeAlias
 
 import numpy as np
@@ -52,6 +53,7 @@ class SimulatedEvent:
     def __init__(self, device: SimulatedDevice, stream: SimulatedStream) -> None:
         self.device, self.stream = device, stream
         self.at, self.clock = len(stream.deeds), dict(stream.clock)
+        self.recorded = perf_counter()
 
     @property
     def has_come(self) -> bool:
@@ -70,6 +72,17 @@ class SimulatedEvent:
             self.device.one_deed()
         self.done()
 
+    def since(self, earlier: Event) -> float:
+        assert isinstance(earlier, SimulatedEvent)
+        return self.time - earlier.time
+
+    @property
+    def time(self) -> float:
+        """When it was recorded, or what is before it was done; now, if it comes at once but has not."""
+        if not self.has_come:
+            return perf_counter()
+        return max(self.recorded, self.stream.ended[self.at - 1] if self.at else 0.0)
+
 
 class SimulatedStream:
     def __init__(self, device: SimulatedDevice, name: str) -> None:
@@ -77,9 +90,11 @@ class SimulatedStream:
         self.deeds: list[Deed] = []
         self.waits: deque[tuple[int, SimulatedEvent]] = deque()
         self.finished = 0
+        self.ended: list[float] = []
+        """When, of each deed that is done."""
         self.clock: Clock = {}
 
-    def record(self) -> SimulatedEvent:
+    def record(self, *, timed: bool = False) -> SimulatedEvent:
         return SimulatedEvent(self.device, self)
 
     def wait(self, event: Event) -> None:
@@ -144,7 +159,7 @@ class SimulatedStream:
 class HostStream(SimulatedStream):
     """The engine's, if it computes on this thread: all that was enqueued here has been done."""
 
-    def record(self) -> SimulatedEvent:
+    def record(self, *, timed: bool = False) -> SimulatedEvent:
         event = SimulatedEvent(self.device, self)
         event.clock = dict(self.device.host_clock)
         return event
@@ -207,6 +222,7 @@ class SimulatedDevice:
             deed.run()
             deed.run = None  # it holds what it has moved
         stream.finished += 1
+        stream.ended.append(perf_counter())
 
     def host(self, what: str, reads: Sequence[Range] = (), writes: Sequence[Range] = ()) -> None:
         """This thread touches memory now."""

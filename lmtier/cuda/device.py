@@ -99,13 +99,16 @@ class CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
+    def since(self, earlier: Any) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
 
 class CudaStream:
     def __init__(self, device: CudaDevice, stream: Any) -> None:
         self._device, self.stream = device, stream
 
-    def record(self) -> CudaEvent:
-        event = _cuda.Event()
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        event = _cuda.Event(enable_timing=timed)
         event.record(self.stream)
         return CudaEvent(event)
 

@@ -245,7 +245,7 @@ class CudaLoad(Load):
             for number, (entry, _) in enumerate(marked):
                 self._fingerprints[entry.key] = kv.fold(marks.prints(number))
             kv.give_back(marks)
-            self.done = True
+            self.done, self.seconds = True, self._load.seconds
             if self._is_left:
                 self._settle()
 

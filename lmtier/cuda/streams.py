@@ -36,11 +36,14 @@ class Event(Protocol):
     def wait(self) -> None:
         """Hold this thread until it is. At start and at the end only."""
 
+    def since(self, earlier: Event) -> float:
+        """Seconds between the two on the device, if both have come and are timed."""
+
 
 class Stream(Protocol):
     """What is enqueued here runs in order; two streams run in any order but for their events."""
 
-    def record(self) -> Event: ...
+    def record(self, *, timed: bool = False) -> Event: ...
 
     def wait(self, event: Event) -> None:
         """What is enqueued from now on begins after the event. Returns at once."""
@@ -62,11 +65,11 @@ class Lane:
         self.kernels.wait(event)
         self.copies.wait(event)
 
-    def record(self) -> Event:
+    def record(self, *, timed: bool = False) -> Event:
         """After all of both. What data goes through first is not held up by it."""
         first, last = (self.kernels, self.copies) if self.stores else (self.copies, self.kernels)
         last.wait(first.record())
-        return last.record()
+        return last.record(timed=timed)
 
 
 class Streams(Protocol):
@@ -117,7 +120,7 @@ class Transfer:
     def end(self, then: Callable[[], None]) -> None:
         """All is enqueued, or no more will be; `then` runs in a `poll` after it has finished."""
         self._check_open()
-        self._last, self._then = self._lane.record(), then
+        self._last, self._then = self._lane.record(timed=self.writes_blocks), then
 
     def hold(self, waiting: Stream | Lane) -> None:
         """Let what is enqueued there from now on wait for all of this."""
@@ -162,6 +165,13 @@ class Load(Transfer):
         self._layers: dict[int, Event] = {}
         # Whoever had the blocks before may still be reading them, and engines zero what they give out.
         self._wait_for_compute()
+        self._first = lane.copies.record(timed=True)
+
+    @property
+    def seconds(self) -> float:
+        """What the device took for it, once it is done; not for what it had to do first."""
+        assert self._last is not None
+        return self._last.since(self._first)
 
     def part(self, enqueue: Enqueue, layer: int | None = None) -> None:
         """Bring one layer, or (None) something that no layer waits for."""

@@ -223,6 +223,30 @@ def test_copies_cross_the_steps_in_which_a_slab_was_pinned(device, shared):
     device.pinning = None
 
 
+# ---- time
+
+
+def test_timed_events_tell_the_devices_own_time(device):
+    took = []
+    for cycles in (1_000_000, 100_000_000):
+        began = device.compute.record(timed=True)
+        torch.cuda._sleep(cycles)
+        ended = device.compute.record(timed=True)
+        ended.wait()
+        took.append(ended.since(began))
+    assert 0 < took[0] < took[1] / 20
+    assert took[1] < 2, "seconds"
+
+
+def test_a_load_tells_how_long_the_device_took_for_it(device):
+    with a_cache("16MiB") as cache:
+        life = Life(device, cache, 0)
+        life.run(20)
+        took = [load.seconds for load in life.loads if load.tokens]
+        assert took
+        assert all(seconds is not None and 0 < seconds < 10 for seconds in took)
+
+
 # ---- races
 
 

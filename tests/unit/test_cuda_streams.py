@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -317,6 +318,24 @@ def test_nothing_follows_a_transfer_before_its_event_has_come():
     assert order.poll() == 1
     assert ended == ["store"]
     assert order.poll() == order.under_way == 0
+
+
+def test_a_load_took_what_the_device_took_for_it_not_what_the_engine_computed_before():
+    streams = Streams()
+    order = Order(streams)
+
+    def copy(lane: Lane) -> None:
+        assert isinstance(lane.copies, SimulatedStream)
+        lane.copies.enqueue("copy", lambda: time.sleep(0.05))
+
+    streams.compute.enqueue("compute", lambda: time.sleep(0.5))
+    load = order.load([1])
+    load.part(copy)
+    load.end(lambda: None)
+    time.sleep(0.5)
+    streams.run_all()
+    assert order.poll() == 1
+    assert 0.05 <= load.seconds < 0.5
 
 
 def test_a_transfer_that_was_not_ended_waits_for_its_end():

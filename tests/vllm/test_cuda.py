@@ -157,3 +157,23 @@ def test_an_engine_on_a_cpu_declines_it(models, tmp_path):
     how = transfer(tiers=["gpu://?capacity=8MiB", "cpu://?capacity=64MiB"])
     with pytest.raises(EngineDied, match="this engine keeps its KV on a CPU"):
         Engine(tmp_path, models / "qwen2", transfer=how)
+
+
+def test_whole_steps_on_two_ranks_with_a_server_of_their_own(models, tmp_path):
+    prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)
+    how = transfer(tiers=["gpu://?capacity=2MiB", "cpu://?capacity=64MiB"], mode="step")
+    how["kv_connector_module_path"] = "tests.vllm.simulated"
+    options: dict[str, Any] = {**SMALL, "num_gpu_blocks_override": 200}
+    with Engine(
+        tmp_path, models / "qwen2", transfer=how, tensor_parallel_size=2, processes=True, **options
+    ) as engine:
+        wanted = tokens(engine.generate(prompts, 20))
+        for asked in (prompts, prompts, prompts[:1], prompts[:1]):
+            engine.forget()
+            outputs = engine.generate(asked, 20)
+            assert tokens(outputs) == wanted[: len(asked)]
+            assert cached(outputs) == loadable(asked)
+        found = engine.metrics()
+        assert found["lmtier:loaded_tokens_total"] > found["lmtier:gpu_hit_tokens_total"] > 0
+        assert not found["lmtier:load_failures_total"]
+        assert found["lmtier:pinned_bytes"] == 2 * (64 << 20), "by each rank"

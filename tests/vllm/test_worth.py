@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from lmtier.server.client import Client
 from tests.redis_process import Proxy, running
 from tests.server.process import until
@@ -14,13 +16,15 @@ RECOVERY = 120.0
 CRAWL = 100e3  # bytes a second: a prompt takes forty
 
 
-def test_a_tier_that_crawls_makes_it_compute_and_when_that_recovers_it_loads_again(models, tmp_path):
+@pytest.mark.parametrize("where", ["lmtier_integrations.vllm", "tests.vllm.simulated"], ids=["cpu", "gpu"])
+def test_a_tier_that_crawls_makes_it_compute_and_when_that_recovers_it_loads_again(models, tmp_path, where):
     prompts = prompts_of(*[1100] * 8)
     with running(tmp_path / "redis") as redis, Proxy(redis.address) as link:
         tiers = ("cpu://?capacity=8MiB&policy=lru", f"redis://127.0.0.1:{link.port}?deadline=60s")
         server = CacheServer(tmp_path, *tiers, worth="auto")
         try:
             connector = transfer(server=str(server.path))
+            connector["kv_connector_module_path"] = where
             with Engine(
                 tmp_path, models / "qwen2", transfer=connector, enable_prefix_caching=False
             ) as engine:

@@ -22,6 +22,9 @@ NULL_BLOCK = 0
 Near: TypeAlias = "list[tuple[int, bool] | None]"
 """Of each chunk: a place in the GPU's own memory, and whether its copy lies there already; or None."""
 
+Work: TypeAlias = "tuple[int, float]"
+"""Of a step that mostly computes prompts: its tokens, and the sum of their positions."""
+
 _Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
 
 
@@ -153,8 +156,7 @@ class Plan(KVConnectorMetadata):
     """The run of the server that the workers are asked to follow to; 0: all are there."""
     taken: list[int] = field(default_factory=list)
     """Blocks that the engine hands out in this step; told where workers are asynchronous."""
-    computes: tuple[int, float] | None = None
-    """Of a step that mostly computes prompts: its tokens, and the sum of their positions."""
+    computes: Work | None = None
 
 
 @dataclass

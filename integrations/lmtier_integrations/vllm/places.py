@@ -1,11 +1,14 @@
-"""Where the engine keeps its KV, on a CPU or on a GPU: the mover for it, and what a GPU needs of the slab.
+"""Where the engine keeps its KV, on a CPU or on a GPU: the mover for it, what its steps take, and what a GPU
+needs of the slab.
 
 What is imported for a GPU is imported only where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -14,14 +17,14 @@ from lmtier.config import TierSpec
 from lmtier.cuda.mover import CudaMover
 from lmtier.cuda.paging import CudaKV
 from lmtier.cuda.pinned import Pinning
-from lmtier.cuda.streams import Device
+from lmtier.cuda.streams import Device, Event
 from lmtier.errors import ConfigError
 from lmtier.keys import Identity
 from lmtier.mover import Blocks, Load, Mover, Save
 from lmtier.paging import BlockIds, PagedKV
 from lmtier.server.client import Client
 from lmtier_integrations.vllm.kv import Declared
-from lmtier_integrations.vllm.messages import Near
+from lmtier_integrations.vllm.messages import Near, Work
 from lmtier_integrations.vllm.stats import Stats
 
 
@@ -38,6 +41,17 @@ class OnCpu:
             raise ConfigError(f"tier {gpu.url!r}: this engine keeps its KV on a CPU; leave that tier out")
         kv = PagedKV(declared.layout, declared.shard, declared.tensors, tables=declared.tables)
         self.mover = Mover(client, kv, identity, ranks=declared.shards)
+        self._work: Work | None = None
+        self._began = 0.0
+
+    def begin(self, work: Work | None, *, waits: bool) -> None:
+        """A step's own work begins. `waits`: loads are part of it."""
+        self._work, self._began = work, time.perf_counter()
+
+    def end(self, copying: float) -> Iterator[tuple[Work, float]]:
+        """Steps of which it is known now how many seconds they computed; copies in this one took so many."""
+        if self._work is not None:
+            yield self._work, time.perf_counter() - self._began - copying
 
     def load(self, match: Match, blocks: Blocks, computed_tokens: int, near: Near | None) -> Load:
         """Begin it; its leases are the caller's to end."""
@@ -78,7 +92,24 @@ class OnGpu:
         self._pinned: tuple[memoryview, Pinning] | None = None
         """The slab, mapped for as long as it is pinned."""
         self._told = {"pinned_bytes": 0, "slab_pin_failed": 0}
+        self._began: tuple[Work, Event] | None = None
+        self._computing: deque[tuple[Work, Event, Event]] = deque()
+        """Steps that are to be measured, and the events around them."""
         self.follow(client)
+
+    def begin(self, work: Work | None, *, waits: bool) -> None:
+        # Of a step that waits for loads, nothing tells how much of its time that was.
+        self._began = None
+        if work is not None and not waits:
+            self._began = work, self._device.compute.record(timed=True)
+
+    def end(self, copying: float) -> Iterator[tuple[Work, float]]:
+        """The device's time between the two calls, told in a later step: this one has only been enqueued."""
+        if self._began is not None:
+            self._computing.append((*self._began, self._device.compute.record(timed=True)))
+        while self._computing and self._computing[0][2].done():
+            work, began, ended = self._computing.popleft()
+            yield work, ended.since(began)
 
     def load(self, match: Match, blocks: Blocks, computed_tokens: int, near: Near | None) -> Load:
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens, near=near)

@@ -356,8 +356,8 @@ class Scheduler:
         loaded_from = self._plan_loads(plan, output) if self._promised else {}
         if self._is_asynchronous:
             plan.taken = self._taken(output, loaded_from, self._block_tokens)
-        elif self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
-            plan.computes = _work_of(output)  # a device's times would be those of enqueueing
+        if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
+            plan.computes = _work_of(output)
         # A replica has no shard to abort: if it fails a load, what it added to the others must not be stored.
         has_replicas = self._ranks > len(self._form.shards)
         is_unconfirmed = has_replicas and self._loading and not self.waits_for_loads

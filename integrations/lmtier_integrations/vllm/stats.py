@@ -12,7 +12,7 @@ COUNTERS = {
     "gpu_hit_tokens": "of these, tokens whose KV lay in the GPU's own memory, copied there before",
     "saved_tokens": "tokens whose KV was reserved for storing",
     "load_bytes": "bytes copied into the engine's blocks",
-    "load_seconds": "time spent on that; on a GPU, on enqueueing it",
+    "load_seconds": "time spent on that; on a GPU, also that of the device",
     "save_bytes": "bytes copied out of the engine's blocks",
     "save_seconds": "time spent on that; on a GPU, on enqueueing it",
     "prefill_seconds": "time in steps that compute prompts, without copies",

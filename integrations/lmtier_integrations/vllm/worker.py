@@ -66,11 +66,9 @@ class Worker:
         self._plan = Plan()
         self._prefill = Prefill()
         self._stages = config.parallel_config.pipeline_parallel_size
-        self._began = 0.0
-        """When the step's own work began."""
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
         self._copied = 0
-        """What it has spent on copies since, and tokens that it has loaded."""
+        """What the step has spent on copies, and tokens that it has loaded, on this thread."""
         self._are_hooks_called = False
         self._epoch = 0
         self._failed_blocks: set[int] = set()
@@ -163,7 +161,8 @@ class Worker:
             for save in plan.saves:
                 self._prepare_save(save)
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
-        self._copied, self._began = 0, time.perf_counter()
+        self._copied = 0
+        self._place.begin(plan.computes, waits=any(not each.plan.request for each in self._loads))
 
     def _prepare_load(self, plan: LoadPlan) -> None:
         match = plan.match(self.mover.form)
@@ -245,8 +244,8 @@ class Worker:
 
     def finish(self) -> None:
         """After the forward: what this step computed is in its blocks."""
-        if self._plan.computes is not None:
-            self._learn(*self._plan.computes)
+        for work, seconds in self._place.end(sum(self._copying.values())):
+            self._learn(*work, seconds)
         if self._loads:
             self._finish_loads()
         if self._copied:
@@ -256,9 +255,8 @@ class Worker:
         self._land()
         self._place.tell(self.stats)
 
-    def _learn(self, tokens: int, area: float) -> None:
+    def _learn(self, tokens: int, area: float, seconds: float) -> None:
         """What computing takes, for the server: it decides what is worth loading. By the first rank."""
-        seconds = time.perf_counter() - self._began - sum(self._copying.values())
         expected = self._prefill.learn(tokens, area, seconds * self._stages)
         if self._config.parallel_config.rank == 0:
             self.stats.add("prefill_seconds", seconds * self._stages)
@@ -306,8 +304,13 @@ class Worker:
             believed = load.finish()
             if believed < whole:
                 self._fail(plan, believed)
-            self.stats.add("load_bytes", self._bytes(whole - plan.computed_tokens))
-            self._copied += whole - plan.computed_tokens
+            copied = whole - plan.computed_tokens
+            self.stats.add("load_bytes", self._bytes(copied))
+            if load.seconds is None:
+                self._copied += copied
+            else:
+                self.stats.add("load_seconds", load.seconds)
+                self._prefill.copied(copied, load.seconds)
         self._end_load(plan, loading.match)
 
     def _end_load(self, plan: LoadPlan, match: Match) -> None:
