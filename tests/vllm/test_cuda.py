@@ -20,7 +20,7 @@ from tests.vllm.engine import Engine, EngineDied
 from tests.vllm.test_engine import RECOVERY, cached, idle, loadable, tokens
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_model_len": 1024}
-ANSWER = 80
+ANSWER = 48
 
 
 def simulated(server):

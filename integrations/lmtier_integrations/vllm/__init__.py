@@ -10,7 +10,6 @@ The scheduler's half decides, the workers' halves move; docs/VLLM.md is for user
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -18,7 +17,6 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
@@ -27,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmtier.errors import LayoutError
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import Plan, RankFacts, Report
+from lmtier_integrations.vllm.messages import Plan, Report
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import LAYERWISE, Settings
 from lmtier_integrations.vllm.stats import Prometheus, Stats
@@ -123,9 +121,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return self._worker.facts()
-
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Called before each step, whether something was preempted or not, and before blocks are zeroed.
         assert isinstance(kv_connector_metadata, Plan)
@@ -159,13 +154,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.report()
 
     # ---- scheduler
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._scheduler.meet(
-            {rank: facts for rank, facts in metadata.items() if isinstance(facts, RankFacts)}
-        )
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.add(request)
@@ -201,7 +189,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         # All of 0.29 to 0.32 ask this before they rest, and step on without tokens while it is so. The other
         # way, request_finished returning True until finished_sending, would also keep a request's blocks.
-        return self._scheduler.is_under_way
+        return self._scheduler.wants_a_step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._scheduler.forget(request)

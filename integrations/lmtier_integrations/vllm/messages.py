@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -29,8 +28,8 @@ _Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
 
 
 @dataclass
-class RankFacts(KVConnectorHandshakeMetadata):
-    """A worker, to the scheduler, once: how the model's KV is laid out, and which part of it is here."""
+class RankFacts:
+    """How the model's KV is laid out in a worker, and which part of it is there."""
 
     layout: bytes
     shard: Shard
@@ -152,6 +151,8 @@ class Plan(KVConnectorMetadata):
     epoch: int = 0
     """Counts failed loads, as far as the scheduler knew of them. What was planned before it learned of one
     may stand on blocks that were not loaded: nothing of that step is stored."""
+    asks: bool = False
+    """Whether the workers are to say what they hold: the scheduler knows nothing of them yet."""
     run: int = 0
     """The run of the server that the workers are asked to follow to; 0: all are there."""
     taken: list[int] = field(default_factory=list)
@@ -163,6 +164,8 @@ class Plan(KVConnectorMetadata):
 class Report(KVConnectorWorkerMetadata):
     """The workers, to the scheduler, each step; added up over the ranks."""
 
+    facts: dict[int, RankFacts] = field(default_factory=dict)
+    """Of each rank, if it was asked."""
     loaded: dict[int, int] = field(default_factory=dict)
     """Matches whose copies have ended, well or not: by how many ranks."""
     saved: dict[int, int] = field(default_factory=dict)
@@ -178,6 +181,7 @@ class Report(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         assert isinstance(other, Report)
         return Report(
+            self.facts | other.facts,
             _sum(self.loaded, other.loaded),
             _sum(self.saved, other.saved),
             self.failed | other.failed,

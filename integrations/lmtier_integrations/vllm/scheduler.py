@@ -132,7 +132,7 @@ class Scheduler:
         self._hbm = Hbm(gpu.capacity, gpu.policy) if gpu is not None and gpu.capacity else None
         self._is_asynchronous = False
         """Whether ranks copy on after a step."""
-        self.is_under_way = False
+        self._is_under_way = False
         """Whether they do so now: only in a further step do they commit and end leases."""
         self._epoch = 0
         self._asked_at = float("-inf")
@@ -141,11 +141,12 @@ class Scheduler:
         told = config.kv_events_config
         self._events = Events(self.client) if told is not None and told.enable_kv_cache_events else None
 
-    def meet(self, ranks: Mapping[tuple[int, int], RankFacts]) -> None:
-        """What the workers hold."""
+    def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
+        """What the workers hold, by rank: they say so in the first step, in which nothing is computed.
+
+        Rejected: vLLM's handshake. Beside other connectors (MultiConnector) it carries what one of them says.
+        """
         layouts = {facts.layout for facts in ranks.values()}
-        if not layouts:
-            raise LayoutError("no worker has said what KV it holds: was register_kv_caches called?")
         if len(layouts) != 1:
             raise LayoutError(f"the workers disagree about the model's KV: {sorted(layouts)}")
         backends = {facts.from_scratch for facts in ranks.values()} - {""}
@@ -165,6 +166,11 @@ class Scheduler:
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0
+
+    @property
+    def wants_a_step(self) -> bool:
+        """Though there may be nothing to compute in it."""
+        return self._form is None or self._is_under_way
 
     @property
     def _is_ready(self) -> bool:
@@ -265,6 +271,8 @@ class Scheduler:
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
+        if self._form is None:
+            return None  # it begins when the workers have said what they hold: in the next step
         known = self._known.get(request.request_id)
         if known is None or not self._may_load(known):
             if known is not None:
@@ -346,6 +354,7 @@ class Scheduler:
     def plan(self, output: SchedulerOutput) -> Plan:
         plan = Plan(epoch=self._epoch)
         if self._form is None:
+            plan.asks = True
             return plan
         if self.client.unserved != self._unserved:
             self.stats.add("unserved", self.client.unserved - self._unserved)
@@ -476,8 +485,10 @@ class Scheduler:
     # ---- what became of it
 
     def learn(self, report: Report) -> None:
+        if report.facts and self._form is None:
+            self._meet(report.facts)
         self._epoch = max(self._epoch, report.epoch)
-        self.is_under_way = report.under_way > 0
+        self._is_under_way = report.under_way > 0
         for reported, known in ((report.loaded, self._loading), (report.saved, self._saving)):
             for number in report.failed & known.keys():
                 known[number].is_believed = False

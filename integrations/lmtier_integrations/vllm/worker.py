@@ -124,7 +124,7 @@ class Worker:
         first = max(declared.ratio, kernel_blocks - need)
         return list(range(kernel_blocks - 1, first - 1, -1))
 
-    def facts(self) -> RankFacts:
+    def _facts(self) -> RankFacts:
         declared = self._declared
         return RankFacts(
             declared.layout.to_json(),
@@ -376,8 +376,10 @@ class Worker:
 
     def report(self) -> Report | None:
         report = self._report
+        if self._plan.asks:
+            report.facts[self._config.parallel_config.rank] = self._facts()
         under_way = self.mover.under_way
-        is_news = report.loaded or report.saved or report.runs or report.epoch != self._epoch
+        is_news = report.facts or report.loaded or report.saved or report.runs or report.epoch != self._epoch
         if not (is_news or under_way or self._was_under_way):
             return None
         report.epoch, report.under_way = self._epoch, under_way

@@ -1,0 +1,35 @@
+"""Beside another connector, in vLLM's MultiConnector: whichever comes first, each is what it is alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.engine import Engine
+from tests.vllm.test_engine import cached, idle, loadable, tokens
+
+BESIDE = {"kv_connector": "Beside", "kv_connector_module_path": "tests.vllm.beside", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(("ours_is_first", "ranks"), [(True, 1), (False, 2)])
+def test_it_saves_and_loads_beside_another(models, tmp_path, server, ours_is_first, ranks):
+    prompts = prompts_of(300, 700, 1000)
+    ours = transfer(server=str(server.path))
+    both = [ours, BESIDE] if ours_is_first else [BESIDE, ours]
+    how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": both}}
+    del how["kv_connector_module_path"]
+    options = {"tensor_parallel_size": ranks, "processes": ranks > 1}
+    with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
+        cold = engine.generate(prompts)
+        assert cached(cold) == 0
+        engine.forget()
+        warm = engine.generate(prompts)
+        assert tokens(warm) == tokens(cold)
+        assert cached(warm) == loadable(prompts)
+        found = engine.metrics()
+        assert found["lmtier:loaded_tokens_total"] == loadable(prompts)
+        assert not found["lmtier:load_failures_total"]
+    with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
+        (first,) = engine.generate(prompts[:1])  # the very first request of an engine, too
+        assert cached([first]) == loadable(prompts[:1])
+    idle(server.path)
