@@ -37,7 +37,7 @@ from lmtier.shares import Pool
 from lmtier.slab import Slab
 from lmtier.tier import Reason, Stat, Tier
 from lmtier.workers import start_thread
-from lmtier.worth import ALWAYS, EXPLORED_AT_LAST, NEVER, PATIENCE, Cost, cut
+from lmtier.worth import ALWAYS, EXPLORED_AT_LAST, NEVER, PATIENCE, Cost, Line, cut
 
 log = logging.getLogger("lmtier")
 
@@ -426,9 +426,10 @@ class Cache:
         places = [-1 if tier is None else -2 - tiers.index(tier) for tier in coming]
         places += [-1 if tier is None else tiers.index(tier) for tier in match.below]
         lines = [tier.speed.line(now) for tier in tiers]
-        if match.asking:  # at best the fastest has all the rest
+        if match.asking:  # as if one had all the rest, and were as fast as the fastest
             asked = [tier.prospect(now) for tier in self.below if tier.index is None]
-            lines.append(None if None in asked else min(line for line in asked if line is not None))
+            known = [line for line in asked if line is not None]
+            lines.append(Line(*map(min, zip(*known, strict=True))) if len(known) == len(asked) else None)
             places += [len(tiers)] * (len(match.keys) - match.chunks)
         measured = [line for line in lines if line is not None]
         if len(measured) < len(lines):
