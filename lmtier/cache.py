@@ -381,7 +381,7 @@ class Cache:
             match.sources.append(below.label)
             match.below.append(below)
         first = match.chunks
-        if first < len(keys):
+        if asked and first < len(keys):
             names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
             for below in asked:
                 match.asking += below.lookup(

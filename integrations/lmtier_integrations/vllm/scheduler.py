@@ -118,7 +118,7 @@ class Scheduler:
         self._identity = identity_of(config, settings.model)
         self._form: Form | None = None
         self._seeds: dict[tuple[str, str], bytes] = {}
-        self._ranks = 0
+        self._ranks = config.parallel_config.world_size
         self._agreed = 0
         """The run of the server on which all ranks are: only what is promised there can be loaded."""
         self._known: dict[str, Known] = {}
@@ -146,6 +146,11 @@ class Scheduler:
 
         Rejected: vLLM's handshake. Beside other connectors (MultiConnector) it carries what one of them says.
         """
+        if len(ranks) != self._ranks:
+            raise LayoutError(
+                f"{len(ranks)} of {self._ranks} workers have said what KV they hold: lmtier needs an "
+                "executor of vLLM that gathers what all of them report"
+            )
         layouts = {facts.layout for facts in ranks.values()}
         if len(layouts) != 1:
             raise LayoutError(f"the workers disagree about the model's KV: {sorted(layouts)}")
@@ -162,7 +167,6 @@ class Scheduler:
         self._identity = completed(self._identity, layout, self.client.approximation)
         self._seeds.clear()
         self.client.declare(self._identity, self._form)
-        self._ranks = len(ranks)
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0
