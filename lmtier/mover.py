@@ -242,30 +242,23 @@ class Load:
         self.tokens = len(match.run) * size
         """The prompt's leading tokens whose KV is in the engine when this is finished."""
         first, inside = divmod(computed_tokens, size)
-        done_blocks = {first: inside // kv.layout.block_tokens}
         self._finished = False
         self._missing = set(kv.layers)
-        blocks = mover.blocks_of(block_ids, first, len(match.run))
-        self._chunks = [
-            (chunk, entry, ids, done_blocks.get(chunk, 0))
-            for chunk, (entry, ids) in enumerate(zip(match.run[first:], blocks, strict=True), start=first)
-        ]
-        number = mover.number
-        own = [
-            (ids, entry.offsets[number], first_block)
-            for _, entry, ids, first_block in self._chunks
-            if entry.form is mover.form
-        ]
+        self._first = first
+        blocks, run = mover.blocks_of(block_ids, first, len(match.run)), match.run[first:]
+        first_blocks = [inside // kv.layout.block_tokens, *[0] * (len(run) - 1)]
+        self._chunks = list(zip(run, blocks, first_blocks, strict=False))
+        """Their entries, their blocks, and how many of those are computed already."""
+        number, form = mover.number, mover.form
+        own = [(ids, entry.offsets[number], at) for entry, ids, at in self._chunks if entry.form is form]
+        self._foreign = [each for each in self._chunks if each[0].form is not form]
         self._bound = kv.bind_all(own, mover.cache.slab.view)
-        self._foreign = [
-            (entry, ids, first_block)
-            for _, entry, ids, first_block in self._chunks
-            if entry.form is not mover.form
-        ]
 
     def layer(self, layer: int) -> None:
         """Load one layer of every chunk. Ready for the engine's attention when this returns."""
-        self._copy(layer)
+        for bound in self._bound:
+            bound.scatter(layer)
+        self._convert_all(layer)
         self._missing.discard(layer)
 
     def all(self) -> None:
@@ -274,12 +267,11 @@ class Load:
             for layer in sorted(self._missing):
                 self.layer(layer)
             return
-        self._copy(None)
+        self._mover.kv.scatter_all(self._bound)
+        self._convert_all(None)
         self._missing.clear()
 
-    def _copy(self, layer: int | None) -> None:
-        for bound in self._bound:
-            bound.scatter(layer)
+    def _convert_all(self, layer: int | None) -> None:
         for entry, ids, first_block in self._foreign:
             self._convert(layer, entry, ids, first_block)
 
@@ -313,7 +305,7 @@ class Load:
         if self._missing and self._chunks:
             raise MisuseError(f"finish of a load that lacks layers {sorted(self._missing)}")
         cache, sampled = self._mover.cache, self._mover.sampled
-        for chunk, entry, ids, first_block in self._chunks:
+        for chunk, (entry, ids, first_block) in enumerate(self._chunks, start=self._first):
             if not sampled(entry.key) or not self._differs(entry, ids, first_block):
                 continue
             log.error(
@@ -404,8 +396,7 @@ class Save:
             for layer in sorted(self._missing):
                 self.layer(layer)
             return
-        for bound in self._bounds:
-            bound.gather(None)
+        kv.gather_all(self._bounds)
         for chunk, ids in self._chunks:
             if chunk in self._prints:
                 for layer in self._missing:

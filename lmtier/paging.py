@@ -13,7 +13,7 @@ other's misreading. Nothing here allocates payload-sized memory; all copies are 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from math import gcd, lcm
@@ -42,7 +42,8 @@ RawOrder: TypeAlias = "tuple[int, list[tuple[int, int]]]"
 
 _LEFT = -1  # the id of a block that has left a sliding window
 _SMALLEST_ROW = 64  # bytes; below this the row numbers weigh as much as the rows
-_SHARED_BYTES = 4 << 20  # below this a second thread costs more than it copies
+_SHARED_BYTES = 4 << 20  # below this other threads cost more than they copy
+_SHORT_RUN = 4  # neighbouring blocks, of which fewer are moved like those that lie anywhere
 
 _DTYPES = {
     "torch.float32": "fp32",
@@ -60,17 +61,14 @@ _DTYPES = {
 class BlockIds:
     """A chunk's block ids that `PagedKV.check` has found to be right: checked once, used for every layer."""
 
-    __slots__ = ("absent", "tables")
+    __slots__ = ("absent", "is_whole", "tables")
 
     def __init__(self, tables: Sequence[Ids], absent: Sequence[int]) -> None:
         self.tables = tables
         """Of each block table; without those of leading blocks that it does not have."""
         self.absent = absent
         """How many those are: they have left a sliding window."""
-
-    @property
-    def is_whole(self) -> bool:
-        return not any(self.absent)
+        self.is_whole = not any(absent)
 
     def after(self, table: int, first_block: int) -> tuple[Ids, int]:
         """The ids from `first_block` on, or from the first that is there; and which block that is."""
@@ -119,17 +117,13 @@ class PagedKV:
                 )
         self.groups = _grouped(self._layers)
         self._raw = [[_Raw(tensor) for tensor in t] for t in given]
-        self._crew = crew if self.nbytes >= _SHARED_BYTES and len(numbers) > 1 else None
+        self._crew = crew
         self._whole = self._spans(*self._range(None))
         self._single = [self._spans(number, number + 1) for number in numbers]
-        middle = (shard.first_layer + shard.end_layer) // 2
-        self._halves = self._spans(shard.first_layer, middle), self._spans(middle, shard.end_layer)
         self.raw_tag = self._tag([[raw.order for raw in tensors] for tensors in self._raw])
 
     @classmethod
-    def dense(
-        cls, layout: Layout, shard: Shard, tensors: Sequence[Planes], crew: Crew | None = None
-    ) -> PagedKV:
+    def dense(cls, layout: Layout, shard: Shard, tensors: Sequence[Planes]) -> PagedKV:
         """Caches without pages: tensors [heads, S, D] or [1, heads, S, D], seen as blocks 0, 1, 2, …
 
         Views only. Tokens after the last whole block are out of reach.
@@ -150,7 +144,6 @@ class PagedKV:
             layout,
             shard,
             [tuple(map(paged, t)) if isinstance(t, (tuple, list)) else paged(t) for t in tensors],
-            crew,
         )
 
     def __repr__(self) -> str:
@@ -176,24 +169,26 @@ class PagedKV:
         Those of a prompt mostly lie alike far apart, and then a call of numpy moves a layer of all of them.
         """
         bounds: list[Bound] = []
+        offsets = [offset for _, offset, _ in chunks]
+        joins = [ids.is_whole and not first_block for ids, _, first_block in chunks]
         at = 0
         while at < len(chunks):
             ids, offset, first_block = chunks[at]
             end = at + 1
-            if ids.is_whole and not first_block and end < len(chunks):
-                step = chunks[end][1] - offset
-                while end < len(chunks) and self._goes_on(chunks[end], offset + (end - at) * step, step):
-                    end += 1
+            if joins[at] and end < len(chunks) and (step := offsets[end] - offset) >= self.nbytes:
+                end = len(chunks)
+                if not all(joins[at:]) or offsets[at:] != list(
+                    range(offset, offset + (end - at) * step, step)
+                ):
+                    end = at + 1
+                    while end < len(chunks) and joins[end] and offsets[end] == offset + (end - at) * step:
+                        end += 1
             if end == at + 1:
                 bounds.append(self.bind(ids, view(offset, self.nbytes), first_block))
             else:
                 bounds.append(self._bind_run([ids for ids, _, _ in chunks[at:end]], offset, step, view))
             at = end
         return bounds
-
-    def _goes_on(self, chunk: tuple[BlockIds, int, int], offset: int, step: int) -> bool:
-        ids, at, first_block = chunk
-        return at == offset and step >= self.nbytes and ids.is_whole and not first_block
 
     def _bind_run(
         self, ids: Sequence[BlockIds], offset: int, step: int, view: Callable[[int, int], Buffer]
@@ -203,6 +198,20 @@ class PagedKV:
         payloads = np.lib.stride_tricks.as_strided(payload, (len(ids), self.nbytes), (step, 1))
         tables = [np.concatenate([each.tables[table] for each in ids]) for table in range(self.tables)]
         return Bound(self, BlockIds(tables, [0] * self.tables), payloads, 0)
+
+    def gather_all(self, bounds: Sequence[Bound]) -> None:
+        """All layers of them, with the crew's help if there is enough to do."""
+        self._share([partial(each.gather, layer) for layer in self.layers for each in bounds], bounds)
+
+    def scatter_all(self, bounds: Sequence[Bound]) -> None:
+        self._share([partial(each.scatter, layer) for layer in self.layers for each in bounds], bounds)
+
+    def _share(self, copies: list[Callable[[], None]], bounds: Sequence[Bound]) -> None:
+        if self._crew is not None and self.nbytes * sum(each.chunks for each in bounds) >= _SHARED_BYTES:
+            self._crew.run(copies)
+            return
+        for copy in copies:
+            copy()
 
     def gather(self, layer: int | None, block_ids: Any, out: Buffer) -> None:
         """Copy the chunk in `block_ids` to its place in `out`: one layer, or (None) all of them."""
@@ -315,27 +324,25 @@ class PagedKV:
                 f"a chunk is {size} blocks of each of {self.tables} tables, "
                 f"got block ids of shape {list(ids.shape)}"
             )
-        rows = [self._chunks(row, size) for row in ([ids] if ids.ndim == 1 else ids)]
-        if len(rows) < self.tables:
-            rows *= self.tables
-        return [
-            BlockIds([ids for ids, _ in chunk], [gone for _, gone in chunk])
-            for chunk in zip(*rows, strict=True)
-        ]
+        tables = [self._chunks(table, size) for table in ([ids] if ids.ndim == 1 else ids)]
+        if len(tables) < self.tables:
+            tables *= self.tables
+        all_ids, all_gone = zip(*tables, strict=True)
+        return list(map(BlockIds, zip(*all_ids, strict=True), zip(*all_gone, strict=True)))
 
-    def _chunks(self, ids: Any, size: int) -> list[tuple[Ids, int]]:
-        """One table's ids chunk by chunk, without those at its start that have left a window."""
-        if self.tables > 1 or (ids.size and ids.dtype.kind == "i" and ids[0] == _LEFT):
-            gone = np.logical_and.accumulate(ids == _LEFT).sum()
-        else:
-            gone = 0
-        at = range(0, len(ids), size)
-        absent = [min(max(gone - first, 0), size) for first in at]
+    def _chunks(self, ids: Any, size: int) -> tuple[Sequence[Ids], Sequence[int]]:
+        """One table's ids chunk by chunk, without those that have left a window, and how many those are."""
+        gone = 0
+        if ids.size and ids.dtype.kind == "i" and ids[0] == _LEFT:
+            gone = int(np.logical_and.accumulate(ids == _LEFT).sum())
         checked = self._checked(ids[gone:], size)
-        return [
-            (checked[max(first - gone, 0) : max(first + size - gone, 0)], int(skip))
-            for first, skip in zip(at, absent, strict=True)
-        ]
+        if not gone:
+            return list(checked.reshape(-1, size)), [0] * (len(ids) // size)
+        at = range(0, len(ids), size)
+        return (
+            [checked[max(first - gone, 0) : max(first + size - gone, 0)] for first in at],
+            [min(max(gone - first, 0), size) for first in at],
+        )
 
     def _ids(self, block_ids: Any, first_block: int = 0) -> BlockIds:
         if isinstance(block_ids, BlockIds):
@@ -397,21 +404,15 @@ class PagedKV:
         self._range(layer)
         return self._single[layer - self.shard.first_layer]
 
-    def share(self, move: Callable[[Iterable[_Span]], None]) -> None:
-        """All layers, on two threads if there is a crew and enough to do."""
-        if self._crew is None:
-            move(self._whole)
-        else:
-            self._crew.run([partial(move, half) for half in self._halves])
-
 
 class Bound:
     """Chunks on their way between their blocks and their payloads, which are alike far apart."""
 
-    __slots__ = ("_is_whole", "_kv", "_lanes")
+    __slots__ = ("_is_whole", "_kv", "_lanes", "chunks")
 
     def __init__(self, kv: PagedKV, ids: BlockIds, payloads: Array, first_block: int) -> None:
         """`payloads`: [chunks, bytes]. Blocks before `first_block` are left alone, if it is one chunk."""
+        self.chunks = len(payloads)
         self._kv, self._is_whole = kv, ids.is_whole and not first_block
         self._lanes = [group.lane(payloads, *ids.after(group.table, first_block)) for group in kv.groups]
 
@@ -419,24 +420,12 @@ class Bound:
         """The engine's blocks to the payload."""
         if not self._is_whole:
             raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
-        if layer is None:
-            self._kv.share(self._gather)
-        else:
-            self._gather(self._kv.spans(layer))
+        for number, low, high in self._kv.spans(layer):
+            self._lanes[number].gather(low, high)
 
     def scatter(self, layer: int | None) -> None:
         """The payload to the engine's blocks."""
-        if layer is None:
-            self._kv.share(self._scatter)
-        else:
-            self._scatter(self._kv.spans(layer))
-
-    def _gather(self, spans: Iterable[_Span]) -> None:
-        for number, low, high in spans:
-            self._lanes[number].gather(low, high)
-
-    def _scatter(self, spans: Iterable[_Span]) -> None:
-        for number, low, high in spans:
+        for number, low, high in self._kv.spans(layer):
             self._lanes[number].scatter(low, high)
 
 
@@ -561,39 +550,71 @@ class _Rows:
         ).view(self.dtype)
         self.step = base.strides[0] // width
         self.starts = np.stack([_row_numbers(layer, low, width) for layer in layers])[:, None, :]
-        ramp = np.arange(self.blocks, dtype=np.intp)
-        self._up, self._down = ramp.tobytes(), (-ramp).tobytes()
         self.pieces: list[int] = self.starts[:, 0, 0].tolist()
         """Where each layer begins, for blocks of one row."""
         self._neighbours = self.step == 1 and self.starts.shape[-1] == 1
         """Whether a block is one row, and the next block the next row."""
+        self.word = np.dtype(np.uint8 if width % 8 else np.uint64)
+        """Rows of few void scalars would be copied within the GIL."""
 
     def __str__(self) -> str:
         return f"layers {self.first_layer}-{self.end_layer} in rows of {self.dtype.itemsize}"
 
-    def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Piece | _Scattered:
-        layers, count = self.end_layer - self.first_layer, len(payloads)
-        rows = payloads[:, self.at : self.at + layers * self.size].view(self.dtype)
-        if self._is_run(ids, count * self.blocks):
-            rows = rows.reshape(count, layers, self.blocks).swapaxes(0, 1)
-            # Downwards, the engine's rows are still touched upwards, which the hardware prefetches: a fifth
-            # faster than `take` in the order of the ids.
-            first, last = int(ids[0]), int(ids[-1])
-            if last < first:
-                rows = rows[:, ::-1, ::-1]
-            return _Piece(self, rows, min(first, last))
-        rows = rows.reshape(count, layers, self.blocks, -1).swapaxes(0, 1)
+    def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Piece | _Scattered | _Parts:
+        count, blocks = len(payloads), self.blocks
+        if not self._neighbours or len(ids) != count * blocks:
+            return self._scattered(payloads, ids, first_block)
+        parts = [
+            (self._piece if is_run else self._scattered)(payloads[a:b], ids[a * blocks : b * blocks], 0)
+            for a, b, is_run in self._runs(ids, count)
+        ]
+        return parts[0] if len(parts) == 1 else _Parts(parts)
+
+    def _scattered(self, payloads: Array, ids: Ids, first_block: int) -> _Scattered:
+        count, rows = len(payloads), self._rows(payloads).view(self.dtype)
+        rows = rows.reshape(count, -1, self.blocks, self.starts.shape[-1]).swapaxes(0, 1)
         at = (ids * self.step).reshape(count, -1, 1)
         return _Scattered(self, rows[:, :, first_block:], at)
 
-    def _is_run(self, ids: Ids, count: int) -> bool:
-        """Whether these are all blocks of so many, and neighbours in the engine, upwards or downwards."""
-        if not self._neighbours or len(ids) != count:
-            return False
-        if count == self.blocks:
-            return (ids - ids[0]).tobytes() in (self._up, self._down)
+    def _piece(self, payloads: Array, ids: Ids, first_block: int) -> _Piece:
+        count, rows = len(payloads), self._rows(payloads).view(self.word)
+        rows = rows.reshape(count, -1, self.blocks, self.dtype.itemsize // self.word.itemsize).swapaxes(0, 1)
+        # Downwards, the engine's rows are still touched upwards, which the hardware prefetches: a fifth
+        # faster than `take` in the order of the ids.
+        first, last = int(ids[0]), int(ids[-1])
+        if last < first:
+            rows = rows[:, ::-1, ::-1]
+        return _Piece(self, rows, min(first, last))
+
+    def _rows(self, payloads: Array) -> Array:
+        return payloads[:, self.at : self.at + (self.end_layer - self.first_layer) * self.size]
+
+    def _runs(self, ids: Ids, count: int) -> list[tuple[int, int, bool]]:
+        """Chunks [a, b) of which all blocks are neighbours, upwards or downwards, and others."""
         steps = np.diff(ids)
-        return abs(int(steps[0])) == 1 and bool((steps == steps[0]).all())
+        if not len(steps) or (abs(int(steps[0])) == 1 and bool((steps == steps[0]).all())):
+            return [(0, count, True)]  # what a free list mostly gives
+        size = self.blocks
+        ways = joins = [
+            *steps[size - 1 :: size].tolist(),
+            0,
+        ]  # from each chunk's last block to the next chunk
+        if size > 1:
+            inner = steps[np.arange(len(steps)) % size != size - 1].reshape(count, -1)
+            ways = np.where((inner == inner[:, :1]).all(1), inner[:, 0], 0).tolist()
+        found: list[tuple[int, int, bool]] = []
+        a = 0
+        while a < count:
+            b, way = a + 1, ways[a]
+            while abs(way) == 1 and b < count and joins[b - 1] == way and (size == 1 or ways[b] == way):
+                b += 1
+            is_run = abs(way) == 1 and (b - a) * size >= _SHORT_RUN
+            if found and not is_run and not found[-1][2]:
+                found[-1] = (found[-1][0], b, False)
+            else:
+                found.append((a, b, is_run))
+            a = b
+        return found
 
 
 class _Pairs:
@@ -613,27 +634,45 @@ class _Pairs:
             np.copyto(ours, theirs)
 
 
-class _Piece:
-    """Neighbouring blocks, which is what a free list mostly gives: one piece of memory a layer."""
+class _Parts:
+    """Chunks that lie in several ways."""
 
-    __slots__ = ("_count", "_first", "_flat", "_rows", "_shape", "_starts")
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[_Piece | _Scattered]) -> None:
+        self._parts = parts
+
+    def gather(self, low: int, high: int) -> None:
+        for part in self._parts:
+            part.gather(low, high)
+
+    def scatter(self, low: int, high: int) -> None:
+        for part in self._parts:
+            part.scatter(low, high)
+
+
+class _Piece:
+    """Neighbouring blocks: one piece of memory a layer."""
+
+    __slots__ = ("_count", "_first", "_flat", "_rows", "_shape", "_starts", "_word")
 
     def __init__(self, group: _Rows, rows: Array, first: int) -> None:
-        """`rows`: [layers, chunks, blocks] of the payloads, in the order of the engine's memory."""
+        """`rows`: [layers, chunks, blocks, words] of the payloads, in the order of the engine's memory."""
         self._flat, self._starts, self._shape = group.flat, group.pieces, rows.shape[1:]
         self._rows, self._first, self._count = rows, first, rows.shape[1] * rows.shape[2]
+        self._word = group.word
 
     def _piece(self, layer: int) -> Array:
         start = self._starts[layer] + self._first
-        return self._flat[start : start + self._count].reshape(self._shape)
+        return self._flat[start : start + self._count].view(self._word).reshape(self._shape)
 
     def gather(self, low: int, high: int) -> None:
         for layer in range(low, high):
-            self._rows[layer] = self._piece(layer)
+            np.copyto(self._rows[layer], self._piece(layer))
 
     def scatter(self, low: int, high: int) -> None:
         for layer in range(low, high):
-            self._piece(layer)[:] = self._rows[layer]
+            np.copyto(self._piece(layer), self._rows[layer])
 
 
 class _Scattered:

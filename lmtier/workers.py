@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ log = logging.getLogger("lmtier")
 CLOSE_PATIENCE = 5.0
 """Seconds that closing waits for calls into storage that are under way."""
 
-_Ends: TypeAlias = "SimpleQueue[BaseException | None]"
 Outcome: TypeAlias = "dict[Name, Header | Stat | None]"
 
 
@@ -299,46 +299,68 @@ class BlockingTier(Tier):
         return _Result(job.id, {}, dict.fromkeys(names, reason), error if names else error or reason.value)
 
 
-class Crew:
-    """A few threads that share one batch of copies with the caller, who is one of them."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    tasks: deque[Callable[[], None]]
+    ends: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
+    """Of those that helpers have taken."""
 
-    def __init__(self, helpers: int) -> None:
-        self._tasks: SimpleQueue[tuple[Callable[[], None], _Ends] | None] = SimpleQueue()
+    def take(self) -> Callable[[], None] | None:
+        try:
+            return self.tasks.popleft()
+        except IndexError:
+            return None
+
+
+class Crew:
+    """A few threads that share a batch of copies with the caller: each takes the next, so who comes late
+    takes fewer, and nobody waits for a thread that has no core.
+
+    `cores`: where they may run. A thread inherits those of its creator, which an engine may bind to one.
+    """
+
+    def __init__(self, helpers: int, cores: Iterable[int] = ()) -> None:
+        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._cores = list(cores)
         self._threads = [start_thread(f"lmtier-copy-{i}", self._work) for i in range(max(0, helpers))]
 
-    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def run(self, tasks: Iterable[Callable[[], None]]) -> None:
         """Run all of them; return when the last is done; raise what one of them raised."""
         # Each run has its own queue of ends: one that is interrupted cannot leave an end for the next.
-        ends: _Ends = SimpleQueue()
-        parties = len(self._threads) + 1
-        theirs = [task for i, task in enumerate(tasks) if i % parties]
-        for task in theirs:
-            self._tasks.put((task, ends))
+        batch = _Batch(deque(tasks))
+        total, mine, dropped = len(batch.tasks), 0, 0
+        for _ in self._threads[: total - 1]:
+            self._batches.put(batch)
         try:
-            for task in tasks[::parties]:
+            while (task := batch.take()) is not None:
+                mine += 1
                 task()
         finally:
-            errors = [ends.get() for _ in theirs]
+            while batch.take() is not None:
+                dropped += 1
+            errors = [batch.ends.get() for _ in range(total - mine - dropped)]
         for error in errors:
             if error is not None:
                 raise error
 
     def close(self) -> None:
         for _ in self._threads:
-            self._tasks.put(None)
+            self._batches.put(None)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
 
     def _work(self) -> None:
-        while (given := self._tasks.get()) is not None:
-            task, ends = given
-            try:
-                task()
-            except Exception as error:  # noqa: BLE001 - the thread's edge; raised again by run()
-                ends.put(error)
-            else:
-                ends.put(None)
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+        while (batch := self._batches.get()) is not None:
+            while (task := batch.take()) is not None:
+                try:
+                    task()
+                except Exception as error:  # noqa: BLE001 - the thread's edge; raised again by run()
+                    batch.ends.put(error)
+                else:
+                    batch.ends.put(None)
 
 
 @lru_cache(maxsize=64)

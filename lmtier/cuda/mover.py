@@ -208,14 +208,14 @@ class CudaLoad(Load):
         self._is_left = False
         marked = [
             (entry, ids)
-            for _, entry, ids, first_block in self._chunks
+            for entry, ids, first_block in self._chunks
             if mover.sampled(entry.key) and self._is_comparable(entry, ids, first_block)
         ]
         self._fingerprints: dict[bytes, bytes] = {}
         self._marked = marked
         self._places: Places | None = None
         if near is None and mover.hbm is not None:
-            self._places = mover.hbm.load([entry for _, entry, _, _ in self._chunks], mover.form)
+            self._places = mover.hbm.load([entry for entry, _, _ in self._chunks], mover.form)
             near = self._places.near
         try:
             self._bounds = self._bind(near)
@@ -257,15 +257,15 @@ class CudaLoad(Load):
 
     def _bind(self, near: Near | None) -> list[Bound]:
         """Every chunk, in order. One of another form becomes a payload of ours that lives as long as this."""
-        kv, is_foreign = self._kv, [entry.form is not self._mover.form for _, entry, _, _ in self._chunks]
+        kv, is_foreign = self._kv, [entry.form is not self._mover.form for entry, _, _ in self._chunks]
         own = iter(self._bound)
         bounds: list[Bound] = [
             kv.bind(ids, np.empty(kv.nbytes, np.uint8).data, first_block) if foreign else next(own)  # type: ignore[misc]
-            for (_, _, ids, first_block), foreign in zip(self._chunks, is_foreign, strict=True)
+            for (_, ids, first_block), foreign in zip(self._chunks, is_foreign, strict=True)
         ]
         if near is not None:
             kv.bring_near(bounds, near)
-        for bound, (_, entry, _, _), foreign in zip(bounds, self._chunks, is_foreign, strict=True):
+        for bound, (entry, _, _), foreign in zip(bounds, self._chunks, is_foreign, strict=True):
             if foreign and not bound.is_there:
                 self._convert_into(bound.payload, entry)
         return bounds

@@ -46,7 +46,7 @@ log = logging.getLogger("lmtier")
 
 _AGAIN = 1.0  # seconds between attempts to reach a server
 _OWED = 64  # replies that nobody waits for, until they are read
-_NEWS = 0.02  # by which a cost has changed that is told again
+_NEWS = 0.05  # by which a cost has changed that is told again
 _KEYS_AN_ARGUMENT = 16_384
 _TOKENS_AN_ARGUMENT = 131_072
 _LOST = "tier_down"
@@ -302,22 +302,41 @@ class Client:
         self, keys: Sequence[bytes], form: Form, *, first: int = 0, ttl: float | None = None
     ) -> Reservation:
         """As Cache.reserve; everything is dropped if no server answers."""
+        return self.reserved(self.ask_to_reserve(keys, form, first=first, ttl=ttl))
+
+    def ask_to_reserve(
+        self, keys: Sequence[bytes], form: Form, *, first: int = 0, ttl: float | None = None
+    ) -> Asked:
+        """`reserve`, as far as it goes without waiting. `reserved` or `withdraw` must follow."""
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
-        names, lifetime = list(keys), _lifetime(ttl)
+        asked = Asked(list(keys), form, first)
+        lifetime = _lifetime(ttl)
         link, number = self._told_of(form)
-        reply = reservation = None
         if link is not None and (not lifetime or self._can_end(link)):
-            request: list[Argument] = [number, first, *lifetime, *arguments(names)]
-            reply = self._call("LMTIER.RESERVE", *request, link=link, undo=self._unreserve)
+            asked.link, asked.answer = link, _Answer(self._unreserve)
+            request: list[Argument] = [number, first, *lifetime, *arguments(asked.keys)]
+            self._post("LMTIER.RESERVE", *request, then=asked.answer)
+        return asked
+
+    def reserved(self, asked: Asked) -> Reservation:
+        """What `reserve` returns. Everything is dropped, too, if the server is not that which was asked."""
+        reply = reservation = None
+        if asked.link is not None and asked.answer is not None:
+            reply = self._hear(asked.link, asked.answer, "LMTIER.RESERVE")
         if reply is not None:
-            reservation = self._understood(lambda: _reservation(_fields(reply), names, form))
+            reservation = self._understood(lambda: _reservation(_fields(reply), asked.keys, asked.form))
         if reservation is None:
-            known = min(first, len(names))
-            return Reservation(0, form, {}, known, len(names) - known, set())
+            known = min(asked.first, len(asked.keys))
+            return Reservation(0, asked.form, {}, known, len(asked.keys) - known, set())
         if reservation.entries:
             self._reservations[reservation.id] = reservation
         return reservation
+
+    def withdraw(self, asked: Asked) -> None:
+        """Nobody wants it any more; does not wait for the server."""
+        if asked.link is self._link and asked.answer is not None:
+            asked.answer.give_up()
 
     def _can_end(self, link: _Link) -> bool:
         """What was asked to end is rather not stored than stored for ever."""
@@ -564,8 +583,18 @@ class Client:
         link = link or self._reach()
         if link is None:
             return None
+        answer = _Answer(undo)
+        self._post(*request, then=answer)
+        if meanwhile is not None:
+            meanwhile()
+        return self._hear(link, answer, request[0], seconds, errors)
+
+    def _hear(
+        self, link: _Link, answer: _Answer, verb: Argument, seconds: float = 0.0, errors: bool = False
+    ) -> Any:
+        """As `_call`, of a request that was posted."""
         try:
-            reply = link.call(request, self.timeout + seconds, undo, meanwhile)
+            link.hear(answer, self.timeout + seconds)
         except TimeoutError:
             self._stalled(link)
             return None
@@ -573,12 +602,13 @@ class Client:
             self.unserved += 1
             self._lose(link, error)
             return None
+        reply = answer.value
         if not isinstance(reply, Error) or errors:
             return reply
         code, _, sentence = reply.partition(" ")
         if code == "MISUSE":
             raise MisuseError(sentence)
-        log.warning("lmtier: the server at %s refused %s: %s", self.address, request[0], reply)
+        log.warning("lmtier: the server at %s refused %s: %s", self.address, verb, reply)
         return None
 
     def _ended(self, reply: Any) -> None:
@@ -682,18 +712,35 @@ class Client:
 class _Answer:
     """Where the reply of one call goes: to its caller, or, if that one has given up, to `undo`."""
 
-    __slots__ = ("is_late", "undo", "value")
+    __slots__ = ("has_come", "is_late", "undo", "value")
 
     def __init__(self, undo: Then) -> None:
         self.value: Any = None
+        self.has_come = False
         self.is_late = False
         self.undo = undo
 
     def __call__(self, reply: Any) -> None:
+        self.value, self.has_come = reply, True
         if self.is_late:
             self.undo(reply)
-        else:
-            self.value = reply
+
+    def give_up(self) -> None:
+        self.is_late = True
+        if self.has_come:
+            self.undo(self.value)
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A reservation that was asked for."""
+
+    keys: list[bytes]
+    form: Form
+    first: int
+    link: _Link | None = None
+    """Where; None: nowhere."""
+    answer: _Answer | None = None
 
 
 class _Link:
@@ -756,33 +803,28 @@ class _Link:
         self._setting_up = False
 
     def _ask(self, until: float, address: str, *request: Argument) -> Any:
-        reply = self.call(request, until - time.monotonic())
-        if isinstance(reply, Error):
-            raise TierError(f"the server at {address} says: {reply}")
-        return reply
+        answer = _Answer(_ignore)
+        self.post(answer, *request)
+        self.hear(answer, until - time.monotonic())
+        if isinstance(answer.value, Error):
+            raise TierError(f"the server at {address} says: {answer.value}")
+        return answer.value
 
     def close(self) -> None:
         self.is_lost = True
         self._socket.close()
 
-    def call(
-        self,
-        request: Sequence[Argument],
-        seconds: float,
-        undo: Then = _ignore,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
-        """The reply. TimeoutError: `undo` gets it, should it come."""
-        answer = _Answer(undo)
-        self.post(answer, *request)
-        if meanwhile is not None:
-            meanwhile()
+    def hear(self, answer: _Answer, seconds: float) -> None:
+        """Until it has come. TimeoutError: it is given up."""
+        if self.is_lost:
+            raise ConnectionResetError("the connection was lost")
+        if answer.has_come:
+            return
         try:
-            self.drain(seconds)
+            self.drain(0.0 if self.stalled else seconds)
         except TimeoutError:
-            answer.is_late = True
+            answer.give_up()
             raise
-        return answer.value
 
     def post(self, then: Then, *request: Argument) -> None:
         """Send, as far as that goes without waiting; `then` gets the reply, in some `drain`."""

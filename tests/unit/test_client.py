@@ -551,6 +551,72 @@ def test_a_reservation_granted_too_late_is_given_back(serve):
         until(lambda: used(other) == ROOM)
 
 
+def test_what_is_asked_for_ahead_is_read_later(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(1, "form"))
+        server.freeze()
+        began = time.monotonic()
+        asked = client.ask_to_reserve(keys(5), ONE, first=2)
+        assert time.monotonic() - began < AT_ONCE
+        server.thaw()
+        until(lambda: used(client) == 4 * ROOM)  # other calls read the reply in passing
+        reservation = client.reserved(asked)
+        assert (reservation.known, list(reservation.entries)) == (2, [2, 3, 4])
+        write(client, reservation)
+        assert used(client) == 4 * ROOM
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered):
+    server = serve()
+    with Client(server.path, engine="e") as client, Client(server.path, engine="e") as other:
+        store(client, keys(1, "form"))
+        if is_answered:
+            asked = client.ask_to_reserve(keys(5), ONE)
+            assert used(client) == 6 * ROOM
+        else:
+            server.freeze()
+            asked = client.ask_to_reserve(keys(5), ONE)
+        client.withdraw(asked)
+        server.thaw()
+        client.stats()
+        until(lambda: used(other) == ROOM)
+        assert client.reserve(keys(5), ONE).dropped == 0
+
+
+def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
+    server = serve()
+    with Client(server.path, timeout=0.3, engine="e") as client, Client(server.path, engine="e") as other:
+        store(client, keys(1, "form"))
+        server.freeze()
+        asked = [client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b")]
+        assert client.reserved(asked[0]).dropped == 2
+        began = time.monotonic()
+        assert client.reserved(asked[1]).dropped == 2
+        assert time.monotonic() - began < AT_ONCE
+        server.thaw()
+        until(lambda: client.stats())
+        until(lambda: used(other) == ROOM)
+
+
+def test_what_was_asked_for_of_a_server_that_dies_is_of_no_use(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(1, "form"))
+        early, late, unwanted = (client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b", "c"))
+        client.stats()  # all are answered
+        server.kill()
+        reservation = client.reserved(early)
+        write(client, reservation)
+        client.commit(reservation)
+        server.start()
+        until(lambda: client.stats())
+        assert client.reserved(late).dropped == 2
+        client.withdraw(unwanted)
+        assert used(client) == 0
+
+
 def test_the_constructor_says_why_there_is_no_server(serve, tmp_path, monkeypatch):
     with pytest.raises(TierError, match=r"no lmtier server at .*/nobody.sock: No such file"):
         Client(str(tmp_path / "nobody.sock"))

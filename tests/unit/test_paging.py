@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -274,19 +278,38 @@ def test_any_engine_memory_saves_and_loads_as_the_definition_says(made, smallest
     assert ours.snapshot() == reference.snapshot()
 
 
-@settings(deadline=None, max_examples=200)
-@given(made=engines(), smallest=st.sampled_from([1, 64, 1 << 30]), data=st.data())
-def test_many_chunks_at_once_move_as_each_for_itself_however_far_apart_they_lie(made, smallest, data):
+MANY = 40
+
+
+@st.composite
+def free_lists(draw: st.DrawFn) -> list[int]:
+    """Block ids as requests that came and went leave them: runs, upwards and downwards."""
+    edges = [0, *sorted(draw(st.sets(st.integers(1, MANY - 1), max_size=5))), MANY]
+    runs = draw(st.permutations([list(range(a, b)) for a, b in pairwise(edges)]))
+    turned = draw(st.lists(st.booleans(), min_size=len(runs), max_size=len(runs)))
+    return [block for run, back in zip(runs, turned, strict=True) for block in (run[::-1] if back else run)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    made=engines(), smallest=st.sampled_from([1, 64, 1 << 30]), short=st.sampled_from([1, 4]), data=st.data()
+)
+def test_many_chunks_at_once_move_as_each_for_itself_however_they_lie(made, smallest, short, data):
     layout, shard, how = made
-    before, paging._SMALLEST_ROW = paging._SMALLEST_ROW, smallest
+    before = paging._SMALLEST_ROW, paging._SHORT_RUN
+    paging._SMALLEST_ROW, paging._SHORT_RUN = smallest, short
     try:
-        ours, one_by_one = (engine(layout, shard, **how, blocks=30) for _ in range(2))
-        kv, each = ours.paged(), one_by_one.paged()
+        _many_chunks_at_once(layout, shard, how, data)
     finally:
-        paging._SMALLEST_ROW = before
-    chunks = data.draw(st.integers(1, 4))
-    row = data.draw(st.one_of(st.just(list(range(30))), st.permutations(range(30))))[: chunks * layout.blocks]
-    blocks = kv.check(row[:: data.draw(st.sampled_from([1, -1]))])
+        paging._SMALLEST_ROW, paging._SHORT_RUN = before
+
+
+def _many_chunks_at_once(layout: Layout, shard: Shard, how: dict[str, Any], data: st.DataObject) -> None:
+    ours, one_by_one = (engine(layout, shard, **how, blocks=MANY) for _ in range(2))
+    kv, each = ours.paged(), one_by_one.paged()
+    chunks = data.draw(st.integers(1, 6))
+    row = data.draw(st.one_of(free_lists(), st.permutations(range(MANY))))[: chunks * layout.blocks]
+    blocks = kv.check(row)
     gaps = data.draw(st.one_of(st.just([8] * chunks), st.lists(st.sampled_from([0, 8]), min_size=chunks)))
     offsets = [sum(gaps[:n]) + n * kv.nbytes for n in range(chunks)]
     if data.draw(st.booleans()):
@@ -403,11 +426,74 @@ def test_a_crew_moves_the_same_bytes(monkeypatch, helpers):
         alone, shared = engine(layout).paged(), engine(layout).paged(crew)
         one, two = bytearray(alone.nbytes), bytearray(alone.nbytes)
         alone.gather(None, [3, 1, 4, 5], one)
-        shared.gather(None, [3, 1, 4, 5], two)
+        shared.gather_all([shared.bind([3, 1, 4, 5], two)])
         assert one == two
-        shared.scatter(None, one, [9, 2, 6, 8], first_block=1)
+        shared.scatter_all([shared.bind([9, 2, 6, 8], one, first_block=1)])
         alone.scatter(None, one, [9, 2, 6, 8], first_block=1)
         assert alone.raw_blocks(range(BLOCKS)) == shared.raw_blocks(range(BLOCKS))
+    finally:
+        crew.close()
+
+
+def test_who_of_a_crew_comes_late_is_not_waited_for():
+    crew = Crew(2)
+    held, entered = threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        entered.release()
+        assert held.wait(20)
+
+    try:
+        busy = threading.Thread(target=crew.run, args=([hold] * 3,))
+        busy.start()
+        for _ in range(3):
+            assert entered.acquire(timeout=20)
+        done: list[int] = []
+        crew.run([partial(done.append, number) for number in range(9)])  # all helpers hold something else
+        assert done == list(range(9))
+        held.set()
+        busy.join(20)
+        assert not busy.is_alive()
+    finally:
+        held.set()
+        crew.close()
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_what_one_of_a_crew_raises_is_raised_when_the_others_are_done(helpers):
+    crew = Crew(helpers)
+    copying, ended = threading.Event(), []
+
+    def fail() -> None:
+        if helpers:
+            assert copying.wait(20)
+        raise OSError("it failed")
+
+    def copy() -> None:
+        copying.set()
+        time.sleep(0.05)
+        ended.append(1)
+
+    try:
+        with pytest.raises(OSError, match="it failed"):
+            crew.run([fail, copy])
+        assert len(ended) == (1 if helpers else 0)
+    finally:
+        crew.close()
+
+
+def test_a_crew_runs_where_it_is_told():
+    core = min(os.sched_getaffinity(0))
+    crew = Crew(1, [core])
+    both, seen = threading.Barrier(2), []
+
+    def look() -> None:
+        seen.append(os.sched_getaffinity(0))
+        both.wait(20)
+
+    try:
+        crew.run([look, look])
+        assert {core} in seen
     finally:
         crew.close()
 

@@ -61,12 +61,16 @@ def loads_all(engine, prompts, wanted):
     return cached(outputs) >= loadable(prompts)
 
 
-def idle(path: Path) -> None:
+def is_idle(path: Path) -> bool:
     """The server's books agree, and nothing is leased or half made: all of it can be forgotten."""
     with Client(str(path)) as client:
         client.check()
         client.clear()
-        assert client.stats()["cpu"]["chunks"] == 0
+        return client.stats()["cpu"]["chunks"] == 0
+
+
+def idle(path: Path) -> None:
+    assert is_idle(path)
 
 
 @pytest.fixture(scope="session")
@@ -155,6 +159,23 @@ def test_preempted_requests_come_back_right(models, tmp_path, server):
         assert found["lmtier:loaded_tokens_total"] > 0
         assert not found["lmtier:load_failures_total"]
     idle(server.path)
+
+
+def test_requests_that_are_aborted_leave_nothing_behind(models, tmp_path, server):
+    prompts = prompts_of(*(500 - 37 * n for n in range(8)), prefix=300)
+    budget: dict[str, Any] = {
+        "max_num_batched_tokens": 512
+    }  # some prompts are computed in one step, some are not
+    with Engine(tmp_path, models / "qwen2", **budget) as plain:
+        wanted = tokens(plain.generate(prompts, 8))
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "qwen2", transfer=how, **budget) as engine:
+        for after in (0, 1, 2, 5):
+            for _ in range(2):  # all is computed, and then much of it is loaded
+                assert tokens(engine.abort_within(prompts, 8, after)) == wanted[1::2]
+                engine.forget()
+            until(lambda: is_idle(server.path), RECOVERY)
+        assert engine.metrics()["lmtier:loaded_tokens_total"] > 0
 
 
 def test_without_the_engines_own_prefix_cache(models, tmp_path, expected, server):

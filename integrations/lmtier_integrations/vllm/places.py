@@ -6,9 +6,11 @@ What is imported for a GPU is imported only where there is one.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -23,9 +25,12 @@ from lmtier.keys import Identity
 from lmtier.mover import Blocks, Load, Mover, Save
 from lmtier.paging import BlockIds, PagedKV
 from lmtier.server.client import Client
+from lmtier.workers import Crew
 from lmtier_integrations.vllm.kv import Declared
 from lmtier_integrations.vllm.messages import Near, Work
 from lmtier_integrations.vllm.stats import Stats
+
+_HELPERS = 3  # threads beside the engine's own that copy on a CPU: a few take all that memory gives
 
 
 class PinningDevice(Device, Protocol):
@@ -39,7 +44,9 @@ class OnCpu:
     def __init__(self, client: Client, declared: Declared, identity: Identity, gpu: TierSpec | None) -> None:
         if gpu is not None:
             raise ConfigError(f"tier {gpu.url!r}: this engine keeps its KV on a CPU; leave that tier out")
-        kv = PagedKV(declared.layout, declared.shard, declared.tensors, tables=declared.tables)
+        cores = _cores()
+        self._crew = Crew(min(_HELPERS, len(cores) - 1), cores)
+        kv = PagedKV(declared.layout, declared.shard, declared.tensors, self._crew, tables=declared.tables)
         self.mover = Mover(client, kv, identity, ranks=declared.shards)
         self._work: Work | None = None
         self._began = 0.0
@@ -68,6 +75,16 @@ class OnCpu:
 
     def close(self) -> None:
         """Wait for what is under way: the tensors and the slab go next."""
+        self._crew.close()
+
+
+def _cores() -> set[int]:
+    """Those that this process's threads may use, each of them perhaps one only: they wait while we copy."""
+    cores: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            cores |= os.sched_getaffinity(int(thread))
+    return cores
 
 
 class OnGpu:

@@ -34,6 +34,7 @@ from lmtier.keys import KeyChain, seed
 from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
 from lmtier.prompts import Origin
+from lmtier.server.client import Asked
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of, ttl_of
 from lmtier_integrations.vllm.kv import window_of
@@ -107,6 +108,7 @@ class Scheduler:
         self._settings, self._launcher = settings, launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = config.cache_config.block_size
+        self._step_tokens = config.scheduler_config.max_num_batched_tokens
         self.client = launcher.connect("vllm scheduler")
         self.chunk_tokens = self.client.chunk_tokens
         check_chunks(self.chunk_tokens, self._block_tokens, window)
@@ -122,6 +124,8 @@ class Scheduler:
         self._agreed = 0
         """The run of the server on which all ranks are: only what is promised there can be loaded."""
         self._known: dict[str, Known] = {}
+        self._ahead: tuple[Known, Asked] | None = None
+        """A request for whose prompt room was asked before the step that computes it."""
         self._promised: dict[str, tuple[Match, list[list[int]]]] = {}
         """What the engine has taken, and the blocks for it."""
         self._loading: dict[int, _Copying] = {}
@@ -224,6 +228,27 @@ class Scheduler:
         known = self._known[request.request_id] = Known(request, due=self.chunk_tokens, ttl=ttl_of(request))
         if self._may_load(known) and self._room_ahead():
             self._look(known)
+            if known.match is None and self._ahead is None and self._saves:
+                self._ask_ahead(known)
+
+    def _ask_ahead(self, known: Known) -> None:
+        """Nothing of it is stored, so it will be: the server makes room while the engine plans the step.
+
+        For one request at a time: who comes after many others waits long, and must not hold room meanwhile.
+        """
+        assert self._form is not None
+        tokens = known.request.num_prompt_tokens
+        keys = self._chain(known, tokens).keys[: tokens // self.chunk_tokens]
+        if keys and tokens <= self._step_tokens:
+            self._ahead = known, self.client.ask_to_reserve(keys, self._form, ttl=known.ttl)
+
+    def _asked_ahead(self, known: Known) -> Asked | None:
+        """What was asked for it, to be read or withdrawn now."""
+        if self._ahead is None or self._ahead[0] is not known:
+            return None
+        _, asked = self._ahead
+        self._ahead = None
+        return asked
 
     def _may_load(self, known: Known) -> bool:
         return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
@@ -272,6 +297,10 @@ class Scheduler:
         if known.match is not None:
             self.client.release(known.match)
             known.match = None
+
+    def _withdraw(self, known: Known) -> None:
+        if (asked := self._asked_ahead(known)) is not None:
+            self.client.withdraw(asked)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
@@ -462,7 +491,13 @@ class Scheduler:
         if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
             return
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
-        reservation = self.client.reserve(keys, self._form, first=known.stored, ttl=known.ttl)
+        asked = self._asked_ahead(known)
+        if asked is not None and (asked.first, asked.keys) != (known.stored, keys):
+            self.client.withdraw(asked)  # the step computes less of it, or it was preempted
+            asked = None
+        if asked is None:
+            asked = self.client.ask_to_reserve(keys, self._form, first=known.stored, ttl=known.ttl)
+        reservation = self.client.reserved(asked)
         known.stored = full - reservation.dropped
         if self._events is not None:
             self._events.saw(known.request, self._chain(known, 0), ())
@@ -519,6 +554,7 @@ class Scheduler:
         known = self._known.pop(request.request_id, None)
         if known is not None:
             self._drop(known)
+            self._withdraw(known)
         match, _ = self._promised.pop(request.request_id, (None, None))
         if match is not None:
             self.client.release(match)
@@ -536,6 +572,7 @@ class Scheduler:
         """
         for request_id, known in list(self._known.items()):
             self._drop(known)
+            self._withdraw(known)
             if known.request.num_computed_tokens:  # its KV is of before: none of it is stored any more
                 del self._known[request_id]
                 continue

@@ -28,8 +28,9 @@ class Settings:
     """The Unix socket of a running `lmtier serve`. Empty: this engine starts a private server."""
     http: str = ""
     """Where the private server shows its page and metrics, as host:port. Empty: nowhere."""
-    mode: str = LAYERWISE
-    """layerwise: a layer is copied when the engine gets to it; step: all layers at once, before and after."""
+    mode: str = ""
+    """layerwise: a layer is copied when the engine gets to it; step: all layers at once, before and after.
+    Empty: layerwise on GPUs, where copies are hidden behind what is computed, and step on CPUs."""
     save_decode: bool = True
     """Whether generated tokens are kept too."""
     tell_tokens: bool = False
@@ -57,7 +58,7 @@ class Settings:
                     config_of["tiers"] = [url, _ENDLESS]
             for name in sorted(theirs | ({"http"} & set(extra))):
                 raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
-        if (mode := extra.get("mode", LAYERWISE)) not in (LAYERWISE, STEP):
+        if (mode := extra.get("mode")) not in (None, LAYERWISE, STEP):
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
         config = Config(**config_of)
         if "chunk_tokens" not in extra:

@@ -34,7 +34,7 @@ from lmtier_integrations.vllm.kv import Declared, declare, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
-from lmtier_integrations.vllm.settings import LAYERWISE, Settings, check_chunks
+from lmtier_integrations.vllm.settings import LAYERWISE, STEP, Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
 log = logging.getLogger("vllm.lmtier")
@@ -55,7 +55,7 @@ class Worker:
         self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
     ) -> None:
         self._config, self._cache, self._settings, self._launcher = config, cache, settings, launcher
-        self._is_layerwise = settings.mode == LAYERWISE
+        self._is_layerwise = False
         self._loads: list[_Loading] = []
         """Of this step."""
         self._landing: list[_Loading] = []
@@ -103,6 +103,7 @@ class Worker:
                 "lmtier serves engines on GPUs whose layers keep KV in one precision: others zero the blocks "
                 "that they hand out, some before they ask whether a copy of those is under way"
             )
+        self._is_layerwise = (self._settings.mode or (STEP if device is None else LAYERWISE)) == LAYERWISE
         of_all = (
             self.client,
             declared,
