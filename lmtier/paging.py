@@ -37,6 +37,8 @@ Ids: TypeAlias = npt.NDArray[np.intp]
 _Span: TypeAlias = "tuple[int, int, int]"
 """Of a group, by number: its layers [low, high), counted from its first."""
 
+_Cut: TypeAlias = "tuple[_Lane, int, int]"
+
 RawOrder: TypeAlias = "tuple[int, list[tuple[int, int]]]"
 """Bytes of an element; (axis, how many) from the outermost in memory to the innermost."""
 
@@ -201,10 +203,17 @@ class PagedKV:
 
     def gather_all(self, bounds: Sequence[Bound]) -> None:
         """All layers of them, with the crew's help if there is enough to do."""
-        self._share([partial(each.gather, layer) for layer in self.layers for each in bounds], bounds)
+        for bound in bounds:
+            bound.need_all_blocks()
+        self._share([partial(lane.gather, a, b) for lane, a, b in self._cuts(bounds)], bounds)
 
     def scatter_all(self, bounds: Sequence[Bound]) -> None:
-        self._share([partial(each.scatter, layer) for layer in self.layers for each in bounds], bounds)
+        self._share([partial(lane.scatter, a, b) for lane, a, b in self._cuts(bounds)], bounds)
+
+    def _cuts(self, bounds: Sequence[Bound]) -> Iterator[_Cut]:
+        for bound in bounds:
+            for number, low, high in self._whole:
+                yield from bound.lanes[number].cuts(low, high)
 
     def _share(self, copies: list[Callable[[], None]], bounds: Sequence[Bound]) -> None:
         if self._crew is not None and self.nbytes * sum(each.chunks for each in bounds) >= _SHARED_BYTES:
@@ -408,25 +417,28 @@ class PagedKV:
 class Bound:
     """Chunks on their way between their blocks and their payloads, which are alike far apart."""
 
-    __slots__ = ("_is_whole", "_kv", "_lanes", "chunks")
+    __slots__ = ("_is_whole", "_kv", "chunks", "lanes")
 
     def __init__(self, kv: PagedKV, ids: BlockIds, payloads: Array, first_block: int) -> None:
         """`payloads`: [chunks, bytes]. Blocks before `first_block` are left alone, if it is one chunk."""
-        self.chunks = len(payloads)
         self._kv, self._is_whole = kv, ids.is_whole and not first_block
-        self._lanes = [group.lane(payloads, *ids.after(group.table, first_block)) for group in kv.groups]
+        self.chunks = len(payloads)
+        self.lanes = [group.lane(payloads, *ids.after(group.table, first_block)) for group in kv.groups]
+
+    def need_all_blocks(self) -> None:
+        if not self._is_whole:
+            raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
 
     def gather(self, layer: int | None) -> None:
         """The engine's blocks to the payload."""
-        if not self._is_whole:
-            raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
+        self.need_all_blocks()
         for number, low, high in self._kv.spans(layer):
-            self._lanes[number].gather(low, high)
+            self.lanes[number].gather(low, high)
 
     def scatter(self, layer: int | None) -> None:
         """The payload to the engine's blocks."""
         for number, low, high in self._kv.spans(layer):
-            self._lanes[number].scatter(low, high)
+            self.lanes[number].scatter(low, high)
 
 
 class _Layer:
@@ -466,7 +478,7 @@ class _Layer:
     def __str__(self) -> str:
         return f"layer {self.number} strided"
 
-    def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Pairs:
+    def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Lane:
         size = self.layout.blocks - first_block
         each = (
             self._pairs(payload, ids[number * size : (number + 1) * size], first_block)
@@ -560,11 +572,11 @@ class _Rows:
     def __str__(self) -> str:
         return f"layers {self.first_layer}-{self.end_layer} in rows of {self.dtype.itemsize}"
 
-    def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Piece | _Scattered | _Parts:
+    def lane(self, payloads: Array, ids: Ids, first_block: int) -> _Lane:
         count, blocks = len(payloads), self.blocks
         if not self._neighbours or len(ids) != count * blocks:
             return self._scattered(payloads, ids, first_block)
-        parts = [
+        parts: list[_Lane] = [
             (self._piece if is_run else self._scattered)(payloads[a:b], ids[a * blocks : b * blocks], 0)
             for a, b, is_run in self._runs(ids, count)
         ]
@@ -617,7 +629,24 @@ class _Rows:
         return found
 
 
-class _Pairs:
+class _Lane:
+    """How chunks of one group are moved."""
+
+    __slots__ = ()
+
+    def gather(self, low: int, high: int) -> None:
+        """Layers [low, high) of the group, counted from its first, to the payloads."""
+        raise NotImplementedError
+
+    def scatter(self, low: int, high: int) -> None:
+        raise NotImplementedError
+
+    def cuts(self, low: int, high: int) -> Iterator[_Cut]:
+        """What several threads can do of that, each as fast as in one go."""
+        yield self, low, high
+
+
+class _Pairs(_Lane):
     """A strided layer's lane: views of our memory and of the payload's."""
 
     __slots__ = ("_pairs",)
@@ -634,13 +663,17 @@ class _Pairs:
             np.copyto(ours, theirs)
 
 
-class _Parts:
+class _Parts(_Lane):
     """Chunks that lie in several ways."""
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: Sequence[_Piece | _Scattered]) -> None:
+    def __init__(self, parts: Sequence[_Lane]) -> None:
         self._parts = parts
+
+    def cuts(self, low: int, high: int) -> Iterator[_Cut]:
+        for part in self._parts:
+            yield from part.cuts(low, high)
 
     def gather(self, low: int, high: int) -> None:
         for part in self._parts:
@@ -651,7 +684,7 @@ class _Parts:
             part.scatter(low, high)
 
 
-class _Piece:
+class _Piece(_Lane):
     """Neighbouring blocks: one piece of memory a layer."""
 
     __slots__ = ("_count", "_first", "_flat", "_rows", "_shape", "_starts", "_word")
@@ -661,6 +694,9 @@ class _Piece:
         self._flat, self._starts, self._shape = group.flat, group.pieces, rows.shape[1:]
         self._rows, self._first, self._count = rows, first, rows.shape[1] * rows.shape[2]
         self._word = group.word
+
+    def cuts(self, low: int, high: int) -> Iterator[_Cut]:
+        return ((self, layer, layer + 1) for layer in range(low, high))
 
     def _piece(self, layer: int) -> Array:
         start = self._starts[layer] + self._first
@@ -675,7 +711,7 @@ class _Piece:
             np.copyto(self._piece(layer), self._rows[layer])
 
 
-class _Scattered:
+class _Scattered(_Lane):
     """Blocks anywhere: one call for all layers asked."""
 
     __slots__ = ("_at", "_flat", "_rows", "_starts")

@@ -107,7 +107,9 @@ def test_engines_share_a_server_whatever_their_mode_and_each_prefills_only_what_
     models, tmp_path, expected, server
 ):
     with (
-        Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as layerwise,
+        Engine(
+            tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), mode="layerwise")
+        ) as layerwise,
         Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), mode="step")) as whole,
     ):
         half = len(PROMPTS) // 2
@@ -147,7 +149,7 @@ def test_preempted_requests_come_back_right(models, tmp_path, server):
     prompts = prompts_of(*(400 + 17 * n for n in range(8)), prefix=200)
     with Engine(tmp_path, models / "qwen2") as plain:
         wanted = tokens(plain.generate(prompts, 200))
-    how = transfer(server=str(server.path))
+    how = transfer(server=str(server.path), mode="layerwise")
     with Engine(
         tmp_path, models / "qwen2", transfer=how, num_gpu_blocks_override=60, max_model_len=1024
     ) as engine:
@@ -418,7 +420,7 @@ def test_the_server_dies_and_comes_back(models, tmp_path, server, expected):
 def test_two_ranks_go_on_with_a_server_that_comes_back_with_other_contents(models, tmp_path, server):
     """Offsets of the new server's slab must not be read in the old one's, by no rank."""
     first, second = prompts_of(1300, 900), prompts_of(1100, 700, seed=2)
-    how: dict[str, Any] = {"transfer": transfer(server=str(server.path)), "processes": True}
+    how: dict[str, Any] = {"transfer": transfer(server=str(server.path), mode="layerwise"), "processes": True}
     with Engine(tmp_path, models / "qwen2", **how) as one:
         wanted, others = tokens(alone(one, first)), tokens(alone(one, second))
         server.kill()
@@ -509,7 +511,8 @@ def corrupt(client: Client) -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server, drafts):
+@pytest.mark.parametrize("mode", ["layerwise", "step"])
+def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server, mode, drafts):
     """Bits flip in the slab, above all checksums: the fingerprints of the engine's blocks find it.
 
     An engine that drafts takes its tokens before it calls the last hook of a step.
@@ -524,7 +527,7 @@ def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, s
             "prompt_lookup_min": 2,
         }
         options["speculative_config"] = ngram
-    how = transfer(server=str(server.path))
+    how = transfer(server=str(server.path), mode=mode)
     with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
         wanted = tokens(engine.generate(prompts))
         with Client(str(server.path)) as client:
@@ -577,7 +580,9 @@ def test_kinds_of_engines(models, tmp_path, server, options):
     prompts = prompts_of(2000, 700, 513, 257, 100, prefix=90)
     with Engine(tmp_path, models / "qwen2", **options) as plain:
         wanted = tokens(alone(plain, prompts))
-    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path)), **options) as engine:
+    with Engine(
+        tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), mode="layerwise"), **options
+    ) as engine:
         assert tokens(alone(engine, prompts)) == wanted
         engine.forget()
         warm = alone(engine, prompts)
@@ -594,7 +599,9 @@ def test_sliding_windows_and_full_attention_in_one_model(models, tmp_path, serve
     options: dict[str, Any] = {"tensor_parallel_size": ranks, "processes": ranks > 1}
     with Engine(tmp_path, models / "gemma3", **options) as plain:
         wanted = tokens(alone(plain, prompts))
-    with Engine(tmp_path, models / "gemma3", transfer=transfer(server=str(server.path)), **options) as engine:
+    with Engine(
+        tmp_path, models / "gemma3", transfer=transfer(server=str(server.path), mode="layerwise"), **options
+    ) as engine:
         assert "Turning off hybrid kv cache manager" not in engine.log.read_text()
         assert tokens(alone(engine, prompts)) == wanted
         engine.forget()
@@ -651,7 +658,7 @@ def test_an_engine_that_cannot_go_on_from_loaded_kv_saves_and_never_loads(models
 
 def test_kv_of_two_ranks_serves_one_and_the_other_way(models, tmp_path, server):
     prompts = prompts_of(900, 1100, 1300)
-    how = transfer(server=str(server.path))
+    how = transfer(server=str(server.path), mode="layerwise")
     two: dict[str, Any] = {"tensor_parallel_size": 2, "processes": True}
     for options, found in ((two, 0), ({}, loadable(prompts))):
         with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:

@@ -69,7 +69,7 @@ def engine(models, folder, shared, first):
     shared.process.terminate()
     shared.process.wait(60)
     shared.start()
-    how = transfer(server=str(shared.path))
+    how = transfer(server=str(shared.path), mode="layerwise")
     del how["kv_connector_module_path"]
     with short(folder, models, how, max_num_batched_tokens=STEP) as engine:
         yield engine
