@@ -607,10 +607,8 @@ class _Rows:
         if not len(steps) or (abs(int(steps[0])) == 1 and bool((steps == steps[0]).all())):
             return [(0, count, True)]  # what a free list mostly gives
         size = self.blocks
-        ways = joins = [
-            *steps[size - 1 :: size].tolist(),
-            0,
-        ]  # from each chunk's last block to the next chunk
+        # From each chunk's last block to the next chunk; of chunks of one block, that is all there is.
+        ways = joins = [*steps[size - 1 :: size].tolist(), 0]
         if size > 1:
             inner = steps[np.arange(len(steps)) % size != size - 1].reshape(count, -1)
             ways = np.where((inner == inner[:, :1]).all(1), inner[:, 0], 0).tolist()

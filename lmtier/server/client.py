@@ -22,6 +22,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain, repeat
 from types import TracebackType
@@ -635,6 +636,21 @@ class Client:
         except (OSError, ProtocolError) as error:
             self._lose(link, error)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is posted meanwhile is sent in one go: each send may have to wake the server."""
+        link = self._link
+        link.holds = True
+        try:
+            yield
+        finally:
+            link.holds = False
+            try:
+                if not link.is_lost:
+                    link.push()
+            except OSError as error:
+                self._lose(link, error)
+
     def _tell(self, link: _Link) -> None:
         compared, failed = self.metrics.verified.news(), self.metrics.verify_failures.news()
         if compared or failed:
@@ -757,6 +773,8 @@ class _Link:
         self.is_lost = False
         self.stalled = False
         """A call has given up; until all that is owed has come, the others do not even begin."""
+        self.holds = False
+        """What is posted is sent later."""
         self.traffic = 0
         self._unsent = bytearray()
         self._replies = Replies()
@@ -830,11 +848,13 @@ class _Link:
         """Send, as far as that goes without waiting; `then` gets the reply, in some `drain`."""
         self.owed.append(then)
         self._unsent += command(*request)
-        self._push()
+        if not self.holds:
+            self.push()
 
     def drain(self, seconds: float) -> None:
         """Until every reply that is owed has come; TimeoutError if that takes longer."""
         until = time.monotonic() + seconds
+        self.push()
         while self.owed:
             reply = self._replies.next()
             if reply is not INCOMPLETE:
@@ -848,7 +868,7 @@ class _Link:
             if not ready:
                 raise TimeoutError("it does not answer")
             if ready[0][1] & select.POLLOUT:
-                self._push()
+                self.push()
             if ready[0][1] & ~select.POLLOUT:
                 self._receive()
 
@@ -857,7 +877,7 @@ class _Link:
         if self._poll.poll(0):
             self._receive()
 
-    def _push(self) -> None:
+    def push(self) -> None:
         try:
             while self._unsent:
                 count = self._socket.send(self._unsent)

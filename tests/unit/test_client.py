@@ -585,6 +585,26 @@ def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered
         assert client.reserve(keys(5), ONE).dropped == 0
 
 
+def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in_vain(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(1, "form"))
+        before = client.traffic
+        with client.together():
+            client.seen(keys(1, "form"))
+            asked = client.ask_to_reserve(keys(2), ONE)
+            assert client.traffic == before
+        assert client.traffic > before
+        assert list(client.reserved(asked).entries) == [0, 1]
+        with client.together():
+            asked = client.ask_to_reserve(keys(2, "b"), ONE)
+            assert list(client.reserved(asked).entries) == [0, 1]
+        server.kill()
+        with client.together():
+            client.seen(keys(1, "form"))
+        assert client.lost == 1
+
+
 def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
     server = serve()
     with Client(server.path, timeout=0.3, engine="e") as client, Client(server.path, engine="e") as other:

@@ -227,9 +227,10 @@ class Scheduler:
             return  # tokens that do not say what was computed, or that may still change
         known = self._known[request.request_id] = Known(request, due=self.chunk_tokens, ttl=ttl_of(request))
         if self._may_load(known) and self._room_ahead():
-            self._look(known)
-            if known.match is None and self._ahead is None and self._saves:
-                self._ask_ahead(known)
+            with self.client.together():
+                self._look(known)
+                if known.match is None and self._ahead is None and self._saves:
+                    self._ask_ahead(known)
 
     def _ask_ahead(self, known: Known) -> None:
         """Nothing of it is stored, so it will be: the server makes room while the engine plans the step.
