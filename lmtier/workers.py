@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from queue import Empty, SimpleQueue
@@ -329,7 +329,7 @@ class Crew:
         # Each run has its own queue of ends: one that is interrupted cannot leave an end for the next.
         batch = _Batch(deque(tasks))
         total, mine, dropped = len(batch.tasks), 0, 0
-        for _ in self._threads[: total - 1]:
+        for _ in self._threads[: max(0, total - 1)]:
             self._batches.put(batch)
         try:
             while (task := batch.take()) is not None:
@@ -352,7 +352,8 @@ class Crew:
 
     def _work(self) -> None:
         if self._cores:
-            os.sched_setaffinity(0, self._cores)
+            with suppress(OSError):  # they were taken from this process meanwhile
+                os.sched_setaffinity(0, self._cores)
         while (batch := self._batches.get()) is not None:
             while (task := batch.take()) is not None:
                 try:
