@@ -247,7 +247,7 @@ class Load:
         self._first = first
         blocks, run = mover.blocks_of(block_ids, first, len(match.run)), match.run[first:]
         first_blocks = [inside // kv.layout.block_tokens, *[0] * (len(run) - 1)]
-        self._chunks = list(zip(run, blocks, first_blocks, strict=False))
+        self._chunks = list(zip(run, blocks, first_blocks, strict=False))  # of no chunk, nothing is computed
         """Their entries, their blocks, and how many of those are computed already."""
         number, form = mover.number, mover.form
         own = [(ids, entry.offsets[number], at) for entry, ids, at in self._chunks if entry.form is form]

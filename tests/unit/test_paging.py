@@ -471,7 +471,7 @@ def test_what_one_of_a_crew_raises_is_raised_when_the_others_are_done(helpers):
 
     def copy() -> None:
         copying.set()
-        time.sleep(0.05)
+        time.sleep(0.05)  # a run that did not wait for this would have raised by now
         ended.append(1)
 
     try:
