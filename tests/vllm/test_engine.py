@@ -164,7 +164,8 @@ def test_preempted_requests_come_back_right(models, tmp_path, server):
 
 
 def test_requests_that_are_aborted_leave_nothing_behind(models, tmp_path, server):
-    prompts = prompts_of(*(500 - 37 * n for n in range(8)), prefix=300)
+    prompts = prompts_of(CHUNK - 1, CHUNK - 2, seed=2)  # complete a chunk as they generate
+    prompts += prompts_of(*(500 - 37 * n for n in range(8)), prefix=300)
     budget: dict[str, Any] = {
         "max_num_batched_tokens": 512
     }  # some prompts are computed in one step, some are not
@@ -195,10 +196,12 @@ def test_generated_tokens_are_kept_unless_told_not_to(models, tmp_path, server):
     for keep, found in ((False, 0), (True, 2 * CHUNK)):
         how = transfer(server=str(server.path), save_decode=keep)
         with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
-            answer = engine.generate([prompt], CHUNK + 20)[0].tokens
-            engine.forget()
-            (again,) = engine.generate([prompt + answer])
-            assert again.cached == found
+            for length in (CHUNK + 20, CHUNK + 8, CHUNK + 7):  # the last one's second chunk ends with it
+                salt = f"{keep} {length}"  # asking again stores all of it
+                answer = engine.generate([prompt], length, salt=salt)[0].tokens
+                engine.forget()
+                (again,) = engine.generate([prompt + answer], salt=salt)
+                assert again.cached == found
 
 
 def test_salts_do_not_see_each_other(models, tmp_path, server):

@@ -45,9 +45,10 @@ from lmtier_integrations.vllm.stats import Stats
 
 log = logging.getLogger("vllm.lmtier")
 
-try:
+_SHOWS_TABLES = hasattr(KVConnectorBlockState, "get_block_ids")
+if _SHOWS_TABLES:
     _tables_of = KVConnectorBlockState.get_block_ids
-except AttributeError:  # before 0.30: only the tables that this step made longer
+else:  # before 0.30: only the tables that this step made longer
 
     def _tables_of(state: KVConnectorBlockState, req_id: str) -> tuple[list[int], ...] | None:
         return state.block_ids.get(req_id)
@@ -82,6 +83,8 @@ class Known:
     """Leading chunks whose tokens the server was told."""
     ttl: float | None = None
     """Of what is stored."""
+    asked: Asked | None = None
+    """Room for chunks of it, asked for in a step before that which saves them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,8 +127,8 @@ class Scheduler:
         self._agreed = 0
         """The run of the server on which all ranks are: only what is promised there can be loaded."""
         self._known: dict[str, Known] = {}
-        self._ahead: tuple[Known, Asked] | None = None
-        """A request for whose prompt room was asked before the step that computes it."""
+        self._ahead: Known | None = None
+        """The request that has asked for room before the first step that computes it."""
         self._promised: dict[str, tuple[Match, list[list[int]]]] = {}
         """What the engine has taken, and the blocks for it."""
         self._loading: dict[int, _Copying] = {}
@@ -241,14 +244,13 @@ class Scheduler:
         tokens = known.request.num_prompt_tokens
         keys = self._chain(known, tokens).keys[: tokens // self.chunk_tokens]
         if keys and tokens <= self._step_tokens:
-            self._ahead = known, self.client.ask_to_reserve(keys, self._form, ttl=known.ttl)
+            self._ahead, known.asked = known, self.client.ask_to_reserve(keys, self._form, ttl=known.ttl)
 
     def _asked_ahead(self, known: Known) -> Asked | None:
         """What was asked for it, to be read or withdrawn now."""
-        if self._ahead is None or self._ahead[0] is not known:
-            return None
-        _, asked = self._ahead
-        self._ahead = None
+        if self._ahead is known:
+            self._ahead = None
+        asked, known.asked = known.asked, None
         return asked
 
     def _may_load(self, known: Known) -> bool:
@@ -485,29 +487,38 @@ class Scheduler:
         tables = self._blocks(output, known.request.request_id)
         if not tables:
             return  # not shown in this step; the one that takes another block will
-        known.due = (full + 1) * self.chunk_tokens
+        due, known.due = known.due, (full + 1) * self.chunk_tokens
         if tokens >= known.request.num_prompt_tokens and not self.waits_for_loads:
             known.due = full * self.chunk_tokens + max(self.chunk_tokens, _TOGETHER)
         new = slice(known.stored * a_chunk, full * a_chunk)
         if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
             return
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
-        asked = self._asked_ahead(known)
+        before = asked = self._asked_ahead(known)
         if asked is not None and (asked.first, asked.keys) != (known.stored, keys):
             self.client.withdraw(asked)  # the step computes less of it, or it was preempted
             asked = None
         if asked is None:
-            asked = self.client.ask_to_reserve(keys, self._form, first=known.stored, ttl=known.ttl)
+            with self.client.together():
+                asked = self.client.ask_to_reserve(keys, self._form, first=known.stored, ttl=known.ttl)
+                self._tell(known, self._chain(known, 0))
+            if before is None and self._will_be_back(known, tokens):
+                known.asked, known.due = asked, due  # the server answers while the engine computes
+                return
         reservation = self.client.reserved(asked)
         known.stored = full - reservation.dropped
         if self._events is not None:
             self._events.saw(known.request, self._chain(known, 0), ())
         if reservation.entries:
             self.client.trace(reservation, known.request.trace_headers)
-            self._tell(known, self._chain(known, 0))
             plan.saves.append(SavePlan.of(reservation, tables, a_chunk, self._places_for(reservation)))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
             self.client.disown(reservation)
+
+    def _will_be_back(self, known: Known, tokens: int) -> bool:
+        """Whether the next step will show the same blocks of it, as far as can be known: it generates on."""
+        prompt, most = known.request.num_prompt_tokens, known.request.max_tokens
+        return _SHOWS_TABLES and not self.waits_for_loads and prompt < tokens < prompt + most - 1
 
     def _places_for(self, reservation: Reservation) -> Near | None:
         assert self._form is not None
