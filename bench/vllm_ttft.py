@@ -45,6 +45,8 @@ HERE = Path(__file__).resolve().parent
 ANSWER = 12  # tokens by which answers are compared
 DECODE = 512  # steps of one reading
 PATIENCE = 60.0
+MEMORY = 3  # GiB of CPU memory for each cache: all prompts of a run, or "from CPU" is partly from below
+CPU = f"cpu://?capacity={MEMORY}GiB"
 SPIN = 1.1  # seconds after which a worker of vLLM that waits takes no core any more
 HOOK_TIMES = "TTFT_HOOK_TIMES"  # where an engine with a TimedConnector leaves its times
 SCHEDULER = (
@@ -283,7 +285,7 @@ def lmtier(**extra: Any) -> dict[str, Any]:
 def with_lmtier(duel: Duel, chunk_tokens: int) -> None:
     folder, name = duel.folder / f"lmtier-{chunk_tokens}", f"lmtier, chunks of {chunk_tokens}"
     disk = f"disk://{folder}/private?capacity=8GiB"
-    private = lmtier(tiers=["cpu://?capacity=1GiB", disk], chunk_tokens=chunk_tokens, worth="always")
+    private = lmtier(tiers=[CPU, disk], chunk_tokens=chunk_tokens, worth="always")
     with duel.engine(private) as engine:
         warm_up(engine)
         duel.measure(f"{name}: cold", engine)
@@ -294,9 +296,7 @@ def with_lmtier(duel: Duel, chunk_tokens: int) -> None:
         warm_up(engine)
         duel.measure(f"{name}: new engine and server, from disk", engine)
 
-    shared = CacheServer(
-        folder, chunk_tokens, "cpu://?capacity=1GiB", f"disk://{folder}/shared?capacity=8GiB"
-    )
+    shared = CacheServer(folder, chunk_tokens, CPU, f"disk://{folder}/shared?capacity=8GiB")
     with shared:
         with duel.engine(lmtier(server=str(shared.path))) as engine:
             warm_up(engine)
@@ -314,7 +314,7 @@ def with_lmtier(duel: Duel, chunk_tokens: int) -> None:
 
 def with_offload(duel: Duel) -> None:
     spec = duel.options.offload_spec
-    common = {"spec_module_path": spec.stem, "cpu_bytes_to_use": 1 << 30}
+    common = {"spec_module_path": spec.stem, "cpu_bytes_to_use": MEMORY << 30}
     host = connector("OffloadingConnector", spec_name="CpuSpec", **common)
     with duel.engine(host, spec.parent) as engine:
         run_peer(duel, engine, "vLLM offload: from CPU")
@@ -436,7 +436,7 @@ def lmcache_server(folder: Path, installed: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     program = "import sys; from lmcache.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT)]
-    command += [*LMCACHE_PORTS, "--l1-size-gb", "1", "--eviction-policy", "LRU"]
+    command += [*LMCACHE_PORTS, "--l1-size-gb", str(MEMORY), "--eviction-policy", "LRU"]
     command += ["--supported-transfer-mode", "auto"]
     command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / "files")})]
     log = folder / "server.log"
@@ -476,7 +476,7 @@ def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: 
     start = partial(
         Engine, folder, model, dtype=options.dtype, block_size=options.block_size, max_model_len=8192
     )
-    tiers = {"tiers": ["cpu://?capacity=1GiB"], "chunk_tokens": chunk_tokens}
+    tiers = {"tiers": [CPU], "chunk_tokens": chunk_tokens}
     with start() as plain:
         warm_up(plain)
         for saves in (False, True):
