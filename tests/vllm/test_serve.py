@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.process import until
-from tests.vllm.conftest import prompts_of
+from tests.vllm.conftest import prompts_of, transfer
 from tests.vllm.engine import environment
 
 DOC = Path(__file__).parents[2] / "docs" / "VLLM.md"
@@ -22,7 +22,7 @@ PATIENCE = 240.0
 
 
 @contextmanager
-def served(folder: Path, model: Path, transfer: str) -> Iterator[str]:
+def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,7 +32,7 @@ def served(folder: Path, model: Path, transfer: str) -> Iterator[str]:
     log = folder / f"serve-{port}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            ["nice", "-n", "5", *command, "--kv-transfer-config", transfer],
+            ["nice", "-n", "5", *command, "--kv-transfer-config", how, *more],
             stdout=out,
             stderr=out,
             env=environment({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
@@ -53,24 +53,25 @@ def served(folder: Path, model: Path, transfer: str) -> Iterator[str]:
         process.wait(PATIENCE)
 
 
-def ask(url: str, body: Any = None, method: str | None = None) -> bytes:
+def ask(url: str, body: Any = None, **headers: str) -> bytes:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
         answer: bytes = reply.read()
     return answer
 
 
-def complete(base: str, model: Path, prompt: list[int]) -> list[int]:
+def complete(base: str, model: Path, prompt: list[int], **headers: str) -> list[int]:
     body = {"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    reply = json.loads(ask(f"{base}/v1/completions", {**body, "return_token_ids": True, "detokenize": False}))
+    body |= {"return_token_ids": True, "detokenize": False}
+    reply = json.loads(ask(f"{base}/v1/completions", body, **headers))
     tokens: list[int] = reply["choices"][0]["token_ids"]
     return tokens
 
 
 def counted(base: str, name: str) -> float:
     text = ask(f"{base}/metrics").decode()
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M))
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}[^ ]* (\S+)$", text, re.M))
 
 
 def counts(base: str, name: str, tokens: int) -> None:
@@ -85,16 +86,26 @@ def test_the_command_of_the_documentation(models, tmp_path):
         "cpu://?capacity=256MiB",
         f"disk://{tmp_path}/kv?capacity=1GiB",
     ]
-    transfer, model = json.dumps(told), models / "qwen2"
+    how, model = json.dumps(told), models / "qwen2"
     (prompt,) = prompts_of(1500)
-    with served(tmp_path, model, transfer) as base:
+    with served(tmp_path, model, how) as base:
         cold = complete(base, model, prompt)
         counts(base, "lmtier:saved_tokens_total", 1472)  # whole blocks
         ask(f"{base}/reset_prefix_cache", {})
         assert complete(base, model, prompt) == cold
         counts(base, "vllm:external_prefix_cache_hits_total", 1472)
         counts(base, "lmtier:loaded_tokens_total", 1472)
-    with served(tmp_path, model, transfer) as base:
+    with served(tmp_path, model, how) as base:
         assert complete(base, model, prompt) == cold
         counts(base, "vllm:external_prefix_cache_hits_total", 1472)
         assert counted(base, "vllm:prompt_tokens_cached_by_source_total") >= 1472
+
+
+def test_data_parallel_engines_share_one_private_server(models, tmp_path):
+    how = transfer(tiers=["cpu://?capacity=256MiB"], chunk_tokens=32)
+    model, (prompt,) = models / "qwen2", prompts_of(1500, seed=2)
+    with served(tmp_path, model, json.dumps(how), "--data-parallel-size", "2") as base:
+        cold = complete(base, model, prompt, **{"X-data-parallel-rank": "0"})
+        counts(base, 'lmtier:saved_tokens_total{engine="0"', 1472)
+        assert complete(base, model, prompt, **{"X-data-parallel-rank": "1"}) == cold
+        counts(base, 'lmtier:loaded_tokens_total{engine="1"', 1472)
