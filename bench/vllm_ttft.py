@@ -488,16 +488,23 @@ def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: 
                 steps = decode_pairs(plain, ours, options.decode_rounds)
                 requests = miss_pairs(plain, ours, options.misses, chunk_tokens)
             records = json.loads(times.read_text())
-            # In the order of asking: after the warm-up, generated tokens, and then misses of one step each.
-            later = [each for each in records if "on_new_request" not in each][-len(steps) * DECODE :]
-            first = [each for each in records if "on_new_request" in each][-len(requests) :]
+            # In the order of asking: after the warm-up, generated tokens, and then misses of two steps each.
+            first = [at for at, each in enumerate(records) if "on_new_request" in each][-len(requests) :]
+            later = [each for each in records[: first[0]] if "on_new_request" not in each]
+            later = later[-len(steps) * DECODE :]
             what = "saving what it generates" if saves else "saving nothing"
             name = f"decode step, {what}, chunks of {chunk_tokens}"
             yield cost(model.name, name, steps, later)
             if saves:
                 name = f"request that misses, scheduler, chunks of {chunk_tokens}"
-                chosen = [{hook: each[hook] for hook in SCHEDULER if hook in each} for each in first]
-                yield cost(model.name, name, requests, chosen)
+                both = [(records[at], records[at + 1]) for at in first]
+                sums = [
+                    {hook: one.get(hook, 0.0) + two.get(hook, 0.0) for hook in SCHEDULER} for one, two in both
+                ]
+                yield cost(model.name, name, requests, sums)
+                name = f"of that before its first token, chunks of {chunk_tokens}"
+                sums = [{hook: step.get(hook, 0.0) for hook in SCHEDULER} for step, _ in both]
+                yield cost(model.name, name, requests, sums)
 
 
 def cost(model: str, name: str, pairs: list[float], records: list[dict[str, float]]) -> Cost:
@@ -533,7 +540,12 @@ def decode_pairs(plain: Engine, ours: Engine, rounds: int) -> list[float]:
 
 
 def miss_pairs(plain: Engine, ours: Engine, count: int, chunk_tokens: int) -> list[float]:
-    return pairs(plain, ours, prompts_of(count, chunk_tokens + 8, seed=11), Engine.seconds)
+    def two_tokens(engine: Engine, prompt: Prompt) -> float:
+        began = time.perf_counter()
+        engine.generate([prompt], 2)
+        return time.perf_counter() - began
+
+    return pairs(plain, ours, prompts_of(count, chunk_tokens + 8, seed=11), two_tokens)
 
 
 def pairs(

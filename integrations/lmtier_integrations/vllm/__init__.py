@@ -71,12 +71,13 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
                 "from vLLM 0.30 on"
             )
         launcher = Launcher(settings, transfer.engine_id)
+        self._half: Scheduler | Worker
         self._scheduler: Scheduler
         self._worker: Worker
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, launcher)
+            self._half = self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, launcher)
         else:
-            self._worker = Worker(vllm_config, kv_cache_config, settings, launcher)
+            self._half = self._worker = Worker(vllm_config, kv_cache_config, settings, launcher)
 
     # ---- what vLLM asks of any connector
 
@@ -109,12 +110,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_kv_connector_stats(self) -> Stats | None:
-        half = self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
-        return half.stats.taken()
+        return self._half.stats.taken()
 
     def shutdown(self) -> None:
-        half = self._scheduler if self.role == KVConnectorRole.SCHEDULER else self._worker
-        half.close()
+        self._half.close()
 
     # ---- workers
 

@@ -84,7 +84,7 @@ class Known:
     ttl: float | None = None
     """Of what is stored."""
     asked: Asked | None = None
-    """Room for chunks of it, asked for in a step before that which saves them."""
+    """Room for chunks of it, from number `stored` on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -246,7 +246,7 @@ class Scheduler:
         if keys and tokens <= self._step_tokens:
             self._ahead, known.asked = known, self.client.ask_to_reserve(keys, self._form, ttl=known.ttl)
 
-    def _asked_ahead(self, known: Known) -> Asked | None:
+    def _taken_ask(self, known: Known) -> Asked | None:
         """What was asked for it, to be read or withdrawn now."""
         if self._ahead is known:
             self._ahead = None
@@ -302,7 +302,7 @@ class Scheduler:
             known.match = None
 
     def _withdraw(self, known: Known) -> None:
-        if (asked := self._asked_ahead(known)) is not None:
+        if (asked := self._taken_ask(known)) is not None:
             self.client.withdraw(asked)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
@@ -407,8 +407,8 @@ class Scheduler:
         has_replicas = self._ranks > len(self._form.shards)
         is_unconfirmed = has_replicas and self._loading and not self.waits_for_loads
         if self._saves and self._is_ready and not is_unconfirmed:
-            for known, tokens in self._complete_after(output):
-                self._plan_save(plan, output, known, tokens)
+            for known, computed, tokens in self._complete_after(output):
+                self._plan_save(plan, output, known, computed, tokens)
         return plan
 
     def _plan_loads(self, plan: Plan, output: SchedulerOutput) -> dict[str, int]:
@@ -453,8 +453,8 @@ class Scheduler:
             - {NULL_BLOCK}
         )
 
-    def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int]]:
-        """Requests that complete a chunk in this step, and how many of their tokens have KV after it."""
+    def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int, int]]:
+        """Requests with something to store, and how many of their tokens have KV before it and after."""
         scheduled = output.num_scheduled_tokens
         for request_id, computed in _computed(output):
             known = self._known.get(request_id)
@@ -467,7 +467,7 @@ class Scheduler:
                 computed + scheduled[request_id] >= known.due
                 and (tokens := self._tokens(known, computed, scheduled)) >= known.due
             ):
-                yield known, tokens
+                yield known, computed, tokens
 
     def _tokens(self, known: Known, computed: int, scheduled: Mapping[str, int]) -> int:
         """Without speculative tokens, which may be taken back."""
@@ -480,45 +480,72 @@ class Scheduler:
         known.stored = min(known.stored, computed // self.chunk_tokens)
         known.due = (computed // self.chunk_tokens + 1) * self.chunk_tokens
 
-    def _plan_save(self, plan: Plan, output: SchedulerOutput, known: Known, tokens: int) -> None:
+    def _plan_save(
+        self, plan: Plan, output: SchedulerOutput, known: Known, computed: int, tokens: int
+    ) -> None:
+        """Room is asked for in one step and filled in the next, so that none waits for the server's answer.
+
+        In the same one, where the next may not show these blocks. A request that ends sooner than it was to
+        loses what was asked for last.
+        """
         assert self._form is not None
-        full = tokens // self.chunk_tokens
-        a_chunk = self.chunk_tokens // self._block_tokens
         tables = self._blocks(output, known.request.request_id)
         if not tables:
             return  # not shown in this step; the one that takes another block will
-        due, known.due = known.due, (full + 1) * self.chunk_tokens
-        if tokens >= known.request.num_prompt_tokens and not self.waits_for_loads:
-            known.due = full * self.chunk_tokens + max(self.chunk_tokens, _TOGETHER)
-        new = slice(known.stored * a_chunk, full * a_chunk)
-        if any(len(table) < new.stop or NULL_BLOCK in table[new] for table in tables):
+        will_be_back = self._will_be_back(known, tokens)
+        if (asked := known.asked) is not None:
+            end = len(asked.keys) * self.chunk_tokens
+            if asked.first != known.stored or (tokens < end and not will_be_back):
+                self._withdraw(known)  # it was preempted; or the step computes less of it
+            elif computed < end and will_be_back:
+                return
+            else:
+                self._fill(plan, known, tables)
+        if tokens < known.due:
+            return
+        full = tokens // self.chunk_tokens
+        if not self._shows(tables, known.stored, full):
+            self._stored_to(known, full, known.stored)
             return
         keys = self._chain(known, full * self.chunk_tokens).keys[:full]
-        before = asked = self._asked_ahead(known)
-        if asked is not None and (asked.first, asked.keys) != (known.stored, keys):
-            self.client.withdraw(asked)  # the step computes less of it, or it was preempted
-            asked = None
-        if asked is None:
-            with self.client.together():
-                asked = self.client.ask_to_reserve(keys, self._form, first=known.stored, ttl=known.ttl)
-                self._tell(known, self._chain(known, 0))
-            if before is None and self._will_be_back(known, tokens):
-                known.asked, known.due = asked, due  # the server answers while the engine computes
-                return
+        with self.client.together():
+            known.asked = self.client.ask_to_reserve(keys, self._form, first=known.stored, ttl=known.ttl)
+            self._tell(known, self._chain(known, 0))
+        if not will_be_back:
+            self._fill(plan, known, tables)
+
+    def _will_be_back(self, known: Known, tokens: int) -> bool:
+        """Whether another step will compute some of it in the same blocks, as far as can be known."""
+        last = known.request.num_prompt_tokens + known.request.max_tokens - 1
+        return _SHOWS_TABLES and not self.waits_for_loads and tokens < last
+
+    def _shows(self, tables: Sequence[Sequence[int]], first: int, end: int) -> bool:
+        """Whether all blocks of these chunks are there still."""
+        a_chunk = self.chunk_tokens // self._block_tokens
+        part = slice(first * a_chunk, end * a_chunk)
+        return not any(len(table) < part.stop or NULL_BLOCK in table[part] for table in tables)
+
+    def _stored_to(self, known: Known, end: int, stored: int) -> None:
+        """Its first `end` chunks are dealt with. Generated ones are stored several at once."""
+        size = self.chunk_tokens
+        is_prompt = end < known.request.num_prompt_tokens // size
+        known.stored = stored
+        known.due = end * size + (size if is_prompt or self.waits_for_loads else max(size, _TOGETHER))
+
+    def _fill(self, plan: Plan, known: Known, tables: Sequence[Sequence[int]]) -> None:
+        """Save what was asked for."""
+        asked = self._taken_ask(known)
+        assert asked is not None
         reservation = self.client.reserved(asked)
-        known.stored = full - reservation.dropped
+        self._stored_to(known, len(asked.keys), len(asked.keys) - reservation.dropped)
         if self._events is not None:
             self._events.saw(known.request, self._chain(known, 0), ())
         if reservation.entries:
             self.client.trace(reservation, known.request.trace_headers)
+            a_chunk = self.chunk_tokens // self._block_tokens
             plan.saves.append(SavePlan.of(reservation, tables, a_chunk, self._places_for(reservation)))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
             self.client.disown(reservation)
-
-    def _will_be_back(self, known: Known, tokens: int) -> bool:
-        """Whether the next step will show the same blocks of it, as far as can be known: it generates on."""
-        prompt, most = known.request.num_prompt_tokens, known.request.max_tokens
-        return _SHOWS_TABLES and not self.waits_for_loads and prompt < tokens < prompt + most - 1
 
     def _places_for(self, reservation: Reservation) -> Near | None:
         assert self._form is not None

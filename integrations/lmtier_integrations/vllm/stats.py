@@ -36,9 +36,11 @@ class Stats(KVConnectorStats):
 
     def __init__(self, data: Mapping[str, float] | None = None) -> None:
         super().__init__(data={**dict.fromkeys(_NAMES, 0.0), **(data or {})})
+        self._has_news = False
 
     def add(self, name: str, amount: float = 1) -> None:
         self.data[name] += amount
+        self._has_news = True
 
     def reset(self) -> None:
         self.data = dict.fromkeys(_NAMES, 0.0)
@@ -63,8 +65,9 @@ class Stats(KVConnectorStats):
 
     def taken(self) -> Stats | None:
         """What was counted since the last time."""
-        if self.is_empty():
+        if not self._has_news:  # asked of both halves in each step
             return None
+        self._has_news = False
         taken = Stats(self.data)
         self.reset()
         return taken

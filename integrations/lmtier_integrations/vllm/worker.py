@@ -163,7 +163,8 @@ class Worker:
                 self._prepare_save(save)
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
         self._copied = 0
-        self._place.begin(plan.computes, waits=any(not each.plan.request for each in self._loads))
+        waits = bool(self._loads) and any(not each.plan.request for each in self._loads)
+        self._place.begin(plan.computes, waits=waits)
 
     def _prepare_load(self, plan: LoadPlan) -> None:
         match = plan.match(self.mover.form)
