@@ -5,7 +5,8 @@
 Each engine is a process. A plain one stays through the whole run, the one that is measured stands beside it,
 and the two are asked in turn, prompt by prompt, so that noise meets both. What is judged is the median over
 prompts of `measured / plain`, where plain answers from its own prefix cache. Then what the connector adds to
-a decode step and to a request that misses: end to end, and inside its hooks.
+a decode step and to a request that misses: end to end, beside a connector that does nothing, and inside its
+hooks.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ MEMORY = 3  # GiB of CPU memory for each cache: all prompts of a run, or "from C
 CPU = f"cpu://?capacity={MEMORY}GiB"
 SPIN = 1.1  # seconds after which a worker of vLLM that waits takes no core any more
 HOOK_TIMES = "TTFT_HOOK_TIMES"  # where an engine with a TimedConnector leaves its times
+STEP = "decode step"
 SCHEDULER = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -472,29 +474,39 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: int) -> Iterator[Cost]:
-    """Each engine in one process, where the hooks are timed too."""
+    """End to end by engines whose hooks nobody times, in the hooks by another; each in one process."""
     start = partial(
         Engine, folder, model, dtype=options.dtype, block_size=options.block_size, max_model_len=8192
     )
+    here = Path(__file__).stem
     tiers = {"tiers": [CPU], "chunk_tokens": chunk_tokens}
     with start() as plain:
         warm_up(plain)
+        with start(transfer=connector("IdleConnector", here), env=reaching(HERE)) as idle:
+            warm_up(idle)
+            steps = decode_pairs(plain, idle, options.decode_rounds)
+            yield cost(model.name, f"{STEP}, a connector that does nothing", steps, [{}])
         for saves in (False, True):
             times = folder / f"hooks-{chunk_tokens}-{saves}"
             env = {**reaching(HERE), HOOK_TIMES: str(times)}
-            how = connector("TimedConnector", Path(__file__).stem, **tiers, save_decode=saves)
-            with start(transfer=how, env=env) as ours:
-                warm_up(ours)
+            how = {**tiers, "save_decode": saves}
+            with (
+                start(transfer=connector("LMTierConnector", "lmtier_integrations.vllm", **how)) as ours,
+                start(transfer=connector("TimedConnector", here, **how), env=env) as timed,
+            ):
+                for each in (ours, timed):
+                    warm_up(each)
                 steps = decode_pairs(plain, ours, options.decode_rounds)
                 requests = miss_pairs(plain, ours, options.misses, chunk_tokens)
+                decode_pairs(plain, timed, options.decode_rounds)
+                miss_pairs(plain, timed, options.misses, chunk_tokens)
             records = json.loads(times.read_text())
             # In the order of asking: after the warm-up, generated tokens, and then misses of two steps each.
             first = [at for at, each in enumerate(records) if "on_new_request" in each][-len(requests) :]
             later = [each for each in records[: first[0]] if "on_new_request" not in each]
             later = later[-len(steps) * DECODE :]
             what = "saving what it generates" if saves else "saving nothing"
-            name = f"decode step, {what}, chunks of {chunk_tokens}"
-            yield cost(model.name, name, steps, later)
+            yield cost(model.name, f"{STEP}, {what}, chunks of {chunk_tokens}", steps, later)
             if saves:
                 name = f"request that misses, scheduler, chunks of {chunk_tokens}"
                 both = [(records[at], records[at + 1]) for at in first]
@@ -605,10 +617,35 @@ def timed_connector() -> type:
     )
 
 
+@cache
+def idle_connector() -> type:
+    """What any connector costs in this vLLM."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    class IdleConnector(base.KVConnectorBase_V1, base.SupportsHMA):
+        def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+        def wait_for_layer_load(self, *_: Any) -> None: ...
+        def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
+        def wait_for_save(self) -> None: ...
+        def get_num_new_matched_tokens(self, *_: Any) -> tuple[int, bool]:
+            return 0, False
+
+        def update_state_after_alloc(self, *_: Any) -> None: ...
+        def build_connector_meta(self, *_: Any) -> base.KVConnectorMetadata:
+            return base.KVConnectorMetadata()
+
+        def request_finished_all_groups(self, *_: Any) -> tuple[bool, None]:
+            return False, None
+
+    return IdleConnector
+
+
 def __getattr__(name: str) -> Any:
     """What vLLM asks this module for; only then is vLLM imported."""
     if name == "TimedConnector":
         return timed_connector()
+    if name == "IdleConnector":
+        return idle_connector()
     raise AttributeError(name)
 
 
@@ -708,7 +745,9 @@ def floors(rows: list[Row], added: list[Cost]) -> Iterator[str]:
         if not row.is_right:
             yield verdict(f"{what}: {row.same} answers are those of the plain engine", False)
     for each in added:
-        most = 50 if each.name.startswith("decode") else 500
+        if not each.by_hook:
+            continue
+        most = 50 if each.name.startswith(STEP) else 500
         yield verdict(f"{each.model}, {each.name}: {each.hooks:.0f} µs, less than {most}", each.hooks < most)
 
 

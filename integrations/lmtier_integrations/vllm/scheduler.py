@@ -3,7 +3,7 @@
     on_new_request               look it up; what lies below the slab is on its way up from here
     get_num_new_matched_tokens   so many tokens, or "ask again"; a promise is verified and leased already
     update_state_after_alloc     the promise is taken, or is not
-    build_connector_meta         the step's plan: those loads, and chunks that are complete after it
+    build_connector_meta         the step's plan: those loads, and chunks that are complete
     update_connector_output      ranks have copied: the lease ends
     request_finished             whatever it still held is released
 
@@ -236,7 +236,7 @@ class Scheduler:
                     self._ask_ahead(known)
 
     def _ask_ahead(self, known: Known) -> None:
-        """Nothing of it is stored, so it will be: the server makes room while the engine plans the step.
+        """Nothing of it is stored, so it will be. In one message with the lookup: each may wake the server.
 
         For one request at a time: who comes after many others waits long, and must not hold room meanwhile.
         """
