@@ -130,6 +130,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, Plan)
         self._worker.begin(connector_metadata)
 
+    def has_connector_metadata(self) -> bool:
+        # Asked at each layer, before its two hooks are called: most steps have nothing for them.
+        return self._worker.copies_layers
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_load()
 

@@ -45,10 +45,11 @@ from lmtier_integrations.vllm.stats import Stats
 
 log = logging.getLogger("vllm.lmtier")
 
-_SHOWS_TABLES = hasattr(KVConnectorBlockState, "get_block_ids")
-if _SHOWS_TABLES:
+try:
     _tables_of = KVConnectorBlockState.get_block_ids
-else:  # before 0.30: only the tables that this step made longer
+    _SHOWS_TABLES = True
+except AttributeError:  # before 0.30: only the tables that this step made longer
+    _SHOWS_TABLES = False
 
     def _tables_of(state: KVConnectorBlockState, req_id: str) -> tuple[list[int], ...] | None:
         return state.block_ids.get(req_id)

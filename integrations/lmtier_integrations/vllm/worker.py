@@ -56,6 +56,8 @@ class Worker:
     ) -> None:
         self._config, self._cache, self._settings, self._launcher = config, cache, settings, launcher
         self._is_layerwise = False
+        self.copies_layers = False
+        """Whether the hooks of layers have something to do in this step."""
         self._loads: list[_Loading] = []
         """Of this step."""
         self._landing: list[_Loading] = []
@@ -161,6 +163,7 @@ class Worker:
         if self._declared.writes:
             for save in plan.saves:
                 self._prepare_save(save)
+        self.copies_layers = self._is_layerwise and bool(self._loads or self._saves)
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
         self._copied = 0
         waits = bool(self._loads) and any(not each.plan.request for each in self._loads)
@@ -231,14 +234,14 @@ class Worker:
 
     def wait_for_layer(self, name: str) -> None:
         self._are_hooks_called = True
-        if self._loads and self._is_layerwise and (number := self._declared.numbers.get(name)) is not None:
+        if self.copies_layers and self._loads and (number := self._declared.numbers.get(name)) is not None:
             began = time.perf_counter()
             for each in self._loads:
                 each.load.layer(number)
             self._spent("load_seconds", began)
 
     def save_layer(self, name: str) -> None:
-        if self._saves and self._is_layerwise and (number := self._declared.numbers.get(name)) is not None:
+        if self.copies_layers and self._saves and (number := self._declared.numbers.get(name)) is not None:
             began = time.perf_counter()
             for _, save in self._saves:
                 save.layer(number)
