@@ -255,7 +255,9 @@ class Load:
         self._bound = kv.bind_all(own, mover.cache.slab.view)
 
     def layer(self, layer: int) -> None:
-        """Load one layer of every chunk. Ready for the engine's attention when this returns."""
+        """Load one layer of every chunk, once. Ready for the engine's attention when this returns."""
+        if layer not in self._missing:
+            return
         for bound in self._bound:
             bound.scatter(layer)
         self._convert_all(layer)

@@ -22,6 +22,9 @@ from lmtier.layout import Array
 _cuda: Any = torch.cuda  # which is typed in part only
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PORTABLE, _MAPPED = 1, 2  # for registrations: in every context, and within reach of kernels
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_MOST = 4096  # copies of one batch: drivers were seen to crash on tens of thousands
 
 DEFAULT_SMS = 8
 
@@ -56,10 +59,6 @@ class Driver:
             self._tells_which = not name.endswith("_v2")
             break
 
-    @property
-    def has_batches(self) -> bool:
-        return self._batch is not None
-
     def launch(self, function: int, launch: Launch, stream: int) -> None:
         held = [np.asarray(each) for each in launch.arguments]
         arguments = (ctypes.c_void_p * len(held))(*[each.ctypes.data for each in held])
@@ -73,6 +72,10 @@ class Driver:
 
     def copy_batch(self, copies: Array, stream: int) -> None:
         """[n, (to, source, bytes)]"""
+        for first in range(0, len(copies), _MOST):
+            self._batch_of(copies[first : first + _MOST], stream)
+
+    def _batch_of(self, copies: Array, stream: int) -> None:
         columns = np.array(copies.T, np.uint64, order="C")
         attributes, first = _CopyAttributes(order=_STREAM_ORDER), ctypes.c_size_t(0)
         failed = ctypes.c_size_t()
@@ -81,6 +84,17 @@ class Driver:
         said = ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
         which = [ctypes.byref(failed)] if self._tells_which else []
         self._check(self._batch(*arrays, count, *said, *which, ctypes.c_void_p(stream)), "a batch of copies")
+
+    def allow_beside_captures(self) -> None:
+        """In this thread. Otherwise what it calls fails, or breaks graphs that others capture meanwhile."""
+        mode = ctypes.c_int(_RELAXED)
+        self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "a thread's mode")
+
+    def can_batch(self, device: int) -> bool:
+        """Whether it has batches, and takes addresses of pinned memory as they are."""
+        says, asked = ctypes.c_int(), (ctypes.c_int(_HOST_POINTERS), ctypes.c_int(device))
+        self._check(self._cuda.cuDeviceGetAttribute(ctypes.byref(says), *asked), "a device's attribute")
+        return self._batch is not None and bool(says.value)
 
     def _check(self, result: int, what: str) -> None:
         if result:
@@ -126,7 +140,7 @@ class CudaStream:
         if pinning is not None:
             listed = pinning.cut(listed)
         # The driver makes a batch of what it can copy by itself; the rest it copies while we wait.
-        if len(listed) > 1 and device.driver.has_batches and pinning is not None and pinning.holds(listed):
+        if len(listed) > 1 and device.has_batches and pinning is not None and pinning.holds(listed):
             device.driver.copy_batch(listed, stream)
             return
         for to, source, nbytes in listed.tolist():
@@ -140,6 +154,7 @@ class CudaDevice:
         self.index = torch.cuda.current_device()
         self.spread = Spread(sms)
         self.driver = Driver()
+        self.has_batches = self.driver.can_batch(self.index)
         module = compiled()
         self.functions = {name: int(module.get_function(name).kernel.ptr) for name in KERNELS}
         self.store, self.load = (Lane(self._stream(), self._stream(), stores) for stores in (True, False))
@@ -178,9 +193,13 @@ class CudaDevice:
 
         def register(address: int, nbytes: int) -> None:
             runtime.setDevice(self.index)  # of the thread that pins
+            self.driver.allow_beside_captures()
             runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
 
+        if self.pinning is not None:
+            self.pinning.close()
         array = np.frombuffer(memory, np.uint8)
-        self.pinning = Pinning(array.ctypes.data, array.nbytes, register, runtime.hostUnregister, step=step)
+        driver = register, runtime.hostUnregister
+        self.pinning = Pinning(array.ctypes.data, array.nbytes, *driver, step=step, keeps=memory)
         self.pinning.start()
         return self.pinning

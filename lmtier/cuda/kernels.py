@@ -92,7 +92,11 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """On how many SMs a launch may run at most. Copies over PCIe need few; what is left computes."""
+    """Thread blocks of a launch: as many as fit so many SMs. Copies over PCIe need few; the rest computes.
+
+    The GPU may put each of the four on an SM of its own. Rejected: one of 1,024 threads an SM, most of which
+    have nothing to do where an engine's block is few words.
+    """
 
     sms: int
 

@@ -31,11 +31,10 @@ def test_a_launch_hands_over_its_grid_and_arguments():
     assert payload.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("count", [1, 10, 10_000])  # the last one in three batches
 def test_copies_are_made_one_by_one_or_in_a_batch_read_in_the_order_of_the_stream(count):
-    driver, size = Driver(cpu().library), 1000 // count
-    assert driver.has_batches
-    source, one_by_one, batch = noise(1000), np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+    driver, size = Driver(cpu().library), 10_000 // count
+    source, one_by_one, batch = noise(10_000), np.zeros(10_000, np.uint8), np.zeros(10_000, np.uint8)
     for i in range(count):
         at = i * size
         driver.copy(one_by_one.ctypes.data + at, source.ctypes.data + at, size, STREAM)
@@ -44,6 +43,18 @@ def test_copies_are_made_one_by_one_or_in_a_batch_read_in_the_order_of_the_strea
     )
     driver.copy_batch(listed, STREAM)
     assert one_by_one.tobytes() == batch.tobytes() == source.tobytes()
+
+
+def test_batches_are_for_devices_that_take_addresses_of_pinned_memory():
+    driver = Driver(cpu().library)
+    assert [driver.can_batch(device) for device in (6, 7)] == [False, True]
+
+
+def test_a_thread_that_pins_does_so_beside_captures():
+    library, mode = cpu().library, ctypes.c_int(0)
+    Driver(library).allow_beside_captures()
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 2
 
 
 def test_what_the_driver_refuses_is_an_error_with_its_own_words():

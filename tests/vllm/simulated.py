@@ -3,10 +3,15 @@
 The engine computes on the CPU and at once, everything else goes on late and in any order. The file that
 LMTIER_TEST_FAULT names says, step by step, what is left out: an edge of `tests/cuda_device.py`, or "reuse",
 and then saves get nowhere while anything else can. Or "slow": nothing is left out.
+
+Of hooks it says: "one has none", and the second layer never calls them; "replay" and "old replay", steps that
+are one graph, as vLLM's two model runners tell it; "untold", such steps, and nobody tells; "no end", steps
+without wait_for_save.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 from collections.abc import Sequence
@@ -14,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.config import CUDAGraphMode
 
 from lmtier.cuda.pinned import Pinning
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
@@ -63,11 +69,17 @@ def _device_of(tensors: Sequence[Any]) -> Device:
 
 
 _reuse = worker.Worker.reuse
+_hooks = worker.Worker.wait_for_layer, worker.Worker.save_layer
+_start, _wait = LMTierConnector.start_load_kv, LMTierConnector.wait_for_save
+
+
+def told() -> str:
+    named = os.environ.get("LMTIER_TEST_FAULT", "")
+    return Path(named).read_text() if named else ""
 
 
 def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
-    named = os.environ.get("LMTIER_TEST_FAULT", "")
-    fault = Path(named).read_text() if named else ""
+    fault = told()
     device: Any = self.mover.kv.device  # type: ignore[attr-defined]
     device.without = fault
     paces: dict[str, Sequence[int]] = {"slow": SLOW, "reuse": (0,)}
@@ -77,5 +89,39 @@ def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
         _reuse(self, plan)
 
 
+def _is_hooked(self: worker.Worker, name: str) -> bool:
+    if (how := told()) == "one has none":
+        return self._declared.numbers.get(name) != 1
+    return how not in ("replay", "old replay", "untold")
+
+
+def _wait_if_hooked(self: worker.Worker, name: str) -> None:
+    if _is_hooked(self, name):
+        _hooks[0](self, name)
+
+
+def _save_if_hooked(self: worker.Worker, name: str) -> None:
+    if _is_hooked(self, name):
+        _hooks[1](self, name)
+
+
+def _start_as_told(self: LMTierConnector, forward_context: Any, **kwargs: Any) -> None:
+    context = copy.copy(forward_context)
+    if (how := told()) == "replay":
+        context.attn_metadata = None
+    elif how == "old replay":
+        context.cudagraph_runtime_mode = CUDAGraphMode.FULL
+    _start(self, context, **kwargs)
+
+
+def _wait_unless_told(self: LMTierConnector) -> None:
+    if told() != "no end":
+        _wait(self)
+
+
+LMTierConnector.wait_for_save = _wait_unless_told  # type: ignore[method-assign]
+LMTierConnector.start_load_kv = _start_as_told  # type: ignore[method-assign]
+worker.Worker.wait_for_layer = _wait_if_hooked  # type: ignore[method-assign]
+worker.Worker.save_layer = _save_if_hooked  # type: ignore[method-assign]
 worker.device_of = _device_of  # type: ignore[attr-defined]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

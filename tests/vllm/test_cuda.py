@@ -121,6 +121,51 @@ def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
     idle(server.path)
 
 
+def test_hooks_that_are_not_called(models, tmp_path, server):
+    """By one layer ever; in steps that are one CUDA graph; at the end of a step."""
+    prompts = prompts_of(*(400 + 17 * n for n in range(4)), prefix=200)
+    others = prompts_of(*(350 + 31 * n for n in range(4)), seed=2)
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted, wanted_others = (tokens(plain.generate(each, 8)) for each in (prompts, others))
+    (fault := tmp_path / "fault").write_text("one has none")
+    how = simulated(server)
+    del how["kv_connector_extra_config"]["tiers"]
+    with Engine(
+        tmp_path,
+        models / "qwen2",
+        transfer=how,
+        processes=True,
+        env={"LMTIER_TEST_FAULT": str(fault)},
+        **SMALL,
+    ) as engine:
+
+        def failures() -> float:
+            """By loads of the one, while the blocks hold the other."""
+            before = engine.metrics()
+            for asked, answers in ((others, wanted_others), (prompts, wanted)):
+                engine.forget()
+                assert tokens(engine.generate(asked, 8)) == answers
+            after = engine.metrics()
+            assert after["lmtier:loaded_tokens_total"] > before["lmtier:loaded_tokens_total"]
+            return after["lmtier:load_failures_total"] - before["lmtier:load_failures_total"]
+
+        for asked, answers in ((others, wanted_others), (prompts, wanted)):
+            assert tokens(engine.generate(asked, 8)) == answers
+        for hooks in ("one has none", "", "replay", "old replay"):
+            fault.write_text(hooks)
+            assert not failures(), hooks
+        engine.forget(external=True)
+        fault.write_text("no end")
+        for asked, answers in ((others, wanted_others), (prompts, wanted)):
+            assert tokens(engine.generate(asked, 8)) == answers
+        fault.write_text("")
+        assert not failures()
+        fault.write_text("untold")
+        assert failures()  # found out after the step: computed again
+        assert not failures()  # and not relied upon any more
+    idle(server.path)
+
+
 def test_loads_that_requests_wait_for(models, tmp_path, server):
     """Two block tables, one of which loses blocks: a load is no part of a step there."""
     prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)

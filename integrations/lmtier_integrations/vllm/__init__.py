@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,7 +27,7 @@ from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, Report
 from lmtier_integrations.vllm.scheduler import Scheduler
-from lmtier_integrations.vllm.settings import LAYERWISE, Settings
+from lmtier_integrations.vllm.settings import Settings
 from lmtier_integrations.vllm.stats import Prometheus, Stats
 from lmtier_integrations.vllm.worker import Worker
 
@@ -97,7 +97,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return bool(extra_config.get("mode", LAYERWISE) == LAYERWISE)
+        return False  # a step that is one graph is told apart: what it needs is copied before and after
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -135,7 +135,11 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.copies_layers
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.start_load()
+        if not self._worker.loads:
+            return
+        # A step that replays one graph has no context of its own, or one that says so: no layer calls hooks.
+        is_graph = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+        self._worker.start_load(calls_hooks=forward_context.attn_metadata is not None and not is_graph)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._worker.wait_for_layer(layer_name)

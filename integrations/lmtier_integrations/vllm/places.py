@@ -112,7 +112,6 @@ class OnGpu:
         self._began: tuple[Work, Event] | None = None
         self._computing: deque[tuple[Work, Event, Event]] = deque()
         """Steps that are to be measured, and the events around them."""
-        self.follow(client)
 
     def begin(self, work: Work | None, *, waits: bool) -> None:
         # Of a step that waits for loads, nothing tells how much of its time that was.
@@ -135,6 +134,7 @@ class OnGpu:
         return self.mover.fill(reservation, blocks, near=near)
 
     def follow(self, client: Client) -> None:
+        # Not before the first step: until then the engine may capture graphs, which pinning disturbs.
         if client.run != self._run:  # then nothing is held from the old slab, so nothing copies there
             self._unpin()
             self._run = client.run

@@ -2,10 +2,13 @@
 
     handle_preemptions        blocks that change hands wait for what is under way in them
     bind_connector_metadata   the step's plan: loads and saves are prepared
-    start_load_kv             mode=step: every load, whole
+    start_load_kv             mode=step: every load, whole; otherwise layers without hooks
     wait_for_layer_load       mode=layerwise: this layer of every load
     save_kv_layer             mode=layerwise: this layer of every save
     wait_for_save             what the hooks left over; loads are confirmed, then saves committed
+
+A layer that the engine reads without calling its hook would be read before it was loaded. So loads are left
+only to hooks of layers that were seen to call them, and in steps that are not one CUDA graph.
 
 It never looks anything up, and never waits for a tier: what a plan names is in the slab already. On a GPU all
 of this is enqueued, and what is said above to be done is done in a later step, whose mover polls.
@@ -58,7 +61,7 @@ class Worker:
         self._is_layerwise = False
         self.copies_layers = False
         """Whether the hooks of layers have something to do in this step."""
-        self._loads: list[_Loading] = []
+        self.loads: list[_Loading] = []
         """Of this step."""
         self._landing: list[_Loading] = []
         """On their way, and nothing in a step has to be done for them any more."""
@@ -71,7 +74,12 @@ class Worker:
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
         self._copied = 0
         """What the step has spent on copies, and tokens that it has loaded, on this thread."""
-        self._are_hooks_called = False
+        self._hooked: set[int] = set()
+        """Layers that have called their hooks so far."""
+        self._first_hooked: int | None = None
+        """The one that was first. A draft model's come later, and not in every step."""
+        self._is_due, self._is_seen = False, False
+        """Whether it must call in this step, because loads were left to hooks; whether it has."""
         self._epoch = 0
         self._failed_blocks: set[int] = set()
         self._arrived: set[str] = set()
@@ -145,12 +153,14 @@ class Worker:
 
     def reuse(self, plan: Plan) -> None:
         """Before the engine does anything to blocks that others had."""
+        if self._saves:  # a stage of a pipeline that drafts ends its steps without wait_for_save
+            self._finish_saves()
         if plan.taken:
             self.mover.reuse(self._kernel_blocks([plan.taken]))
 
     def begin(self, plan: Plan) -> None:
         self._plan = plan
-        self._are_hooks_called = False
+        self._is_due = self._is_seen = False
         self._land()
         if plan.run:
             self.client.step()
@@ -163,10 +173,10 @@ class Worker:
         if self._declared.writes:
             for save in plan.saves:
                 self._prepare_save(save)
-        self.copies_layers = self._is_layerwise and bool(self._loads or self._saves)
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
         self._copied = 0
-        waits = bool(self._loads) and any(not each.plan.request for each in self._loads)
+        waits = bool(self.loads) and any(not each.plan.request for each in self.loads)
+        self.copies_layers = self._is_layerwise and (waits or bool(self._saves))
         self._place.begin(plan.computes, waits=waits)
 
     def _prepare_load(self, plan: LoadPlan) -> None:
@@ -183,7 +193,7 @@ class Worker:
             self._fail(plan)
             self._end_load(plan, match)
             return
-        self._loads.append(_Loading(plan, match, load))
+        self.loads.append(_Loading(plan, match, load))
 
     def _adopt(self, thing: Match | Reservation) -> bool:
         """This may bring another slab, but only while nothing of the one before is held, and so copied."""
@@ -216,28 +226,39 @@ class Worker:
             elif reservation.id >> RUN_SHIFT == self.client.run:
                 self._left_over.append(reservation)
 
-    def start_load(self) -> None:
-        """Whole loads: those that a request waits for, and with mode=step all."""
+    def start_load(self, *, calls_hooks: bool) -> None:
+        """Of `loads`, those that requests wait for; of others, layers whose hooks are not relied upon."""
         began, synchronous = time.perf_counter(), []
-        for each in self._loads:
+        for each in self.loads:
             if each.plan.request:
                 each.load.start()
                 self._landing.append(each)
                 continue
-            if not self._is_layerwise:
+            if self._is_layerwise and calls_hooks and self._hooked:
+                for layer in self.mover.kv.layers:
+                    if layer not in self._hooked:
+                        each.load.layer(layer)
+                self._is_due = True
+            else:
                 each.load.all()
             synchronous.append(each)
-        if self._loads:
-            self._loads = synchronous
-            self._land()
-            self._spent("load_seconds", began)
+        self.loads = synchronous
+        self._land()
+        self._spent("load_seconds", began)
 
     def wait_for_layer(self, name: str) -> None:
-        self._are_hooks_called = True
-        if self.copies_layers and self._loads and (number := self._declared.numbers.get(name)) is not None:
+        number = self._declared.numbers.get(name)
+        if not self.copies_layers or number is None:
+            return
+        if self._first_hooked is None:
+            self._first_hooked = number
+        self._is_seen |= number == self._first_hooked
+        self._hooked.add(number)
+        if self.loads:
             began = time.perf_counter()
-            for each in self._loads:
-                each.load.layer(number)
+            for each in self.loads:
+                if not each.plan.request:  # nothing in this step reads it
+                    each.load.layer(number)
             self._spent("load_seconds", began)
 
     def save_layer(self, name: str) -> None:
@@ -251,7 +272,7 @@ class Worker:
         """After the forward: what this step computed is in its blocks."""
         for work, seconds in self._place.end(sum(self._copying.values())):
             self._learn(*work, seconds)
-        if self._loads:
+        if self.loads:
             self._finish_loads()
         if self._copied:
             self._prefill.copied(self._copied, self._copying["load_seconds"])
@@ -259,6 +280,7 @@ class Worker:
             self._finish_saves()
         self._land()
         self._place.tell(self.stats)
+        self.copies_layers = False
 
     def _learn(self, tokens: int, area: float, seconds: float) -> None:
         """What computing takes, for the server: it decides what is worth loading. By the first rank."""
@@ -276,16 +298,19 @@ class Worker:
 
     def _finish_loads(self) -> None:
         """What was computed on them counts from here on, so what is compared is compared now."""
-        for each in self._loads:
-            if self._is_layerwise and not self._are_hooks_called:
-                log.error("lmtier: the engine did not call the hooks of its layers; set mode=step")
+        is_bad = self._is_due and not self._is_seen
+        if is_bad:
+            log.error("lmtier: the engine has stopped calling the hooks of its layers: from now on mode=step")
+            self._is_layerwise = False
+        for each in self.loads:
+            each.load.all()  # of layers that did not run in this step: of a draft model, say
+            if is_bad:
                 self._fail(each.plan)
                 each.has_failed = True
             else:
-                each.load.all()  # of layers that did not run in this step: of a draft model, say
                 each.load.confirm()
-        self._landing += self._loads
-        self._loads = []
+        self._landing += self.loads
+        self.loads = []
         self._land()
 
     def _land(self) -> None:
@@ -369,7 +394,7 @@ class Worker:
         One that drafts asks before it calls wait_for_save. By then it must be known, or the token that was
         computed on it is taken for good.
         """
-        if self._loads:
+        if self.loads:
             self._finish_loads()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
