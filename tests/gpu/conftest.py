@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+
+# Before CUDA starts: streams that share one of its queues to the device wait for each other without any edge.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def has_gpu() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,14 +20,21 @@ class Simulated:
     def __init__(self) -> None:
         self.device, self.name = SimulatedDevice(), "a simulated GPU"
         self.products = 0.0
+        self.pinned: list[memoryview] = []
 
     def tensor(self, shape: Sequence[int]) -> Any:
         whole = torch.ones(*shape, dtype=torch.bfloat16)
         self.device.keep(whole.view(torch.int16).numpy())
         return whole
 
-    def pin(self, memory: memoryview) -> None:
+    def pin(self, memory: memoryview) -> Callable[[], None]:
         assert len(memory)
+        self.pinned.append(memory)
+        return self.unpin
+
+    def unpin(self) -> None:
+        assert not any(stream.is_ready for stream in self.device.streams)
+        self.pinned.pop()
 
     def matmuls(self, milliseconds: float) -> None:
         self.products += milliseconds
@@ -43,6 +50,7 @@ def test_every_path_is_measured(monkeypatch):
     rows = bench.measure(quick=True, gpu=gpu)
     assert [row.path for row in rows] == list(bench.GPU_PATHS)
     assert gpu.products
+    assert not gpu.pinned
     assert "cores, " in bench.header(None, gpu)
     assert "a simulated GPU" in bench.header(None, gpu)
     assert "gpu: fingerprint of 32 MiB" in bench.report(rows)
