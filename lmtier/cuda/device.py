@@ -198,8 +198,6 @@ class CudaDevice:
 
         if self.pinning is not None:
             self.pinning.close()
-        array = np.frombuffer(memory, np.uint8)
-        driver = register, runtime.hostUnregister
-        self.pinning = Pinning(array.ctypes.data, array.nbytes, *driver, step=step, keeps=memory)
+        self.pinning = Pinning(memory, register, runtime.hostUnregister, step=step)
         self.pinning.start()
         return self.pinning

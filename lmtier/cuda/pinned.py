@@ -29,16 +29,16 @@ class Pinning:
 
     def __init__(
         self,
-        address: int,
-        nbytes: int,
+        memory: memoryview,
         register: Callable[[int, int], None],
         unregister: Callable[[int], None],
         *,
         step: int = STEP,
-        keeps: memoryview | None = None,
     ) -> None:
-        self._keeps = keeps
-        """What is mapped there, until it is unpinned: what came to lie there instead could not be pinned."""
+        self._memory: memoryview | None = memory
+        """Mapped until it is unpinned: what came to lie there instead could not be pinned."""
+        array = np.frombuffer(memory, np.uint8)
+        address, nbytes = array.ctypes.data, array.nbytes
         self._register, self._unregister = register, unregister
         self._steps = [
             (at, min(step, address + nbytes - at)) for at in range(address, address + nbytes, step)
@@ -81,7 +81,7 @@ class Pinning:
                 )
                 return
             self.pinned_bytes += nbytes
-            self._stopped.wait(time.perf_counter() - began)
+            self._stopped.wait(time.perf_counter() - began)  # as long for others
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until it is done, or has failed."""
@@ -95,7 +95,7 @@ class Pinning:
             if at < self.address + self.pinned_bytes:
                 self._unregister(at)
                 self.pinned_bytes -= nbytes
-        self._keeps = None
+        self._memory = None
 
     def cut(self, copies: Array) -> Array:
         """The same copies [n, (to, source, bytes)], none of which spans two steps."""

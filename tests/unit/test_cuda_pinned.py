@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from lmtier.cuda.pinned import Pinning
 
-STEP, START, SIZE = 100, 1000, 350
+STEP, SIZE = 100, 350
+MEMORY = memoryview(bytearray(SIZE))
+START = np.frombuffer(MEMORY, np.uint8).ctypes.data
 
 
 class Driver:
@@ -33,7 +35,7 @@ class Driver:
         del self.ranges[at]
 
     def pinning(self) -> Pinning:
-        return Pinning(START, SIZE, self.register, self.unregister, step=STEP)
+        return Pinning(MEMORY, self.register, self.unregister, step=STEP)
 
 
 def test_all_of_it_is_pinned_in_the_background_step_by_step():
@@ -46,7 +48,7 @@ def test_all_of_it_is_pinned_in_the_background_step_by_step():
     driver.gate.set()
     assert pinning.wait(30)
     assert pinning.pinned_bytes == SIZE
-    assert driver.ranges == {1000: 100, 1100: 100, 1200: 100, 1300: 50}
+    assert driver.ranges == {START: 100, START + 100: 100, START + 200: 100, START + 300: 50}
     pinning.close()
     assert driver.ranges == {}
     assert pinning.pinned_bytes == 0
@@ -71,8 +73,8 @@ def test_a_batch_is_of_copies_whose_host_side_is_pinned():
     pinning = Driver(most=250).pinning()
     pinning.start()
     assert pinning.wait(30)
-    assert pinning.holds(np.array([(1100, 9000, 50), (9000, 1199, 1)], np.int64))
-    assert not pinning.holds(np.array([(1100, 9000, 50), (9000, 1200, 1)], np.int64))
+    assert pinning.holds(np.array([(START + 100, 9000, 50), (9000, START + 199, 1)], np.int64))
+    assert not pinning.holds(np.array([(START + 100, 9000, 50), (9000, START + 200, 1)], np.int64))
     assert not pinning.holds(np.array([(8000, 9000, 50)], np.int64))
 
 

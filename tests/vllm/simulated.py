@@ -38,6 +38,7 @@ class Device(SimulatedDevice):
         seed = int(os.environ.get("LMTIER_TEST_SEED", "0"))
         super().__init__(seed, host_computes=True, is_recorded=False, pace=PACE)
         self.pinned: dict[int, int] = {}
+        self.has_stepped = False
         self.usual = dict(self.speeds)
 
     def pin(self, memory: memoryview) -> Pinning:
@@ -49,8 +50,8 @@ class Device(SimulatedDevice):
                 raise RuntimeError("out of memory")
             self.pinned[address] = nbytes
 
-        array = np.frombuffer(memory, np.uint8)
-        pinning = Pinning(array.ctypes.data, array.nbytes, register, self._unpin, step=STEP)
+        assert self.has_stepped, "an engine captures its graphs before its first step"
+        pinning = Pinning(memory, register, self._unpin, step=STEP)
         pinning.start()
         return pinning
 
@@ -81,7 +82,7 @@ def told() -> str:
 def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
     fault = told()
     device: Any = self.mover.kv.device  # type: ignore[attr-defined]
-    device.without = fault
+    device.without, device.has_stepped = fault, True
     paces: dict[str, Sequence[int]] = {"slow": SLOW, "reuse": (0,)}
     device.speeds = {**device.usual, **(STALLED if fault == "reuse" else {})}
     device.pace = paces.get(fault, PACE)

@@ -151,7 +151,7 @@ def test_hooks_that_are_not_called(models, tmp_path, server):
 
         for asked, answers in ((others, wanted_others), (prompts, wanted)):
             assert tokens(engine.generate(asked, 8)) == answers
-        for hooks in ("one has none", "", "replay", "old replay"):
+        for hooks in ("one has none", "one has none", "", "replay", "old replay"):
             fault.write_text(hooks)
             assert not failures(), hooks
         engine.forget(external=True)

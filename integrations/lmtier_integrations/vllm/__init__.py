@@ -96,10 +96,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return False  # a step that is one graph is told apart: what it needs is copied before and after
-
-    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
         return Stats(data)
 
@@ -138,6 +134,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._worker.loads:
             return
         # A step that replays one graph has no context of its own, or one that says so: no layer calls hooks.
+        # That is why graphs need not be piecewise.
         is_graph = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         self._worker.start_load(calls_hooks=forward_context.attn_metadata is not None and not is_graph)
 

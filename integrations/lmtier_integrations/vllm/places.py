@@ -106,8 +106,8 @@ class OnGpu:
             kv.hold(gpu.capacity)
         self.mover = CudaMover(client, kv, identity, ranks=declared.shards, layerwise=layerwise)
         self._run = 0
-        self._pinned: tuple[memoryview, Pinning] | None = None
-        """The slab, mapped for as long as it is pinned."""
+        self._pinning: Pinning | None = None
+        """Of the slab."""
         self._told = {"pinned_bytes": 0, "slab_pin_failed": 0}
         self._began: tuple[Work, Event] | None = None
         self._computing: deque[tuple[Work, Event, Event]] = deque()
@@ -138,11 +138,10 @@ class OnGpu:
         if client.run != self._run:  # then nothing is held from the old slab, so nothing copies there
             self._unpin()
             self._run = client.run
-            memory = client.slab.view(0, client.slab.capacity)
-            self._pinned = memory, self._device.pin(memory)
+            self._pinning = self._device.pin(client.slab.view(0, client.slab.capacity))
 
     def tell(self, stats: Stats) -> None:
-        pinning = self._pinned[1] if self._pinned is not None else None
+        pinning = self._pinning
         now = {
             "pinned_bytes": pinning.pinned_bytes if pinning is not None else 0,
             "slab_pin_failed": int(pinning is not None and bool(pinning.failure)),
@@ -156,9 +155,9 @@ class OnGpu:
         self._unpin()
 
     def _unpin(self) -> None:
-        if self._pinned is not None:
-            self._pinned[1].close()
-            self._pinned = None
+        if self._pinning is not None:
+            self._pinning.close()
+            self._pinning = None
 
 
 def device_of(tensors: Sequence[Any]) -> PinningDevice | None:

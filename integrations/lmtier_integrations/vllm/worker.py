@@ -78,8 +78,10 @@ class Worker:
         """Layers that have called their hooks so far."""
         self._first_hooked: int | None = None
         """The one that was first. A draft model's come later, and not in every step."""
+        self._listens = False
+        """Whether loads of this step are there for hooks to bring about."""
         self._is_due, self._is_seen = False, False
-        """Whether it must call in this step, because loads were left to hooks; whether it has."""
+        """Whether the first must call in this step, because loads are left to hooks; whether it has."""
         self._epoch = 0
         self._failed_blocks: set[int] = set()
         self._arrived: set[str] = set()
@@ -160,7 +162,7 @@ class Worker:
 
     def begin(self, plan: Plan) -> None:
         self._plan = plan
-        self._is_due = self._is_seen = False
+        self._listens = self._is_due = self._is_seen = False
         self._land()
         if plan.run:
             self.client.step()
@@ -175,7 +177,7 @@ class Worker:
                 self._prepare_save(save)
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
         self._copied = 0
-        waits = bool(self.loads) and any(not each.plan.request for each in self.loads)
+        waits = any(not each.plan.request for each in self.loads)
         self.copies_layers = self._is_layerwise and (waits or bool(self._saves))
         self._place.begin(plan.computes, waits=waits)
 
@@ -228,38 +230,35 @@ class Worker:
 
     def start_load(self, *, calls_hooks: bool) -> None:
         """Of `loads`, those that requests wait for; of others, layers whose hooks are not relied upon."""
-        began, synchronous = time.perf_counter(), []
+        began = time.perf_counter()
+        waited_for = [each for each in self.loads if each.plan.request]
+        for each in waited_for:
+            each.load.start()
+        self._landing += waited_for
+        self.loads = [each for each in self.loads if not each.plan.request]
+        self._listens = self._is_layerwise and calls_hooks and bool(self.loads)
+        self._is_due = self._listens and bool(self._hooked)
         for each in self.loads:
-            if each.plan.request:
-                each.load.start()
-                self._landing.append(each)
-                continue
-            if self._is_layerwise and calls_hooks and self._hooked:
-                for layer in self.mover.kv.layers:
-                    if layer not in self._hooked:
-                        each.load.layer(layer)
-                self._is_due = True
-            else:
+            if not self._is_due:
                 each.load.all()
-            synchronous.append(each)
-        self.loads = synchronous
+                continue
+            for layer in self.mover.kv.layers:
+                if layer not in self._hooked:
+                    each.load.layer(layer)
         self._land()
         self._spent("load_seconds", began)
 
     def wait_for_layer(self, name: str) -> None:
-        number = self._declared.numbers.get(name)
-        if not self.copies_layers or number is None:
+        if not self._listens or (number := self._declared.numbers.get(name)) is None:
             return
         if self._first_hooked is None:
             self._first_hooked = number
         self._is_seen |= number == self._first_hooked
         self._hooked.add(number)
-        if self.loads:
-            began = time.perf_counter()
-            for each in self.loads:
-                if not each.plan.request:  # nothing in this step reads it
-                    each.load.layer(number)
-            self._spent("load_seconds", began)
+        began = time.perf_counter()
+        for each in self.loads:
+            each.load.layer(number)
+        self._spent("load_seconds", began)
 
     def save_layer(self, name: str) -> None:
         if self.copies_layers and self._saves and (number := self._declared.numbers.get(name)) is not None:
@@ -309,6 +308,7 @@ class Worker:
                 each.has_failed = True
             else:
                 each.load.confirm()
+        self._listens = False
         self._landing += self.loads
         self.loads = []
         self._land()
