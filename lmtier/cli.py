@@ -279,8 +279,9 @@ def _add_prefix_commands(commands: Any, where: Any, access: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from lmtier.server.serve import Server
+    from lmtier.server.serve import Server, give_way
 
+    give_way()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("lmtier").setLevel(logging.INFO)
     ours, servers = _overrides(args.set)

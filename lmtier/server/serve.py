@@ -61,6 +61,17 @@ _LOADING = Error("LOADING lmtier is reading what its tiers hold")
 _TOO_MANY = b"-ERR max number of clients reached\r\n"
 
 
+def give_way() -> None:
+    """An engine that tells us something keeps its core: woken, we take one that is free.
+
+    Else the kernel may run us in its place, in the middle of its step: half a millisecond at worst where it
+    waits for nothing. What somebody gave us instead of the default (chrt) stays, and threads inherit it.
+    """
+    with suppress(OSError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 class Server:
     """Opens everything in its constructor, so that whatever is wrong is said at once; `run` serves."""
 

@@ -236,6 +236,17 @@ def test_told_to_stop_it_ends_within_its_grace_with_0_and_takes_its_socket_away(
     assert not (tmp_path / "socket").exists()
 
 
+def test_it_takes_no_core_from_an_engine_unless_it_was_told_to(serve):
+    assert os.sched_getscheduler(serve(*ANY).process.pid) == os.SCHED_BATCH
+    ours = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # what starts here inherits it
+    try:
+        other = serve(*ANY)
+    finally:
+        os.sched_setscheduler(0, ours, os.sched_param(0))
+    assert os.sched_getscheduler(other.process.pid) == os.SCHED_IDLE
+
+
 def refused(*argv: object, **env: object) -> str:
     """The one sentence of a server that does not start."""
     command = [sys.executable, "-W", "error", "-m", "lmtier", "serve", *map(str, argv)]

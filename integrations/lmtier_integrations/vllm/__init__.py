@@ -45,6 +45,8 @@ try:
 except ImportError:  # before 0.32
     CacheHitSource = None
 
+_NOTHING_ARRIVED = KVConnectorTransferResults() if KVConnectorTransferResults is not None else None
+
 NAME = "LMTierConnector"
 
 
@@ -149,6 +151,8 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         arrived, lost = self._worker.arrivals()
+        if not arrived:
+            return _NOTHING_ARRIVED
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=lost)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -159,6 +159,11 @@ class Plan(KVConnectorMetadata):
     """Blocks that the engine hands out in this step; told where workers are asynchronous."""
     computes: Work | None = None
 
+    @property
+    def has_work(self) -> bool:
+        """For a worker, once blocks have changed hands."""
+        return bool(self.loads or self.saves or self.computes or self.asks or self.run)
+
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):

@@ -40,6 +40,8 @@ class PinningDevice(Device, Protocol):
 class OnCpu:
     is_asynchronous = False
     """Whether saves and loads go on after their calls have returned."""
+    is_busy = False
+    """Whether it wants a step, though nothing is planned for it."""
 
     def __init__(self, client: Client, declared: Declared, identity: Identity, gpu: TierSpec | None) -> None:
         if gpu is not None:
@@ -113,6 +115,10 @@ class OnGpu:
         self._computing: deque[tuple[Work, Event, Event]] = deque()
         """Steps that are to be measured, and the events around them."""
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._computing) or self._pinning is None or self._now() != self._told
+
     def begin(self, work: Work | None, *, waits: bool) -> None:
         # Of a step that waits for loads, nothing tells how much of its time that was.
         self._began = None
@@ -141,14 +147,18 @@ class OnGpu:
             self._pinning = self._device.pin(client.slab.view(0, client.slab.capacity))
 
     def tell(self, stats: Stats) -> None:
+        now = self._now()
+        if now != self._told:
+            for name, value in now.items():
+                stats.add(name, value - self._told[name])
+            self._told = now
+
+    def _now(self) -> dict[str, int]:
         pinning = self._pinning
-        now = {
+        return {
             "pinned_bytes": pinning.pinned_bytes if pinning is not None else 0,
             "slab_pin_failed": int(pinning is not None and bool(pinning.failure)),
         }
-        for name, value in now.items():
-            stats.add(name, value - self._told[name])
-        self._told = now
 
     def close(self) -> None:
         self.mover.drain()

@@ -456,12 +456,12 @@ class Scheduler:
 
     def _complete_after(self, output: SchedulerOutput) -> Iterator[tuple[Known, int, int]]:
         """Requests with something to store, and how many of their tokens have KV before it and after."""
-        scheduled = output.num_scheduled_tokens
+        scheduled, size = output.num_scheduled_tokens, self.chunk_tokens
         for request_id, computed in _computed(output):
             known = self._known.get(request_id)
             if known is None:
                 continue
-            if computed < known.stored * self.chunk_tokens:
+            if computed < known.stored * size:
                 self._go_back(known, computed)
             # two comparisons: almost always the first says no, and it is cheap
             if (
@@ -638,6 +638,8 @@ def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     """Each request of a step, and how many of its tokens have KV before it."""
     cached = output.scheduled_cached_reqs
     running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    if not output.scheduled_new_reqs:  # most steps
+        return running
     new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
     return itertools.chain(running, new)
 

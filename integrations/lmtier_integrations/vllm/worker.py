@@ -69,6 +69,8 @@ class Worker:
         self._leaving: list[tuple[SavePlan, Save]] = []
         """Saves that fill places in GPU memory too, and may be under way."""
         self._plan = Plan()
+        self._rests = False
+        """Whether nothing is planned for this step, and nothing is left of those before: most only decode."""
         self._prefill = Prefill()
         self._stages = config.parallel_config.pipeline_parallel_size
         self._copying = {"load_seconds": 0.0, "save_seconds": 0.0}
@@ -162,7 +164,10 @@ class Worker:
 
     def begin(self, plan: Plan) -> None:
         self._plan = plan
-        self._listens = self._is_due = self._is_seen = False
+        self.copies_layers = False
+        self._rests = not (plan.has_work or self._has_more())
+        if self._rests:
+            return
         self._land()
         if plan.run:
             self.client.step()
@@ -180,6 +185,18 @@ class Worker:
         waits = any(not each.plan.request for each in self.loads)
         self.copies_layers = self._is_layerwise and (waits or bool(self._saves))
         self._place.begin(plan.computes, waits=waits)
+
+    def _has_more(self) -> bool:
+        """Whether something of earlier steps is to be done, or to be told."""
+        return bool(
+            self.mover.under_way
+            or self._landing
+            or self._leaving
+            or self._left_over
+            or self._was_under_way
+            or self._place.is_busy
+            or self._is_news()
+        )
 
     def _prepare_load(self, plan: LoadPlan) -> None:
         match = plan.match(self.mover.form)
@@ -237,7 +254,7 @@ class Worker:
         self._landing += waited_for
         self.loads = [each for each in self.loads if not each.plan.request]
         self._listens = self._is_layerwise and calls_hooks and bool(self.loads)
-        self._is_due = self._listens and bool(self._hooked)
+        self._is_due, self._is_seen = self._listens and bool(self._hooked), False
         for each in self.loads:
             if not self._is_due:
                 each.load.all()
@@ -269,6 +286,8 @@ class Worker:
 
     def finish(self) -> None:
         """After the forward: what this step computed is in its blocks."""
+        if self._rests:
+            return
         for work, seconds in self._place.end(sum(self._copying.values())):
             self._learn(*work, seconds)
         if self.loads:
@@ -405,17 +424,24 @@ class Worker:
         return arrived, lost
 
     def report(self) -> Report | None:
+        if self._rests:
+            return None
         report = self._report
         if self._plan.asks:
             report.facts[self._config.parallel_config.rank] = self._facts()
         under_way = self.mover.under_way
-        is_news = report.facts or report.loaded or report.saved or report.runs or report.epoch != self._epoch
-        if not (is_news or under_way or self._was_under_way):
+        if not (self._is_news() or under_way or self._was_under_way):
             return None
         report.epoch, report.under_way = self._epoch, under_way
         self._was_under_way = under_way > 0
         self._report = Report(epoch=self._epoch)
         return report
+
+    def _is_news(self) -> bool:
+        report = self._report
+        return bool(
+            report.facts or report.loaded or report.saved or report.runs or report.epoch != self._epoch
+        )
 
     # ---- blocks
 
