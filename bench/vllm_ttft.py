@@ -5,8 +5,8 @@
 Each engine is a process. A plain one stays through the whole run, the one that is measured stands beside it,
 and the two are asked in turn, prompt by prompt, so that noise meets both. What is judged is the median over
 prompts of `measured / plain`, where plain answers from its own prefix cache. Then what the connector adds to
-a decode step and to a request that misses: end to end, beside a connector that does nothing, and inside its
-hooks.
+a decode step and to a request that misses: end to end, in an engine that goes without it for every other
+prompt, beside a connector that does nothing; and inside its hooks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.vllm.engine import Engine, EngineDied
 HERE = Path(__file__).resolve().parent
 
 ANSWER = 12  # tokens by which answers are compared
-DECODE = 512  # steps of one reading
+DECODE = 128  # steps of one reading
 PATIENCE = 60.0
 MEMORY = 3  # GiB of CPU memory for each cache: all prompts of a run, or "from CPU" is partly from below
 CPU = f"cpu://?capacity={MEMORY}GiB"
@@ -480,43 +480,39 @@ def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: 
     )
     here = Path(__file__).stem
     tiers = {"tiers": [CPU], "chunk_tokens": chunk_tokens}
-    with start() as plain:
-        warm_up(plain)
-        with start(transfer=connector("IdleConnector", here), env=reaching(HERE)) as idle:
-            warm_up(idle)
-            steps = decode_pairs(plain, idle, options.decode_rounds)
-            yield cost(model.name, f"{STEP}, a connector that does nothing", steps, [{}])
-        for saves in (False, True):
-            times = folder / f"hooks-{chunk_tokens}-{saves}"
-            env = {**reaching(HERE), HOOK_TIMES: str(times)}
-            how = {**tiers, "save_decode": saves}
-            with (
-                start(transfer=connector("LMTierConnector", "lmtier_integrations.vllm", **how)) as ours,
-                start(transfer=connector("TimedConnector", here, **how), env=env) as timed,
-            ):
-                for each in (ours, timed):
-                    warm_up(each)
-                steps = decode_pairs(plain, ours, options.decode_rounds)
-                requests = miss_pairs(plain, ours, options.misses, chunk_tokens)
-                decode_pairs(plain, timed, options.decode_rounds)
-                miss_pairs(plain, timed, options.misses, chunk_tokens)
-            records = json.loads(times.read_text())
-            # In the order of asking: after the warm-up, generated tokens, and then misses of two steps each.
-            first = [at for at, each in enumerate(records) if "on_new_request" in each][-len(requests) :]
-            later = [each for each in records[: first[0]] if "on_new_request" not in each]
-            later = later[-len(steps) * DECODE :]
-            what = "saving what it generates" if saves else "saving nothing"
-            yield cost(model.name, f"{STEP}, {what}, chunks of {chunk_tokens}", steps, later)
-            if saves:
-                name = f"request that misses, scheduler, chunks of {chunk_tokens}"
-                both = [(records[at], records[at + 1]) for at in first]
-                sums = [
-                    {hook: one.get(hook, 0.0) + two.get(hook, 0.0) for hook in SCHEDULER} for one, two in both
-                ]
-                yield cost(model.name, name, requests, sums)
-                name = f"of that before its first token, chunks of {chunk_tokens}"
-                sums = [{hook: step.get(hook, 0.0) for hook in SCHEDULER} for step, _ in both]
-                yield cost(model.name, name, requests, sums)
+    prompts = prompts_of(2 * options.decode_rounds, 40, seed=10)
+    missed = prompts_of(2 * options.misses, chunk_tokens + 8, seed=11)
+    with start(transfer=connector("IdleConnector", here), env=reaching(HERE)) as idle:
+        warm_up(idle)
+        yield cost(model.name, f"{STEP}, a connector that does nothing", added(idle, prompts, DECODE), [{}])
+    for saves in (False, True):
+        times = folder / f"hooks-{chunk_tokens}-{saves}"
+        env = {**reaching(HERE), HOOK_TIMES: str(times)}
+        how = {**tiers, "save_decode": saves}
+        with start(transfer=connector("LMTierConnector", "lmtier_integrations.vllm", **how)) as ours:
+            warm_up(ours)
+            steps, requests = added(ours, prompts, DECODE), added(ours, missed, 1)
+        with start(transfer=connector("TimedConnector", here, **how), env=env) as timed:
+            warm_up(timed)
+            added(timed, prompts, DECODE)  # in the same order, so that caches are as cold
+            added(timed, missed, 1)
+        records = json.loads(times.read_text())
+        # In the order of asking: after the warm-up, generated tokens, and then misses of two steps each.
+        first = [at for at, each in enumerate(records) if "on_new_request" in each][-len(requests) :]
+        later = [each for each in records[: first[0]] if "on_new_request" not in each]
+        later = later[-len(steps) * DECODE :]
+        what = "saving what it generates" if saves else "saving nothing"
+        yield cost(model.name, f"{STEP}, {what}, chunks of {chunk_tokens}", steps, later)
+        if saves:
+            name = f"request that misses, scheduler, chunks of {chunk_tokens}"
+            both = [(records[at], records[at + 1]) for at in first]
+            sums = [
+                {hook: one.get(hook, 0.0) + two.get(hook, 0.0) for hook in SCHEDULER} for one, two in both
+            ]
+            yield cost(model.name, name, requests, sums)
+            name = f"of that before its first token, chunks of {chunk_tokens}"
+            sums = [{hook: step.get(hook, 0.0) for hook in SCHEDULER} for step, _ in both]
+            yield cost(model.name, name, requests, sums)
 
 
 def cost(model: str, name: str, pairs: list[float], records: list[dict[str, float]]) -> Cost:
@@ -540,39 +536,22 @@ def micro(seconds: float) -> float:
     return round(1e6 * seconds, 1)
 
 
-def decode_pairs(plain: Engine, ours: Engine, rounds: int) -> list[float]:
-    """By how many seconds a step is longer, once a pair."""
+def added(engine: Engine, prompts: list[Prompt], steps: int) -> list[float]:
+    """By how many seconds its connector makes a step longer, after the one that computes the prompt.
 
-    def step(engine: Engine, prompt: Prompt) -> float:
-        began = time.perf_counter()
-        engine.generate([prompt], DECODE + 1)
-        return (time.perf_counter() - began) / DECODE
-
-    return pairs(plain, ours, prompts_of(rounds, 40, seed=10), step)
-
-
-def miss_pairs(plain: Engine, ours: Engine, count: int, chunk_tokens: int) -> list[float]:
-    def two_tokens(engine: Engine, prompt: Prompt) -> float:
-        began = time.perf_counter()
-        engine.generate([prompt], 2)
-        return time.perf_counter() - began
-
-    return pairs(plain, ours, prompts_of(count, chunk_tokens + 8, seed=11), two_tokens)
-
-
-def pairs(
-    plain: Engine, ours: Engine, prompts: list[Prompt], ask: Callable[[Engine, Prompt], float]
-) -> list[float]:
-    """By how much `ours` takes longer; each goes first every other time."""
-    added = []
-    for turn, prompt in enumerate(prompts):
-        if turn % 2:
-            before = ask(plain, prompt)
-            added.append(ask(ours, prompt) - before)
-        else:
-            after = ask(ours, prompt)
-            added.append(after - ask(plain, prompt))
-    return added
+    In one engine, which goes without it for every other prompt: two that are alike differ by more than this.
+    """
+    found = []
+    for at in range(0, len(prompts), 2):
+        seconds = {}
+        for each, wanted in enumerate((at % 4 == 0, at % 4 != 0)):
+            engine.use_connector(wanted)
+            began = time.perf_counter()
+            engine.generate([prompts[at + each]], steps + 1)
+            seconds[wanted] = (time.perf_counter() - began) / steps
+        found.append(seconds[True] - seconds[False])
+    engine.use_connector(True)
+    return found
 
 
 class Stopwatch:
@@ -765,8 +744,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=32, help="of the engine (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", nargs="+", help="lmtier-256, example, offload, lmcache, costs")
-    parser.add_argument("--decode-rounds", type=int, default=12, help=f"of {DECODE} tokens each")
-    parser.add_argument("--misses", type=int, default=100, help="requests to time")
+    parser.add_argument("--decode-rounds", type=int, default=60, help=f"pairs of {DECODE} tokens each")
+    parser.add_argument("--misses", type=int, default=100, help="pairs of requests to time")
     parser.add_argument(
         "--offload-spec", type=Path, metavar="FILE", default=HERE / "cpu_offload_spec.py", help=OFFLOAD_NEEDS
     )

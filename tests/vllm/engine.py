@@ -81,6 +81,10 @@ class Engine:
         """The engine's own prefix cache; `external`: ours too."""
         assert self.ask("reset", external=external)
 
+    def use_connector(self, wanted: bool) -> None:
+        """Or go on as if it had none, while it has no request: for comparisons within one engine."""
+        self.ask("connector", wanted=wanted)
+
     def reset_within(self, prompt: list[int], tokens: int, after: int) -> Output:
         """One request; after so many steps all caches are reset, ours too."""
         return Output(self.ask("reset_within", prompt=prompt, tokens=tokens, after=after))
@@ -201,6 +205,8 @@ def _main() -> None:
             for _ in range(4):  # nobody else steps an engine in this process
                 llm.llm_engine.step()
 
+    halves: tuple[Any, Any] = None, None
+    is_set_aside = False
     for line in sys.stdin:
         given = json.loads(line)
         match given.pop("do"):
@@ -241,6 +247,10 @@ def _main() -> None:
                     ended |= {each.request_id: each for each in llm.llm_engine.step() if each.finished}
                 settle()
                 say([outcome(ended[name]) for name in names[1::2]])
+            case "connector":
+                if given["wanted"] == is_set_aside:
+                    halves, is_set_aside = _swap_connector(llm, halves), not is_set_aside
+                say("done")
             case "metrics":
                 say(_metrics())
             case "version":
@@ -261,6 +271,16 @@ def _version() -> dict[str, Any]:
         "package": str(Path(vllm.__file__).parent),
         "compiled": [file for name, file in modules if name.startswith("vllm.") and file.endswith(".so")],
     }
+
+
+def _swap_connector(llm: Any, halves: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Of an engine in one process: where vLLM looks, in each step, whether there is one. What was there."""
+    import vllm.distributed.kv_transfer.kv_transfer_state as state
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    before = scheduler.connector, state._KV_CONNECTOR_AGENT
+    scheduler.connector, state._KV_CONNECTOR_AGENT = halves
+    return before
 
 
 def _metrics() -> dict[str, float]:
