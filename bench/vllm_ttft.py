@@ -484,18 +484,20 @@ def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: 
     missed = prompts_of(2 * options.misses, chunk_tokens + 8, seed=11)
     with start(transfer=connector("IdleConnector", here), env=reaching(HERE)) as idle:
         warm_up(idle)
-        yield cost(model.name, f"{STEP}, a connector that does nothing", added(idle, prompts, DECODE), [{}])
+        yield cost(
+            model.name, f"{STEP}, a connector that does nothing", added_seconds(idle, prompts, DECODE), [{}]
+        )
     for saves in (False, True):
         times = folder / f"hooks-{chunk_tokens}-{saves}"
         env = {**reaching(HERE), HOOK_TIMES: str(times)}
         how = {**tiers, "save_decode": saves}
         with start(transfer=connector("LMTierConnector", "lmtier_integrations.vllm", **how)) as ours:
             warm_up(ours)
-            steps, requests = added(ours, prompts, DECODE), added(ours, missed, 1)
+            steps, requests = added_seconds(ours, prompts, DECODE), added_seconds(ours, missed, 1)
         with start(transfer=connector("TimedConnector", here, **how), env=env) as timed:
             warm_up(timed)
-            added(timed, prompts, DECODE)  # in the same order, so that caches are as cold
-            added(timed, missed, 1)
+            added_seconds(timed, prompts, DECODE)  # in the same order, so that caches are as cold
+            added_seconds(timed, missed, 1)
         records = json.loads(times.read_text())
         # In the order of asking: after the warm-up, generated tokens, and then misses of two steps each.
         first = [at for at, each in enumerate(records) if "on_new_request" in each][-len(requests) :]
@@ -536,7 +538,7 @@ def micro(seconds: float) -> float:
     return round(1e6 * seconds, 1)
 
 
-def added(engine: Engine, prompts: list[Prompt], steps: int) -> list[float]:
+def added_seconds(engine: Engine, prompts: list[Prompt], steps: int) -> list[float]:
     """By how many seconds its connector makes a step longer, after the one that computes the prompt.
 
     In one engine, which goes without it for every other prompt: two that are alike differ by more than this.
