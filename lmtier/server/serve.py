@@ -64,8 +64,8 @@ _TOO_MANY = b"-ERR max number of clients reached\r\n"
 def give_way() -> None:
     """An engine that tells us something keeps its core: woken, we take one that is free.
 
-    Else the kernel may run us in its place, in the middle of its step: half a millisecond at worst where it
-    waits for nothing. What somebody gave us instead of the default (chrt) stays, and threads inherit it.
+    By default the kernel may run us in its place, in the middle of its step, though it waits for nothing.
+    What somebody gave us instead of the default (chrt) stays; threads inherit it.
     """
     with suppress(OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:

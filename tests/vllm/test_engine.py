@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from lmtier.server.client import Client
 from tests.server.process import until
-from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine, EngineDied
 
 BLOCK, CHUNK = 32, 256
@@ -593,6 +593,38 @@ def test_kinds_of_engines(models, tmp_path, server, options):
         assert cached(warm) >= loadable(prompts)
         assert not engine.metrics()["lmtier:load_failures_total"]
     idle(server.path)
+
+
+def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(models, tmp_path):
+    prompts = prompts_of(2000, 700, 513, 257, 100, prefix=90)
+    # Only where something is compiled, vLLM's CPU workers make room for what an earlier stage hands on.
+    how: dict[str, Any] = {
+        "processes": True,
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+    }
+    stages: dict[str, Any] = {"pipeline_parallel_size": 2}
+    with Engine(tmp_path, models / "qwen2", **how, **stages) as plain:
+        wanted = tokens(alone(plain, prompts))
+    for number, (saves, loads) in enumerate(((stages, {}), ({}, stages))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        server = CacheServer(folder)
+        given = transfer(server=str(server.path), mode="layerwise")
+        with Engine(tmp_path, models / "qwen2", transfer=given, **how, **saves) as engine:
+            assert tokens(alone(engine, prompts)) == wanted
+            engine.forget()
+            warm = engine.generate(prompts)
+            assert tokens(warm) == wanted
+            assert cached(warm) >= loadable(prompts)
+            assert not engine.metrics()["lmtier:load_failures_total"]
+        with Engine(tmp_path, models / "qwen2", transfer=given, **how, **loads) as engine:
+            warm = alone(engine, prompts)
+            assert tokens(warm) == wanted
+            assert cached(warm) >= loadable(prompts)
+            assert not engine.metrics()["lmtier:load_failures_total"]
+        idle(server.path)
+        server.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

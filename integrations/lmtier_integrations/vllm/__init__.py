@@ -45,6 +45,7 @@ try:
 except ImportError:  # before 0.32
     CacheHitSource = None
 
+# Asked for in each step; vLLM reads it, and changes nothing.
 _NOTHING_ARRIVED = KVConnectorTransferResults() if KVConnectorTransferResults is not None else None
 
 NAME = "LMTierConnector"
