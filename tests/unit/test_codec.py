@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.codec import MARK_ROOM, CorruptObject, Header, checksum, peek, read_header, seal, unseal
+from lmtier.codec import (
+    MARK_ROOM,
+    CorruptObject,
+    Header,
+    Made,
+    checksum,
+    mark_room,
+    peek,
+    read_header,
+    seal,
+    unseal,
+)
 from lmtier.errors import LayoutError
 from lmtier.layout import PAGE, LayerShape, Layout, Name, Shard, padded
 
@@ -50,6 +61,18 @@ def test_an_object_comes_back_with_all_it_said():
     header = read(*sealed())
     assert header == Header(NAME, LAYOUT, SIZE, MARK)
     assert header.layout is Layout.from_json(LAYOUT.to_json()), "equal layouts are one object"
+
+
+@pytest.mark.parametrize("by", ["", "vllm scheduler @host", "é" * 36, "x" * 500])
+def test_a_header_says_who_stored_it_and_when(by):
+    payload = bytes(SIZE)
+    page = bytearray(PAGE)
+    header = Header(NAME, LAYOUT, SIZE, MARK, made=Made(by, 1_700_000_000_000))
+    seal(memoryview(page), header, memoryview(payload))
+    found, _ = read_header(memoryview(page))
+    assert found.made == Made(by[:72], 1_700_000_000_000)
+    assert page[4000:4008] == (1_700_000_000_000).to_bytes(8, "little")  # as docs/FORMAT.md says
+    assert page[4008:4080].rstrip(b"\0").decode() == by[:72]
 
 
 def test_sealing_leaves_the_payload_alone_and_the_rest_of_an_extent_out():
@@ -265,12 +288,12 @@ def test_a_payload_shorter_than_the_header_says_is_refused_before_it_is_hashed()
         read(page, payload[:-1], got=SIZE)
 
 
-def test_a_layout_too_large_for_the_header_is_refused_when_written():
-    layers = tuple(LayerShape(1 + i % 2, 1000 + i, 1000 + i) for i in range(400))
+def test_a_mark_too_large_for_the_header_is_refused_when_written():
+    layers = tuple(LayerShape(1 + i % 2, 1000 + i, 1000 + i) for i in range(200))
     layout = Layout(layers, "bf16", 1, 1, "token")
-    header = Header(Name(NAME.key, layout.whole), layout, 8)
+    header = Header(Name(NAME.key, layout.whole), layout, 8, mark=bytes(mark_room(layout) + 1))
     page = bytearray(PAGE)
-    with pytest.raises(LayoutError, match=r"layout and mark take \d+ \+ 0 bytes, .* has room for 3952"):
+    with pytest.raises(LayoutError, match=r"layout and mark take \d+ \+ \d+ bytes, .* has room for 3872"):
         seal(memoryview(page), header, memoryview(bytearray(8)))
     assert page == bytes(PAGE), "nothing half-written"
 

@@ -63,7 +63,7 @@ KV = kv_sample(1, layout_of(layers=40))
         (10, "raw"),
         (2, "raw"),
         (1, "raw"),
-        (0.2, "bitshuffle-lz4"),
+        (0.15, "bitshuffle-lz4"),
         (0.05, "shuffle-zstd"),
         (0.001, "shuffle-zstd"),
     ],
@@ -111,7 +111,7 @@ def test_named_values_and_small_objects_teach_it_nothing():
 
 def test_trying_takes_two_pieces_of_memory_whatever_the_size_of_the_objects():
     scratch = Scratch()
-    auto, each = Auto(), kv_sample(3, layout_of(layers=400))
+    auto, each = Auto(), kv_sample(3, layout_of(layers=300))
     assert each.header.nbytes > 3 * PIECE
     for _ in range(3):
         auto.pick(each.header, each.payload, scratch)
