@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lmtier.cuda.kernels import Launch, Spread
-from lmtier.cuda.streams import Copies, Event, Lane
+from lmtier.cuda.streams import Copies, Event, Lane, Rows
 from tests.cuda_shim import cpu
 
 HOST = "host"
@@ -128,6 +128,11 @@ class SimulatedStream:
         self.enqueue(
             "copy", run, [(at, at + n) for _, at, n in listed], [(at, at + n) for at, _, n in listed]
         )
+
+    def copy_rows(self, rows: Rows) -> None:
+        assert max(rows.to_step, rows.source_step) < 1 << 31, "the driver takes no rows so far apart"
+        assert min(rows.to_step, rows.source_step) >= rows.width or rows.number == 1
+        self.copy([(row.to, row.source, row.width) for row in map(rows.part, *_each(rows.number))])
 
     def enqueue(
         self,
@@ -249,6 +254,13 @@ class SimulatedDevice:
         self.keep(array)
         return array
 
+    def release(self, addresses: Iterable[int]) -> None:
+        """From now on, whoever touches it fails."""
+        gone = set(addresses)
+        assert gone <= {each.ctypes.data for each in self._kept}
+        self._kept = [each for each in self._kept if each.ctypes.data not in gone]
+        self.cpu.forbid(gone)
+
     def keep(self, *arrays: np.ndarray) -> None:
         """Memory that kernels may touch; it lives as long as this device."""
         self._kept += arrays
@@ -274,6 +286,10 @@ class SimulatedDevice:
                             f"{later.what} on {later.stream} does not wait for "
                             f"{earlier.what} on {earlier.stream}"
                         )
+
+
+def _each(count: int) -> tuple[range, range]:
+    return range(count), range(1, count + 1)
 
 
 def join(a: Clock, b: Clock) -> Clock:

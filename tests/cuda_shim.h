@@ -14,6 +14,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __launch_bounds__(...)
 
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
@@ -156,6 +157,32 @@ int cuLaunchKernel(const char *function, unsigned x, unsigned y, unsigned z, uns
 int cuMemcpyAsync(uint64_t to, uint64_t source, size_t nbytes, void *stream) {
   if (stream != STREAM) return 1;
   std::memcpy(reinterpret_cast<void *>(to), reinterpret_cast<void *>(source), nbytes);
+  return 0;
+}
+
+struct CUDA_MEMCPY2D {
+  size_t source_x, source_y;
+  int source_type;
+  const void *source_host;
+  uint64_t source;
+  void *source_array;
+  size_t source_pitch, to_x, to_y;
+  int to_type;
+  void *to_host;
+  uint64_t to;
+  void *to_array;
+  size_t to_pitch, width, height;
+};
+
+int cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, void *stream) {
+  const bool plain = !copy->source_x && !copy->source_y && !copy->to_x && !copy->to_y;
+  const bool unified = copy->source_type == 4 && copy->to_type == 4;
+  if (!plain || !unified || copy->source_pitch < copy->width || copy->to_pitch < copy->width) return 1;
+  if (copy->source_pitch >> 31 || copy->to_pitch >> 31) return 1;
+  for (size_t i = 0; i < copy->height; i++) {
+    const uint64_t to = copy->to + i * copy->to_pitch, source = copy->source + i * copy->source_pitch;
+    if (cuMemcpyAsync(to, source, copy->width, stream)) return 1;
+  }
   return 0;
 }
 

@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +38,11 @@ class Cpu:
         for array in arrays:
             assert array.flags.c_contiguous
             self._allowed.append((array.ctypes.data, array.nbytes))
+        Cpu._current = None
+
+    def forbid(self, addresses: Collection[int]) -> None:
+        """The memory that begins there, no more."""
+        self._allowed = [each for each in self._allowed if each[0] not in addresses]
         Cpu._current = None
 
     def name_memory(self) -> None:

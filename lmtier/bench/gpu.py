@@ -1,5 +1,8 @@
 """A GPU's memory ◄► the slab, beside what the bus does with bare copies of the same bytes.
 
+Rates are of the device, as engines have them: copies were enqueued while it was still computing. What this
+thread takes to enqueue them is rows of its own, in % of the time that the bus takes.
+
 Everything goes through a `Gpu`: the real one, or in tests one that stands in for it and gives no figures.
 """
 
@@ -16,18 +19,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from lmtier.bench import Samples, Scale
-from lmtier.bench.copies import BLOCK_TOKENS, CHUNK_TOKENS, large_layout, paired, small_layout
+from lmtier.bench.copies import BLOCK_TOKENS, paired
+from lmtier.bench.gpu_paths import MODELS, ORDERS, TOKENS
 from lmtier.cache import Cache
 from lmtier.config import Config
+from lmtier.cuda.kernels import Memory
 from lmtier.cuda.mover import CudaMover
-from lmtier.cuda.paging import SHORTEST_RUN, CudaKV
+from lmtier.cuda.paging import CudaKV
 from lmtier.cuda.streams import Device, Lane
 from lmtier.errors import ConfigError
-from lmtier.keys import Identity
+from lmtier.keys import Identity, KeyChain
 from lmtier.layout import Layout, padded
 
-_PROMPT_CHUNKS = 8  # of 2,048 tokens, which are 256 MiB
-_SMALL_PROMPT_CHUNKS = 48
+_ROUNDS = 7
+_AHEAD_MS = 15.0  # of products, while copies are enqueued
 _MATMULS_MS = 200.0
 _SPARE = 1.5  # how much longer a step's products last than its copy, which is not always as fast
 
@@ -98,45 +103,59 @@ class Torch:
         self._torch.cuda.synchronize()
 
 
+def layout_of(model: str, layers: int | None = None) -> Layout:
+    """Chunks of one block, as vLLM's connector has them by default."""
+    count, heads = MODELS[model]
+    return Layout.uniform(
+        layers=min(count, layers or count),
+        heads=heads,
+        head_dim=128,
+        dtype="bf16",
+        block_tokens=BLOCK_TOKENS,
+        chunk_tokens=BLOCK_TOKENS,
+        packing="token",
+    )
+
+
 class Rig:
-    """An engine of one allocation on the GPU, and a cache whose slab is pinned and holds half as much."""
+    """An engine on the GPU that holds three prompts, and a cache whose slab is pinned and holds four."""
 
     def __init__(
         self,
         gpu: Gpu,
-        scale: Scale,
         layout: Layout,
         chunks: int,
-        shortest_run: int = SHORTEST_RUN,
         *,
+        is_apart: bool = False,
         near: bool = False,
+        is_proven: bool = False,
     ) -> None:
-        self.gpu, self.device, self.layout = gpu, gpu.device, layout
+        """`is_proven`: nothing is copied, so the canary would find fault with it."""
+        self.gpu, self.device, self.layout, self.chunks = gpu, gpu.device, layout, chunks
         nbytes = layout.nbytes(layout.whole)
-        self.chunks = min(chunks, scale.memory // nbytes // 4)
-        self.held = scale.memory // nbytes
         heads, k, v = layout.layers[0]
-        blocks = self.held * layout.blocks
-        every = gpu.tensor((len(layout.layers), blocks, heads, BLOCK_TOKENS, k + v))
-        self.kv = CudaKV(layout, layout.whole, list(every), gpu.device, shortest_run=shortest_run)
-        # Twice a prompt is enough for saves and loads to take turns, and pinning a slab takes time.
-        urls = [f"cpu://?capacity={4 * self.chunks * nbytes}"]
+        layers, self.blocks = len(layout.layers), 3 * chunks * layout.blocks
+        shape = (layers, self.blocks) if is_apart else (self.blocks, layers)
+        every = gpu.tensor((*shape, heads, BLOCK_TOKENS, k + v))
+        self.kv = CudaKV(layout, layout.whole, list(every if is_apart else every.swapaxes(0, 1)), gpu.device)
+        urls = [f"cpu://?capacity={4 * chunks * padded(nbytes)}&policy=lru"]
         if near:
-            urls.insert(0, f"gpu://?capacity={padded(nbytes) * self.chunks}&policy=lru")
-        self.cache = Cache(Config(chunk_tokens=CHUNK_TOKENS, tiers=urls, prefault=False, verify="off"))
-        self.cache.slab.prefault()
+            urls.insert(0, f"gpu://?capacity={padded(nbytes) * chunks}&policy=lru")
+        config = Config(chunk_tokens=layout.chunk_tokens, tiers=urls, prefault=False, verify="sample")
+        self.cache = Cache(config)
+        if not is_proven:
+            self.cache.slab.prefault()
         self._unpin = gpu.pin(self.cache.slab.view(0, self.cache.slab.capacity))
-        spare = range(2 * layout.blocks)
+        spare = None if is_proven else range(2 * layout.blocks)
         identity = Identity(model="bench", weights="bench")
         self.mover = CudaMover(self.cache, self.kv, identity, spare_blocks=spare, layerwise=False)
+        self.mover._proven |= is_proven  # which nobody but a driver that copies nothing may claim
         self.random, self._prompts = np.random.default_rng(0), count()
-        base = every.data_ptr()
-        slab = np.frombuffer(self.cache.slab.view(0, 4 * self.chunks * nbytes), np.uint8).ctypes.data
-        size = self.chunks * nbytes
-        self.out = [(slab + i * nbytes, base + i * nbytes, nbytes) for i in range(self.chunks)]
-        self.back = [(base + size + i * nbytes, slab + size + i * nbytes, nbytes) for i in range(self.chunks)]
-        self.within = [(base + size + i * nbytes, base + i * nbytes, nbytes) for i in range(self.chunks)]
-        self.nbytes = size
+        base, self.nbytes = Memory.of(every).address, chunks * nbytes
+        slab = np.frombuffer(self.cache.slab.view(0, 2 * self.nbytes), np.uint8).ctypes.data
+        self.out = [(slab, base, self.nbytes)]
+        self.back = [(base + self.nbytes, slab + self.nbytes, self.nbytes)]
+        self.within = [(base + self.nbytes, base, self.nbytes)]
 
     def __enter__(self) -> Rig:
         return self
@@ -149,28 +168,63 @@ class Rig:
 
     # ---- ours
 
-    def tokens(self) -> list[int]:
-        return [next(self._prompts), *[7] * (self.chunks * CHUNK_TOKENS)]
+    def prompt(self) -> KeyChain:
+        return self.mover.chain([next(self._prompts), *[7] * (self.chunks * self.layout.chunk_tokens)])
 
     def ids(self, prompts: int = 1) -> list[list[int]]:
         """Blocks anywhere, other ones for each: what is left of a free list after a day."""
-        blocks, each = (
-            self.random.permutation(self.held * self.layout.blocks),
-            self.chunks * self.layout.blocks,
-        )
+        blocks, each = self.random.permutation(self.blocks), self.chunks * self.layout.blocks
         return [blocks[i * each : (i + 1) * each].tolist() for i in range(prompts)]
 
-    def save(self, tokens: list[int], ids: list[int]) -> None:
-        with self.mover.save(self.mover.chain(tokens), ids) as save:
-            save.all()
-        assert save.tokens == self.chunks * CHUNK_TOKENS, "the tier had no room"
+    def save(self, prompt: KeyChain, ids: list[int]) -> Callable[[], None]:
+        """What enqueues it; room for it is reserved here."""
+        reservation = self.cache.reserve(prompt.keys, self.mover.form)
+        assert len(reservation.entries) == self.chunks, "the tier had no room"
 
-    def load(self, tokens: list[int], ids: list[int]) -> None:
-        with self.mover.load(self.mover.match(self.mover.chain(tokens)), ids) as load:
-            load.all()
-        assert load.tokens == self.chunks * CHUNK_TOKENS, "the prompt was not there"
+        def enqueue() -> None:
+            blocks = self.mover.blocks_of(ids, 0, self.chunks)
+            save = self.mover.fill(reservation, dict(enumerate(blocks)))
+            save.all()
+            save.commit()
+
+        return enqueue
+
+    def load(self, prompt: KeyChain, ids: list[int]) -> Callable[[], None]:
+        match = self.mover.match(prompt)
+        assert len(match.run) == self.chunks, "the prompt was not there"
+
+        def enqueue() -> None:
+            with self.mover.load(match, ids):  # the engine computes something else meanwhile
+                pass
+
+        return enqueue
 
     # ---- seconds
+
+    def on_device(self, *ways: tuple[Lane, Callable[[], None]]) -> tuple[float, float]:
+        """Of the device, from the first byte to the last of all of these; of this thread, to enqueue them."""
+        self.gpu.synchronize()
+        self.gpu.matmuls(_AHEAD_MS)
+        (first, _), *others = ways
+        for lane, _ in ways:
+            lane.wait(self.device.compute.record())
+        began = first.copies.record(timed=True)
+        at = perf_counter()
+        for _, enqueue in ways:
+            enqueue()
+        took = perf_counter() - at
+        for lane, _ in others:
+            first.wait(lane.record())
+        ended = first.record(timed=True)
+        self.gpu.synchronize()
+        self.mover.drain()
+        return ended.since(began), took
+
+    def bare(self, *ways: tuple[Lane, list[tuple[int, int, int]]]) -> float:
+        def copy(lane: Lane, copies: list[tuple[int, int, int]]) -> Callable[[], None]:
+            return lambda: lane.copies.copy(copies)
+
+        return self.on_device(*[(lane, copy(lane, copies)) for lane, copies in ways])[0]
 
     def timed(self, work: Callable[[], None]) -> float:
         """Until the device is done with it too."""
@@ -181,109 +235,84 @@ class Rig:
         self.gpu.synchronize()
         return perf_counter() - began
 
-    def bare(self, *ways: tuple[Lane, list[tuple[int, int, int]]]) -> float:
-        def work() -> None:
-            for lane, copies in ways:
-                lane.copies.copy(copies)
 
-        return self.timed(work)
+def models(scale: Scale, gpu: Gpu) -> Samples:
+    for model in MODELS:
+        layout = layout_of(model, scale.large_layers * MODELS[model][0] // 32)
+        for tokens, number in TOKENS.items():
+            for order in ORDERS:
+                most = scale.memory // layout.nbytes(layout.whole)
+                chunks = max(1, min(number // layout.chunk_tokens, most))
+                with Rig(gpu, layout, chunks, is_apart=bool(order)) as rig:
+                    yield from _rates(scale, rig, f"{model}, {tokens}{order}")
 
 
-def both_ways(scale: Scale, gpu: Gpu) -> Samples:
-    with Rig(gpu, scale, large_layout(scale.large_layers), _PROMPT_CHUNKS) as rig:
-        yield from _rates(scale, rig, "32 MiB objects")
-        yield from _at_once(scale, rig)
-        yield from _hidden(scale, rig)
-        yield from _kernels(scale, rig)
-    with Rig(gpu, scale, small_layout(), _SMALL_PROMPT_CHUNKS) as rig:
-        yield from _rates(scale, rig, "1 MiB objects")
+def _rates(scale: Scale, rig: Rig, what: str) -> Samples:
+    store, load = rig.device.store, rig.device.load
+    for number in _numbers(scale):
+        saved, there, fresh = rig.prompt(), rig.prompt(), rig.prompt()
+        ids = rig.ids(2)
+        rig.on_device((store, rig.save(there, ids[0])))
+        out, enqueue_out = rig.on_device((store, rig.save(saved, ids[0])))
+        back, enqueue_back = rig.on_device((load, rig.load(there, ids[1])))
+        both, _ = rig.on_device((load, rig.load(there, ids[1])), (store, rig.save(fresh, ids[0])))
+        bare_out, bare_back = rig.bare((store, rig.out)), rig.bare((load, rig.back))
+        bare_both = rig.bare((load, rig.back), (store, rig.out))
+        if number < 0:
+            continue
+        for way, nbytes, ours, bare in (
+            ("to the slab", rig.nbytes, out, bare_out),
+            ("from the slab", rig.nbytes, back, bare_back),
+            ("both ways at once", 2 * rig.nbytes, both, bare_both),
+        ):
+            yield f"gpu: {way}, {what}", nbytes / ours / 1e9, nbytes / bare / 1e9
+        yield f"gpu: enqueue a save, {what}", 100 * enqueue_out / bare_out, 100.0
+        yield f"gpu: enqueue a load, {what}", 100 * enqueue_back / bare_back, 100.0
+
+
+def beside_work(scale: Scale, gpu: Gpu) -> Samples:
+    for order in ORDERS:
+        with Rig(gpu, *_one_model(scale), is_apart=bool(order)) as rig:
+            yield from _hidden(scale, rig, order)
+            if order:
+                yield from _kernels(scale, rig)
 
 
 def by_way_of_copies(scale: Scale, gpu: Gpu) -> Samples:
     """What copies in GPU memory are worth, and what it costs to leave them there."""
-    with Rig(gpu, scale, large_layout(scale.large_layers), _PROMPT_CHUNKS, near=True) as rig:
-        yield from _near(scale, rig, "32 MiB objects")
-    with Rig(gpu, scale, small_layout(), _SMALL_PROMPT_CHUNKS, near=True) as rig:
-        yield from _near(scale, rig, "1 MiB objects")
+    with Rig(gpu, *_one_model(scale), near=True) as rig:
+        yield from _near(scale, rig)
 
 
-def as_they_are(scale: Scale, gpu: Gpu) -> Samples:
-    """Blocks copied one by one, by no kernel: where this beats the kernels, SHORTEST_RUN is too high."""
-    with Rig(gpu, scale, large_layout(scale.large_layers), _PROMPT_CHUNKS, shortest_run=0) as rig:
-        yield from _rates(scale, rig, "64 KiB blocks as they are")
-    with Rig(gpu, scale, small_layout(), _SMALL_PROMPT_CHUNKS, shortest_run=0) as rig:
-        yield from _rates(scale, rig, "8 KiB blocks as they are")
+def _one_model(scale: Scale) -> tuple[Layout, int]:
+    layout = layout_of("8B", scale.large_layers)
+    return layout, max(1, min(128, scale.memory // layout.nbytes(layout.whole) // 4))
 
 
-def _rates(scale: Scale, rig: Rig, what: str) -> Samples:
-    saved = [rig.tokens()]
-
-    def save() -> float:
-        saved.append(rig.tokens())
-        (ids,) = rig.ids()
-        return rig.timed(lambda: rig.save(saved[-1], ids))
-
-    def load() -> float:
-        (ids,) = rig.ids()
-        return rig.timed(lambda: rig.load(saved[-1], ids))
-
-    for name, ours, way in (
-        (f"gpu: to the slab, {what}", save, (rig.device.store, rig.out)),
-        (f"gpu: from the slab, {what}", load, (rig.device.load, rig.back)),
-    ):
-        for number in _numbers(scale):
-            sample = paired(name, rig.nbytes, number, ours, lambda way=way: rig.bare(way))  # type: ignore[misc]
-            if number >= 0:
-                yield sample
-
-
-def _near(scale: Scale, rig: Rig, what: str) -> Samples:
-    hbm, tokens = rig.mover.hbm, rig.tokens()
+def _near(scale: Scale, rig: Rig) -> Samples:
+    hbm, prompt, lane = rig.mover.hbm, rig.prompt(), rig.device.load
     assert hbm is not None
-    rig.timed(lambda: rig.save(tokens, *rig.ids()))
+    rig.on_device((rig.device.store, rig.save(prompt, *rig.ids())))
 
     def load() -> float:
         (ids,) = rig.ids()
-        return rig.timed(lambda: rig.load(tokens, ids))
+        return rig.on_device((lane, rig.load(prompt, ids)))[0]
 
     def put() -> float:
         hbm.clear()
         return load()
 
     for name, ours in (
-        (f"gpu: from the slab, leaving copies, {what}", put),
-        (f"gpu: from copies, {what}, against the bus", load),
+        ("gpu: from the slab, leaving copies", put),
+        ("gpu: from copies, against the bus", load),
     ):
         for number in _numbers(scale):
-            bus = rig.device.load, rig.back
-            sample = paired(name, rig.nbytes, number, ours, lambda bus=bus: rig.bare(bus))  # type: ignore[misc]
+            sample = paired(name, rig.nbytes, number, ours, lambda: rig.bare((lane, rig.back)))
             if number >= 0:
                 yield sample
 
 
-def _at_once(scale: Scale, rig: Rig) -> Samples:
-    kept = rig.tokens()
-    rig.timed(lambda: rig.save(kept, *rig.ids()))
-
-    def ours() -> float:
-        fresh, (these, those) = rig.tokens(), rig.ids(2)
-
-        def work() -> None:
-            rig.load(kept, these)
-            rig.save(fresh, those)
-
-        return rig.timed(work)
-
-    def limit() -> float:
-        return rig.bare((rig.device.store, rig.out), (rig.device.load, rig.back))
-
-    for number in _numbers(scale):
-        sample = paired("gpu: both directions at once, 32 MiB objects", 2 * rig.nbytes, number, ours, limit)
-        if number >= 0:
-            yield sample
-
-
-def _hidden(scale: Scale, rig: Rig) -> Samples:
+def _hidden(scale: Scale, rig: Rig, order: str) -> Samples:
     """How much of a copy is left to see when the engine is busy with matrices all the while, in %.
 
     In steps of one copy each, beside products that last somewhat longer: what the copies add to those is then
@@ -294,7 +323,7 @@ def _hidden(scale: Scale, rig: Rig) -> Samples:
         pass
 
     def save() -> None:
-        rig.save(rig.tokens(), *rig.ids())
+        rig.save(rig.prompt(), *rig.ids())()
 
     def bare() -> None:
         rig.device.store.copies.copy(rig.out)
@@ -327,38 +356,30 @@ def _hidden(scale: Scale, rig: Rig) -> Samples:
         took = {copy: busy(copy) for copy in (nothing, save, bare)[:: 1 if number % 2 else -1]}
         ours, limit = (100 * (took[copy] - took[nothing]) / (steps * alone[copy]) for copy in (save, bare))
         if number >= 0:
-            yield "gpu: of a copy, not hidden behind matrix products", ours, limit
+            yield f"gpu: of a copy, not hidden behind matrix products{order}", ours, limit
 
 
 def _kernels(scale: Scale, rig: Rig) -> Samples:
     kv, device = rig.kv, rig.device
     pieces, to = device.upload(kv.geometry.pieces), device.memory(rig.nbytes)
     payloads = range(to, to + rig.nbytes, kv.nbytes)
+    lane = device.store
 
     def gather() -> float:
         ids = np.array(rig.ids()[0], np.int32).reshape(rig.chunks, -1)
 
         def work() -> None:
-            for launch in kv.geometry.copies("gather", None, pieces, payloads, [ids], device.spread):
-                device.store.kernels.launch(launch)
+            for launch in kv.geometry.copies("gather", kv.layers, pieces, payloads, [ids], device.spread):
+                lane.kernels.launch(launch)
 
-        return rig.timed(work)
+        return rig.on_device((lane, work))[0]
 
     def fingerprint() -> float:
-        (ids,) = rig.ids()
-        chunks = kv.check(ids)
+        chunks = kv.check(rig.ids()[0])
         marks = kv.take_marks(len(chunks))
-
-        def work() -> None:
-            for layer in kv.layers:
-                kv.enqueue_marks(device.store, layer, chunks, marks)
-
-        took = rig.timed(work)
+        took, _ = rig.on_device((lane, lambda: kv.enqueue_marks(lane, kv.layers, chunks, marks)))
         kv.give_back(marks)
         return took
-
-    def within() -> float:
-        return rig.bare((device.store, rig.within))
 
     for number in _numbers(scale):
         sample = paired(
@@ -366,14 +387,15 @@ def _kernels(scale: Scale, rig: Rig) -> Samples:
             rig.nbytes,
             number,
             gather,
-            lambda: rig.bare((device.store, rig.out)),
+            lambda: rig.bare((lane, rig.out)),
         )
         if number >= 0:
             yield sample
-            got = fingerprint() / rig.chunks, within() / rig.chunks
+            each = (32 << 20) / rig.nbytes
+            got = fingerprint() * each, rig.bare((lane, rig.within)) * each
             yield "gpu: fingerprint of 32 MiB", 1e3 * got[0], 1e3 * got[1]
 
 
 def _numbers(scale: Scale) -> Iterator[int]:
     """Of rounds; the negative ones warm up."""
-    return iter(range(-2, scale.rounds))
+    return iter(range(-2, min(scale.rounds, _ROUNDS)))

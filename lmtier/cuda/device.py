@@ -1,4 +1,4 @@
-"""The GPU itself: torch's streams and events, cupy's compiler, the driver's calls for launches and copies.
+"""The GPU itself: torch's streams and events, cupy's compiler.
 
 The only module of lmtier that needs a GPU, and so the only one that no test without one has run. It decides
 nothing: what is launched and copied, and in which order, is said by `kernels`, `paging` and `streams`.
@@ -6,101 +6,23 @@ nothing: what is launched and copied, and in which order, is said by `kernels`, 
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 
+from lmtier.cuda.driver import Driver
 from lmtier.cuda.kernels import KERNELS, Launch, Spread, compiled
 from lmtier.cuda.pinned import STEP, Pinning
-from lmtier.cuda.streams import Copies, Lane
-from lmtier.errors import LMTierError
+from lmtier.cuda.streams import Copies, Lane, Rows
 from lmtier.layout import Array
 
 _cuda: Any = torch.cuda  # which is typed in part only
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PORTABLE, _MAPPED = 1, 2  # for registrations: in every context, and within reach of kernels
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_MOST = 4096  # copies of one batch: drivers were seen to crash on tens of thousands
 
 DEFAULT_SMS = 8
-
-
-class CudaError(LMTierError):
-    """A call of the driver has failed: mostly one before it, that went on after it had returned."""
-
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes. Sources are read in the order of the stream: any other reads KV too early."""
-
-    _fields_ = [
-        ("order", ctypes.c_int),
-        ("source_hint", ctypes.c_int * 2),
-        ("to_hint", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    ]
-
-
-class Driver:
-    """The few calls of libcuda that torch and cupy do not have, or make slower."""
-
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        self._cuda = library or ctypes.CDLL("libcuda.so.1")
-        self._batch: Any = None
-        for name in ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"):
-            try:
-                self._batch = getattr(self._cuda, name)
-            except AttributeError:
-                continue
-            # The first version tells which copy failed, the second does not.
-            self._tells_which = not name.endswith("_v2")
-            break
-
-    def launch(self, function: int, launch: Launch, stream: int) -> None:
-        held = [np.asarray(each) for each in launch.arguments]
-        arguments = (ctypes.c_void_p * len(held))(*[each.ctypes.data for each in held])
-        grid = [ctypes.c_uint(each) for each in (launch.x, launch.y, 1, launch.threads, 1, 1, 0)]
-        where = ctypes.c_void_p(function), *grid, ctypes.c_void_p(stream)
-        self._check(self._cuda.cuLaunchKernel(*where, arguments, None), launch.kernel)
-
-    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        addresses = ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
-        self._check(self._cuda.cuMemcpyAsync(*addresses, ctypes.c_void_p(stream)), "a copy")
-
-    def copy_batch(self, copies: Array, stream: int) -> None:
-        """[n, (to, source, bytes)]"""
-        for first in range(0, len(copies), _MOST):
-            self._batch_of(copies[first : first + _MOST], stream)
-
-    def _batch_of(self, copies: Array, stream: int) -> None:
-        columns = np.array(copies.T, np.uint64, order="C")
-        attributes, first = _CopyAttributes(order=_STREAM_ORDER), ctypes.c_size_t(0)
-        failed = ctypes.c_size_t()
-        arrays = [ctypes.c_void_p(column.ctypes.data) for column in columns]
-        count = ctypes.c_size_t(len(copies))
-        said = ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
-        which = [ctypes.byref(failed)] if self._tells_which else []
-        self._check(self._batch(*arrays, count, *said, *which, ctypes.c_void_p(stream)), "a batch of copies")
-
-    def allow_beside_captures(self) -> None:
-        """In this thread. Otherwise what it calls fails, or breaks graphs that others capture meanwhile."""
-        mode = ctypes.c_int(_RELAXED)
-        self._check(self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "a thread's mode")
-
-    def can_batch(self, device: int) -> bool:
-        """Whether it has batches, and takes addresses of pinned memory as they are."""
-        says, asked = ctypes.c_int(), (ctypes.c_int(_HOST_POINTERS), ctypes.c_int(device))
-        self._check(self._cuda.cuDeviceGetAttribute(ctypes.byref(says), *asked), "a device's attribute")
-        return self._batch is not None and bool(says.value)
-
-    def _check(self, result: int, what: str) -> None:
-        if result:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(ctypes.c_int(result), ctypes.byref(text))
-            raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} ({result})")
 
 
 class CudaEvent:
@@ -146,20 +68,29 @@ class CudaStream:
         for to, source, nbytes in listed.tolist():
             device.driver.copy(to, source, nbytes, stream)
 
+    def copy_rows(self, rows: Rows) -> None:
+        device, stream = self._device, self.stream.cuda_stream
+        for part in device.pinning.parts(rows) if device.pinning is not None else [rows]:
+            device.driver.copy_rows(part, stream)
+
 
 class CudaDevice:
-    """The GPU that is current in torch. `sms` at most are taken by one of our kernels."""
+    """A GPU, by its number in torch, or the one that is current. `sms` at most are taken by one kernel."""
 
-    def __init__(self, *, sms: int = DEFAULT_SMS) -> None:
-        self.index = torch.cuda.current_device()
+    def __init__(self, index: int | None = None, *, sms: int = DEFAULT_SMS) -> None:
+        self.index = torch.cuda.current_device() if index is None else index
         self.spread = Spread(sms)
-        self.driver = Driver()
-        self.has_batches = self.driver.can_batch(self.index)
-        module = compiled()
-        self.functions = {name: int(module.get_function(name).kernel.ptr) for name in KERNELS}
+        with _cuda.device(self.index):  # cupy compiles for what is current in the driver
+            _cuda.current_stream().query()
+            self.driver = Driver()
+            self.has_batches = self.driver.can_batch(self.index)
+            with import_module("cupy").cuda.Device(self.index):
+                module = compiled(self.index)
+                self.functions = {name: int(module.get_function(name).kernel.ptr) for name in KERNELS}
         self.store, self.load = (Lane(self._stream(), self._stream(), stores) for stores in (True, False))
         self.pinning: Pinning | None = None
-        self._kept: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        """By address."""
 
     def _stream(self) -> CudaStream:
         return CudaStream(self, _cuda.Stream(self.index))
@@ -176,19 +107,24 @@ class CudaDevice:
         return self._keep(torch.from_numpy(raw).to(f"cuda:{self.index}"))
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor)
+        self._kept[int(tensor.data_ptr())] = tensor
         # What torch hands out may still be in use on the stream on which it was freed; ours are others.
         torch.cuda.synchronize(self.index)
         return int(tensor.data_ptr())
 
     def host_memory(self, nbytes: int) -> Array:
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        self._kept.append(tensor)
+        with _cuda.device(self.index):
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._kept[int(tensor.data_ptr())] = tensor
         array: Array = tensor.numpy()
         return array
 
+    def release(self, addresses: Iterable[int]) -> None:
+        for address in addresses:
+            del self._kept[address]
+
     def pin(self, memory: memoryview, step: int = STEP) -> Pinning:
-        """Begin to pin the slab; in every process that maps it."""
+        """Begin to pin the slab, in every process that maps it. The caller ends what was pinned before."""
         runtime = import_module("cupy").cuda.runtime
 
         def register(address: int, nbytes: int) -> None:
@@ -196,8 +132,10 @@ class CudaDevice:
             self.driver.allow_beside_captures()
             runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
 
-        if self.pinning is not None:
-            self.pinning.close()
-        self.pinning = Pinning(memory, register, runtime.hostUnregister, step=step)
+        def unregister(address: int) -> None:
+            with _cuda.device(self.index):  # of whatever thread ends it
+                runtime.hostUnregister(address)
+
+        self.pinning = Pinning(memory, register, unregister, step=step)
         self.pinning.start()
         return self.pinning

@@ -19,12 +19,13 @@ typedef long long i64;
 #endif
 
 #define AXES 4
-#define CHUNKS 64
-#define BLOCKS 832
+#define BLOCKS 1000
+#define THREADS 256  // of a thread block at most; three fit on an SM, four would spill registers
 
 // Where the payloads are and which blocks make them: an argument, so that nothing must outlive a launch.
 struct Batch {
-  u64 payload[CHUNKS];
+  u64 payload;        // of the first chunk
+  u64 apart;          // from one payload to the next
   int block[BLOCKS];  // chunk by chunk; negative: there is no such block, pass it over
   u32 chunks;
   u32 blocks;         // of each chunk
@@ -99,7 +100,7 @@ static __device__ void copy_blocks(const Piece *pieces, u32 count, const Batch &
     const Piece &piece = pieces[item / rows];
     const u64 engine = piece.base + (u64)(piece.step * block);
     const u64 payload =
-        batch.payload[row / batch.blocks] + piece.at + (u64)(piece.place * (row % batch.blocks));
+        batch.payload + batch.apart * (row / batch.blocks) + piece.at + (u64)(piece.place * (row % batch.blocks));
     u64 width = lowest_bit(payload);  // a payload may begin anywhere
     if (width == 0 || width > piece.width) width = piece.width;
     switch (width) {
@@ -112,11 +113,11 @@ static __device__ void copy_blocks(const Piece *pieces, u32 count, const Batch &
   }
 }
 
-extern "C" __global__ void gather(const Piece *pieces, u32 count, const __grid_constant__ Batch batch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) gather(const Piece *pieces, u32 count, const __grid_constant__ Batch batch) {
   copy_blocks<true>(pieces, count, batch);
 }
 
-extern "C" __global__ void scatter(const Piece *pieces, u32 count, const __grid_constant__ Batch batch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) scatter(const Piece *pieces, u32 count, const __grid_constant__ Batch batch) {
   copy_blocks<false>(pieces, count, batch);
 }
 
@@ -206,16 +207,18 @@ static __device__ void add(u64 sum[2], const Stream &stream, u32 at, u32 lane, u
   sum[1] += a + (y & 0xFFFFFFFFU) * (y >> 32);
 }
 
-// `out` takes, for each chunk, the sums of its parts, LANES words each; the last part is cut short.
-extern "C" __global__ void sums(const Raw *tensors, u32 count, u32 length,
+// Layers that are alike lie one after the other in `tensors`, `count` each. `out` takes, for each layer and
+// each chunk, the sums of its parts, LANES words each; the last part is cut short.
+extern "C" __global__ void sums(const Raw *tensors, u32 count, u32 length, u32 layers,
                                 const __grid_constant__ Batch batch, u64 *out) {
   const u32 parts = (length - 1) / PART + 1, pairs = LANES / 2;
   bool together = length % 8 == 0;  // else the last stripe begins anywhere
   for (u32 i = 0; i < count; i++) together = together && tensors[i].run % 8 == 0;
-  const u32 items = batch.chunks * parts * pairs;
+  const u32 items = layers * batch.chunks * parts * pairs;
   for (u32 item = blockIdx.x * blockDim.x + threadIdx.x; item < items; item += gridDim.x * blockDim.x) {
-    const u32 lane = item % pairs * 2, part = item / pairs % parts, chunk = item / pairs / parts;
-    const Stream stream = {tensors, batch.block + chunk * batch.blocks, batch.blocks};
+    const u32 lane = item % pairs * 2, part = item / pairs % parts, row = item / pairs / parts;
+    const u32 chunk = row % batch.chunks, layer = row / batch.chunks;
+    const Stream stream = {tensors + layer * count, batch.block + chunk * batch.blocks, batch.blocks};
     const u32 begin = part * PART;
     const bool last = part == parts - 1;
     const u32 stripes = last ? (length - 1 - begin) / STRIPE : PART / STRIPE;
@@ -223,7 +226,7 @@ extern "C" __global__ void sums(const Raw *tensors, u32 count, u32 length,
     for (u32 stripe = 0; stripe < stripes; stripe++)
       add(sum, stream, begin + stripe * STRIPE, lane, stripe * 8, together);
     if (last) add(sum, stream, length - STRIPE, lane, LAST_KEY, together);
-    u64 *place = out + ((u64)chunk * parts + part) * LANES + lane;
+    u64 *place = out + ((u64)row * parts + part) * LANES + lane;
     STORE(place, sum[0]);
     STORE(place + 1, sum[1]);
   }
@@ -231,11 +234,12 @@ extern "C" __global__ void sums(const Raw *tensors, u32 count, u32 length,
 
 static __device__ u64 fold(u64 a, u64 b) { return a * b ^ __umul64hi(a, b); }
 
-// A thread for each lane of a chunk: the sums of its parts, stirred together in their order, into the first.
-extern "C" __global__ void chain(u64 *sums, u32 length, u32 chunks) {
+// A thread for each lane of a row, which is a chunk's layer: the sums of its parts, stirred together in their
+// order, into the first.
+extern "C" __global__ void chain(u64 *sums, u32 length, u32 rows) {
   const u32 parts = (length - 1) / PART + 1;
   const u64 begin[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
-  const u32 items = chunks * LANES;
+  const u32 items = rows * LANES;
   for (u32 item = blockIdx.x * blockDim.x + threadIdx.x; item < items; item += gridDim.x * blockDim.x) {
     const u32 lane = item % LANES;
     u64 *sum = sums + (u64)(item / LANES) * parts * LANES + lane;
@@ -253,11 +257,11 @@ extern "C" __global__ void chain(u64 *sums, u32 length, u32 chunks) {
   }
 }
 
-// A thread for each chunk: its mark, from its lanes.
-extern "C" __global__ void merge(const u64 *sums, u32 length, u32 chunks, u64 *marks) {
+// A thread for each row: its mark, from its lanes. The marks of a layer lie `across` after those of the last.
+extern "C" __global__ void merge(const u64 *sums, u32 length, u32 rows, u32 chunks, u32 across, u64 *marks) {
   const u32 parts = (length - 1) / PART + 1;
-  for (u32 chunk = blockIdx.x * blockDim.x + threadIdx.x; chunk < chunks; chunk += gridDim.x * blockDim.x) {
-    const u64 *lane = sums + (u64)chunk * parts * LANES;
+  for (u32 row = blockIdx.x * blockDim.x + threadIdx.x; row < rows; row += gridDim.x * blockDim.x) {
+    const u64 *lane = sums + (u64)row * parts * LANES;
     u64 mark = length * P64_1;
 #pragma unroll
     for (u32 i = 0; i < LANES; i += 2) {
@@ -265,6 +269,6 @@ extern "C" __global__ void merge(const u64 *sums, u32 length, u32 chunks, u64 *m
       mark += fold(LOAD(lane + i) ^ secret(key), LOAD(lane + i + 1) ^ secret(key + 8));
     }
     mark = (mark ^ mark >> 37) * AVALANCHE;
-    STORE(marks + chunk, mark ^ mark >> 32);
+    STORE(marks + row / chunks * across + row % chunks, mark ^ mark >> 32);
   }
 }

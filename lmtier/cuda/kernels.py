@@ -26,7 +26,7 @@ Ids = npt.NDArray[np.int32]
 """Engine blocks, [chunks, blocks]; negative where there is none."""
 
 # The structs of kernels.cu, and its constants.
-AXES, CHUNKS, BLOCKS, PART, LANES = 4, 64, 832, 1024, 8
+AXES, BLOCKS, PART, LANES = 4, 1000, 1024, 8
 PIECE = np.dtype(
     [
         *[("base", "u8"), ("at", "u8"), ("step", "i8"), ("place", "i8")],
@@ -48,7 +48,8 @@ RAW = np.dtype(
     align=True,
 )
 BATCH = np.dtype(
-    [("payload", "u8", CHUNKS), ("block", "i4", BLOCKS), ("chunks", "u4"), ("blocks", "u4")], align=True
+    [("payload", "u8"), ("apart", "u8"), ("block", "i4", BLOCKS), ("chunks", "u4"), ("blocks", "u4")],
+    align=True,
 )
 
 KERNELS = ("gather", "scatter", "sums", "chain", "merge")
@@ -61,7 +62,8 @@ SHORT = 240
 _THREADS = 256
 _AHEAD = 4  # words a thread has under way
 _WIDEST = 16
-_THREAD_BLOCKS_PER_SM = 4
+_THREAD_BLOCKS_PER_SM = 3
+_MORE_TO_SUM = 4
 
 
 class Memory(NamedTuple):
@@ -94,7 +96,7 @@ class Launch(NamedTuple):
 class Spread:
     """Thread blocks of a launch: as many as fit so many SMs. Copies over PCIe need few; the rest computes.
 
-    The GPU may put each of the four on an SM of its own. Rejected: one of 1,024 threads an SM, most of which
+    The GPU may put each of the three on an SM of its own. Rejected: one of 1,024 threads an SM, most of which
     have nothing to do where an engine's block is few words.
     """
 
@@ -118,6 +120,7 @@ class Geometry:
         if layout.blocks > BLOCKS:
             raise LayoutError(f"a chunk is {layout.blocks} blocks; on CUDA it may be {BLOCKS} at most")
         self.layout, self.shard = layout, shard
+        self._known: dict[range, _Part] = {}
         self.table = list(tables) or [0] * len(tensors)
         """Of each layer of the shard: the block table that it goes by."""
         numbers = range(shard.first_layer, shard.end_layer)
@@ -128,6 +131,8 @@ class Geometry:
         ends = np.cumsum([len(parts[i]) for i in order]).tolist()
         self._span = {numbers[i]: (end - len(parts[i]), end) for i, end in zip(order, ends, strict=True)}
         self.raws = np.array([_raw(numbers[i], memory) for i in order for memory in tensors[i]], RAW)
+        self._words = words_of(self.pieces)
+        self._offsets = layout.offsets(shard)
         self._length = {
             numbers[i]: sum(
                 layout.blocks * int(self.raws["size"][at]) for at in range(*self._span[numbers[i]])
@@ -136,6 +141,10 @@ class Geometry:
         }
         if max(self._length.values()) >= 1 << 32:
             raise LayoutError(f"a chunk of one layer takes {max(self._length.values())} bytes: 4 GiB or more")
+
+    @property
+    def layers(self) -> range:
+        return range(self.shard.first_layer, self.shard.end_layer)
 
     @property
     def is_marked(self) -> bool:
@@ -149,55 +158,38 @@ class Geometry:
     def copies(
         self,
         kernel: str,
-        layer: int | None,
+        layers: range,
         pieces: int,
-        payloads: Sequence[int],
+        payloads: Sequence[int] | Array,
         ids: Sequence[Ids],
         spread: Spread,
     ) -> Iterator[Launch]:
-        """`gather` or `scatter` one layer, or (None) all, of the chunks that have these addresses.
+        """`gather` or `scatter` these layers of the chunks that have these addresses.
 
         `pieces`: where the device keeps that table. `ids`: of each block table.
         """
-        for table, first, end in self._ranges(layer):
-            most = int(words_of(self.pieces[first:end]).max())
-            for at, batch in batches(payloads, ids[table]):
-                x, y, threads = _grid((end - first) * at.size * self.layout.blocks, most, spread)
-                where = np.uint64(pieces + first * PIECE.itemsize)
-                yield Launch(kernel, x, y, threads, (where, np.uint32(end - first), batch))
+        for table, first, end, most in self._part(layers).ranges:
+            for at, batch in batches(ids[table], payloads):
+                x, y, threads = _grid((end - first) * len(at) * self.layout.blocks, most, spread)
+                where = np.array(pieces + first * PIECE.itemsize, np.uint64)
+                yield Launch(kernel, x, y, threads, (where, np.array(end - first, np.uint32), batch))
 
-    def runs(self, layer: int | None, payloads: Sequence[int], ids: Sequence[Ids]) -> Array | None:
-        """The same copies without a kernel, [number, (engine, payload, bytes)]: what lies together in both.
+    def run_bytes(self, layers: range) -> int:
+        """How much lies together in the engine's memory and in payloads, on average over these layers.
 
-        None, where a block is more than one piece.
+        0, where a block is more than one piece of its layer.
         """
-        found = []
-        for table, first, end in self._ranges(layer):
-            pieces, there = self.pieces[first:end], ids[table] >= 0
-            if pieces["count"].max() > 1:
-                return None
-            base, at, step, place, run = (
-                pieces[name].astype(np.int64)[:, None, None]
-                for name in ("base", "at", "step", "place", "run")
-            )
-            numbers = np.arange(self.layout.blocks)
-            engine = (base + step * ids[table].astype(np.int64))[:, there]
-            payload = (at + place * numbers + np.asarray(payloads, np.int64)[:, None])[:, there]
-            begins = np.ones(engine.shape, np.bool_)
-            gaps = (np.diff(engine) != run[:, 0]) | (np.diff(payload) != run[:, 0])
-            begins[:, 1:] = gaps
-            starts = np.flatnonzero(begins)
-            each = np.broadcast_to(run[:, 0], engine.shape).reshape(-1)[starts]
-            nbytes = np.diff(np.append(starts, engine.size)) * each
-            found.append(np.stack([engine.reshape(-1)[starts], payload.reshape(-1)[starts], nbytes], axis=1))
-        return np.concatenate(found)
+        return min(0 if runs is None else runs.mean_bytes for runs in self._part(layers).runs)
 
-    def place(self, layer: int | None) -> tuple[int, int]:
-        """Where a layer, or (None) all, lies in a payload: first byte, how many."""
-        if layer is None:
-            return 0, self.layout.nbytes(self.shard)
-        first, end = self.layout.offsets(self.shard)[layer - self.shard.first_layer :][:2]
-        return first, end - first
+    def runs(self, layers: range, payloads: Sequence[int] | Array, ids: Sequence[Ids]) -> Array:
+        """The same without a kernel, [number, (engine, payload, bytes)]: what lies together in both."""
+        found = [runs for runs in self._part(layers).runs if runs is not None]
+        return np.concatenate([runs.copies(payloads, ids[runs.table]) for runs in found])
+
+    def place(self, layers: range) -> tuple[int, int]:
+        """Where these lie in a payload: first byte, how many."""
+        first = self._offsets[layers.start - self.shard.first_layer]
+        return first, self._offsets[layers.stop - self.shard.first_layer] - first
 
     def raw_runs(self, layer: int, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of everything that a mark of these blocks is of, in its order."""
@@ -211,49 +203,167 @@ class Geometry:
                 yield from ((base + step * block + at, run) for at in starts.tolist())
 
     def marks(
-        self, layer: int, raws: int, ids: Ids, workspace: int, marks: int, spread: Spread
+        self,
+        layers: range,
+        raws: int,
+        ids: Sequence[Ids],
+        workspace: tuple[int, int],
+        marks: int,
+        spread: Spread,
     ) -> Iterator[Launch]:
-        """One u64 a chunk at address `marks`: xxh3-64 of the layer's raw bytes. All blocks must be there."""
+        """One u64 a chunk and layer at address `marks`, [layers, chunks]: xxh3-64 of the layer's raw bytes.
+
+        All blocks must be there. `workspace`: where sums may lie meanwhile, and how many bytes of them.
+        """
         if not self.is_marked:
             raise LayoutError(f"a chunk of one layer takes {SHORT} bytes or less: too few for a mark")
-        if ids.shape[1] != self.layout.blocks or ids.min(initial=0) < 0:
+        if any(each.shape[1] != self.layout.blocks or each.min(initial=0) < 0 for each in ids):
             raise LayoutError(f"a mark is of a chunk's {self.layout.blocks} blocks, all of them")
-        first, end = self._span[layer]
-        length, size = np.uint32(self._length[layer]), self.sums_bytes(layer)
-        for at, batch in batches([0] * len(ids), ids):
-            begin, chunks = int(at[0]), at.size
-            sums = np.uint64(workspace + begin * size)
-            items = chunks * size // 16  # a thread adds up two lanes
-            x = min(-(-items // 128), spread.thread_blocks)
-            where = np.uint64(raws + first * RAW.itemsize)
-            yield Launch("sums", x, 1, 128, (where, np.uint32(end - first), length, batch, sums))
-            count, out = np.uint32(chunks), np.uint64(marks + begin * 8)
-            yield Launch("chain", -(-chunks * LANES // 32), 1, 32, (sums, length, count))
-            yield Launch("merge", -(-chunks // 32), 1, 32, (sums, length, count, out))
+        at, room = workspace
+        for table, some in self._part(layers).alike:
+            first, end = self._span[some.start]
+            length, size, across = self._length[some.start], self.sums_bytes(some.start), len(ids[table])
+            step = max(1, min(len(some), room // size))
+            for low in range(some.start, some.stop, step):
+                count = min(step, some.stop - low)
+                where = np.array(raws + self._span[low][0] * RAW.itemsize, np.uint64)
+                out = marks + 8 * across * (low - layers.start)
+                for chunks, batch in batches(ids[table], most=max(1, room // (size * count))):
+                    yield from self._marks_of(
+                        where, end - first, length, count, batch, at, out + 8 * chunks.start, across, spread
+                    )
 
-    def _ranges(self, layer: int | None) -> Iterator[tuple[int, int, int]]:
-        """Table, and the range of its pieces."""
-        if layer is not None:
-            yield self.table[layer - self.shard.first_layer], *self._span[layer]
-            return
+    def _marks_of(
+        self,
+        where: Array,
+        tensors: int,
+        nbytes: int,
+        layers: int,
+        batch: Array,
+        sums: int,
+        marks: int,
+        across: int,
+        spread: Spread,
+    ) -> Iterator[Launch]:
+        chunks = int(batch["chunks"])
+        rows, parts = layers * chunks, (nbytes - 1) // PART + 1
+        length, workspace = np.array(nbytes, np.uint32), np.array(sums, np.uint64)
+        # A thread adds up two lanes. It waits for memory most of the time, and is soon done: so more of them.
+        x = min(-(-rows * parts * LANES // 2 // 128), _MORE_TO_SUM * spread.thread_blocks)
+        counts = (np.array(each, np.uint32) for each in (tensors, layers, rows, chunks, across))
+        tensors_, layers_, rows_, chunks_, across_ = counts
+        yield Launch("sums", x, 1, 128, (where, tensors_, length, layers_, batch, workspace))
+        yield Launch("chain", -(-rows * LANES // 32), 1, 32, (workspace, length, rows_))
+        out = np.array(marks, np.uint64)
+        yield Launch("merge", -(-rows // 32), 1, 32, (workspace, length, rows_, chunks_, across_, out))
+
+    def _alike(self, layers: range) -> Iterator[tuple[int, range]]:
+        """Table, and consecutive layers of it whose marks are taken alike and whose tensors lie in a row."""
+        first = layers.start
+        for layer in layers:
+            following = layer + 1
+            if following in layers and self._kind(following) == self._kind(layer):
+                continue
+            yield self.table[first - self.shard.first_layer], range(first, following)
+            first = following
+
+    def _kind(self, layer: int) -> tuple[Any, ...]:
+        first, end = self._span[layer]
+        table = self.table[layer - self.shard.first_layer]
+        return table, self._length[layer], tuple(self.raws["run"][first:end].tolist())
+
+    def _part(self, layers: range) -> _Part:
+        if (found := self._known.get(layers)) is None:
+            ranges = list(self._ranges(layers))
+            found = self._known[layers] = _Part(
+                [(table, first, end, int(self._words[first:end].max())) for table, first, end in ranges],
+                [_Runs.of(table, self.pieces[first:end], self.layout.blocks) for table, first, end in ranges],
+                list(self._alike(layers)),
+            )
+        return found
+
+    def _ranges(self, layers: range) -> Iterator[tuple[int, int, int]]:
         for table in sorted(set(self.table)):
             spans = [
-                self._span[self.shard.first_layer + i] for i, each in enumerate(self.table) if each == table
+                self._span[layer] for layer in layers if self.table[layer - self.shard.first_layer] == table
             ]
-            yield table, min(first for first, _ in spans), max(end for _, end in spans)
+            if spans:
+                yield table, spans[0][0], spans[-1][1]
 
 
-def batches(payloads: Sequence[int], ids: Ids) -> Iterator[tuple[npt.NDArray[np.intp], Array]]:
-    """Which chunks, and the argument that says so: as many as one takes."""
+class _Part(NamedTuple):
+    """What is known of some layers, once they were asked for."""
+
+    ranges: list[tuple[int, int, int, int]]
+    """Of each table: its number, the range of its pieces, and the most words of one."""
+    runs: list[_Runs | None]
+    """Of each table."""
+    alike: list[tuple[int, range]]
+    """Tables, and layers of them whose marks are taken in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The copies that blocks are, where no kernel is needed: pieces of neighbouring layers may be one."""
+
+    table: int
+    base: Array
+    step: Array
+    at: Array
+    place: Array
+    nbytes: Array
+
+    @classmethod
+    def of(cls, table: int, pieces: Array, blocks: int) -> _Runs | None:
+        if pieces["count"].max() > 1:
+            return None
+        base, step, at, place, run = (
+            pieces[name].astype(np.int64) for name in ("base", "step", "at", "place", "run")
+        )
+        goes_on = (np.diff(base) == run[:-1]) & (np.diff(at) == run[:-1]) & (np.diff(step) == 0)
+        if blocks > 1:  # then a payload keeps a layer's blocks together, not a block's layers
+            goes_on[:] = False
+        starts = np.flatnonzero(np.append(True, ~goes_on))
+        base, step, at, place = (each[starts][:, None, None] for each in (base, step, at, place))
+        return cls(table, base, step, at, place, np.add.reduceat(run, starts))
+
+    @property
+    def mean_bytes(self) -> int:
+        return int(self.nbytes.mean())
+
+    def copies(self, payloads: Sequence[int] | Array, ids: Ids) -> Array:
+        there = ids >= 0
+        numbers = np.arange(ids.shape[1])
+        engine = (self.base + self.step * ids.astype(np.int64))[:, there]
+        payload = (self.at + self.place * numbers + np.asarray(payloads, np.int64)[:, None])[:, there]
+        nbytes = np.broadcast_to(self.nbytes[:, None], engine.shape)
+        return np.stack([engine.reshape(-1), payload.reshape(-1), nbytes.reshape(-1)], axis=1)
+
+
+def batches(
+    ids: Ids, payloads: Sequence[int] | Array | None = None, most: int = BLOCKS
+) -> Iterator[tuple[range, Array]]:
+    """Which chunks, and the argument that says so: as many as fit, of payloads that are equally far apart."""
     blocks = ids.shape[1]
-    each = min(CHUNKS, BLOCKS // blocks)
-    for first in range(0, len(payloads), each):
-        at = np.arange(first, min(first + each, len(payloads)))
+    each = min(most, BLOCKS // blocks)
+    starts = np.zeros(len(ids), np.int64) if payloads is None else np.asarray(payloads, np.int64)
+    steps = starts[1:] - starts[:-1]
+    first = 0
+    while first < len(ids):
+        last = min(first + each, len(ids)) - 1
+        apart = steps[first] if first < last else 0
+        if (others := (steps[first:last] != apart).nonzero()[0]).size:
+            last = first + int(others[0])
+        at = range(first, last + 1)
         batch = np.zeros((), BATCH)
-        batch["payload"][: at.size] = payloads[first : first + at.size]
-        batch["block"][: at.size * blocks] = ids[first : first + at.size].reshape(-1)
-        batch["chunks"], batch["blocks"] = at.size, blocks
+        batch["payload"], batch["apart"] = (
+            int(starts[first]),
+            int(apart) % (1 << 64),
+        )  # which wraps, if it is < 0
+        batch["block"][: len(at) * blocks] = ids[first : at.stop].reshape(-1)
+        batch["chunks"], batch["blocks"] = len(at), blocks
         yield at, batch
+        first = at.stop
 
 
 def words_of(pieces: Array) -> Array:
@@ -356,8 +466,8 @@ def source() -> str:
         return path.read_text()
 
 
-@lru_cache(maxsize=1)
-def compiled() -> Any:
-    """The module of kernels for the current device. cupy keeps what it has compiled on disk."""
+@lru_cache
+def compiled(device: int) -> Any:
+    """The module of kernels, for the device that is current and has this number. cupy keeps it on disk."""
     cupy = import_module("cupy")  # here only: nobody without a GPU has it
     return cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")

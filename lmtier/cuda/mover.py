@@ -12,14 +12,14 @@ are; without it, a mover whose settings have a gpu:// tier decides and ends by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
 import numpy as np
 
 from lmtier.cache import Match, Reservation
-from lmtier.cuda.paging import Bound, CudaKV, Near
+from lmtier.cuda.paging import Chunks, CudaKV, Marks, Near
 from lmtier.cuda.streams import Lane, Order
 from lmtier.errors import MisuseError
 from lmtier.hbm import Hbm, Places
@@ -69,14 +69,14 @@ class CudaMover(Mover):
     def begin(
         self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0, near: Near | None = None
     ) -> CudaLoad:
-        self._need_proof()
+        self._need(match.form)
         return CudaLoad(self, match, block_ids, computed_tokens, near)
 
     def fill(
         self, reservation: Reservation, blocks: Mapping[int, BlockIds], *, near: Near | None = None
     ) -> CudaSave:
         """`near`: of each chunk of the reservation, in its order."""
-        self._need_proof()
+        self._need(reservation.form)
         return CudaSave(self, reservation, blocks, near)
 
     @property
@@ -104,7 +104,7 @@ class CudaMover(Mover):
 class CudaSave(Save):
     """New chunks on their way out. After `commit` they become visible in the `poll` that finds them there."""
 
-    _bounds: list[Bound]  # type: ignore[assignment]
+    _bounds: Chunks  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -116,8 +116,10 @@ class CudaSave(Save):
         super().__init__(mover, reservation, blocks)
         self._kv = mover.kv
         self.done = False
-        for bound in self._bounds:
-            bound.check_whole()
+        self._bounds.check_whole()
+        self._waiting: set[int] = set()
+        """Layers that may be enqueued, and are when all of their group may be."""
+        self._group_of: dict[int, range] = {}
         self._marked = [(chunk, ids) for chunk, ids in self._chunks if chunk in self._prints]
         self._cuda = mover
         self._places: Places | None = None
@@ -127,39 +129,56 @@ class CudaSave(Save):
         try:
             if near is not None:
                 self._kv.bring_near(self._bounds, near)
-            self._marks = self._kv.take_marks(len(self._marked))
-            self._store = mover.order.store(_touched(bound.ids for bound in self._bounds))
+            self._store = mover.order.store(self._bounds.blocks)
         except BaseException:
             mover.give_back(self._places, believed=False)
             raise
+        self._marks = self._kv.take_marks(len(self._marked))
+        self._marked = self._marked[: self._marks.chunks]  # the others are stored without a fingerprint
+        self._prints = {chunk: {} for chunk, _ in self._marked}
 
     def layer(self, layer: int) -> None:
-        """Save one layer of every new chunk, as the engine has it enqueued by now."""
-        self._enqueue(layer, [layer])
+        """Save one layer of every new chunk, as the engine has it enqueued by now: with all of its group."""
+        if layer not in self._missing:
+            return
         self._missing.discard(layer)
+        self._waiting.add(layer)
+        if not self._group_of:
+            groups = self._kv.layer_groups(len(self._bounds))
+            self._group_of = {each: group for group in groups for each in group}
+        group = self._group_of[layer]
+        if self._waiting.issuperset(group):
+            self._waiting.difference_update(group)
+            self._enqueue(group)
 
     def all(self) -> None:
-        if len(self._missing) < len(self._kv.layers):
-            for layer in sorted(self._missing):
-                self.layer(layer)
-            return
-        self._enqueue(None, self._kv.layers)
+        self._waiting |= self._missing
         self._missing.clear()
+        self._enqueue_waiting()
 
-    def _enqueue(self, layer: int | None, layers: Sequence[int]) -> None:
+    def _enqueue_waiting(self) -> None:
+        waiting = sorted(self._waiting)
+        self._waiting.clear()
+        first = 0
+        for at, layer in enumerate(waiting):
+            if layer + 1 not in waiting[at + 1 : at + 2]:
+                self._enqueue(range(waiting[first], layer + 1))
+                first = at + 1
+
+    def _enqueue(self, layers: range) -> None:
         if not self._bounds:
             return
 
         def enqueue(lane: Lane) -> None:
-            self._kv.enqueue_copies(lane, layer, self._bounds)
-            for each in layers:
-                self._kv.enqueue_marks(lane, each, [ids for _, ids in self._marked], self._marks)
+            self._kv.enqueue_copies(lane, layers, self._bounds)
+            self._kv.enqueue_marks(lane, layers, [ids for _, ids in self._marked], self._marks)
 
         self._store.part(enqueue)
 
     def commit(self) -> None:
         if self._missing and self._chunks:
             raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
+        self._enqueue_waiting()
         self._store.end(self._commit)
 
     def abort(self) -> None:
@@ -212,34 +231,34 @@ class CudaLoad(Load):
             if mover.sampled(entry.key) and self._is_comparable(entry, ids, first_block)
         ]
         self._fingerprints: dict[bytes, bytes] = {}
-        self._marked = marked
         self._places: Places | None = None
         if near is None and mover.hbm is not None:
             self._places = mover.hbm.load([entry for entry, _, _ in self._chunks], mover.form)
             near = self._places.near
         try:
             self._bounds = self._bind(near)
-            self._load = mover.order.load(_touched(bound.ids for bound in self._bounds))
+            self._load = mover.order.load(self._bounds.blocks)
+            marks = self._kv.take_marks(len(marked))
+            self._marked = marked[: marks.chunks]  # the others are not compared
             try:
-                self._begin()
+                self._begin(marks)
             except BaseException:
                 # The leases end with this call: nothing may read the extents any more.
                 self._load.end(lambda: None)
                 self._load.wait()
+                self._kv.give_back(marks)
                 raise
         except BaseException:
             self._give_back(believed=False)
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, marks: Marks) -> None:
         kv, marked = self._kv, self._marked
-        for layer in kv.layers if self._cuda.layerwise else [None]:
-            self._load.part(partial(self._enqueue, layer), layer)
-        marks = kv.take_marks(len(marked))
+        for layers in kv.layer_groups(len(self._bounds)) if self._cuda.layerwise else [kv.layers]:
+            self._load.part(partial(self._enqueue, layers), layers)
 
         def enqueue_marks(lane: Lane) -> None:
-            for layer in kv.layers:
-                kv.enqueue_marks(lane, layer, [ids for _, ids in marked], marks)
+            kv.enqueue_marks(lane, kv.layers, [ids for _, ids in marked], marks)
 
         def arrived() -> None:
             for number, (entry, _) in enumerate(marked):
@@ -249,26 +268,34 @@ class CudaLoad(Load):
             if self._is_left:
                 self._settle()
 
-        self._load.part(enqueue_marks)
+        if marked:
+            self._load.part(enqueue_marks)
         self._load.end(arrived)
 
-    def _enqueue(self, layer: int | None, lane: Lane) -> None:
-        self._kv.enqueue_copies(lane, layer, self._bounds)
+    def _enqueue(self, layers: range, lane: Lane) -> None:
+        self._kv.enqueue_copies(lane, layers, self._bounds)
 
-    def _bind(self, near: Near | None) -> list[Bound]:
-        """Every chunk, in order. One of another form becomes a payload of ours that lives as long as this."""
-        kv, is_foreign = self._kv, [entry.form is not self._mover.form for entry, _, _ in self._chunks]
-        own = iter(self._bound)
-        bounds: list[Bound] = [
-            kv.bind(ids, np.empty(kv.nbytes, np.uint8).data, first_block) if foreign else next(own)  # type: ignore[misc]
-            for (_, ids, first_block), foreign in zip(self._chunks, is_foreign, strict=True)
-        ]
+    def _bind(self, near: Near | None) -> Chunks:
+        """Those of our form, then the others, which become payloads of ours that live as long as this."""
+        kv, own, nbytes = self._kv, self._bound, self._kv.nbytes
+        assert isinstance(own, Chunks)
+        if not self._foreign:
+            if near is not None:
+                kv.bring_near(own, near)
+            return own
+        payloads = np.empty((len(self._foreign), nbytes), np.uint8)
+        memory = memoryview(payloads.reshape(-1))
+        rows = [(ids, at * nbytes, first) for at, (_, ids, first) in enumerate(self._foreign)]
+        chunks = own + kv.bind_all(rows, lambda at, size: memory[at : at + size])
         if near is not None:
-            kv.bring_near(bounds, near)
-        for bound, (entry, _, _), foreign in zip(bounds, self._chunks, is_foreign, strict=True):
-            if foreign and not bound.is_there:
-                self._convert_into(bound.payload, entry)
-        return bounds
+            is_foreign = [entry.form is not self._mover.form for entry, _, _ in self._chunks]
+            kv.bring_near(chunks, [near[at] for at in sorted(range(len(near)), key=is_foreign.__getitem__)])
+        for payload, (entry, _, _), is_there in zip(
+            payloads, self._foreign, chunks.is_there[len(own) :], strict=True
+        ):
+            if not is_there:
+                self._convert_into(payload, entry)
+        return chunks
 
     def _convert_into(self, payload: Array, entry: Entry) -> None:
         kv, form = self._kv, entry.form
@@ -316,6 +343,9 @@ class CudaLoad(Load):
             self._give_back(believed=tokens == loaded)
         return tokens
 
+    def _differs(self, entry: Entry, ids: BlockIds, first_block: int) -> bool:
+        return entry.key in self._fingerprints and super()._differs(entry, ids, first_block)
+
     def _fingerprint(self, entry: Entry, ids: BlockIds) -> bytes:
         return self._fingerprints[entry.key]
 
@@ -334,7 +364,3 @@ class CudaLoad(Load):
         self._is_left = True
         if self.done:
             self._settle()
-
-
-def _touched(chunks: Iterable[BlockIds]) -> set[int]:
-    return {int(block) for ids in chunks for table in ids.tables for block in table}

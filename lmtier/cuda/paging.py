@@ -1,10 +1,14 @@
 """Engine blocks on a GPU ◄► extents: what `PagedKV` is on a CPU, over the same layouts, with the same marks.
 
-Two ways, by how much of a block lies together:
+Two ways, by how much of a block lies together in both memories:
 
     runs      long runs of bytes are copied as they are, all of them in one call          no SM is used
     staged    a kernel puts blocks into the order of payloads in device memory, and one    few SMs
-              copy a chunk takes that over the bus, while the kernel does the next
+              copy takes that over the bus, while the kernel does the next
+
+Rejected: a kernel that reads or writes the slab itself. It needs no staging and reaches .93 of the bus, but
+whatever the engine computes meanwhile loses 10 to 70 % of that time on an H100, and both directions at once
+reach .65 of what copies do (docs/LOG.md).
 
 A chunk that has a place in GPU memory (`lmtier.hbm`) goes the second way, with that place as its staging:
 what was brought there once is scattered from there without the bus.
@@ -21,32 +25,38 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lmtier.cuda.kernels import Geometry, Ids, Memory
-from lmtier.cuda.streams import Device, Enqueue, Event, Lane, Stream
+from lmtier.cuda.streams import Device, Enqueue, Event, Lane, Rows, Stream
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.layout import Array, Layout, Shard
 from lmtier.paging import BlockIds, Buffer, PagedKV, Planes, check_dtype, raw_order
+from lmtier.slab import Extents
 
 STAGING_BYTES = 64 << 20
 """In each direction."""
 
-SHORTEST_RUN = 128 << 10
-"""From this many bytes on, on average, runs are copied as they are. Not measured here yet: a single copy
-costs peers about 2 µs of the bus, which is this much."""
+SHORTEST_RUN = 512 << 10
+"""From this many bytes on, runs are copied as they are: on an H100 pieces of 256 KiB reach .86 to .92 of the
+bus, of 640 KiB .97, and staging .95 with any."""
+
+GROUP_BYTES = 8 << 20
+"""Layers are enqueued together until they are this much, where an engine saves and loads layer by layer."""
 
 Near: TypeAlias = "Sequence[tuple[int, bool] | None]"
 """Of each chunk: its offset in the memory of `hold`, and whether its payload is there already; or None."""
 
 _SLOTS = 2  # one under the kernel, one on the bus
+_FARTHEST = 1 << 30  # rows of one copy: drivers take less than 2 GiB
 _WORKSPACE_BYTES = 8 << 20
+_MARKS_BYTES = 4 << 20
 _ALIGNED = 256
 
 
 class Marks:
-    """Room for the marks of a few chunks, [layers, chunks], which the device writes and the host reads."""
+    """The marks of a few chunks, [layers, chunks], which the device writes and the host reads."""
 
-    def __init__(self, layers: int, chunks: int, memory: Array) -> None:
-        self.memory = memory
-        self.values = memory[: layers * chunks * 8].view(np.uint64).reshape(layers, chunks)
+    def __init__(self, values: Array, offsets: tuple[int, ...]) -> None:
+        self.values, self.offsets = values, offsets
+        self.chunks = values.shape[1]
 
     def prints(self, chunk: int) -> list[bytes]:
         """Of each layer, as `PagedKV.raw_fingerprint` says it."""
@@ -56,11 +66,9 @@ class Marks:
 class Staging:
     """Device memory in slots that take turns. A slot's next use waits for the end of its last."""
 
-    def __init__(self, device: Device, slot_bytes: int) -> None:
+    def __init__(self, slots: Sequence[int], slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self._slots: list[tuple[int, Event | None]] = [
-            (device.memory(slot_bytes), None) for _ in range(_SLOTS)
-        ]
+        self._slots: list[tuple[int, Event | None]] = [(address, None) for address in slots]
 
     def take(self, stream: Stream) -> int:
         """The address of the next one, for `stream` to fill."""
@@ -109,23 +117,50 @@ class CudaKV(PagedKV):
                 "a chunk of one layer takes so few bytes that kernels cannot take its fingerprint"
             )
         self.raw_tag = self._tag([[raw_order(m.item, m.shape, m.strides) for m in each] for each in memory])
-        largest = max(self.geometry.place(layer)[1] for layer in numbers)
         self._shortest_run = shortest_run
-        self._piece_table = device.upload(self.geometry.pieces)
-        self._raw_table = device.upload(self.geometry.raws)
-        self._slot_bytes = max(staging_bytes // _SLOTS, _aligned(largest))
-        self._staging = {stores: Staging(device, self._slot_bytes) for stores in (True, False)}
-        self._workspace_bytes = max(_WORKSPACE_BYTES, *map(self.geometry.sums_bytes, numbers))
-        # Of sums. One for each direction, whose kernels run one after another.
-        self._workspace = {stores: device.memory(self._workspace_bytes) for stores in (True, False)}
-        self._spare_marks: dict[int, list[Array]] = {}
+        self._taken: list[int] = []
+        """Addresses of what the device keeps for this."""
+        try:
+            self._take(staging_bytes)
+        except BaseException:
+            self.close()
+            raise
         self._held, self._held_bytes = 0, 0
+
+    def _take(self, staging_bytes: int) -> None:
+        device = self.device
+        largest = max(self.geometry.place(self._these(layer))[1] for layer in self.layers)
+        self._piece_table = self._own(device.upload(self.geometry.pieces))
+        self._raw_table = self._own(device.upload(self.geometry.raws))
+        self._slot_bytes = max(staging_bytes // _SLOTS, _aligned(largest))
+        self._staging = {
+            stores: Staging(
+                [self._own(device.memory(self._slot_bytes)) for _ in range(_SLOTS)], self._slot_bytes
+            )
+            for stores in (True, False)
+        }
+        self._workspace_bytes = max(_WORKSPACE_BYTES, *map(self.geometry.sums_bytes, self.layers))
+        # Of sums. One for each direction, whose kernels run one after another.
+        self._workspace = {
+            stores: self._own(device.memory(self._workspace_bytes)) for stores in (True, False)
+        }
+        self._marks_memory, self._marks_room = device.host_memory(_MARKS_BYTES), Extents(_MARKS_BYTES)
+        self._own(self._marks_memory.ctypes.data)
 
     def hold(self, nbytes: int) -> None:
         """Take this much GPU memory for the payloads of chunks that are given places. Once, at start."""
         if self._held_bytes:
             raise MisuseError("this rank holds memory for copies already")
-        self._held, self._held_bytes = self.device.memory(nbytes), nbytes
+        self._held, self._held_bytes = self._own(self.device.memory(nbytes)), nbytes
+
+    def close(self) -> None:
+        """Let go of what was taken of the GPU for this. Nothing may be under way any more."""
+        self.device.release(self._taken)
+        self._taken = []
+
+    def _own(self, address: int) -> int:
+        self._taken.append(address)
+        return address
 
     def _memory(self, number: int, tensor: Any) -> Memory:
         memory = Memory.of(tensor)
@@ -146,132 +181,156 @@ class CudaKV(PagedKV):
 
     # ---- what a transfer is made of
 
-    def bind(self, block_ids: Any, buffer: Buffer, first_block: int = 0) -> Bound:  # type: ignore[override]
-        """A chunk's blocks and its payload."""
-        return Bound(self, self._ids(block_ids, first_block), self._payload(buffer, self.nbytes), first_block)
+    def bind(self, block_ids: Any, buffer: Buffer, first_block: int = 0) -> Chunks:  # type: ignore[override]
+        """One chunk's blocks and its payload."""
+        ids, payload = self._ids(block_ids, first_block), self._payload(buffer, self.nbytes)
+        return self._bound([(ids, 0, first_block)], payload)
 
     def bind_all(  # type: ignore[override]
         self, chunks: Sequence[tuple[BlockIds, int, int]], view: Callable[[int, int], Buffer]
-    ) -> list[Bound]:
-        """Each for itself: a launch takes chunks wherever they lie."""
-        return [self.bind(ids, view(offset, self.nbytes), first) for ids, offset, first in chunks]
+    ) -> Chunks:
+        """Chunks (ids, offset, first block) of what `view` shows, as one: tables of them are made once."""
+        if not chunks:
+            return self._bound([], np.empty(0, np.uint8))
+        offsets = [offset for _, offset, _ in chunks]
+        low, size = min(offsets), max(offsets) - min(offsets) + self.nbytes
+        return self._bound(chunks, self._payload(view(low, size), size), low)
 
-    def bring_near(self, chunks: Sequence[Bound], near: Near) -> None:
+    def _bound(self, chunks: Sequence[tuple[BlockIds, int, int]], memory: Array, low: int = 0) -> Chunks:
+        first = memory.ctypes.data - low
+        addresses = np.array([offset for _, offset, _ in chunks], np.int64) + first
+        number, blocks = len(chunks), self.layout.blocks
+        is_whole = all(ids.is_whole and not skipped for ids, _, skipped in chunks)
+        tables = []
+        for table in range(self.tables):
+            if is_whole and chunks:
+                rows = np.concatenate([ids.tables[table] for ids, _, _ in chunks]).astype(np.int32)
+                tables.append(rows.reshape(number, blocks))
+                continue
+            tables.append(np.full((number, blocks), -1, np.int32))
+            for row, (each, _, skipped) in zip(tables[-1], chunks, strict=True):
+                ids, begin = each.after(table, skipped)
+                row[begin : begin + len(ids)] = ids
+        return Chunks(addresses, tables, is_whole=is_whole, memory=(memory,), kv=self)
+
+    def bring_near(self, chunks: Chunks, near: Near) -> None:
         """Let those that have a place go by way of it. Whose places those are is the caller's care."""
         if len(near) != len(chunks):
             raise MisuseError(f"{len(chunks)} chunks, and {len(near)} places for them")
-        for chunk, place in zip(chunks, near, strict=True):
+        for number, place in enumerate(near):
             if place is not None:
-                offset, chunk.is_there = place
+                offset, is_there = place
                 if not 0 <= offset <= self._held_bytes - self.nbytes:
                     raise MisuseError(
                         f"a place at {offset}, beyond the {self._held_bytes} bytes that are held"
                     )
-                chunk.near = self._held + offset
+                chunks.near[number], chunks.is_there[number] = self._held + offset, is_there
 
-    def enqueue_copies(self, lane: Lane, layer: int | None, chunks: Sequence[Bound]) -> None:
-        """One layer, or (None) all, of these chunks: out of their blocks or into them, as the lane goes."""
+    def layer_groups(self, chunks: int) -> list[range]:
+        """The layers in groups that are worth a call each, where so many chunks are moved layer by layer."""
+        groups, first = [], self.layers.start
+        for end in range(first + 1, self.layers.stop + 1):
+            if chunks * self.geometry.place(range(first, end))[1] >= GROUP_BYTES or end == self.layers.stop:
+                groups.append(range(first, end))
+                first = end
+        return groups
+
+    def enqueue_copies(self, lane: Lane, layers: range, chunks: Chunks) -> None:
+        """These layers of these chunks: out of their blocks or into them, as the lane goes."""
+        if not chunks.near.any():
+            self._enqueue_far(lane, layers, chunks)
+            return
         # First what no kernel has to wait for the bus for.
-        self._enqueue_near(lane, layer, [chunk for chunk in chunks if chunk.is_there])
-        self._enqueue_near(lane, layer, [chunk for chunk in chunks if chunk.near and not chunk.is_there])
-        self._enqueue_far(lane, layer, [chunk for chunk in chunks if not chunk.near])
+        for which, enqueue in (
+            (chunks.is_there, self._enqueue_near),
+            ((chunks.near != 0) & ~chunks.is_there, self._enqueue_near),
+            (chunks.near == 0, self._enqueue_far),
+        ):
+            if which.any():
+                enqueue(lane, layers, chunks.part(which))
 
-    def _enqueue_far(self, lane: Lane, layer: int | None, chunks: Sequence[Bound]) -> None:
+    def _enqueue_far(self, lane: Lane, layers: range, chunks: Chunks) -> None:
         if not chunks:
             return
-        ids = self._tables_of(chunks)
-        runs = self.geometry.runs(layer, [chunk.address for chunk in chunks], ids)
-        if runs is not None and len(runs) and runs[:, 2].mean() >= self._shortest_run:
-            lane.copies.copy(runs[:, [1, 0, 2]] if lane.stores else runs)
+        if self.geometry.run_bytes(layers) >= max(1, self._shortest_run):
+            runs = self.geometry.runs(layers, chunks.addresses, chunks.ids)
+            if len(runs):
+                lane.copies.copy(runs[:, [1, 0, 2]] if lane.stores else runs)
             return
-        whole = layer is None and _aligned(self.nbytes) <= self._slot_bytes
-        for step in [layer] if whole or layer is not None else self.layers:
-            self._enqueue_staged(lane, step, chunks, ids)
+        whole = _aligned(self.geometry.place(layers)[1]) <= self._slot_bytes
+        for step in [layers] if whole else [range(layer, layer + 1) for layer in layers]:
+            self._enqueue_staged(lane, step, chunks)
 
-    def _enqueue_staged(
-        self, lane: Lane, layer: int | None, chunks: Sequence[Bound], ids: Sequence[Ids]
-    ) -> None:
-        at, nbytes = self.geometry.place(layer)
+    def _enqueue_staged(self, lane: Lane, layers: range, chunks: Chunks) -> None:
+        at, nbytes = self.geometry.place(layers)
         room, staging = _aligned(nbytes), self._staging[lane.stores]
-        for group in _groups(len(chunks), staging.slot_bytes // room):
+        each = staging.slot_bytes // room
+        for first in range(0, len(chunks), each):
+            group = chunks.part(slice(first, first + each))
             slot = staging.take(lane.kernels if lane.stores else lane.copies)
             # A kernel finds a layer where it lies in a payload: as if that began before the slot.
-            starts = [slot + i * room - at for i in range(len(chunks[group]))]
-            self._enqueue_through(lane, layer, chunks[group], starts, [table[group] for table in ids])
+            self._enqueue_through(lane, layers, group, slot - at + room * np.arange(len(group)))
             staging.turn(lane.copies if lane.stores else lane.kernels)
 
-    def _enqueue_near(self, lane: Lane, layer: int | None, chunks: Sequence[Bound]) -> None:
-        if not chunks:
-            return
-        ids, (_, nbytes) = self._tables_of(chunks), self.geometry.place(layer)
+    def _enqueue_near(self, lane: Lane, layers: range, chunks: Chunks) -> None:
         # In groups as above, so that here too the kernel and the bus work side by side.
-        for group in _groups(len(chunks), max(1, self._slot_bytes // nbytes)):
-            starts = [chunk.near for chunk in chunks[group]]
-            self._enqueue_through(lane, layer, chunks[group], starts, [table[group] for table in ids])
+        each = max(1, self._slot_bytes // self.geometry.place(layers)[1])
+        for first in range(0, len(chunks), each):
+            group = chunks.part(slice(first, first + each))
+            self._enqueue_through(lane, layers, group, group.near)
 
-    def _enqueue_through(
-        self,
-        lane: Lane,
-        layer: int | None,
-        chunks: Sequence[Bound],
-        starts: Sequence[int],
-        ids: Sequence[Ids],
-    ) -> None:
+    def _enqueue_through(self, lane: Lane, layers: range, chunks: Chunks, starts: Array) -> None:
         """By way of device memory, where payloads begin at `starts`. To load what is there needs no bus."""
-        at, nbytes = self.geometry.place(layer)
+        at, nbytes = self.geometry.place(layers)
         kernel = "gather" if lane.stores else "scatter"
-        launches = self.geometry.copies(kernel, layer, self._piece_table, starts, ids, self.device.spread)
-        ours = [
-            (chunk.address + at, start + at)
-            for chunk, start in zip(chunks, starts, strict=True)
-            if lane.stores or not chunk.is_there
-        ]
-        if not lane.stores and ours:
-            lane.copies.copy([(start, payload, nbytes) for payload, start in ours])
+        launches = self.geometry.copies(
+            kernel, layers, self._piece_table, starts, chunks.ids, self.device.spread
+        )
+        if not lane.stores and not chunks.is_there.all():
+            for rows in _rows(starts + at, chunks.addresses + at, nbytes):
+                lane.copies.copy_rows(rows)
             lane.kernels.wait(lane.copies.record())
         for launch in launches:
             lane.kernels.launch(launch)
         if lane.stores:
             lane.copies.wait(lane.kernels.record())
-            lane.copies.copy([(payload, start, nbytes) for payload, start in ours])
+            for rows in _rows(chunks.addresses + at, starts + at, nbytes):
+                lane.copies.copy_rows(rows)
 
-    def enqueue_marks(self, lane: Lane, layer: int, chunks: Sequence[BlockIds], marks: Marks) -> None:
+    def enqueue_marks(self, lane: Lane, layers: range, chunks: Sequence[BlockIds], marks: Marks) -> None:
         """The values are there when what was enqueued is done."""
         if not chunks:
             return
-        ids = np.array([each.tables[self._table(layer)] for each in chunks], np.int32)
-        each = self._workspace_bytes // self.geometry.sums_bytes(layer)
-        out = marks.values[layer - self.shard.first_layer].ctypes.data
-        for first in range(0, len(ids), each):
-            for launch in self.geometry.marks(
-                layer,
-                self._raw_table,
-                ids[first : first + each],
-                self._workspace[lane.stores],
-                out + 8 * first,
-                self.device.spread,
-            ):
-                lane.kernels.launch(launch)
+        ids = [np.array([each.tables[table] for each in chunks], np.int32) for table in range(self.tables)]
+        out = marks.values[layers.start - self.shard.first_layer :].ctypes.data
+        workspace = self._workspace[lane.stores], self._workspace_bytes
+        for launch in self.geometry.marks(layers, self._raw_table, ids, workspace, out, self.device.spread):
+            lane.kernels.launch(launch)
 
     def take_marks(self, chunks: int) -> Marks:
-        """Give it back when the values have been read."""
-        nbytes = 1 << (len(self.layers) * chunks * 8).bit_length()
-        spare = self._spare_marks.setdefault(nbytes, [])
-        return Marks(len(self.layers), chunks, spare.pop() if spare else self.device.host_memory(nbytes))
+        """Room for those of so many chunks, or of fewer: as many as there is room for.
+
+        Give it back when the values have been read. Rejected: to take more memory then, which would hold this
+        thread until the device is done.
+        """
+        layers = len(self.layers)
+        while chunks and (offsets := self._marks_room.allocate([8 * layers * chunks])) is None:
+            chunks //= 2
+        if not chunks:
+            return Marks(np.empty((layers, 0), np.uint64), ())
+        assert offsets is not None
+        values = self._marks_memory[offsets[0] : offsets[0] + 8 * layers * chunks].view(np.uint64)
+        return Marks(values.reshape(layers, chunks), offsets)
 
     def give_back(self, marks: Marks) -> None:
-        self._spare_marks[len(marks.memory)].append(marks.memory)
+        self._marks_room.free(marks.offsets)
 
     def _table(self, layer: int) -> int:
         return self.geometry.table[layer - self.shard.first_layer]
 
-    def _tables_of(self, chunks: Sequence[Bound]) -> list[Ids]:
-        tables = np.full((self.tables, len(chunks), self.layout.blocks), -1, np.int32)
-        for number, chunk in enumerate(chunks):
-            for table in range(self.tables):
-                ids, first = chunk.ids.after(table, chunk.first_block)
-                tables[table, number, first : first + len(ids)] = ids
-        return list(tables)
+    def _these(self, layer: int | None) -> range:
+        """A layer, or (None) all."""
+        return self.layers if layer is None else range(layer, layer + 1)
 
     # ---- what a CPU's has too; these wait
 
@@ -282,18 +341,18 @@ class CudaKV(PagedKV):
         enqueue(lane)
         lane.record().wait()
 
+    def gather(self, layer: int | None, block_ids: Any, out: Buffer) -> None:
+        self.bind(block_ids, out).gather(layer)
+
+    def scatter(self, layer: int | None, src: Buffer, block_ids: Any, first_block: int = 0) -> None:
+        self.bind(block_ids, src, first_block).scatter(layer)
+
     def raw_fingerprint(self, block_ids: Any, layer: int | None = None) -> bytes:
-        low, high = self._range(layer)
-        tables = self._listed(block_ids)
+        tables, layers = self._listed(block_ids), self._these(layer)
         ids = BlockIds([np.array(table, np.intp) for table in tables], [0] * len(tables))
         marks = self.take_marks(1)
-
-        def enqueue(lane: Lane) -> None:
-            for number in range(low, high):
-                self.enqueue_marks(lane, number, [ids], marks)
-
-        self.wait_for(enqueue)
-        prints = marks.prints(0)[low - self.shard.first_layer : high - self.shard.first_layer]
+        self.wait_for(lambda lane: self.enqueue_marks(lane, layers, [ids], marks))
+        prints = marks.prints(0)[layers.start - self.shard.first_layer :][: len(layers)]
         self.give_back(marks)
         return self.fold(prints)
 
@@ -341,41 +400,112 @@ class CudaKV(PagedKV):
         """A payload of ours as if it were an engine's blocks 0, 1, 2, …: what `convert` writes to."""
         layout, views = self.layout, []
         for layer in self.layers:
-            at, nbytes = self.geometry.place(layer)
+            at, nbytes = self.geometry.place(self._these(layer))
             heads, (_, k, v) = layout.heads(layer, self.shard), layout.layers[layer]
             raw = payload[at : at + nbytes].view(f"u{layout.itemsize}")
             views.append(raw.reshape(layout.blocks, heads, layout.block_tokens, k + v))
         return PagedKV(layout, self.shard, views)
 
 
-class Bound:
-    """One chunk on its way between its blocks and a payload."""
+class Chunks:
+    """Chunks on their way between blocks and payloads, as arrays that have a row for each."""
 
-    __slots__ = ("_kv", "address", "first_block", "ids", "is_there", "near", "payload")
+    __slots__ = ("_kv", "addresses", "ids", "is_there", "is_whole", "memory", "near")
 
-    def __init__(self, kv: CudaKV, ids: BlockIds, payload: Array, first_block: int) -> None:
-        self._kv, self.payload = kv, payload
-        self.ids, self.first_block = ids, first_block
-        self.address = payload.ctypes.data
-        self.near, self.is_there = 0, False
-        """The address of its place in GPU memory, if it has one, and whether the payload is there already."""
+    def __init__(
+        self,
+        addresses: Array,
+        ids: Sequence[Ids],
+        *,
+        is_whole: bool,
+        memory: tuple[Array, ...],
+        kv: CudaKV,
+        near: Array | None = None,
+        is_there: Array | None = None,
+    ) -> None:
+        self.addresses = addresses
+        """Of their payloads."""
+        self.ids = ids
+        """Of each block table: engine blocks [chunks, blocks], -1 where there is none."""
+        self.is_whole = is_whole
+        """Whether all blocks of all chunks are there."""
+        self.memory = memory
+        """Kept for as long as this is."""
+        self.near = np.zeros(len(addresses), np.int64) if near is None else near
+        """The addresses of their places in GPU memory; 0, of those that have none."""
+        self.is_there = np.zeros(len(addresses), np.bool_) if is_there is None else is_there
+        """Whether the payload is in that place already."""
+        self._kv = kv
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __add__(self, others: Chunks) -> Chunks:
+        return self._of(
+            np.concatenate([self.addresses, others.addresses]),
+            [np.concatenate(each) for each in zip(self.ids, others.ids, strict=True)],
+            np.concatenate([self.near, others.near]),
+            np.concatenate([self.is_there, others.is_there]),
+            is_whole=self.is_whole and others.is_whole,
+            memory=self.memory + others.memory,
+        )
+
+    def part(self, which: slice | Array) -> Chunks:
+        return self._of(
+            self.addresses[which],
+            [each[which] for each in self.ids],
+            self.near[which],
+            self.is_there[which],
+            is_whole=self.is_whole,
+            memory=self.memory,
+        )
+
+    def _of(
+        self,
+        addresses: Array,
+        ids: Sequence[Ids],
+        near: Array,
+        is_there: Array,
+        *,
+        is_whole: bool,
+        memory: tuple[Array, ...],
+    ) -> Chunks:
+        return Chunks(
+            addresses, ids, is_whole=is_whole, memory=memory, kv=self._kv, near=near, is_there=is_there
+        )
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """All that they touch."""
+        return frozenset(block for each in self.ids for block in np.unique(each).tolist() if block >= 0)
 
     def check_whole(self) -> None:
-        if self.first_block or not self.ids.is_whole:
+        if not self.is_whole:
             raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
 
     def gather(self, layer: int | None) -> None:
         self.check_whole()
         kv = self._kv
-        kv.wait_for(lambda lane: kv.enqueue_copies(lane, layer, [self]))
+        kv.wait_for(lambda lane: kv.enqueue_copies(lane, kv._these(layer), self))
 
     def scatter(self, layer: int | None) -> None:
         kv = self._kv
-        kv.wait_for(lambda lane: kv.enqueue_copies(lane, layer, [self]), kv.device.load)
+        kv.wait_for(lambda lane: kv.enqueue_copies(lane, kv._these(layer), self), kv.device.load)
 
 
-def _groups(count: int, each: int) -> Iterator[slice]:
-    return (slice(first, first + each) for first in range(0, count, each))
+def _rows(to: Array, source: Array, width: int) -> Iterator[Rows]:
+    """Copies of so many bytes each, in as few as can be: extents of a prompt mostly lie equally far apart."""
+    there, here = to.tolist(), source.tolist()
+    first = 0
+    while first < len(there):
+        end, steps = first + 1, (width, width)
+        apart = (there[end] - there[first], here[end] - here[first]) if end < len(there) else (0, 0)
+        if min(apart) >= width and max(apart) <= _FARTHEST:
+            steps = apart
+            while end < len(there) and (there[end] - there[end - 1], here[end] - here[end - 1]) == steps:
+                end += 1
+        yield Rows(there[first], steps[0], here[first], steps[1], width, end - first)
+        first = end
 
 
 def _aligned(nbytes: int) -> int:

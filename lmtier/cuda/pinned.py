@@ -8,7 +8,6 @@ refuses) stays as it is, and works, slower.
 
 from __future__ import annotations
 
-import bisect
 import logging
 import threading
 import time
@@ -16,12 +15,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from lmtier.cuda.streams import Rows
+from lmtier.errors import LMTierError
 from lmtier.layout import Array
 from lmtier.workers import start_thread
 
 log = logging.getLogger("lmtier")
 
-STEP = 128 << 20  # the driver holds locks while it pins, .1 s a GiB on an H200: others wait for those
+STEP = 64 << 20
+_PAUSE = 5
+"""Times as long as a step took: the driver holds locks while it pins, 3 ms a step on an H100, which launches
+wait for. With pauses as long as the steps an engine that decoded lost up to 11 % meanwhile."""
 
 
 class Pinning:
@@ -43,14 +47,19 @@ class Pinning:
         self._steps = [
             (at, min(step, address + nbytes - at)) for at in range(address, address + nbytes, step)
         ]
-        self._edges = [*(at for at, _ in self._steps), address + nbytes]
+        self._step = step
         self.address, self.nbytes = address, nbytes
         self.pinned_bytes = 0
         """So far, from the start of the memory on."""
+        self.seconds = 0.0
+        """What the driver took for that."""
         self.failure = ""
         """Why there is no more to come, if not all of it could be pinned."""
         self._stopped, self._ended = threading.Event(), threading.Event()
+        self._hurried = threading.Event()
+        """Set, there are no pauses any more."""
         self._ended.set()
+        self._closing = threading.Lock()
 
     def start(self) -> None:
         """In the background. Copies may go on meanwhile."""
@@ -70,7 +79,7 @@ class Pinning:
             began = time.perf_counter()
             try:
                 self._register(at, nbytes)
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, LMTierError) as error:
                 self.failure = str(error) or type(error).__name__
                 log.warning(
                     "lmtier: %d of %d bytes of the slab are pinned, the driver refuses more (%s): copies of "
@@ -80,38 +89,52 @@ class Pinning:
                     self.failure,
                 )
                 return
+            took = time.perf_counter() - began
+            self.seconds += took
             self.pinned_bytes += nbytes
-            self._stopped.wait(time.perf_counter() - began)  # as long for others
+            self._hurried.wait(_PAUSE * took)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.pinned_bytes == self.nbytes
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until it is done, or has failed."""
         return self._ended.wait(timeout)
 
-    def close(self) -> None:
-        """Unpin. Nothing may be copying any more."""
-        self._stopped.set()
+    def hurry(self) -> None:
+        """Pin the rest without pauses, and wait for it."""
+        self._hurried.set()
         self.wait()
-        for at, nbytes in reversed(self._steps):
-            if at < self.address + self.pinned_bytes:
-                self._unregister(at)
-                self.pinned_bytes -= nbytes
-        self._memory = None
+
+    def leave(self) -> None:
+        """Unpin in the background: 20 ms a GiB. Nothing may be copying any more."""
+        start_thread("lmtier-unpin", self.close)
+
+    def close(self) -> None:
+        """The same, here and now. Whoever comes second waits, and finds nothing left."""
+        self._stopped.set()
+        self.hurry()
+        with self._closing:
+            for at, nbytes in reversed(self._steps):
+                if at < self.address + self.pinned_bytes:
+                    self._unregister(at)
+                    self.pinned_bytes -= nbytes
+            self._memory = None
 
     def cut(self, copies: Array) -> Array:
-        """The same copies [n, (to, source, bytes)], none of which spans two steps."""
+        """The same copies [n, (to, source, bytes)], in another order, none of which spans two steps."""
         spans = np.zeros(len(copies), np.bool_)
         for side in (0, 1):
-            first, last = copies[:, side], copies[:, side] + copies[:, 2] - 1
-            spans |= np.searchsorted(self._edges, first, "right") != np.searchsorted(
-                self._edges, last, "right"
-            )
+            first = copies[:, side] - self.address
+            last = first + copies[:, 2] - 1
+            crosses = (first // self._step != last // self._step) | (last >= self.nbytes)
+            spans |= crosses & (last >= 0) & (first < self.nbytes)
         if not spans.any():
             return copies
-        pieces = [
-            list(self._pieces(*copy)) if cut else [copy]
-            for copy, cut in zip(copies.tolist(), spans, strict=True)
-        ]
-        return np.array([piece for each in pieces for piece in each], np.int64)
+        # Few are: the others stay in an array.
+        pieces = [piece for copy in copies[spans].tolist() for piece in self._pieces(*copy)]
+        return np.concatenate([copies[~spans], np.array(pieces, np.int64)])
 
     def _pieces(self, to: int, source: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         while nbytes:
@@ -120,9 +143,31 @@ class Pinning:
             to, source, nbytes = to + part, source + part, nbytes - part
 
     def _room(self, address: int) -> int:
-        """Bytes from here to the next edge."""
-        number = bisect.bisect_right(self._edges, address)
-        return self._edges[number] - address if number < len(self._edges) else 1 << 62
+        """Bytes from here to where the next step begins, or this memory does, or something else."""
+        at = address - self.address
+        if at < 0:
+            return -at
+        return min(self._step - at % self._step, self.nbytes - at) if at < self.nbytes else 1 << 62
+
+    def parts(self, rows: Rows) -> Iterator[Rows]:
+        """The same rows, in as few parts as can be of which none spans two steps."""
+        is_to = self.address <= rows.to < self.address + self.nbytes
+        at, step = (rows.to, rows.to_step) if is_to else (rows.source, rows.source_step)
+        first = 0
+        while first < rows.number:
+            begin = at + first * step
+            end = first + max(0, self._room(begin) - rows.width + step) // step
+            if end > first:
+                yield rows.part(first, min(end, rows.number))
+            else:  # this one is cut in two or more
+                end, row = first + 1, rows.part(first, first + 1)
+                for to, source, nbytes in self._pieces(row.to, row.source, row.width):
+                    yield Rows(to, nbytes, source, nbytes, nbytes, 1)
+            first = end
+
+    def covers(self, end: int) -> bool:
+        """Whether the first so many bytes are pinned, or will never be."""
+        return end <= self.pinned_bytes or self._ended.is_set()
 
     def holds(self, copies: Array) -> bool:
         """Whether one side of each of these is pinned by now."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lmtier.cuda.kernels import Launch, Spread
 from lmtier.errors import MisuseError
@@ -25,6 +25,26 @@ from lmtier.layout import Array
 Enqueue: TypeAlias = "Callable[[Lane], None]"
 Copies: TypeAlias = "Array | Sequence[tuple[int, int, int]]"
 """Bytes from address to address: (to, source, how many) of each."""
+
+
+class Rows(NamedTuple):
+    """Pieces of `width` bytes that lie equally far apart on either side: one call of the driver for all."""
+
+    to: int
+    to_step: int
+    source: int
+    source_step: int
+    width: int
+    number: int
+
+    def part(self, first: int, end: int) -> Rows:
+        rows = self._replace(
+            to=self.to + first * self.to_step,
+            source=self.source + first * self.source_step,
+            number=end - first,
+        )
+        return rows if rows.number > 1 else rows._replace(to_step=self.width, source_step=self.width)
+
 
 _Kind = TypeVar("_Kind", bound="Transfer")
 
@@ -51,6 +71,8 @@ class Stream(Protocol):
     def launch(self, launch: Launch) -> None: ...
 
     def copy(self, copies: Copies) -> None: ...
+
+    def copy_rows(self, rows: Rows) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +122,9 @@ class Device(Streams, Protocol):
     def host_memory(self, nbytes: int) -> Array:
         """Pinned memory that both the host and kernels reach, zeroed."""
 
+    def release(self, addresses: Iterable[int]) -> None:
+        """Let go of memory of the three kinds above. Nothing may be using it any more."""
+
 
 class Transfer:
     """Bytes on their way between `blocks` and memory of ours: enqueue its parts, then `end` it."""
@@ -134,8 +159,9 @@ class Transfer:
             self._last.wait()
 
     def finish(self) -> None:
-        if self._then is not None:
-            self._then()
+        then, self._then = self._then, None  # which knows this: a circle, that would keep memory alive
+        if then is not None:
+            then()
 
     def _check_open(self) -> None:
         if self._last is not None:
@@ -173,13 +199,12 @@ class Load(Transfer):
         assert self._last is not None
         return self._last.since(self._first)
 
-    def part(self, enqueue: Enqueue, layer: int | None = None) -> None:
-        """Bring one layer, or (None) something that no layer waits for."""
+    def part(self, enqueue: Enqueue, layers: Iterable[int] = ()) -> None:
+        """Bring these layers, or something that none waits for."""
         self._check_open()
         enqueue(self._lane)
         there = self._lane.record()  # whatever comes next, a fingerprint say, finds it complete
-        if layer is not None:
-            self._layers[layer] = there
+        self._layers.update(dict.fromkeys(layers, there))
 
     def let_compute(self, layer: int | None = None) -> None:
         """What the engine enqueues from now on may read this layer, or (None) all that was loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -16,17 +17,17 @@ from hypothesis import strategies as st
 
 from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.cuda.device import CudaDevice, CudaStream
-from lmtier.cuda.kernels import Launch
+from lmtier.cuda.device import CudaDevice
 from lmtier.cuda.mover import CudaLoad, CudaMover
 from lmtier.cuda.paging import CudaKV
 from lmtier.cuda.pinned import STEP, Pinning
-from lmtier.cuda.streams import Copies, Lane, Load, Order, Store
+from lmtier.cuda.streams import Lane, Load, Order, Store
 from lmtier.keys import Identity
 from lmtier.layout import Layout
 from lmtier.mover import Mover
 from lmtier.paging import PagedKV
 from lmtier.slab import Slab
+from tests.gpu.late import DELAYS, Late
 from tests.unit.test_cuda_paging import large_engines, ways
 from tests.unit.test_paging import Engine, chunk_ids, engine, noise
 
@@ -37,6 +38,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:CUDA path could not be detected:UserWarning"),
 ]
 WHERE = "cuda"
+CHANCE = random.Random(0)
+EXAMPLES = int(os.environ.get("LMTIER_EXAMPLES", "150"))  # fewer under a sanitizer
 IDENTITY = Identity(model="tiny", weights="w1")
 C, N = 64, 16
 NEVER = 1 << 40
@@ -83,7 +86,7 @@ def held(memory: list[torch.Tensor]) -> list[bytes]:
     return [each.cpu().numpy().tobytes() for each in memory]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(large_engines(), ways, st.data())
 def test_a_gpu_does_to_every_layout_what_a_cpu_does(device, made, way, data):
     layout, shard, how = made
@@ -103,7 +106,7 @@ def test_a_gpu_does_to_every_layout_what_a_cpu_does(device, made, way, data):
     cuda.scatter(layer, noise(cpu.nbytes, 5), others, first)
     cpu.scatter(layer, noise(cpu.nbytes, 5), others, first)
     assert held(memory) == theirs.snapshot()
-    device._kept.clear()  # everything has been waited for
+    cuda.close()
 
 
 def layouts() -> dict[str, tuple[Layout, list[Any]]]:
@@ -266,35 +269,14 @@ def test_a_load_tells_how_long_the_device_took_for_it(device):
 
 # ---- races
 
-DELAYS = (10_000, 300_000, 30_000_000)
-"""In cycles: about 5 µs, less than a launch takes Python; to 15 ms, more than all of a step does."""
-
-
-class Slow(CudaStream):
-    """Sleeps before whatever it is given, or not."""
-
-    chance = random.Random(0)
-
-    def _sleep(self) -> None:
-        if self.chance.random() < 0.5:
-            with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(self.chance.choice(DELAYS))
-
-    def launch(self, launch: Launch) -> None:
-        self._sleep()
-        super().launch(launch)
-
-    def copy(self, copies: Copies) -> None:
-        self._sleep()
-        super().copy(copies)
-
 
 @pytest.fixture
 def slow() -> Iterator[CudaDevice]:
     device = CudaDevice()
     for name in ("store", "load"):
         lane = getattr(device, name)
-        slowly = Lane(Slow(device, lane.kernels.stream), Slow(device, lane.copies.stream), lane.stores)
+        kernels, copies = (Late(device, each.stream, CHANCE) for each in (lane.kernels, lane.copies))
+        slowly = Lane(kernels, copies, lane.stores)
         setattr(device, name, slowly)
     yield device
     torch.cuda.synchronize()

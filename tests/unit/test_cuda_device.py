@@ -7,8 +7,9 @@ import ctypes
 import numpy as np
 import pytest
 
-from lmtier.cuda.device import CudaError, Driver
+from lmtier.cuda.driver import Driver
 from lmtier.cuda.kernels import Geometry, Spread
+from lmtier.errors import DeviceError
 from tests.cuda_shim import cpu
 from tests.unit.test_cuda_kernels import given_as
 from tests.unit.test_paging import chunk_ids, engine, make_layout, noise
@@ -26,7 +27,7 @@ def test_a_launch_hands_over_its_grid_and_arguments():
     made.paged().gather(None, ids, wanted)
     driver, function = Driver(machine.library), ctypes.create_string_buffer(b"gather")
     where = geometry.pieces.ctypes.data, [payload.ctypes.data], [np.array([ids], np.int32)]
-    for launch in geometry.copies("gather", None, *where, Spread(2)):
+    for launch in geometry.copies("gather", geometry.layers, *where, Spread(2)):
         driver.launch(ctypes.addressof(function), launch, STREAM)
     assert payload.tobytes() == wanted.tobytes()
 
@@ -64,11 +65,12 @@ def test_what_the_driver_refuses_is_an_error_with_its_own_words():
         lambda: driver.copy_batch(nothing, 0),
         lambda: driver.launch(0, launch, 0),
     ):
-        with pytest.raises(CudaError, match=r"invalid argument \(1\)"):
+        with pytest.raises(DeviceError, match=r"invalid argument \(1\)"):
             call()
 
 
 def launches():
     made = engine(make_layout())
     geometry = Geometry(made.layout, made.shard, given_as(made.tensors))
-    return geometry.copies("gather", None, 0, [0], [np.array([chunk_ids(made.layout)], np.int32)], Spread(1))
+    ids = [np.array([chunk_ids(made.layout)], np.int32)]
+    return geometry.copies("gather", geometry.layers, 0, [0], ids, Spread(1))

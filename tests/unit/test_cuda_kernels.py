@@ -15,6 +15,7 @@ from lmtier.errors import LayoutError
 from lmtier.layout import LayerShape, Layout, Shard
 from lmtier.paging import PagedKV
 from tests.cuda_shim import Cpu, Nvrtc, cpu
+from tests.unit.test_cuda_paging import large_engines
 from tests.unit.test_paging import BLOCKS, Engine, chunk_ids, engine, engines, make_layout, noise
 
 FEW = Spread(3)
@@ -49,22 +50,28 @@ class Device:
         self.cpu.allow(*payloads)
         rows = [np.array(each, np.int32) for each in ids]
         at = [payload.ctypes.data for payload in payloads]
-        launches = list(self.geometry.copies(kernel, layer, self.pieces.ctypes.data, at, rows, spread))
+        layers = self.geometry.layers if layer is None else range(layer, layer + 1)
+        launches = list(self.geometry.copies(kernel, layers, self.pieces.ctypes.data, at, rows, spread))
         for launch in launches:
             self.cpu.run(launch, backwards=backwards)
         return len(launches)
 
     def marks(self, layer: int, ids: list[list[int]], spread: Spread = FEW) -> list[bytes]:
-        chunks = len(ids)
-        sums = np.zeros(self.geometry.sums_bytes(layer) * chunks // 8, np.uint64)
-        marks = np.zeros(chunks, np.uint64)
+        (marks,) = self.all_marks(range(layer, layer + 1), ids, spread)
+        return marks
+
+    def all_marks(
+        self, layers: range, ids: list[list[int]], spread: Spread = FEW, room: int = 0
+    ) -> list[list[bytes]]:
+        """Of each layer, of each chunk. `room`: for the sums, at least of one layer's chunk."""
+        room = max(room, *(self.geometry.sums_bytes(layer) for layer in layers))
+        sums, marks = np.zeros(room // 8, np.uint64), np.zeros((len(layers), len(ids)), np.uint64)
         self.cpu.allow(sums, marks)
-        where = sums.ctypes.data, marks.ctypes.data
-        for launch in self.geometry.marks(
-            layer, self.raws.ctypes.data, np.array(ids, np.int32), *where, spread
-        ):
+        rows = [np.array(ids, np.int32)] * (max(self.geometry.table) + 1)
+        where = self.raws.ctypes.data, rows, (sums.ctypes.data, sums.nbytes), marks.ctypes.data
+        for launch in self.geometry.marks(layers, *where, spread):
             self.cpu.run(launch)
-        return [int(mark).to_bytes(8, "big") for mark in marks]
+        return [[int(mark).to_bytes(8, "big") for mark in each] for each in marks]
 
 
 def unaligned(nbytes: int, at: int, fill: bytes | None = None) -> np.ndarray:
@@ -163,13 +170,25 @@ def test_opaque_blocks_of_any_shape_are_copied():
     assert payload.tobytes() == wanted.tobytes()
 
 
-def test_a_request_of_many_chunks_takes_few_launches():
+@pytest.mark.parametrize(
+    ("order", "launches"),
+    [
+        (range(300), 2),  # of 250 chunks of 4 blocks at most
+        (range(0, 300, 3), 1),
+        (range(299, -1, -1), 2),
+        ([*range(100), *range(150, 250)], 2),
+        ([5], 1),
+        ([], 0),
+    ],
+)
+def test_chunks_whose_payloads_are_equally_far_apart_take_few_launches(order, launches):
     layout = make_layout()
-    made = engine(layout, blocks=700)
+    made, nbytes = engine(layout, blocks=1300), layout.nbytes(layout.whole)
     rng = np.random.default_rng(2)
-    chunks = [rng.permutation(700)[: layout.blocks].tolist() for _ in range(150)]
-    payloads = [unaligned(layout.nbytes(layout.whole), 0, bytes(layout.nbytes(layout.whole))) for _ in chunks]
-    assert Device(made).copy("gather", payloads, [chunks]) == 3  # of 64 chunks at most
+    chunks = rng.permutation(1300)[: len(order) * layout.blocks].reshape(-1, layout.blocks).tolist()
+    slab = np.zeros((300, nbytes), np.uint8)
+    payloads = [slab[at] for at in order]
+    assert Device(made).copy("gather", payloads, [np.reshape(chunks, (-1, layout.blocks))]) == launches
     kv = made.paged()
     for ids, payload in zip(chunks, payloads, strict=True):
         wanted = np.empty_like(payload)
@@ -219,8 +238,8 @@ def test_what_kernels_cannot_walk_is_refused():
     memory = np.zeros((BLOCKS, 4, 4, 4, 4, 4, 4), np.uint8)[:, ::2, ::2, ::2, ::2, ::2, ::2]
     with pytest.raises(LayoutError, match="6 strides"):
         Geometry(layout, layout.whole, given_as([memory]))
-    layout = make_layout(n=1, chunk=833)
-    with pytest.raises(LayoutError, match="833 blocks"):
+    layout = make_layout(n=1, chunk=1001)
+    with pytest.raises(LayoutError, match="1001 blocks"):
         Geometry(layout, layout.whole, given_as(engine(layout).tensors))
     layout = make_layout()
     with pytest.raises(LayoutError, match="expected blocks of"):
@@ -284,3 +303,28 @@ def test_a_shard_of_the_heads_is_marked_by_its_own_bytes():
     device = Device(Engine(layout, shard, part, [(part[0],)], whole.memory))
     kv, ids = PagedKV(layout, shard, part), chunk_ids(layout)
     assert device.marks(1, [ids]) == [kv.raw_fingerprint(ids, 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(large_engines(), st.integers(1, 5), st.integers(0, 20_000), st.data())
+def test_all_layers_marks_are_taken_in_one_go_whatever_room_there_is(made, chunks, room, data):
+    layout, shard, how = made
+    number = shard.end_layer - shard.first_layer
+    tables = tuple(data.draw(st.lists(st.integers(0, 1), min_size=number, max_size=number)))
+    ours = engine(layout, shard, **how)
+    device = Device(ours, tables if len(set(tables)) == 2 else ())
+    ids = [chunk_ids(layout, seed) for seed in range(chunks)]
+    first = data.draw(st.integers(shard.first_layer, shard.end_layer - 1))
+    layers = range(first, data.draw(st.integers(first + 1, shard.end_layer)))
+    kv = ours.paged()
+    wanted = [[kv.raw_fingerprint(each, layer) for each in ids] for layer in layers]
+    assert device.all_marks(layers, ids, data.draw(spreads), room) == wanted
+
+
+def test_layers_that_are_alike_take_three_launches_for_their_marks():
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 5)
+    made = engine(layout)
+    geometry = Geometry(layout, layout.whole, given_as(made.tensors))
+    ids = [np.array([chunk_ids(layout)] * 3, np.int32)]
+    launches = list(geometry.marks(geometry.layers, 0, ids, (0, 1 << 20), 0, FEW))
+    assert [launch.kernel for launch in launches] == ["sums", "chain", "merge"]

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from lmtier.cache import Cache
 from lmtier.config import Config
+from lmtier.cuda import paging
 from lmtier.cuda.mover import CudaLoad, CudaMover, CudaSave
 from lmtier.cuda.paging import CudaKV
-from lmtier.errors import CanaryError, LayoutError, MisuseError
+from lmtier.errors import CanaryError, DeviceError, LayoutError, MisuseError
 from lmtier.hbm import Hbm
 from lmtier.keys import Identity
 from lmtier.layout import Layout, Shard
@@ -744,3 +745,32 @@ def test_a_load_that_the_device_refuses_gives_its_places_back(near_cache, monkey
     monkeypatch.undo()
     assert near_cache.index.pinned == 0
     engine.settle()
+
+
+@pytest.mark.parametrize("refused", ["enqueue_copies", "enqueue_marks"])
+def test_a_load_that_is_refused_gives_its_room_for_marks_back(cache, monkeypatch, refused):
+    engine = Engine(cache)
+    engine.prefill(range(16), engine.take(16))
+    engine.settle()
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("no")
+
+    monkeypatch.setattr(engine.kv, refused, refuse)
+    for _ in range(3):
+        with pytest.raises(DeviceError):
+            engine.mover.load(engine.mover.match(engine.mover.chain(range(17))), engine.take(16))
+        engine.free = list(range(BLOCKS - SPARES))
+    assert engine.kv._marks_room.used == 0
+
+
+def test_what_finds_no_room_for_its_mark_is_stored_and_loaded_without(cache, monkeypatch):
+    engine = Engine(cache)
+    all_of_it = engine.kv.take_marks(paging._MARKS_BYTES // (8 * L))
+    engine.prefill(range(16), engine.take(16))
+    engine.settle()
+    assert engine.resume(range(16), engine.take(16)).tokens == 16
+    engine.settle()
+    assert not engine.failures
+    assert cache.metrics.value("lmtier_verified_total") == 0
+    engine.kv.give_back(all_of_it)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lmtier.cuda import paging
 from lmtier.cuda.kernels import Geometry, Memory
-from lmtier.cuda.paging import CudaKV
+from lmtier.cuda.paging import Chunks, CudaKV
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.layout import LayerShape, Layout, Shard, padded
 from lmtier.paging import PagedKV
@@ -24,6 +28,10 @@ def on_device(made: Engine, **options: Any) -> CudaKV:
     device = SimulatedDevice(1)
     device.keep(*made.memory)
     return CudaKV(made.layout, made.shard, made.tensors, device, **options)
+
+
+def joined(chunks: Iterable[Chunks]) -> Chunks:
+    return reduce(add, chunks)
 
 
 @st.composite
@@ -94,9 +102,9 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
     ids = np.random.default_rng(3).permutation(cuda.blocks)[:-2].reshape(number, -1).tolist()
     got, wanted = ([noise(cpu.nbytes, 1) for _ in ids] for _ in range(2))
     through = data.draw(mixed.map(lambda kinds: ["put" if kind == "there" else kind for kind in kinds]))
-    bounds = [cuda.bind(each, payload) for each, payload in zip(ids, got, strict=True)]
+    bounds = joined(cuda.bind(each, payload) for each, payload in zip(ids, got, strict=True))
     cuda.bring_near(bounds, near(through))
-    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, layer, bounds))
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda._these(layer), bounds))
     for each, payload in zip(ids, wanted, strict=True):
         cpu.gather(layer, each, payload)
     assert [each.tobytes() for each in got] == [each.tobytes() for each in wanted]
@@ -109,18 +117,18 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
         if kind == "there":
             device.compute.copy([(cuda._held + at * room, payloads[at].ctypes.data, cuda.nbytes)])
     unread = [noise(cpu.nbytes, 9) if kind == "there" else p for p, kind in zip(payloads, kinds, strict=True)]
-    bounds = [cuda.bind(each, payload, first) for each, payload in zip(ids, unread, strict=True)]
+    bounds = joined(cuda.bind(each, payload, first) for each, payload in zip(ids, unread, strict=True))
     cuda.bring_near(bounds, near(kinds))
-    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, layer, bounds), device.load)
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda._these(layer), bounds), device.load)
     for each, payload in zip(ids, payloads, strict=True):
         cpu.scatter(layer, payload, each, first)
     assert ours.snapshot() == theirs.snapshot()
 
     # And again, now that they are all there.
     again = ["there" if kind == "put" else kind for kind in kinds]
-    bounds = [cuda.bind(each, payload) for each, payload in zip(ids, unread, strict=True)]
+    bounds = joined(cuda.bind(each, payload) for each, payload in zip(ids, unread, strict=True))
     cuda.bring_near(bounds, near(again))
-    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, layer, bounds), device.load)
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda._these(layer), bounds), device.load)
     for each, payload in zip(ids, payloads, strict=True):
         cpu.scatter(layer, payload, each)
     assert ours.snapshot() == theirs.snapshot()
@@ -130,7 +138,7 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
 def test_places_beyond_the_memory_that_is_held_are_refused():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     cuda = on_device(engine(layout))
-    bounds = [cuda.bind(chunk_ids(layout), noise(cuda.nbytes))]
+    bounds = cuda.bind(chunk_ids(layout), noise(cuda.nbytes))
     with pytest.raises(MisuseError, match="beyond the 0 bytes"):
         cuda.bring_near(bounds, [(0, False)])
     cuda.hold(padded(cuda.nbytes))
@@ -143,34 +151,77 @@ def test_places_beyond_the_memory_that_is_held_are_refused():
         cuda.hold(4096)
 
 
-def test_neighbouring_blocks_are_one_copy():
-    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
-    made = engine(layout)
-    payloads = np.zeros(layout.nbytes(layout.whole), np.uint8)
-    geometry = on_device(made).geometry
+def test_layers_of_a_block_that_lie_together_are_one_copy():
+    """Where a chunk is one block, and the engine keeps a block's layers side by side."""
+    one = make_layout(shapes=(LayerShape(2, 32, 32),) * 3, n=4, chunk=4)
+    two = make_layout(shapes=(LayerShape(2, 32, 32),) * 3, n=4, chunk=8)
+    nbytes = one.nbytes(one.whole)
+    memory = np.zeros((10, 3, 2, 4, 64), np.int16)
+    apart = np.zeros((3, 10, 2, 4, 64), np.int16)
+    for layout, engine_memory, layers, wanted in (
+        (one, list(memory.swapaxes(0, 1)), range(3), [nbytes]),
+        (one, list(memory.swapaxes(0, 1)), range(1, 3), [nbytes * 2 // 3]),
+        (one, list(apart), range(3), [nbytes // 3] * 3),
+        (two, list(memory.swapaxes(0, 1)), range(3), [nbytes // 3] * 6),
+    ):
+        geometry = Geometry(layout, layout.whole, [[Memory.of(each)] for each in engine_memory])
+        ids = np.arange(layout.blocks, dtype=np.int32)[None]
+        runs = geometry.runs(layers, [1 << 20], [ids])
+        assert runs[:, 2].tolist() == wanted
+        assert geometry.run_bytes(layers) == wanted[0]
+        at, size = geometry.place(layers)
+        assert sorted(runs[:, 1].tolist())[0] == (1 << 20) + at
+        assert runs[:, 2].sum() == size
+        assert len(geometry.runs(layers, [1 << 20], [np.full_like(ids, -1)])) == 0
 
-    def copies(ids: list[int]) -> list[int]:
-        runs = geometry.runs(0, [payloads.ctypes.data], [np.array([ids], np.int32)])
-        assert runs is not None
-        return [nbytes // 512 for nbytes in runs[:, 2].tolist()]
 
-    assert copies([3, 4, 5, 6]) == [4]
-    assert copies([3, 4, 8, 9]) == [2, 2]
-    assert copies([6, 5, 4, 3]) == [1, 1, 1, 1]
-    assert copies([-1, 4, 5, 9]) == [2, 1]
-
-
-def test_long_runs_take_no_kernel_and_short_ones_one_a_layer():
+def test_long_runs_take_no_kernel_and_short_ones_one_for_all_chunks():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     for shortest, wanted in ((0, []), (NEVER, ["gather"])):
         cuda = on_device(engine(layout), shortest_run=shortest)
         ids = [chunk_ids(layout, seed) for seed in range(4)]
         payloads = [noise(cuda.nbytes) for _ in ids]
-        bounds = [cuda.bind(each, payload) for each, payload in zip(ids, payloads, strict=True)]
-        cuda.wait_for(lambda lane, kv=cuda, b=bounds: kv.enqueue_copies(lane, 0, b))  # type: ignore[misc]
+        bounds = joined(cuda.bind(each, payload) for each, payload in zip(ids, payloads, strict=True))
+        cuda.wait_for(lambda lane, kv=cuda, b=bounds: kv.enqueue_copies(lane, range(1), b))  # type: ignore[misc]
         device = cuda.device
         assert isinstance(device, SimulatedDevice)
         assert [deed.what for deed in device.history if deed.what not in ("copy", "wait")] == wanted
+
+
+def test_payloads_that_lie_equally_far_apart_cross_the_bus_in_one_call():
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
+    cuda = on_device(engine(layout), shortest_run=NEVER)
+    nbytes, ids = cuda.nbytes, [chunk_ids(layout, seed) for seed in range(4)]
+    assert nbytes % 256 == 0  # so that staging has no gaps either
+    slab = noise(6 * nbytes)
+    rows = [(cuda._ids(each), at * nbytes, 0) for each, at in zip(ids, (0, 1, 2, 4), strict=True)]
+    bounds = cuda.bind_all(rows, lambda at, size: slab[at : at + size])
+    cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda.layers, bounds))
+    device = cuda.device
+    assert isinstance(device, SimulatedDevice)
+    copies = [deed for deed in device.history if deed.what == "copy"]
+    assert [[end - begin for begin, end in copy.writes] for copy in copies] == [[nbytes] * 3, [nbytes]]
+    for layer in cuda.layers:  # and the same of one layer, though these do not follow each other
+        cuda.wait_for(lambda lane, n=layer: cuda.enqueue_copies(lane, range(n, n + 1), bounds))  # type: ignore[misc]
+    copies = [deed for deed in device.history if deed.what == "copy"][2:]
+    assert [len(copy.writes) for copy in copies] == [3, 1] * 2
+    for each, (_, at, _) in zip(ids, rows, strict=True):
+        assert slab[at : at + nbytes].tobytes() == payload_of(cuda, each)
+
+
+def payload_of(cuda: CudaKV, ids: list[int]) -> bytes:
+    out = noise(cuda.nbytes)
+    cuda.gather(None, ids, out)
+    return out.tobytes()
+
+
+def test_layers_go_in_groups_that_are_worth_a_call(monkeypatch):
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 7)
+    cuda = on_device(engine(layout))
+    monkeypatch.setattr(paging, "GROUP_BYTES", 6 * cuda.nbytes // 7)
+    assert cuda.layer_groups(1) == [range(6), range(6, 7)]
+    assert cuda.layer_groups(2) == [range(3), range(3, 6), range(6, 7)]
+    assert cuda.layer_groups(100) == [range(layer, layer + 1) for layer in range(7)]
 
 
 def test_layers_of_several_tables_come_from_their_own_blocks():
@@ -231,3 +282,66 @@ def test_ids_that_the_engine_does_not_have_are_refused():
             cuda.gather(None, ids, noise(cuda.nbytes))
     with pytest.raises(LayoutError, match="all of them"):
         cuda.raw_fingerprint([0, 1, 2])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12), st.sampled_from([1, 1 << 29]))
+def test_rows_of_one_copy_are_not_too_far_apart_for_the_driver(places, unit):
+    """It refuses 2 GiB and more, also where there is one row only."""
+    width = 100
+    to, source = (
+        (np.array(each, np.int64) * unit * width for each in zip(*places, strict=True))
+        if places
+        else (
+            np.empty(0, np.int64),
+            np.empty(0, np.int64),
+        )
+    )
+    rows = list(paging._rows(to, source, width))
+    assert all(max(each.to_step, each.source_step) < 1 << 31 for each in rows)
+    single = [each.part(at, at + 1) for each in rows for at in range(each.number)]
+    assert [(each.to, each.source) for each in single] == list(zip(to.tolist(), source.tolist(), strict=True))
+    assert {(each.to_step, each.source_step, each.width) for each in single} <= {(width, width, width)}
+
+
+def test_what_was_taken_of_the_gpu_is_given_back():
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
+    made = engine(layout)
+    cuda = on_device(made)
+    device = cuda.device
+    assert isinstance(device, SimulatedDevice)
+    cuda.hold(4096)
+    assert len(device._kept) > len(made.memory)
+    cuda.close()
+    assert len(device._kept) == len(made.memory)
+
+
+@pytest.mark.parametrize("last", [0, 2, 5])
+def test_what_was_taken_before_the_gpu_had_no_more_is_given_back(monkeypatch, last):
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
+    made, device = engine(layout), SimulatedDevice(1)
+    device.keep(*made.memory)
+    take, taken = device.memory, list[int]()
+
+    def memory(nbytes: int) -> int:
+        if len(taken) == last:
+            raise MemoryError("no more")
+        taken.append(nbytes)
+        return take(nbytes)
+
+    monkeypatch.setattr(device, "memory", memory)
+    with pytest.raises(MemoryError):
+        CudaKV(layout, layout.whole, made.tensors, device)
+    assert len(device._kept) == len(made.memory)
+
+
+def test_where_there_is_no_room_for_marks_fewer_are_taken():
+    layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
+    cuda = on_device(engine(layout))
+    most = paging._MARKS_BYTES // 16
+    first = cuda.take_marks(most // 2)
+    second = cuda.take_marks(most)
+    assert (first.chunks, second.chunks) == (most // 2, most // 2)
+    assert cuda.take_marks(8).chunks == 0
+    for marks in (first, second):
+        cuda.give_back(marks)
+    assert cuda.take_marks(most).chunks == most

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtier.cuda.pinned import Pinning
+from lmtier.cuda.streams import Rows
 
 STEP, SIZE = 100, 350
 MEMORY = memoryview(bytearray(SIZE))
@@ -52,6 +53,19 @@ def test_all_of_it_is_pinned_in_the_background_step_by_step():
     pinning.close()
     assert driver.ranges == {}
     assert pinning.pinned_bytes == 0
+
+
+def test_who_cannot_wait_has_the_rest_pinned_without_pauses(monkeypatch):
+    monkeypatch.setattr("lmtier.cuda.pinned._PAUSE", 1e9)  # a pause lasts for ever
+    driver = Driver()
+    pinning = driver.pinning()
+    pinning.start()
+    assert not pinning.is_whole
+    pinning.hurry()
+    assert pinning.is_whole
+    assert pinning.seconds > 0
+    assert len(driver.ranges) == 4
+    pinning.close()
 
 
 def test_where_the_driver_refuses_the_rest_stays_as_it_is_and_one_line_says_so(caplog):
@@ -109,4 +123,55 @@ def test_no_copy_spans_two_steps_and_none_loses_a_byte(copies):
         assert nbytes > 0
         assert len(steps(to, nbytes)) == len(steps(source, nbytes)) == 1
     whole = [(to + i, source + i) for to, source, nbytes in copies for i in range(nbytes)]
-    assert [(to + i, source + i) for to, source, nbytes in cut for i in range(nbytes)] == whole
+    assert sorted((to + i, source + i) for to, source, nbytes in cut for i in range(nbytes)) == sorted(whole)
+
+
+@given(
+    at=st.integers(0, SIZE - 1),
+    step=st.integers(0, 70),
+    width=st.integers(1, 250),
+    number=st.integers(1, 6),
+    is_to=st.booleans(),
+)
+def test_no_rows_span_two_steps_and_none_loses_a_byte(at, step, width, number, is_to):
+    pinning, ends = Driver().pinning(), [START + each for each in (0, STEP, 2 * STEP, 3 * STEP, SIZE)]
+    host, other = (START + at, width + step), (10 * START, width + 3)
+    to, source = (host, other) if is_to else (other, host)
+    rows = Rows(to[0], to[1], source[0], source[1], width, number)
+
+    def bytes_of(each: Rows) -> list[tuple[int, int]]:
+        starts = [(row.to, row.source) for row in (each.part(i, i + 1) for i in range(each.number))]
+        return [(to + i, source + i) for to, source in starts for i in range(each.width)]
+
+    parts = list(pinning.parts(rows))
+    assert [pair for part in parts for pair in bytes_of(part)] == bytes_of(rows)
+    for part in parts:
+        touched = [to if is_to else source for to, source in bytes_of(part)]
+        assert len({sum(end <= address for end in ends) for address in touched}) == 1
+    if width + step <= STEP and number > 1 and at + number * (width + step) <= STEP:
+        assert parts == [rows]
+
+
+def test_two_who_end_it_unpin_every_step_once():
+    """One in the background, when another server's slab comes, and one at the end."""
+    driver = Driver()
+    pinning = driver.pinning()
+    pinning.start()
+    assert pinning.wait(30)
+    inside, go_on = threading.Event(), threading.Event()
+    unregister = pinning._unregister
+
+    def slow(at: int) -> None:
+        inside.set()
+        assert go_on.wait(30)
+        unregister(at)
+
+    pinning._unregister = slow
+    pinning.leave()
+    assert inside.wait(30)
+    other = threading.Thread(target=pinning.close)
+    other.start()
+    go_on.set()
+    other.join(30)
+    assert driver.ranges == {}
+    assert pinning.pinned_bytes == 0

@@ -111,10 +111,10 @@ class Engine:
         payload = [extent.memory.ctypes.data]
         pieces, raws = self.pieces.ctypes.data, self.raws.ctypes.data
 
-        launches = [*self.geometry.copies("gather", layer, pieces, payload, [ids], SPREAD)]
-        for each in range(L) if layer is None else [layer]:
-            where = extent.sums.ctypes.data, extent.mark.ctypes.data + 8 * each
-            launches += self.geometry.marks(each, raws, ids, *where, SPREAD)
+        layers = range(L) if layer is None else range(layer, layer + 1)
+        launches = [*self.geometry.copies("gather", layers, pieces, payload, [ids], SPREAD)]
+        where = (extent.sums.ctypes.data, extent.sums.nbytes), extent.mark.ctypes.data + 8 * layers.start
+        launches += self.geometry.marks(layers, raws, [ids], *where, SPREAD)
         store.part(launching(launches))
 
     def load(self, extent: Extent, onto: Extent | None, *, layerwise: bool, used: bool) -> None:
@@ -125,9 +125,9 @@ class Engine:
         extent.users += 1
         self.device.host("the plan", reads=[span(extent.memory)])
         payload, ids = [extent.memory.ctypes.data], np.array([blocks], np.int32)
-        for layer in range(L) if layerwise else [None]:
+        for layers in [range(layer, layer + 1) for layer in range(L)] if layerwise else [range(L)]:
             at = self.pieces.ctypes.data
-            load.part(launching(self.geometry.copies("scatter", layer, at, payload, [ids], SPREAD)), layer)
+            load.part(launching(self.geometry.copies("scatter", layers, at, payload, [ids], SPREAD)), layers)
         load.end(self.release(extent))
         if onto is not None:
             store = self.order.store(blocks)
@@ -354,7 +354,7 @@ def test_what_was_computed_on_a_load_is_never_finished_before_it():
     streams, ended = Streams(), []
     order = Order(streams)
     load, store = order.load([1]), order.store([2])
-    load.part(nothing, 0)
+    load.part(nothing, [0])
     load.end(lambda: ended.append("load"))
     load.let_compute(0)
     store.part(nothing)

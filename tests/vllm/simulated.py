@@ -2,7 +2,10 @@
 
 The engine computes on the CPU and at once, everything else goes on late and in any order. The file that
 LMTIER_TEST_FAULT names says, step by step, what is left out: an edge of `tests/cuda_device.py`, or "reuse",
-and then saves get nowhere while anything else can. Or "slow": nothing is left out.
+and then saves get nowhere while anything else can; or "refuses": the driver refuses every third copy. Or
+"slow": nothing is left out.
+
+Loads are no part of a step, as on a GPU, unless LMTIER_TEST_LOADS is "in steps".
 
 Of hooks it says: "one has none", and the second layer never calls them; "replay" and "old replay", steps that
 are one graph, as vLLM's two model runners tell it; "untold", such steps, and nobody tells; "no end", steps
@@ -22,10 +25,12 @@ import numpy as np
 from vllm.config import CUDAGraphMode
 
 from lmtier.cuda.pinned import Pinning
+from lmtier.cuda.streams import Rows
+from lmtier.errors import DeviceError
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
-from lmtier_integrations.vllm import worker
+from lmtier_integrations.vllm import scheduler, worker
 from lmtier_integrations.vllm.messages import Plan
-from tests.cuda_device import SimulatedDevice
+from tests.cuda_device import SimulatedDevice, SimulatedStream
 
 STEP = 3 << 20
 PACE = (*[0] * 19, 10)  # it falls behind what is enqueued, until something waits for it
@@ -39,6 +44,7 @@ class Device(SimulatedDevice):
         super().__init__(seed, host_computes=True, is_recorded=False, pace=PACE)
         self.pinned: dict[int, int] = {}
         self.has_stepped = False
+        self.refuses = False
         self.usual = dict(self.speeds)
 
     def pin(self, memory: memoryview) -> Pinning:
@@ -51,13 +57,20 @@ class Device(SimulatedDevice):
             self.pinned[address] = nbytes
 
         assert self.has_stepped, "an engine captures its graphs before its first step"
-        pinning = Pinning(memory, register, self._unpin, step=STEP)
+        pinning = Pinned(memory, register, self.pinned.__delitem__, step=STEP)
+        pinning.device = self
         pinning.start()
         return pinning
 
-    def _unpin(self, address: int) -> None:
-        assert all(each.finished == len(each.deeds) for each in self.streams)
-        del self.pinned[address]
+
+class Pinned(Pinning):
+    """Of which nothing is copied any more when it is left."""
+
+    device: Device
+
+    def leave(self) -> None:
+        assert all(each.finished == len(each.deeds) for each in self.device.streams)
+        super().leave()
 
 
 def _device_of(tensors: Sequence[Any]) -> Device:
@@ -69,6 +82,14 @@ def _device_of(tensors: Sequence[Any]) -> Device:
     return device
 
 
+def _copy_rows_or_not(self: SimulatedStream, rows: Rows) -> None:
+    assert isinstance(self.device, Device)
+    if self.device.refuses and self.device.random.random() < 0.3:
+        raise DeviceError("a copy of rows: the driver does not want to (999)")
+    _copy_rows(self, rows)
+
+
+_copy_rows = SimulatedStream.copy_rows
 _reuse = worker.Worker.reuse
 _hooks = worker.Worker.wait_for_layer, worker.Worker.save_layer
 _start, _wait = LMTierConnector.start_load_kv, LMTierConnector.wait_for_save
@@ -83,6 +104,7 @@ def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
     fault = told()
     device: Any = self.mover.kv.device  # type: ignore[attr-defined]
     device.without, device.has_stepped = fault, True
+    device.refuses = fault == "refuses"
     paces: dict[str, Sequence[int]] = {"slow": SLOW, "reuse": (0,)}
     device.speeds = {**device.usual, **(STALLED if fault == "reuse" else {})}
     device.pace = paces.get(fault, PACE)
@@ -120,9 +142,12 @@ def _wait_unless_told(self: LMTierConnector) -> None:
         _wait(self)
 
 
+SimulatedStream.copy_rows = _copy_rows_or_not  # type: ignore[method-assign]
 LMTierConnector.wait_for_save = _wait_unless_told  # type: ignore[method-assign]
 LMTierConnector.start_load_kv = _start_as_told  # type: ignore[method-assign]
 worker.Worker.wait_for_layer = _wait_if_hooked  # type: ignore[method-assign]
 worker.Worker.save_layer = _save_if_hooked  # type: ignore[method-assign]
 worker.device_of = _device_of  # type: ignore[attr-defined]
+if os.environ.get("LMTIER_TEST_LOADS") != "in steps":
+    scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

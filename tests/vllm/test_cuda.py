@@ -6,18 +6,22 @@ late, in any order and at any speed, does what a GPU's would do.
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import lmtier_integrations.vllm
 from lmtier.errors import ConfigError
 from lmtier.server.client import Client
+from lmtier_integrations.vllm import LMTierConnector
 from lmtier_integrations.vllm.settings import Settings
 from tests.server.process import until
-from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine, EngineDied
-from tests.vllm.test_engine import RECOVERY, cached, idle, loadable, tokens
+from tests.vllm.test_engine import RECOVERY, idle
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_model_len": 1024}
 ANSWER = 48
@@ -28,6 +32,7 @@ def simulated(server):
     how = transfer(server=str(server.path), tiers=["gpu://?capacity=6MiB"])
     del how["kv_connector_extra_config"]["chunk_tokens"], how["kv_connector_extra_config"]["worth"]
     how["kv_connector_module_path"] = "tests.vllm.simulated"
+    how["kv_connector_extra_config"]["mode"] = "layerwise"
     return how
 
 
@@ -84,6 +89,7 @@ def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
         assert not found["lmtier:save_failures_total"]
         assert found["lmtier:pinned_bytes"] == 99 << 20
         assert found["lmtier:slab_pin_failed"] == 1
+        assert not found["lmtier:slab_pinned"]
 
         assert tokens(engine.abort_within(prompts, ANSWER, after=5)) == wanted[1::2]
         engine.forget()
@@ -92,12 +98,17 @@ def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
         spoil(server)
         assert heals(engine, others, wanted_others)
 
-        # The same with something left out answers wrongly, here and at the end: all of this can be seen here.
-        engine.generate(prompts, ANSWER)  # so that blocks hold something else
-        engine.forget()
-        fault.write_text("compute waits for load")
-        assert tokens(engine.generate(others, ANSWER)) != wanted_others
+        # What the driver refuses costs a load or a save, and no more.
+        before = engine.metrics()
+        engine.forget(external=True)  # so that everything is saved anew
+        fault.write_text("refuses")
+        for asked, answers in ((prompts, wanted), (others, wanted_others)) * 2:
+            engine.forget()
+            assert tokens(engine.generate(asked, ANSWER)) == answers
         fault.write_text("")
+        refused = engine.metrics()
+        for name in ("lmtier:load_failures_total", "lmtier:save_failures_total"):
+            assert refused[name] > before[name]
 
         # Another server's slab is pinned in place of the old one.
         server.kill()
@@ -112,6 +123,7 @@ def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
         until(loads, RECOVERY)
         assert engine.metrics()["lmtier:pinned_bytes"] == 99 << 20
 
+        # The same with something left out answers wrongly: all of this can be seen here.
         engine.forget(external=True)
         fault.write_text("reuse")
         engine.generate(prompts, ANSWER)
@@ -135,7 +147,7 @@ def test_hooks_that_are_not_called(models, tmp_path, server):
         models / "qwen2",
         transfer=how,
         processes=True,
-        env={"LMTIER_TEST_FAULT": str(fault)},
+        env={"LMTIER_TEST_FAULT": str(fault), "LMTIER_TEST_LOADS": "in steps"},
         **SMALL,
     ) as engine:
 
@@ -169,8 +181,9 @@ def test_hooks_that_are_not_called(models, tmp_path, server):
 def test_loads_that_requests_wait_for(models, tmp_path, server):
     """Two block tables, one of which loses blocks: a load is no part of a step there."""
     prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)
+    longer = [[*each, *prompts_of(200, seed=3)[0]] for each in prompts]
     with Engine(tmp_path, models / "gemma3") as plain:
-        wanted = tokens(plain.generate(prompts, 20))
+        wanted, wanted_longer = (tokens(plain.generate(each, 20)) for each in (prompts, longer))
     with Engine(
         tmp_path,
         models / "gemma3",
@@ -186,6 +199,19 @@ def test_loads_that_requests_wait_for(models, tmp_path, server):
         assert not found["lmtier:load_failures_total"]
         spoil(server)
         assert heals(engine, prompts, wanted)
+
+        # The engine has the first blocks of these, some have left a window; a new server has none of them.
+        server.kill()
+        server.start()
+        fresh = itertools.count(100)
+
+        def is_served():
+            engine.generate(prompts_of(600, seed=next(fresh)), 1)
+            with Client(str(server.path)) as client:
+                return client.stats()["cpu"]["chunks"] > 0
+
+        until(is_served, RECOVERY)
+        assert tokens(engine.generate(longer, 20)) == wanted_longer
     idle(server.path)
 
 
@@ -198,6 +224,20 @@ def test_a_tier_in_a_gpus_memory_is_the_engines_own():
             Settings.of({"server": "/a/socket", "tiers": tiers}, 32, 0)
 
 
+def test_the_order_of_blocks_is_a_wish_that_can_be_left_out(monkeypatch):
+    """Beside connectors that ask for another one MultiConnector would not start."""
+    monkeypatch.setattr(lmtier_integrations.vllm, "is_on_gpu", lambda config: True)
+
+    def asked(**extra: str) -> str | None:
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        config: Any = SimpleNamespace(model_config=None, kv_transfer_config=transfer)
+        return LMTierConnector.get_required_kvcache_layout(config)
+
+    assert [asked(), asked(layout="BLHNC"), asked(layout="any")] == ["BLHNC", "BLHNC", None]
+    with pytest.raises(ConfigError, match="layout='NHD'"):
+        Settings.of({"layout": "NHD"}, 32, 0)
+
+
 def test_an_engine_on_a_cpu_declines_it(models, tmp_path):
     how = transfer(tiers=["gpu://?capacity=8MiB", "cpu://?capacity=64MiB"])
     with pytest.raises(EngineDied, match="this engine keeps its KV on a CPU"):
@@ -206,19 +246,26 @@ def test_an_engine_on_a_cpu_declines_it(models, tmp_path):
 
 def test_whole_steps_on_two_ranks_with_a_server_of_their_own(models, tmp_path):
     prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)
-    how = transfer(tiers=["gpu://?capacity=2MiB", "cpu://?capacity=64MiB"], mode="step")
+    how = transfer(tiers=["gpu://?capacity=2MiB", "cpu://?capacity=64MiB"], pin="start")
     how["kv_connector_module_path"] = "tests.vllm.simulated"
     options: dict[str, Any] = {**SMALL, "num_gpu_blocks_override": 200}
     with Engine(
         tmp_path, models / "qwen2", transfer=how, tensor_parallel_size=2, processes=True, **options
     ) as engine:
         wanted = tokens(engine.generate(prompts, 20))
+        shared = 0
         for asked in (prompts, prompts, prompts[:1], prompts[:1]):
             engine.forget()
             outputs = engine.generate(asked, 20)
             assert tokens(outputs) == wanted[: len(asked)]
             assert cached(outputs) == loadable(asked)
+            shared += 256 * (len(asked) - 1)
         found = engine.metrics()
         assert found["lmtier:loaded_tokens_total"] > found["lmtier:gpu_hit_tokens_total"] > 0
+        # What one request loads, those beside it wait for, and do not load again.
+        asked_for = 2 * loadable(prompts) + 2 * loadable(prompts[:1])
+        assert found["lmtier:loaded_tokens_total"] == asked_for - shared
         assert not found["lmtier:load_failures_total"]
         assert found["lmtier:pinned_bytes"] == 2 * (64 << 20), "by each rank"
+        assert found["lmtier:slab_pinned"] == 2
+        assert found["lmtier:pin_seconds_total"] > 0

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Everything that only a machine with a GPU can show, stage by stage: bash bench/gpu_day.sh STAGE...
+#
+#     probe         what the GPU, its driver and its bus can do by themselves          2 minutes
+#     tests         tests/gpu                                                          3
+#     bench         lmtier bench --gpu                                                 3
+#     sanitize      memcheck and initcheck over the kernels' tests                     5
+#     toy           an engine of our own with CUDA graphs: answers, and what it costs  4
+#     transformers  PrefixCache: time to first token                                   3
+#     vllm          times to first token and answers, beside a plain engine           10
+#
+# bash bench/gpu_day.sh --simulated probe tests bench toy rehearses those stages on any machine, on the simulated
+# device; what they measure then means nothing.
+#
+# Needs torch with CUDA, cupy, pytest, hypothesis, numpy, xxhash and prometheus-client, and no installation of
+# lmtier; vllm needs vLLM too. Results go to OUT, or to bench/results/<GPU>-<date>.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD:$PWD/backends:$PWD/integrations PYTHONUNBUFFERED=1
+export CUPY_CACHE_DIR=${CUPY_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/lmtier-cupy}
+PYTHON=${PYTHON:-python3}
+TESTS=("$PYTHON" -m pytest -q -p no:cacheprovider)
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | tr 'A-Z ' 'a-z-')
+OUT=${OUT:-bench/results/${gpu:-no-gpu}-$(date +%F)}
+mkdir -p "$OUT"
+failed=0
+simulated=()
+if [ "${1:-}" = --simulated ]; then
+    simulated=(--simulated)
+    shift
+fi
+
+stage() {  # name, seconds, command...
+    local name=$1 limit=$2
+    shift 2
+    printf '\n== %s\n' "$name"
+    timeout "$limit" "$@" 2>&1 | tee "$OUT/$name.txt" || { failed=1; printf '%s: FAILED\n' "$name"; }
+}
+
+for each in "$@"; do
+    case ${simulated[*]}$each in
+        *probe) stage probe 200 "$PYTHON" bench/gpu_probe.py "${simulated[@]}" --json "$OUT/probe.json" ;;
+        *toy) stage toy 260 "$PYTHON" bench/gpu_toy.py "${simulated[@]}" --json "$OUT/toy.json" ;;
+        --simulatedtests) stage tests 400 "${TESTS[@]}" tests/unit/test_cuda_*.py tests/unit/test_toy_engine.py ;;
+        --simulatedbench) stage bench 300 "$PYTHON" bench/gpu_simulated.py ;;
+        tests) stage tests 400 "${TESTS[@]}" tests/gpu --junit-xml "$OUT/tests.xml" ;;
+        bench) stage bench 300 "$PYTHON" -m lmtier bench --gpu ;;
+        sanitize)
+            # Without its cache torch asks the driver for each tensor, so that what overruns one is seen.
+            export PYTORCH_NO_CUDA_MEMORY_CACHING=1 LMTIER_EXAMPLES=8
+            for tool in memcheck initcheck; do
+                stage $tool 250 compute-sanitizer --tool $tool --error-exitcode 9 \
+                    "${TESTS[@]}" tests/gpu/test_gpu.py -k "layout or canary"
+            done
+            unset PYTORCH_NO_CUDA_MEMORY_CACHING LMTIER_EXAMPLES
+            ;;
+        transformers)
+            stage transformers 240 "$PYTHON" bench/gpu_transformers.py --json "$OUT/transformers.json"
+            ;;
+        vllm) stage vllm 600 "$PYTHON" bench/gpu_vllm.py ttft equal --json "$OUT/vllm.json" ;;
+        *) echo "no stage $each ${simulated[*]}; they are in this script's first lines" >&2; exit 2 ;;
+    esac
+done
+exit $failed

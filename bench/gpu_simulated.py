@@ -1,0 +1,74 @@
+"""A GPU for rehearsals: copies and kernels run on this CPU, late and in any order. Its figures mean nothing.
+
+PYTHONPATH=.:backends:integrations python3 bench/gpu_simulated.py    # what `lmtier bench --gpu` prints
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmtier import bench
+from lmtier.terminal import say
+from tests.cuda_device import SimulatedDevice
+
+
+class Simulated:
+    """Fills memory with something, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.device, self.name = SimulatedDevice(is_recorded=False), "a simulated GPU"
+        self.products = 0.0
+        self.pinned: list[memoryview] = []
+
+    def tensor(self, shape: Sequence[int]) -> Any:
+        whole = torch.ones(*shape, dtype=torch.bfloat16)
+        self.device.keep(whole.view(torch.int16).numpy())
+        return whole
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        assert len(memory)
+        self.pinned.append(memory)
+        return self.unpin
+
+    def unpin(self) -> None:
+        assert not any(stream.is_ready for stream in self.device.streams)
+        self.pinned.pop()
+
+    def matmuls(self, milliseconds: float) -> None:
+        self.products += milliseconds
+
+    def synchronize(self) -> None:
+        while any(stream.is_ready for stream in self.device.streams):
+            self.device.one_deed()
+
+
+def tiny(directory: Path) -> bench.Scale:
+    """The same code, on as few bytes as can be."""
+    return bench.Scale(
+        directory=directory,
+        rounds=1,
+        memory=8 << 20,
+        large_layers=1,
+        disk_rounds=1,
+        disk_chunks=1,
+        prompt_chunks=1,
+        index_chunks=1,
+    )
+
+
+def main() -> int:
+    bench._quick = tiny
+    gpu = Simulated()
+    say(bench.header(None, gpu))
+    say(bench.report(bench.measure(quick=True, gpu=gpu)))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    raise SystemExit(main())
