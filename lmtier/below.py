@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import NamedTuple, TypeAlias
 
 from lmtier.breaker import Breaker
-from lmtier.codec import NO_MARK, Header
+from lmtier.codec import NO_MARK, Header, Suspect
 from lmtier.compression import AUTO, RAW, WORDS
 from lmtier.config import WRITES, TierSpec, without_login
 from lmtier.errors import ConfigError
-from lmtier.index import CLEARED, DELETED, EXPIRED, REPLACED, Entry, Index, State
+from lmtier.index import CLEARED, DELETED, EVICTED, EXPIRED, REPLACED, Entry, Index, State
 from lmtier.keys import is_value
-from lmtier.layout import PAGE, Form, Name, Shard, form_of, padded, stored_size
+from lmtier.layout import PAGE, Form, Name, Shard, form_of, overlapping, padded, stored_size
 from lmtier.lifetimes import AT_ONCE, FOREVER, Stamps
 from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
@@ -36,13 +36,26 @@ log = logging.getLogger("lmtier")
 
 MAX_STORING = 12
 """Chunks on their way into one tier at a time: enough to keep its threads busy, little to lose."""
+_VALUES_SHARE = 1 / 4
+"""Of the slab that named values may hold, acknowledged, until this tier has written them."""
+_SAID_AGAIN = 60.0
+"""Seconds between two lines of the log about what is dropped."""
+_INTENDED = {"write_budget", "expired", "cleared"}
+"""Why something is dropped as a setting or a person wants it: no word of it in the log."""
 MAX_LOOKUPS = 64
 """Questions that a tier has not answered; beyond it is not asked."""
+_SUSPECTS = 16  # that are remembered; a search ends sooner than so many come
+_HEADERS = 8  # that are read at once to find what is suspect: loads go on beside
 _OLDEST = 64
 """Jobs among which those that do not come back are looked for: there may be a deletion for every chunk."""
 
-_LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.EXPIRED}
+_LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.EXPIRED, Reason.CLEARED}
 """Why a part cannot be read, now or later: the only owner of a tier has no use for the whole chunk."""
+
+FULL_PAUSE = 2.0
+_FULL_MOST = 600.0
+"""Seconds after which storage that was full is asked whether it has more room than it had; and if nothing
+fits though somebody left for it: twice as many each time, up to so many."""
 
 UNBOUNDED = 1 << 62
 """The capacity of a tier that keeps what it is given, if nobody gave one."""
@@ -80,8 +93,13 @@ class Below:
         patience: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
         shares: Sequence[Share] = (),
+        slab: Index | None = None,
+        let_go: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
+        """`slab` is above it; `let_go` ends a lease there."""
         self.label = label
+        self._slab = slab
+        self._let_go_above = let_go
         self.write = spec.write
         self._clock = clock
         self.ttl = spec.ttl
@@ -97,7 +115,7 @@ class Below:
         """Of loads, and of lookups: one after the other, whatever their size."""
         self.index: Index | None = None
         if tier.keeps:
-            capacity, policy = spec.capacity or UNBOUNDED, make_policy(spec.policy)
+            capacity, policy = self._capacity(spec, tier), make_policy(spec.policy)
             self.index = Index(capacity, policy, shares=shares if spec.capacity else ())
         if spec.write == "auto":
             if self.index is None:
@@ -110,26 +128,55 @@ class Below:
         """Whether it is known what the tier holds. Until then nothing is written to it."""
         self.deleting = 0
         """Bytes of objects whose deletion has not been confirmed: still taken."""
+        self._found = 0
+        """Bytes that the scan found; more than the capacity, if that was made smaller."""
+        self._deletions = 0
+        """Jobs that delete."""
         self.storing = 0
-        self._queue: deque[bytes] = deque()
-        self._queued: set[bytes] = set()
+        self._storing_bytes = 0
+        self._queue: dict[bytes, Entry] = {}
+        """What is to be written, the next one first. Named values are leased in the slab meanwhile: they were
+        acknowledged, and nobody can compute them again."""
+        self._held: set[Entry] = set()
+        """Those of the queue that are leased."""
+        self._held_bytes = 0
+        self._heard = time.monotonic()
+        """When the tier last finished something."""
+        self._dropped: Counter[str] = Counter()
+        """Objects that were dropped since the log said so, by reason."""
+        self._said_dropped = float("-inf")
         self._queue_length = queue_length
         self._metrics = metrics
         self._chunk_tokens = chunk_tokens
         self._patience = patience
         self._undeleted: list[tuple[list[Name], int]] = []
+        self._afterwards: dict[bytes, set[Name]] = {}
+        """Of a tier that must be asked: what is to be deleted of chunks that are being written or deleted."""
         self._going: set[bytes] = set()
         """Chunks being written, deleted or written over: a name is in one such job at a time."""
         self._unwanted: set[bytes] = set()
-        """Chunks that were deleted before it was known what the tier holds; its scan may have seen them."""
+        self._unwanted_of: tuple[bytes, ...] = ()
+        """Chunks, and what keys begin with, that were deleted before it was known what the tier holds. Its
+        scan tells in which parts they are there, also of other forms; until then they stay."""
         self._uncleared: tuple[bytes, ...] = ()
         """What keys begin with that a tier which must be asked is to forget; the first, if `_is_clearing`,
         is being forgotten. Until it is, nothing of it is read, and nothing new of it written."""
         self._is_clearing = False
+        self._suspects: list[Suspect] = []
+        """What is not loaded, but deleted, as soon as its header is read."""
+        self._unread: dict[bytes, None] = {}
+        """Chunks whose headers are still to be read for that."""
+        self._reading = 0
+        self._unsifted: list[tuple[Suspect, set[bytes]]] = []
+        """What a tier that must be asked is still to be searched for, and what was being written then."""
+        self._is_sifting = False
         self.why_uncleared = ""
         """The last failure at it."""
         self.cleared = 0
         """How many times it was done."""
+        self.lost = 0
+        """Chunks that were to be written here and were not."""
+        self._limit = _Limit(clock)
         self._jobs: dict[int, _Waiting] = {}
         self._lookups = 0
         self._overdue = 0
@@ -147,6 +194,18 @@ class Below:
         state = f"up {self.up}, down {self.down}"
         return f"<{self.label} {self.index!r} backlog {self.backlog}, breakers {state}>"
 
+    def _capacity(self, spec: TierSpec, tier: Tier) -> int:
+        """What was asked for, or what the storage has in all, if that is less."""
+        if spec.capacity is None:
+            return UNBOUNDED
+        if tier.most is not None and tier.most < spec.capacity:
+            log.warning(
+                "lmtier: %s: capacity=%d is more than the storage has: it holds what fits into %d bytes",
+                *(without_login(spec.url), spec.capacity, tier.most),
+            )
+            return max(1, tier.most)
+        return spec.capacity
+
     # ---- what it holds
 
     def holds(self, key: bytes, form: Form) -> bool:
@@ -157,7 +216,7 @@ class Below:
     def has(self, key: bytes, form: Form) -> bool:
         """There, being written, or queued to be, in a form that serves `form`."""
         entry = self._at(key)
-        return key in self._queued or (entry is not None and entry.form.serves(form))
+        return key in self._queue or (entry is not None and entry.form.serves(form))
 
     def spares(self, key: bytes, form: Form) -> bool:
         """There or being written, and can be read: no reason to store it once more."""
@@ -185,7 +244,10 @@ class Below:
 
     def is_leaving(self, key: bytes) -> bool:
         """Whether a restart now could find what was discarded under this key."""
-        return key in self._going
+        return key in self._going or self._is_unwanted(key)
+
+    def _is_unwanted(self, key: bytes) -> bool:
+        return key in self._unwanted or key.startswith(self._unwanted_of)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         if self.index is not None and len(self.index):
@@ -199,7 +261,9 @@ class Below:
     @property
     def backlog(self) -> int:
         """Chunks that are still to be written or deleted, and namespaces to be cleared."""
-        return len(self._queue) + self.storing + len(self._undeleted) + len(self._uncleared)
+        deleting = self._deletions + len(self._undeleted) + len(self._unwanted) + len(self._unwanted_of)
+        unread = len(self._unread) + self._reading
+        return len(self._queue) + self.storing + deleting + self.uncleared + unread
 
     @property
     def is_busy(self) -> bool:
@@ -211,9 +275,25 @@ class Below:
         return is_moving or (self.backlog > 0 and not self.down.is_open)
 
     @property
+    def pinned(self) -> int:
+        """Bytes of the slab that cannot leave until this tier has written them."""
+        return self._storing_bytes + self._held_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether as many values as may wait to be written here do, and get fewer."""
+        is_full = self._slab is not None and self._held_bytes >= self._slab.capacity * _VALUES_SHARE
+        return is_full and not self.down.is_open and time.monotonic() - self._heard < self._patience
+
+    @property
+    def uncleared(self) -> int:
+        """Namespaces that are still to be cleared, and searches for what is suspect."""
+        return len(self._uncleared) + len(self._unsifted)
+
+    @property
     def is_clear(self) -> bool:
         """Whether all is gone that was to be cleared."""
-        return not self._uncleared
+        return not (self.uncleared or self._unwanted_of or self._unread or self._reading)
 
     # ---- down
 
@@ -279,16 +359,59 @@ class Below:
             return
         if self.index is None and is_value(entry.key):
             return  # it may change, and nobody can tell the others who ask this tier
-        if len(self._queue) >= self._queue_length:
-            self._drop(entry.key, "queue_full")
-            return
-        self._queue.append(entry.key)
-        self._queued.add(entry.key)
+        is_full = len(self._queue) >= self._queue_length
+        if is_value(entry.key) and self._slab is not None:
+            held = self._held_bytes
+            is_full = held > 0 and held + entry.nbytes > self._slab.capacity * _VALUES_SHARE
+        if is_full:
+            self._drop(entry.key, "queue_full", entry)
+        else:
+            self._enqueue(entry)
 
-    def pump(self, slab: Index, view: View, release: Callable[[Entry], None]) -> None:
+    def offer_all(self) -> None:
+        """At the end: the named values that it did not get while they came too fast, or when it failed."""
+        for key in list(self._slab.names) if self._slab is not None and self.index is not None else ():
+            entry = self._slab.get(key) if self._slab is not None else None
+            if self.write != "never" and entry is not None and not self.has(key, entry.form):
+                self._enqueue(entry)
+
+    def _enqueue(self, entry: Entry) -> None:
+        self._queue[entry.key] = entry
+        if is_value(entry.key) and self._slab is not None:
+            self._slab.lease(entry)
+            self._held.add(entry)
+            self._held_bytes += entry.nbytes
+
+    def _unqueue(self, key: bytes) -> None:
+        self._unhold(self._queue.pop(key))
+
+    def _unhold(self, entry: Entry) -> None:
+        if entry in self._held:
+            self._held.remove(entry)
+            self._held_bytes -= entry.nbytes
+            self._let_go_above(entry)
+
+    @property
+    def held(self) -> Iterable[Entry]:
+        """Leased in the slab until they are written here."""
+        return self._held
+
+    def let_wait(self, namespace: bytes) -> None:
+        """What waits to be written of a namespace may leave the slab before."""
+        for entry in [entry for entry in self._held if entry.key.startswith(namespace)]:
+            self._unhold(entry)
+
+    def _put_off(self, key: bytes) -> None:
+        """Others first."""
+        self._queue[key] = self._queue.pop(key)
+
+    def pump(
+        self, slab: Index, view: View, release: Callable[[Entry], None], spare: float = float("inf")
+    ) -> None:
         """Submit what is queued, as far as the tier, its room and its breaker allow.
 
-        Each chunk is leased in the slab until its write is done; then `release` hears of it.
+        Each chunk is leased in the slab until its write is done; then `release` hears of it. No more than
+        `spare` bytes are, beside those that are now.
         """
         self._look_after()
         added: list[Entry] = []
@@ -299,28 +422,33 @@ class Below:
             and self.is_warm
             and self.down.allows()
         ):
-            key = self._queue[0]
+            key = next(iter(self._queue))
             there = self._at(key)
             if key in self._going or key.startswith(self._uncleared):
-                self._queue.rotate(-1)
+                self._put_off(key)
                 held_back += 1
                 continue
             entry = slab.get(key)
             if entry is None or entry.state is not State.READY:
-                self._unqueue()
-                self._drop(key, "expired" if slab.why_gone(key) == EXPIRED else "evicted_before_write")
+                was = self._queue[key]
+                self._unqueue(key)
+                why = slab.why_gone(key)
+                reason = EXPIRED if why == EXPIRED else "evicted_before_write"
+                self._drop(key, reason, was, is_lost=why == EVICTED)
                 continue
+            if not entry.leases and entry.nbytes > spare:
+                break  # what hangs must not take all of the slab
             if self.budget is not None and not self.budget.allows(
                 entry.form.at_rest, entry.seen, self._clock()
             ):
-                self._unqueue()
-                self._drop(key, "write_budget")
+                self._unqueue(key)
+                self._drop(key, "write_budget", entry)
                 continue
             room, mine = _Room((None,) * len(entry.form.shards)), None
             if self.index is not None:
                 if there is not None:
                     if there.form.serves(entry.form):
-                        self._unqueue()
+                        self._unqueue(key)
                     else:  # a part of it was lost, or it is of no use: the new one takes its place
                         self.discard(key, there.form, REPLACED)
                         self._going.add(key)
@@ -330,13 +458,14 @@ class Below:
                 if room.later:
                     break  # deletions under way will make it
                 if room.never:
-                    self._unqueue()
-                    self._drop(key, room.never)
+                    self._unqueue(key)
+                    self._drop(key, room.never, entry)
                     continue
                 mine = self.index.add(key, entry.form, entry.form.at_rest, State.FILLING, parent)
                 added.append(mine)
-            self._unqueue()
+            spare -= 0 if entry.leases else entry.nbytes
             slab.lease(entry)
+            self._unqueue(key)
             end = min(slab.ends.end(entry), self._clock() + self.ttl)
             if mine is not None and self.index is not None:
                 self.index.ends.set(mine, end)
@@ -364,7 +493,7 @@ class Below:
             Item(
                 name := Name(entry.key, shard),
                 view(offset, padded(size)),
-                Header(name, form.layout, size, mark, expires=self.stamps.stamp(end)),
+                Header(name, form.layout, size, mark, expires=self.stamps.stamp(end), made=entry.made),
                 old,
                 used,
                 lives,
@@ -374,6 +503,7 @@ class Below:
             )
         )
         self.storing += 1
+        self._storing_bytes += entry.nbytes
         if self.budget is not None:
             self.budget.reserve(form.at_rest)
         self._submit(Op.STORE, items, partial(self._stored, entry, mine, replaces, release))
@@ -387,8 +517,12 @@ class Below:
         done: Done,
     ) -> None:
         self.storing -= 1
+        self._storing_bytes -= entry.nbytes
         self._going.difference_update((entry.key, *(name.key for name in replaced if name)))
         release(entry)
+        unwanted = self._afterwards.pop(entry.key, set())
+        if unwanted:
+            self._delete(sorted(unwanted | {Name(entry.key, shard) for shard in entry.form.shards}), 0)
         nbytes = taken_bytes(entry.form, done)
         # Of what failed nobody knows how much was written.
         self._paid(entry.form.at_rest, entry.form.at_rest if done.failed else nbytes)
@@ -399,16 +533,16 @@ class Below:
                 headers = len(entry.form.shards) * PAGE
                 self._metrics.codec_bytes.labels(self.label, "given").inc(entry.form.at_rest - headers)
                 self._metrics.codec_bytes.labels(self.label, "stored").inc(nbytes - headers)
-        else:
-            self._drop(entry.key, next(iter(done.failed.values())))
+        elif not self._is_tried_again(Op.STORE, done):
+            self._drop(entry.key, next(iter(done.failed.values())), entry)
         if mine is None or self.index is None:
-            if self.wrote is not None and not done.failed:
+            if self.wrote is not None and not done.failed and not unwanted:
                 self.wrote(self.label, True, (entry.key,))
             return
         # A place that could neither be written over nor deleted still holds what must not come back.
-        for old in replaced:
-            if old in done.failed:
-                self._delete([old], 0)
+        self._delete([old for old in replaced if old in done.failed], 0)
+        if not done.failed:
+            self._limit.fitted()
         if not done.failed and mine.state is not State.GONE:
             if is_value(mine.key):
                 mine.prints = entry.prints
@@ -419,6 +553,26 @@ class Below:
             self.index.remove(mine)
         self.index.release(mine)
         self._delete(list(done.ok), done_bytes(mine.form, done.ok))  # what was written of it must go
+        if Reason.FULL in done.failed.values():
+            self._found_full(entry, done)
+
+    def _found_full(self, entry: Entry, done: Done) -> None:
+        """There is less room than the capacity says. What came first to learn it may try once more."""
+        assert self.index is not None
+        again = self._is_tried_again(Op.STORE, done)
+        if not self._limit.is_known:
+            log.warning(
+                "lmtier: %s is full with %d of %d bytes: what comes takes the place of what is there",
+                *(self.label, self.index.used, self.index.capacity),
+            )
+        self._limit.met(done.id, self.index.used, next(self._ids))
+        if again and entry.state is State.READY:
+            self.offer(entry)
+
+    def _is_tried_again(self, op: Op, done: Done) -> bool:
+        """Whether this store failed only because nobody knew how little room there is."""
+        is_full = op is Op.STORE and self.index is not None and Reason.FULL in done.failed.values()
+        return is_full and self._limit.is_news_to(done.id)
 
     def _paid(self, reserved: int, nbytes: int) -> None:
         now = self._clock()
@@ -431,7 +585,10 @@ class Below:
         assert index is not None
         if need > index.capacity:
             return _Room(never="larger_than_tier")
-        short = need - index.free
+        room = min(index.capacity, self._limit.nbytes)
+        if need > room:
+            return _Room(never="full")
+        short = need - (room - index.used)
         if short <= 0 and self.deleting <= -short:
             return _Room((None,) * len(form.shards))
         if short <= 0:
@@ -440,8 +597,8 @@ class Below:
             self.choice.full()
         # The parent must not leave to make room for its child: that would leave a hole.
         victims = index.evict(short, parent, index.pool(key), need)
-        if victims is None:
-            return _Room(never="no_room")
+        if victims is None:  # those that are being written can leave when they are
+            return _Room(later=True) if self.storing else _Room(never="no_room")
         self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
         if len(victims) == 1 and not self.deleting and rooms(victims[0].form) == rooms(form):
             (victim,) = victims
@@ -465,7 +622,8 @@ class Below:
     def form(self, key: bytes, asked: Form) -> Form | None:
         """The form in which the tier holds a chunk, None if it does not (any more)."""
         if self.index is None:
-            return None if key.startswith(self._uncleared) else asked
+            # A read beside a deletion may come first, and bring back what nobody is to see again.
+            return None if key in self._going or key.startswith(self._uncleared) else asked
         entry = self.index.get(key)
         if entry is None or entry.state is not State.READY:
             return None
@@ -507,6 +665,8 @@ class Below:
     def _let_go(self, mine: Entry | None, end: float, done: Done) -> Reason | None:
         """End the lease of a read; why it failed, if it did. What it showed to be lost is deleted whole."""
         reasons = set(done.failed.values())
+        if self._suspects and any(self._is_suspect(name, header) for name, header in done.ok.items()):
+            reasons.add(Reason.CLEARED)
         if end <= self._clock():
             reasons.add(Reason.EXPIRED)
             if mine is None or mine.state is not State.GONE:  # otherwise it was counted when it went
@@ -520,11 +680,17 @@ class Below:
             elif self.index.get(mine.key) is mine:
                 self.index.ends.set(mine, end)  # of what a scan found this is the first word
         elif reasons & _LOST:
-            if Reason.EXPIRED in reasons:
-                self._delete(list(done.ok), 0)
+            if reasons & {Reason.EXPIRED, Reason.CLEARED}:
+                for name in done.ok:
+                    self._delete_there(name.key, {name})
             if self.wrote is not None:
                 self.wrote(self.label, False, {name.key for name in (*done.ok, *done.failed)})
         return _worst(reasons) if reasons else None
+
+    def _is_suspect(self, name: Name, header: Header | Stat | None) -> bool:
+        return isinstance(header, Header) and any(
+            each.covers(name.key, header.made) for each in self._suspects
+        )
 
     def _known_end(self, mine: Entry | None) -> float:
         """When the time of a chunk is over, before it is read: it may be gone when it was."""
@@ -559,17 +725,21 @@ class Below:
 
     def discard(self, key: bytes, form: Form, why: str = DELETED) -> None:
         """Delete one chunk: now, or when whoever writes or reads it is done."""
+        if key in self._queue and is_value(key):
+            self._unqueue(key)
         if self.index is None:
-            self._delete([Name(key, shard) for shard in form.shards], 0)
+            self._delete_there(key, {Name(key, shard) for shard in form.shards})
             if self.wrote is not None:
                 self.wrote(self.label, False, (key,))
         elif not self.is_warm:
             self._unwanted.add(key)
-            self._delete([Name(key, shard) for shard in form.shards], 0)
         elif (entry := self.index.get(key)) is not None:
             self._going.add(key)
             if self.index.remove(entry, why):
                 self._delete([Name(key, shard) for shard in entry.form.shards], entry.nbytes)
+
+    def clear_one(self, entry: Entry) -> None:
+        self.discard(entry.key, entry.form, CLEARED)
 
     def clear(self, slab: Index, namespace: bytes, *, force: bool) -> None:
         """Forget everything but what is leased, here or (waiting to be written) in the slab.
@@ -577,11 +747,13 @@ class Below:
         What a tier keeps that must be asked is leased by nobody. It takes its time, but from now on nothing
         of it is found through here. Tried again until it is done, or this process ends.
         """
-        self._queue = deque(key for key in self._queue if key in slab)
-        self._queued = set(self._queue)
+        for key in [key for key in self._queue if key not in slab]:
+            self._unqueue(key)
         for entry in self.index.entries() if self.index is not None else ():
             if entry.key.startswith(namespace) and (force or not entry.leases):
-                self.discard(entry.key, entry.form, CLEARED)
+                self.clear_one(entry)
+        if not self.is_warm and namespace not in self._unwanted_of:
+            self._unwanted_of += (namespace,)
         if self.index is None and namespace not in self._uncleared[self._is_clearing :]:
             self._uncleared += (namespace,)
             self._clear_next()
@@ -601,13 +773,49 @@ class Below:
             self._uncleared = self._uncleared[1:]
             self.cleared += 1
             return
-        for _ in range(len(self._queue)):  # others shall not wait behind what may wait for ever
-            key = self._queue[0]
-            if key.startswith(self._uncleared):
-                self._unqueue()
-                self._drop(key, "cleared")
-            else:
-                self._queue.rotate(-1)
+        # Others shall not wait behind what may wait for ever.
+        for key, entry in [each for each in self._queue.items() if each[0].startswith(self._uncleared)]:
+            self._unqueue(key)
+            self._drop(key, "cleared", entry)
+
+    def purge(self, slab: Index, suspect: Suspect) -> None:
+        """Delete what it covers, which headers must be read for. Until then none of it is loaded."""
+        for key in [key for key in self._queue if key not in slab]:
+            self._unqueue(key)
+        self._suspects = [*self._suspects[1 - _SUSPECTS :], suspect]
+        if self.index is None:
+            self._unsifted.append((suspect, set(self._going)))
+        for entry in self.index.entries() if self.index is not None else ():
+            if entry.key.startswith(suspect.prefix) and not is_value(entry.key):
+                self._unread[entry.key] = None
+        self._sift()
+
+    def _sift(self) -> None:
+        """Go on with that: a few headers at a time, beside loads."""
+        suspect, before = self._unsifted[0] if self._unsifted else (None, set())
+        if suspect and not self._is_sifting and self._going.isdisjoint(before) and self.clearing.allows():
+            self._is_sifting = True
+            self._submit(Op.CLEAR, (), self._sifted, suspect=suspect)
+        for key in list(islice(self._unread, _HEADERS - self._reading)) if self.up.allows() else ():
+            entry = self.index.get(key) if self.index is not None else None
+            if entry is not None and entry.state is not State.READY:
+                continue  # it is being written
+            del self._unread[key]
+            if entry is not None:
+                self._reading += 1
+                self.peek(key, partial(self._was_read, key))
+
+    def _was_read(self, key: bytes, said: bytes | Reason) -> None:
+        self._reading -= 1
+        if said in (Reason.ERROR, Reason.DEADLINE):
+            self._unread[key] = None
+
+    def _sifted(self, done: Done) -> None:
+        self._is_sifting = False
+        self.why_uncleared = done.error
+        if not done.error:
+            del self._unsifted[0]
+            self.cleared += 1
 
     # ---- asking
 
@@ -652,6 +860,8 @@ class Below:
     def poll(self) -> int:
         """Apply what the tier has finished; the number of jobs."""
         finished = self.tier.poll()
+        if finished:
+            self._heard = time.monotonic()
         for done in finished:
             job = self._jobs.pop(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
@@ -683,9 +893,13 @@ class Below:
         mine.used = now if mine.parent is None else min(now, mine.parent.used - 1000)
         return mine.used
 
-    def close(self) -> None:
+    def close(self, timeout: float = 5.0) -> None:
+        self.tier.patience = timeout
         self.tier.close()
         self.poll()
+        for entry in list(self._held):
+            self._unqueue(entry.key)
+        self._say_dropped()
 
     def _submit(
         self,
@@ -694,8 +908,9 @@ class Below:
         then: Callable[[Done], None],
         deadline: float | None = None,
         prefix: bytes = b"",
+        suspect: Suspect | None = None,
     ) -> None:
-        job = Job(next(self._ids), op, items, deadline, prefix)
+        job = Job(next(self._ids), op, items, deadline, prefix, suspect)
         names = tuple(item.name for item in items)
         self._jobs[job.id] = _Waiting(op, names, then, time.monotonic())
         self._breaker(op).sent()
@@ -718,21 +933,26 @@ class Below:
                     used[key] = max(stat.used, used[key]) if others else stat.used
             forms = {cut: form_of_parts(cut) for cut in set(parts.values())}
             now = self._clock()
+            lost: list[bytes] = []
             for key in sorted(parts, key=used.__getitem__):
                 form = forms[parts[key]]
-                if form is not None and key not in self._unwanted:
+                if form is None or form.at_rest > index.capacity or self._is_unwanted(key):
+                    lost.append(key)
+                else:
                     entry = Entry(key, form, form.at_rest, State.READY, used[key])
                     index.adopt(entry)
                     if self.ttl < FOREVER:  # no later, because it was stored before its last use
                         last = min(now, self.stamps.end(used[key] // 1_000_000))
                         index.ends.set(entry, last + self.ttl)
-        for key in [key for key, cut in parts.items() if forms[cut] is None]:
+        for key in lost:
             self._delete([Name(key, shard) for shard, _ in parts[key]], 0)
+        self._found = index.used
         if index.used > index.capacity:
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
                 self._delete([Name(victim.key, shard) for shard in victim.form.shards], victim.nbytes)
         self._unwanted.clear()
+        self._unwanted_of = ()
         self.is_warm = True
         if len(index):
             log.info("lmtier: %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
@@ -741,15 +961,27 @@ class Below:
         if names:
             self.deleting += nbytes
             self._going.update(name.key for name in names)
+            self._deletions += 1
             items = tuple(Item(name) for name in names)
             self._submit(Op.DELETE, items, partial(self._deleted, names, nbytes))
 
+    def _delete_there(self, key: bytes, names: set[Name]) -> None:
+        """Of a tier that must be asked. Beside a job that writes or deletes the chunk it might come first."""
+        if key in self._going:
+            self._afterwards.setdefault(key, set()).update(names)
+        else:
+            self._delete(sorted(names), 0)
+
     def _deleted(self, names: list[Name], nbytes: int, done: Done) -> None:
+        self._deletions -= 1
         if done.failed:
             self._undeleted.append((names, nbytes))
         else:
             self.deleting -= nbytes
-            self._going.difference_update(name.key for name in names)
+            keys = {name.key for name in names}
+            self._going -= keys
+            for key in keys & self._afterwards.keys():
+                self._delete(sorted(self._afterwards.pop(key)), 0)
 
     def _look_after(self) -> None:
         """Try again what failed, and blame a tier for jobs that do not come back."""
@@ -758,6 +990,9 @@ class Below:
             self.deleting -= nbytes
             self._delete(names, nbytes)
         self._clear_next()
+        self._sift()
+        if self._dropped and time.monotonic() - self._said_dropped > _SAID_AGAIN:
+            self._say_dropped()
         if not self.is_warm and not self._jobs and self.up.allows():
             self._submit(Op.SCAN, (), self._scanned)
         now = time.monotonic()
@@ -771,16 +1006,23 @@ class Below:
                 self._metrics.tier_failures.labels(self.label, job.op.value, "overdue").inc()
                 self._judge(job.op, False, "jobs do not come back")
 
-    def _unqueue(self) -> None:
-        self._queued.discard(self._queue.popleft())
-
     def _tokens(self, key: bytes) -> int:
         return 0 if is_value(key) else self._chunk_tokens
 
-    def _drop(self, key: bytes, reason: str) -> None:
-        self._metrics.dropped_tokens.labels(self.label, reason).inc(self._tokens(key))
+    def _drop(self, key: bytes, reason: str, entry: Entry, *, is_lost: bool = True) -> None:
+        count_dropped(self._metrics, self.label, reason, [entry.form.at_rest], self._tokens(key))
+        if reason not in _INTENDED:
+            self._dropped[reason] += 1
+            self.lost += is_lost
         if self.unstored is not None:
             self.unstored((key,), reason)
+
+    def _say_dropped(self) -> None:
+        if self._dropped:
+            what = ", ".join(f"{count} {reason}" for reason, count in sorted(self._dropped.items()))
+            log.warning("lmtier: %s was not given all that it should have: %s", self.label, what)
+            self._dropped.clear()
+            self._said_dropped = time.monotonic()
 
     def _transfer(self, direction: str, nbytes: int, seconds: float) -> None:
         self._metrics.transfer_bytes.labels(self.label, direction).observe(nbytes)
@@ -796,6 +1038,8 @@ class Below:
         for reason in done.failed.values():
             self._metrics.tier_failures.labels(self.label, job.op.value, reason).inc()
         faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())
+        if self._is_tried_again(job.op, done):
+            faults.discard(Reason.FULL)
         self._judge(job.op, not (faults or (done.error and not done.failed)), done.error)
 
     def _judge(self, op: Op, ok: bool, error: str) -> None:
@@ -847,9 +1091,62 @@ class Below:
     def check(self) -> None:
         if self.index is not None:
             self.index.check()
-            assert self.index.used + self.deleting <= self.index.capacity, "over capacity"
-        assert self._queued == set(self._queue), "the queue and its set differ"
+            assert self.index.used <= self.index.capacity, "over capacity"
+            most = max(self.index.capacity, self._found)
+            assert self.index.used + self.deleting <= most, "over capacity, with what is being deleted"
+        assert self._held <= set(self._queue.values()), "what is not queued is held"
+        assert self._held_bytes == sum(entry.nbytes for entry in self._held), "held bytes"
         assert self.budget is None or self.budget.left(self._clock()) >= -1, "over budget"
+
+
+def count_dropped(metrics: Metrics, tier: str, reason: str, nbytes: Collection[int], tokens: int) -> None:
+    """Objects, by their bytes, that a tier should have got and did not."""
+    metrics.dropped_tokens.labels(tier, reason).inc(tokens)
+    metrics.dropped_objects.labels(tier, reason).inc(len(nbytes))
+    metrics.dropped_bytes.labels(tier, reason).inc(sum(nbytes))
+
+
+class _Limit:
+    """How much the storage has for us, where it said that it is full: what we had there just then.
+
+    What was sent before that was known is stored again, in the place of others. If that fails too, it does
+    not help that others leave, and nothing fits. After a pause whatever comes next finds out more.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._nbytes = UNBOUNDED
+        self._until = 0.0
+        self._first = UNBOUNDED
+        self._in_vain = 0
+
+    @property
+    def is_known(self) -> bool:
+        if self._clock() >= self._until:
+            self._nbytes = self._first = UNBOUNDED
+        return self._nbytes < UNBOUNDED
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes if self.is_known else UNBOUNDED
+
+    def is_news_to(self, job: int) -> bool:
+        """Whether this job was sent before it was known."""
+        return not self.is_known or job < self._first
+
+    def met(self, job: int, used: int, following: int) -> None:
+        """This job found no room, while we had `used` bytes there; jobs from `following` on know of it."""
+        if self.is_news_to(job):
+            self._first = min(self._first, following)
+            self._nbytes = min(self._nbytes, used)
+        else:
+            self._in_vain += 1
+            self._nbytes = 0
+        self._until = self._clock() + min(_FULL_MOST, FULL_PAUSE * 2**self._in_vain)
+
+    def fitted(self) -> None:
+        """There was room for a job."""
+        self._in_vain = 0
 
 
 def count_shares(metrics: Metrics, tier: str, index: Index) -> None:
@@ -868,7 +1165,7 @@ def _worst(reasons: set[Reason]) -> Reason:
 def form_of_parts(cut: Iterable[tuple[Shard, int]]) -> Form | None:
     """The form of a chunk whose parts a scan found; None if they overlap, so that none can be trusted."""
     shards, sizes = zip(*sorted(cut), strict=True)
-    if any(one.overlap(other) for i, one in enumerate(shards) for other in shards[:i]):
+    if overlapping(shards) is not None:
         return None
     return form_of(None, shards, sizes)
 

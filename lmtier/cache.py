@@ -13,14 +13,15 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from lmtier.below import UNBOUNDED, Below, count_shares
-from lmtier.codec import NO_MARK, Header
+from lmtier import forks, memory
+from lmtier.below import UNBOUNDED, Below, count_dropped, count_shares
+from lmtier.codec import NO_MARK, Header, Made, Suspect, mark_room
 from lmtier.config import Config, without_login
 from lmtier.curve import FACTORS, Outlook, Place
 from lmtier.errors import ConfigError, MisuseError
@@ -43,10 +44,17 @@ log = logging.getLogger("lmtier")
 
 CPU = "cpu"
 _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at least
-_TRIES = 64  # evictions for one chunk before its room is given up as too fragmented
+_TRIES = 4  # evictions for one chunk before its room is given up as too fragmented
+_SLID = 4  # times the size of a chunk, that may be moved for it; or
+_SLID_BYTES = 32 << 20
+_COMPACTING = 0.05  # seconds of a step that moving chunks together may take, or one move
 _EXPLORED_BYTES = 32 << 20  # at a time, or one chunk
-_LOADING_SHARE = 7 / 8  # of the slab that may wait for tiers below: one that hangs must not take all of it
+# Of the slab that may wait for tiers below, those that hang must not take all of it: what loads fill, and
+# what loads and stores hold together.
+_LOADING_SHARE = 7 / 8
+_WAITING_SHARE = 15 / 16
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
+_CLEARED_AT_ONCE = 1024  # chunks
 _SEEN = 64  # prefixes whose recency below is brought up to date in the next step
 
 
@@ -173,6 +181,8 @@ class Cache:
         self._tell = wake
         self._clock = clock
         self._ids = count(1)
+        self._told_lost = 0
+        """Of `lost`, as many as `flush` has told."""
         self._reservations: dict[int, Reservation] = {}
         self._matches: dict[int, Match] = {}
         self._waiters: dict[Entry, list[Match]] = {}
@@ -180,6 +190,7 @@ class Cache:
         self._closed = threading.Event()
         top, *lower = config.stores
         assert top.capacity is not None
+        memory.check(f"tier {without_login(top.url)!r}", top.capacity)
         try:
             self.slab = Slab(top.capacity, hugepages=config.hugepages, shared=shared)
         except (OSError, OverflowError) as error:
@@ -210,11 +221,13 @@ class Cache:
                         patience=config.load_deadline,
                         clock=clock,
                         shares=config.shares,
+                        slab=self.index,
+                        let_go=self._release,
                     )
                 )
         except BaseException:
             for below in self.below:
-                below.close()
+                below.close(0.0)
             raise
         self.presence: Presence | None = None
         """For other processes, if no tier has to be asked what it holds."""
@@ -225,6 +238,7 @@ class Cache:
         self._watching = [below for below in self.below if below.watches]
         self._evicted = [below for below in self.below if below.awaits_eviction]
         self._room = 0  # of the largest chunk so far
+        self._compacting = 0.0  # seconds since the last step
         self._took = 0  # bytes since the last step
         self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a step took, lately
         self._took_room: set[Pool | None] = set()
@@ -236,6 +250,7 @@ class Cache:
         """When somebody last found no room, because all there is was leased; in time.monotonic()."""
         self.outlook = Outlook(self._places())
         self._declare()
+        forks.tell(self)
         self._prefault = None
         if config.prefault:
             self._prefault = start_thread("lmtier-prefault", self.slab.prefault, self._closed.is_set)
@@ -254,9 +269,18 @@ class Cache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def forked(self) -> None:
+        """In a child: its parent goes on with the tiers, and nobody has the threads."""
+        forks.bury(self, "cache")
+
     def _woken(self) -> None:
         self._wake.set()
         self._tell()
+
+    @property
+    def lost(self) -> int:
+        """Chunks that tiers below were to get and did not, so far."""
+        return sum(below.lost for below in self.below)
 
     @property
     def is_warm(self) -> bool:
@@ -282,6 +306,7 @@ class Cache:
         began = time.monotonic()
         self._need_open()
         names = tuple(keys)  # the caller's list grows with its request
+        _check_chain(names)
         whole = sum(map(self._tokens, names[:1])) * len(names)
         asked = whole if tokens is None else tokens
         if asked < whole:
@@ -496,8 +521,8 @@ class Cache:
         Returns at once. The match is ready when `step` has seen the last of them arrive or fail.
         """
         self._need_open()
-        if match.released:
-            raise MisuseError("prefetch of a match that was released")
+        if self._matches.get(match.id) is not match:
+            raise MisuseError("prefetch of a match that was released, or that another cache made")
         if match.asking or has > match.has:
             match.asking = 0  # what has not been answered by now is not waited for
             match.has = min(has, match.asked_tokens)
@@ -538,7 +563,7 @@ class Cache:
 
     def _load(self, key: bytes, form: Form, below: Below, parent: Entry | None) -> Entry | None:
         """Start loading a chunk into a new entry, for whoever will wait for it; None if there is no room."""
-        if self._loading + form.room > self.index.capacity * _LOADING_SHARE:
+        if self._waiting_bytes + form.room > self.index.capacity * _LOADING_SHARE:
             return None
         offsets = self._allocate(key, form, parent)
         if offsets is None:
@@ -552,6 +577,11 @@ class Cache:
         ]
         below.load(key, form, payloads, partial(self._arrived, entry, below))
         return entry
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """Of the slab, that wait for tiers below."""
+        return self._loading + sum(below.pinned for below in self.below)
 
     def _arrived(self, entry: Entry, below: Below, result: dict[Shard, Header] | Reason, end: float) -> None:
         """A chunk came up from a tier below, or did not."""
@@ -592,12 +622,15 @@ class Cache:
             return "foreign"
         entry.form = form
         entry.prints = tuple(header.mark for header in each)
+        entry.made = each[0].made
         return ""
 
     def release(self, match: Match) -> None:
         """End the match's leases. Idempotent."""
         if match.released:
             return
+        if self._matches.get(match.id) is not match:
+            raise MisuseError("release of a match that another cache made")
         match.released = True
         del self._matches[match.id]
         if not match.settled:
@@ -680,23 +713,33 @@ class Cache:
     # ---- save: reserve, commit, abort
 
     def reserve(
-        self, keys: Sequence[bytes], form: Form, *, first: int = 0, ttl: float | None = None
+        self,
+        keys: Sequence[bytes],
+        form: Form,
+        *,
+        first: int = 0,
+        ttl: float | None = None,
+        by: str = "",
+        most: int | None = None,
     ) -> Reservation:
         """Extents for those chunks of `keys`, from number `first` on, that no tier holds or is getting.
 
-        All or nothing per chunk, and in order: when room ends, what was reserved is a usable prefix
-        and the rest is dropped and counted. Reserving makes nothing visible: `commit` does.
+        All or nothing per chunk, and in order: when room ends, or `most` are new, what was reserved is a
+        usable prefix and the rest is dropped and counted. Reserving makes nothing visible: `commit` does.
 
         What is stored now can be used for `ttl` seconds; what was stored before, for as long as was said
-        then.
+        then. `by` is who stores it, for `purge`.
         """
         self._need_open()
+        made = Made(by, time.time_ns() // 1_000_000)
         seconds = self._seconds(ttl)
+        _check_chain(keys)
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
         self._expire_among(keys)
         wanted = [number >= first and not self._is_stored(key, form) for number, key in enumerate(keys)]
-        self._make_room(keys, sum(wanted) * form.room)
+        end = len(keys) if most is None else most
+        self._make_room(keys, min(sum(wanted), end) * form.room)
         new: dict[int, Entry] = {}
         run: list[Entry] = []
         known = 0
@@ -706,9 +749,10 @@ class Cache:
         for number, key in enumerate(keys):
             entry = self.index.get(key)
             if entry is None and wanted[number]:
+                why = why or ("too_many" if len(new) == end else "")
                 if not why and (offsets := self._allocate(key, form, parent)) is not None:
                     entry = self.index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
-                    entry.offsets = offsets
+                    entry.offsets, entry.made = offsets, made
                     new[number] = entry
                 else:
                     why = why or "no_room"
@@ -728,7 +772,7 @@ class Cache:
         self.index.refresh(run)
         self._seen.append(tuple(keys))
         self.metrics.skipped_tokens.inc((len(keys) - len(dropped) - len(new)) * self.chunk_tokens)
-        self._drop(dropped, why)
+        self._drop(dropped, why, form)
         left = set(form.shards) if new else set()
         reservation = Reservation(next(self._ids), form, new, known, len(dropped), left, ttl=seconds)
         if new:
@@ -745,6 +789,10 @@ class Cache:
 
         `prints` maps chunk numbers to the fingerprint of this shard.
         """
+        layout = reservation.form.layout
+        longest = max(map(len, (prints or {}).values()), default=0)
+        if layout is not None and longest > (room := mark_room(layout)):
+            raise MisuseError(f"a mark of {longest} bytes: beside this layout a header has room for {room}")
         number = self._finish(reservation, shard)
         for chunk, mark in (prints or {}).items():
             marks = reservation.prints.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
@@ -759,13 +807,13 @@ class Cache:
             for entry in reservation.entries.values():
                 if entry.state is not State.GONE:
                     self.index.remove(entry)
-            self._drop([entry.key for entry in reservation.entries.values()], "aborted")
+            self._drop([entry.key for entry in reservation.entries.values()], "aborted", reservation.form)
         self._close_if_finished(reservation)
 
-    def _drop(self, keys: Sequence[bytes], why: str) -> None:
+    def _drop(self, keys: Sequence[bytes], why: str, form: Form) -> None:
         """These are not stored in the slab, though they should be."""
         if keys:
-            self.metrics.dropped_tokens.labels(CPU, why).inc(sum(map(self._tokens, keys)))
+            count_dropped(self.metrics, CPU, why, [form.room] * len(keys), sum(map(self._tokens, keys)))
             if self._journal is not None:
                 self._journal.unstored(CPU, keys, why)
 
@@ -779,6 +827,8 @@ class Cache:
             return 0
         if shard not in reservation.left:
             raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
+        if self._reservations.get(reservation.id) is not reservation:
+            raise MisuseError("commit or abort of a reservation that another cache made")
         reservation.left.remove(shard)
         return shards.index(shard)
 
@@ -800,7 +850,7 @@ class Cache:
         for chunk, entry in reservation.entries.items():
             if entry.state is State.GONE:  # cleared by force while it was written
                 self._release(entry)
-                self._drop([entry.key], "cleared")
+                self._drop([entry.key], "cleared", form)
                 continue
             if chunk in reservation.prints:
                 entry.prints = tuple(reservation.prints[chunk])
@@ -830,8 +880,11 @@ class Cache:
             self._write_ahead()
             self._explore()
             for below in self.below:
-                below.pump(self.index, self.slab.view, self._release)
+                waiting = self._waiting_bytes
+                spare = self.index.capacity * _WAITING_SHARE - waiting if waiting else self.index.capacity
+                below.pump(self.index, self.slab.view, self._release, spare)
             self._expire()
+        self._compacting = 0.0
         self.metrics.count()
         self.outlook.count()
         return results
@@ -870,7 +923,19 @@ class Cache:
         return match
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Step until the tiers below have what they were to get. False: not all of it, or not in time."""
+        """Step until the tiers below are done: what they were to get is written, what was to go has gone.
+
+        What a tier is to get is decided by its rule and its budget. False: not in time; or some of it was
+        not written and will not be, since the last call of this, be it that the tier failed, was full, or
+        was too slow. That is told once, as fsync does.
+        """
+        before = self._told_lost
+        ended = self._drain(timeout)
+        self._told_lost = self.lost
+        return ended and self._told_lost == before
+
+    def _drain(self, timeout: float) -> bool:
+        """Step until nothing waits to be written or deleted; False: not in time."""
         until = time.monotonic() + timeout
         self.step()
         while any(below.is_busy for below in self.below) and time.monotonic() < until:
@@ -884,21 +949,55 @@ class Cache:
         self._wake.wait(seconds)
         self._wake.clear()
 
+    def purge(self, suspect: Suspect, *, force: bool = False) -> None:
+        """Forget what it covers, but for what is leased; with `force` also that. Below, by headers: they are
+        read one by one, and `flush` waits for that; until then what is suspect is found, and not loaded."""
+        suspect = replace(suspect, until=min(suspect.until, time.time_ns() // 1_000_000))
+        for below in self.below:
+            below.let_wait(suspect.prefix)
+        for entry in self.index.entries():
+            if suspect.covers(entry.key, entry.made) and (force or not entry.leases):
+                self._take_out(entry, CLEARED)
+        for below in self.below:
+            below.purge(self.index, suspect)
+
     def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
         """Forget everything that is not leased; with `force` also that. Later releases are harmless.
 
         `namespace`, from `keys.namespace`, says of which model. Tiers that must be asked are searched for it,
         for all who share them: `flush` waits for that, and until then nothing of it is found in them here.
         """
+        for below in self.below:
+            below.let_wait(namespace)
         for entry in self.index.entries():
             if entry.key.startswith(namespace) and (force or not entry.leases):
-                self._take_out(entry, CLEARED)
+                self._clear_one(entry)
         for below in self.below:
             below.clear(self.index, namespace, force=force)
+
+    def _clear_one(self, entry: Entry) -> None:
+        self._take_out(entry, CLEARED)
+
+    def clearing(self, namespace: bytes = b"", *, force: bool = False) -> Iterator[None]:
+        """`clear`, a little at a time, for who has others to serve: of a million chunks it takes seconds."""
+        for below in self.below:
+            below.let_wait(namespace)
+        places: list[tuple[Index, Callable[[Entry], None]]] = [(self.index, self._clear_one)]
+        places += [(below.index, below.clear_one) for below in self.below if below.index is not None]
+        for index, clear_one in places:
+            for number, entry in enumerate(index.entries(), 1):
+                is_there = entry.state is not State.GONE and entry.key.startswith(namespace)
+                if is_there and (force or not entry.leases):
+                    clear_one(entry)
+                if not number % _CLEARED_AT_ONCE:
+                    yield
+        self.clear(namespace, force=force)  # what came back meanwhile
 
     def discard(self, entry: Entry) -> None:
         """Delete a chunk in every tier, because its content is not to be believed. Leases on it stay."""
         if entry.state is not State.GONE:
+            if self.index.get(entry.key) is not entry:
+                raise MisuseError(f"discard of {entry!r}, which another cache has")
             self._take_out(entry, DIFFERED)
         for below in self.below:
             below.discard(entry.key, entry.form, DIFFERED)
@@ -1012,6 +1111,11 @@ class Cache:
         self.index.rekey(entry, key)
         self.commit(reservation, prints={0: mark})
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a value that comes now would not be written, and one that waits a little would."""
+        return any(below.is_behind for below in self.below)
+
     def is_leaving(self, key: bytes) -> bool:
         """Whether a restart now could still find what was forgotten or replaced under this key."""
         return any(below.is_leaving(key) for below in self.below)
@@ -1021,17 +1125,20 @@ class Cache:
             self._free([entry])
 
     def close(self, timeout: float = 30.0) -> None:
-        """Write down what waits to be written, then let go of everything. Idempotent."""
+        """Write down what waits to be written, then let go of everything, all in `timeout`. Idempotent."""
         if self._closed.is_set():
             return
-        if not self.flush(timeout):
+        until = time.monotonic() + timeout
+        for below in self.below:
+            below.offer_all()
+        if not self._drain(timeout):
             log.warning("lmtier: closed before everything was written to the tiers below")
         for below in self.below:
             below.persist_order()
-        self.flush(timeout)
+        self._drain(until - time.monotonic())
         self._closed.set()
         for below in self.below:
-            below.close()
+            below.close(until - time.monotonic())
         if self._prefault is not None:
             self._prefault.join()
 
@@ -1063,15 +1170,58 @@ class Cache:
         self._took += form.room
         asker = self.index.pool(key)
         self._took_room.add(asker)
-        # Enough bytes may be free and yet in pieces: then one more leaves, and we look again. But not for
-        # ever: chunks of another size in between, leased ones, can make a run impossible.
+        # Enough bytes may be free and yet in pieces. Then what nobody reads is moved together; to evict more
+        # would rarely join pieces. Leased chunks in between can make it impossible.
+        short = form.room - self.index.free
         for _ in range(_TRIES):
             if (offsets := self.slab.allocate(form.sizes)) is not None:
                 return offsets
-            if not self._evict(max(1, form.room - self.index.free), parent, asker, form.room):
+            if short > 0 and not self._evict(short, parent, asker, form.room):
+                break
+            if (offsets := self.slab.allocate(form.sizes)) is not None:
+                return offsets
+            if (short := self._compact(form.room)) < 0:
                 break
         self.no_room_at = time.monotonic()
         return None
+
+    def _compact(self, nbytes: int) -> int:
+        """Make `nbytes` free in a row, if so many are free, by moving chunks that nobody has leased.
+
+        Returns how many bytes more must be free for that; less than 0: it is impossible now.
+        """
+        began = time.monotonic()
+        if self._compacting > _COMPACTING:
+            return -1
+        movable = {
+            offset: entry
+            for entry in self.index.entries()
+            if not entry.leases and entry.state is State.READY
+            for offset in entry.offsets
+        }
+        window = self.slab.window(nbytes, movable)
+        if window is None:
+            return -1
+        start, offsets = window
+        places = self.slab.vacate(start, nbytes, offsets)
+        self._move(places, movable)
+        self.slab.free(places)
+        short = sum(movable[offset].nbytes for offset in offsets if offset not in places)
+        if short:  # large ones find no room of their size, but may close up
+            places = self.slab.slide(nbytes, movable, max(_SLID * nbytes, _SLID_BYTES))
+            self._move(places, movable)
+            short = 0 if places else short
+        self._compacting += time.monotonic() - began
+        return short
+
+    def _move(self, places: Mapping[int, int], entries: dict[int, Entry]) -> None:
+        """Bytes and books of extents that have new places, in this order."""
+        for offset, place in places.items():
+            self.metrics.moved_bytes.inc(self.slab.move(offset, place))
+        moved = {entries.pop(offset) for offset in places}
+        for entry in moved:  # once each: the new place of one may be the old one of another
+            entry.offsets = tuple(places.get(each, each) for each in entry.offsets)
+            entries.update(dict.fromkeys(entry.offsets, entry))
 
     def _evict(self, need: int, tail: Entry | None, asker: Pool | None, claim: int) -> bool:
         """Free at least `need` bytes, or nothing. The prefix that ends in `tail` stays whatever happens."""
@@ -1165,7 +1315,7 @@ class Cache:
         for reservation in self._reservations.values():
             for entry in reservation.entries.values():
                 leases[entry] = leases.get(entry, 0) + len(reservation.left)
-        for entry in self.index.kept:
+        for entry in (*self.index.kept, *(entry for below in self.below for entry in below.held)):
             leases[entry] = leases.get(entry, 0) + 1
         for entry in self.index.entries():
             assert entry.leases >= leases.get(entry, 0), f"{entry!r} has lost a lease"
@@ -1180,3 +1330,9 @@ def complete(match: Match) -> int:
     """How many leading chunks of the match are in the slab, complete."""
     states = enumerate(match.run)
     return next((i for i, entry in states if entry.state is not State.READY), len(match.run))
+
+
+def _check_chain(keys: Sequence[bytes]) -> None:
+    """An entry that came twice would be its own parent."""
+    if len(set(keys)) < len(keys):
+        raise MisuseError("a key stands twice in one request: chains have no circles")

@@ -6,14 +6,18 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import datetime, timedelta
+from datetime import time as clock_time
 from importlib import import_module
 from itertools import count, islice
 from pathlib import Path
+from queue import Full, Queue
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,7 @@ from lmtier import __version__, config
 from lmtier.errors import ConfigError, LMTierError, TierError
 from lmtier.lifetimes import MAX_TTL
 from lmtier.terminal import Progress, complain, say, show_again, size, table
+from lmtier.workers import start_thread
 
 if TYPE_CHECKING:
     from lmtier.server.console import Address
@@ -35,6 +40,8 @@ _FOR = {
     "kv-events": "routers: what comes to the tiers and leaves them",
     "kv-replay": "routers that missed some of it",
 }
+_LINES = 1000  # of the log, that may wait
+_LAST_LINES = 1.0  # seconds for them in the end
 _EVERY = 2.0  # seconds between two looks at a server
 
 
@@ -235,11 +242,22 @@ def _add_server_commands(commands: Any) -> None:
     explain.set_defaults(run=_explain)
 
     clear = commands.add_parser("clear", parents=[where], help="make a server forget")
-    what = clear.add_mutually_exclusive_group(required=True)
+    what = clear.add_mutually_exclusive_group()
     what.add_argument(
         "--namespace", metavar="MODEL", help="the KV of one model, by the name its engine gives"
     )
     what.add_argument("--all", action="store_true", help="everything, named values too")
+    clear.add_argument(
+        "--stored-by",
+        metavar="ENGINE",
+        help="only what this engine stored: a name of `lmtier top` with its host, “vllm scheduler @host”, or "
+        "a pattern, “*@host”",
+    )
+    clear.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only what was stored from then on: 2026-11-24T09:30, 09:30 (the last one), or 90m, 12h, 3d ago",
+    )
     clear.add_argument("--force", action="store_true", help="also what is in use right now")
     clear.set_defaults(run=_clear)
 
@@ -279,11 +297,45 @@ def _add_prefix_commands(commands: Any, where: Any, access: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from lmtier.server.serve import Server, give_way
+    from lmtier.server.serve import give_way
 
     give_way()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    lines = _Aside()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", handlers=[lines])
     logging.getLogger("lmtier").setLevel(logging.INFO)
+    try:
+        return _run_server(args)
+    finally:
+        lines.close()
+
+
+class _Aside(logging.Handler):
+    """Lines to stderr, by a thread: whoever reads them, or does not, is not waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: Queue[str | None] = Queue(_LINES)
+        self._thread = start_thread("lmtier-log", self._write)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Full):
+            self._lines.put_nowait(self.format(record))
+
+    def close(self) -> None:
+        with suppress(Full):
+            self._lines.put_nowait(None)
+        self._thread.join(_LAST_LINES)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with suppress(OSError):  # not print: its lock, held for ever, would end the process with an abort
+                os.write(2, f"{line}\n".encode("utf-8", "backslashreplace"))
+
+
+def _run_server(args: argparse.Namespace) -> int:
+    from lmtier.server.serve import Server
+
     ours, servers = _overrides(args.set)
     if args.tier:
         ours = {"tiers": args.tier} | ours
@@ -490,9 +542,35 @@ def _clear(args: argparse.Namespace) -> int:
 
     if args.namespace == "":
         raise ConfigError("--namespace needs the name of a model; --all forgets everything")
+    is_suspect = args.stored_by is not None or args.since is not None
+    if args.namespace is None and not args.all and not is_suspect:
+        raise ConfigError("say what to forget: --namespace, --stored-by, --since or --all")
+    if args.all and is_suspect:
+        raise ConfigError("--all forgets everything; leave it out to forget what --stored-by or --since say")
+    since = None if args.since is None else _moment(args.since, datetime.now().astimezone())
     with Remote(_address(args)) as remote:
-        say(clear(remote, args.namespace, force=args.force))
+        say(clear(remote, args.namespace, by=args.stored_by, since=since, force=args.force))
     return 0
+
+
+def _moment(text: str, now: datetime) -> datetime:
+    """A time in the past: a date, a time of day, or how long ago; by this machine's time zone."""
+    if (ago := re.fullmatch(r"(\d+)([smhd])", text)) is not None:
+        unit = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}[ago[2]]
+        return now - timedelta(**{unit: int(ago[1])})
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
+            then = datetime.combine(now.date(), clock_time.fromisoformat(text.zfill(5)), now.tzinfo)
+            return then if then <= now else then - timedelta(days=1)
+        then = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"--since {text!r} is no time: say 2026-11-24T09:30, 09:30, 90m, 12h or 3d"
+        ) from None
+    then = then if then.tzinfo is not None else then.astimezone()
+    if then > now:
+        raise ConfigError(f"--since {text!r} is in the future")
+    return then
 
 
 # ---- what needs no server

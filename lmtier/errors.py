@@ -5,6 +5,7 @@ LMTierError
 ├── LayoutError     tensors, token counts or block ids do not fit the declared layout
 ├── TierError       a tier cannot be opened (locked, unwritable, unreachable at start)
 ├── CanaryError     save followed by load did not give the engine its own bytes back
+├── DeviceError     a call of the GPU's driver has failed
 └── MisuseError     a call that the contract forbids (commit twice, use after close)
 """
 
@@ -33,3 +34,7 @@ class CanaryError(LMTierError):
 
 class MisuseError(LMTierError):
     """The caller broke the contract of a call."""
+
+
+class DeviceError(LMTierError):
+    """A call of the GPU's driver has failed: it, or one before it that went on after it had returned."""

@@ -20,6 +20,7 @@ from enum import IntEnum
 from heapq import merge
 from itertools import groupby
 
+from lmtier.codec import Made
 from lmtier.errors import MisuseError
 from lmtier.keys import is_value
 from lmtier.layout import Form
@@ -31,6 +32,9 @@ from lmtier.shares import Pool, Pools, Share
 EVICTED, DELETED, CLEARED, DIFFERED, REPLACED = "evicted", "deleted", "cleared", "differed", "replaced"
 EXPIRED = "expired"
 """Why a chunk left. Or the reason why it could not be read."""
+
+
+_UNSAID = Made()
 
 
 class State(IntEnum):
@@ -48,6 +52,7 @@ class Entry:
         "key",
         "kids",
         "leases",
+        "made",
         "nbytes",
         "offsets",
         "parent",
@@ -71,6 +76,8 @@ class Entry:
         """In the slab: where each shard of the form lies."""
         self.prints: tuple[bytes, ...] = ()
         """In the slab: the fingerprint of each shard, if its writer took one."""
+        self.made = _UNSAID
+        """In the slab: who stored it, and when."""
         self.used = used
         """In a tier below: what that tier thinks when it was last used, in ns."""
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby
 from math import gcd
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -42,6 +44,13 @@ KNOWN_PACKINGS = ("token", "planes", "latent", "cpu-vec")
 PAGE = 4096
 """Objects take whole pages, in memory and at rest; so does their header."""
 
+
+MAX_LAYERS = 1024
+MAX_LAYOUT = 3840
+"""Bytes of JSON: an object's header has room for so much, and for a fingerprint beside it."""
+MAX_CHUNK = 1 << 48
+"""Bytes. Numbers of clients come here; beyond, they would be too large for a file, or for a float."""
+_LONGEST_SHARD = len("L65535-65535H65535-65535")
 
 Array = npt.NDArray[Any]
 
@@ -68,12 +77,13 @@ class Shard(NamedTuple):
         return f"L{self.first_layer}-{self.end_layer}H{self.first_head}-{self.end_head}"
 
     @staticmethod
-    @lru_cache(maxsize=4096)
     def parse(text: str) -> Shard | None:
         """The inverse of str(), and nothing but it: no second spelling. Interned, for scans of many names."""
-        number = "(0|[1-9][0-9]{0,4})"
-        found = re.fullmatch(f"L{number}-{number}H{number}-{number}", text)
-        return Shard(*map(int, found.groups())) if found else None
+        return _shard(text) if len(text) <= _LONGEST_SHARD else None
+
+    @property
+    def area(self) -> int:
+        return (self.end_layer - self.first_layer) * (self.end_head - self.first_head)
 
     def overlap(self, other: Shard) -> Shard | None:
         both = Shard(
@@ -83,6 +93,13 @@ class Shard(NamedTuple):
             min(self.end_head, other.end_head),
         )
         return both if both[0] < both[1] and both[2] < both[3] else None
+
+
+@lru_cache(maxsize=4096)
+def _shard(text: str) -> Shard | None:
+    number = "(0|[1-9][0-9]{0,4})"
+    found = re.fullmatch(f"L{number}-{number}H{number}-{number}", text)
+    return Shard(*map(int, found.groups())) if found else None
 
 
 class Name(NamedTuple):
@@ -127,8 +144,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if not self.layers:
-            raise LayoutError("a layout needs at least one layer")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise LayoutError(
+                f"a layout needs at least one layer, and at most {MAX_LAYERS}: not {len(self.layers)}"
+            )
         if self.block_tokens <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % self.block_tokens:
             raise LayoutError(
                 f"chunk_tokens={self.chunk_tokens} must be whole blocks of block_tokens={self.block_tokens}"
@@ -141,6 +160,13 @@ class Layout:
                 raise LayoutError(
                     f"layer {number}: heads={heads}, k={k}, v={v} does not fit packing {self.packing!r}"
                 )
+        if self.nbytes(self.whole) > MAX_CHUNK:
+            raise LayoutError(f"a chunk of this layout takes more than {MAX_CHUNK} bytes")
+        if len(self.to_json()) > MAX_LAYOUT:
+            raise LayoutError(
+                f"this layout takes {len(self.to_json())} bytes as JSON, and an object's header has room "
+                f"for {MAX_LAYOUT}: too many of its layers differ from the layer before"
+            )
 
     @classmethod
     def uniform(
@@ -198,21 +224,21 @@ class Layout:
 
     def offsets(self, shard: Shard) -> tuple[int, ...]:
         """Where each layer of the shard begins in the payload, and, last, the payload's size."""
-        known = self._offsets.get(shard)
-        if known is None:
-            self.check(shard)
-            at = [0]
-            for layer in range(shard.first_layer, shard.end_layer):
-                at.append(at[-1] + self.layer_bytes(layer, shard))
-            known = self._offsets[shard] = tuple(at)
-        return known
+        self.check(shard)
+        units, ends = shard.end_head - shard.first_head, self._ends
+        first = ends[shard.first_layer]
+        return tuple((end - first) * units for end in ends[shard.first_layer : shard.end_layer + 1])
 
     @cached_property
-    def _offsets(self) -> dict[Shard, tuple[int, ...]]:
-        return {}
+    def _ends(self) -> tuple[int, ...]:
+        """Bytes of one head unit in all layers before each layer, and, last, in all of them."""
+        one = Shard(0, len(self.layers), 0, 1)
+        return (0, *accumulate(self.layer_bytes(layer, one) for layer in range(len(self.layers))))
 
     def nbytes(self, shard: Shard) -> int:
-        return self.offsets(shard)[-1]
+        self.check(shard)
+        first, end, low, high = shard
+        return (self._ends[end] - self._ends[first]) * (high - low)
 
     def check(self, shard: Shard) -> None:
         if shard.overlap(self.whole) != shard:
@@ -299,6 +325,10 @@ class Layout:
 
     def to_json(self) -> bytes:
         """Canonical, run-length coded over equal layers; what the object header carries."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
         runs = [[len(list(run)), *shape] for shape, run in groupby(self.layers)]
         fields = {
             "block_tokens": self.block_tokens,
@@ -310,24 +340,32 @@ class Layout:
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
 
     @staticmethod
-    @lru_cache(maxsize=256)
     def from_json(text: bytes) -> Layout:
         """Interned, so that equal layouts are one object. Raises LayoutError on anything else."""
-        try:
-            fields = json.loads(text)
-            runs = [(int(count), LayerShape(*map(int, shape))) for count, *shape in fields["layers"]]
-            if any(count < 1 for count, _ in runs) or sum(count for count, _ in runs) > 65_536:
-                raise LayoutError("a run of no layers, or more than 65536 layers")
-            layers = tuple(shape for count, shape in runs for _ in range(count))
-            rest = {name: fields[name] for name in ("dtype", "block_tokens", "chunk_tokens", "packing")}
-            layout = Layout(layers, **rest)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise LayoutError(f"not a layout: {error}") from None
-        # 16.0 and true equal 16 and 1, but must not be interned in their place.
-        exact = type(layout.block_tokens) is int is type(layout.chunk_tokens)
-        if not exact or layout.to_json() != text:
-            raise LayoutError("not a layout: not in canonical form")
-        return layout
+        if len(text) > MAX_LAYOUT:
+            raise LayoutError(
+                f"a layout of {len(text)} bytes of JSON: the header of an object has room for {MAX_LAYOUT}"
+            )
+        return _layout(text)
+
+
+@lru_cache(maxsize=256)
+def _layout(text: bytes) -> Layout:
+    try:
+        fields = json.loads(text)
+        runs = [(int(count), LayerShape(*map(int, shape))) for count, *shape in fields["layers"]]
+        if any(count < 1 for count, _ in runs) or sum(count for count, _ in runs) > MAX_LAYERS:
+            raise LayoutError(f"a run of no layers, or more than {MAX_LAYERS} layers")
+        layers = tuple(shape for count, shape in runs for _ in range(count))
+        rest = {name: fields[name] for name in ("dtype", "block_tokens", "chunk_tokens", "packing")}
+        layout = Layout(layers, **rest)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise LayoutError(f"not a layout: {error}") from None
+    # 16.0 and true equal 16 and 1, but must not be interned in their place.
+    exact = type(layout.block_tokens) is int is type(layout.chunk_tokens)
+    if not exact or layout.to_json() != text:
+        raise LayoutError("not a layout: not in canonical form")
+    return layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,9 +419,8 @@ _FORMS: WeakValueDictionary[tuple[Layout | None, tuple[Shard, ...], tuple[int, .
 def form_of(layout: Layout | None, shards: Iterable[Shard], sizes: Iterable[int] | None = None) -> Form:
     """The one Form of this layout and these shards; sizes follow from the layout where there is one."""
     cut = tuple(shards)
-    for number, shard in enumerate(cut):
-        if any(shard.overlap(other) for other in cut[:number]):
-            raise LayoutError(f"shard {shard} overlaps another of the same form; replicas are stored once")
+    if (shard := overlapping(cut)) is not None:
+        raise LayoutError(f"shard {shard} overlaps another of the same form; replicas are stored once")
     if sizes is None:
         if layout is None:
             raise LayoutError("a form without a layout needs the sizes of its shards")
@@ -393,23 +430,27 @@ def form_of(layout: Layout | None, shards: Iterable[Shard], sizes: Iterable[int]
     return form or _FORMS.setdefault(parts, Form(*parts))
 
 
-def cover(want: Shard, have: Iterable[Shard]) -> tuple[tuple[Shard, Shard], ...] | None:
-    """Which stored shard supplies which part of `want`: (stored, part) pairs, or None if some is missing.
+def overlapping(shards: Iterable[Shard]) -> Shard | None:
+    """One that overlaps another of them, if any does. From the first layer to the last, not pair by pair."""
+    there: list[Shard] = []  # in this layer, by their heads: disjoint, so only neighbours can overlap
+    by_head = attrgetter("first_head")
+    layer = -1
+    for shard in sorted(each for each in shards if each.overlap(each)):
+        if shard.first_layer > layer:
+            layer = shard.first_layer
+            there = [each for each in there if each.end_layer > layer]
+        at = bisect_left(there, shard.first_head, key=by_head)
+        if any(shard.overlap(each) for each in there[max(0, at - 1) : at + 1]):
+            return shard
+        insort(there, shard, key=by_head)
+    return None
 
-    Ratios up and down: one large shard gives a slice, several small ones are put together.
+
+def cover(want: Shard, have: Iterable[Shard]) -> tuple[tuple[Shard, Shard], ...] | None:
+    """Which shard of a form supplies which part of `want`: (stored, part) pairs, or None if some is missing.
+
+    Ratios up and down: one large shard gives a slice, several small ones are put together. Shards of one
+    form do not overlap, so their parts are all of `want` if they are as large.
     """
-    cuts = [(shard, part) for shard in have if (part := shard.overlap(want))]
-    for shard, part in cuts:
-        if part == want:
-            return ((shard, part),)
-    rows = sorted({edge for _, part in cuts for edge in part[:2]} | set(want[:2]))
-    columns = sorted({edge for _, part in cuts for edge in part[2:]} | set(want[2:]))
-    plan = []
-    for low, high in pairwise(rows):
-        for left, right in pairwise(columns):
-            cell = Shard(low, high, left, right)
-            source = next((shard for shard, part in cuts if part.overlap(cell) == cell), None)
-            if source is None:
-                return None
-            plan.append((source, cell))
-    return tuple(plan)
+    plan = tuple((shard, part) for shard in have if (part := shard.overlap(want)))
+    return plan if sum(part.area for _, part in plan) == want.area else None

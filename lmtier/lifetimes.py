@@ -91,6 +91,9 @@ class Ends(Generic[K]):
             if len(found) == most:
                 break
             self._swept += 1
+            if int(now) - self._swept > len(self._due):  # a year may lie between two ends, or fifty
+                later = (second for second in self._due if second >= self._swept)
+                self._swept = min(int(now), min(later, default=int(now)))
         return found
 
     def check(self) -> None:

@@ -46,13 +46,14 @@ MISS_REASONS = {
 
 DROP_REASONS = {
     "no_room": "everything that could leave was leased, or within the shares of others",
+    "too_many": "one request wanted to store more chunks than a server reserves at a time",
     "aborted": "whoever was to write it gave up, or died",
     "cleared": "somebody cleared the cache while it was written",
     "queue_full": "too much waited to be written there",
     "evicted_before_write": "it left the slab before its turn came",
     "expired": "its time to live was over by then",
     "larger_than_tier": "it is larger than the whole tier",
-    "full": "the tier had no room, whatever its capacity says",
+    "full": "the tier had no room, whatever its capacity says, and it did not help that others left",
     "error": "the tier failed to write it",
     "deadline": "it was not written in time",
     "write_budget": "the tier's bytes for the day were spent, or kept for what is asked for twice",
@@ -132,6 +133,12 @@ class Metrics:
         self.dropped_tokens = counter(
             "dropped_tokens", "Tokens that should have been stored in a tier and were not.", "tier", "reason"
         )
+        self.moved_bytes = counter("moved_bytes", "Bytes moved within memory to join free pieces of it.")
+        self.dropped_objects = counter(
+            "dropped_objects", "Chunks and named values that should have been stored in a tier and were not.",
+            *("tier", "reason"),
+        )  # fmt: skip
+        self.dropped_bytes = counter("dropped_bytes", "Their bytes, as far as known.", "tier", "reason")
         self.values = counter(
             "values", "Named values: hit, missed, set, deleted, expired, refused for want of room.", "event"
         )

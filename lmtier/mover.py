@@ -22,7 +22,7 @@ from lmtier.codec import NO_MARK
 from lmtier.errors import CanaryError, LayoutError, MisuseError
 from lmtier.index import Entry
 from lmtier.keys import Extra, Identity, KeyChain, check_skip, seed
-from lmtier.layout import Layout, Shard, cover, form_of, padded
+from lmtier.layout import Form, Layout, Shard, cover, form_of, padded
 from lmtier.paging import BlockIds, PagedKV
 from lmtier.store import Store
 
@@ -96,7 +96,7 @@ class Mover:
 
     def begin(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
         """The same for a match whose leases others end: when this is `done`, not before."""
-        self._need_proof()
+        self._need(match.form)
         return Load(self, match, block_ids, computed_tokens)
 
     def save(
@@ -130,7 +130,7 @@ class Mover:
 
     def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
         """Begin saving this rank's shard of what a scheduler has reserved; `blocks` of each of its chunks."""
-        self._need_proof()
+        self._need(reservation.form)
         return Save(self, reservation, blocks)
 
     @property
@@ -207,6 +207,12 @@ class Mover:
         finally:
             kv.write_raw(spare, before)
         self._proven = True
+
+    def _need(self, form: Form) -> None:
+        """What was matched or reserved for another model has extents of another size."""
+        self._need_proof()
+        if form is not self.form:
+            raise MisuseError(f"this mover is for {self.form}; what it was given is for {form}")
 
     def _need_proof(self) -> None:
         if not self._proven:

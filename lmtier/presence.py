@@ -12,11 +12,13 @@ import fcntl
 import os
 import weakref
 
+from lmtier import forks
 from lmtier.slab import SEALS, SHARED, Memory
 
 SLOTS = 1 << 22
 """Bytes. With a million chunks, four of five keys that are not here are known not to be."""
 NBYTES = SLOTS + 4096
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which Python does not name
 _FULL = 255  # such a count is not known any more, and stays
 
 
@@ -28,10 +30,21 @@ def slot(key: bytes) -> int:
 class Presence:
     def __init__(self) -> None:
         self.fd = os.memfd_create("lmtier-presence", SHARED)
-        weakref.finalize(self, os.close, self.fd)
+        self._close = weakref.finalize(self, os.close, self.fd)
         os.truncate(self.fd, NBYTES)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        self._counts = Memory(NBYTES, self.fd).view
+        self._memory = Memory(NBYTES, self.fd)
+        self._counts = self._memory.view
+        # From here on no other process can write: a stray byte of one reader would make all others miss.
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
+        except OSError:  # an older kernel has no such seal: readers map it for reading all the same
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+
+        forks.tell(self)
+
+    def forked(self) -> None:
+        self._memory.forget()
+        self._close()
 
     def add(self, key: bytes) -> None:
         counts, at = self._counts, slot(key)
@@ -52,7 +65,7 @@ class Look:
     """The same, as another process sees it."""
 
     def __init__(self, fd: int) -> None:
-        self._counts = Memory(NBYTES, fd).view
+        self._counts = Memory(NBYTES, fd, is_writable=False).view
 
     def lacks(self, key: bytes) -> bool:
         """Whether this chunk is certainly in no tier."""

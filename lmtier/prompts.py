@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +17,9 @@ from typing import NamedTuple
 from lmtier.errors import LayoutError
 
 MAX_BYTES = 32 << 20
-_EACH = 600  # bytes that a chunk takes beside its tokens
+MAX_ORIGIN = 16 << 10
+"""Bytes of JSON."""
+_EACH = 1200  # bytes that a chunk takes beside its tokens and its origin
 _TOKEN = 4
 
 
@@ -34,6 +37,8 @@ class Origin(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> Origin:
+        if len(text) > MAX_ORIGIN:
+            raise LayoutError(f"an origin has at most {MAX_ORIGIN} bytes of JSON, not {len(text)}")
         try:
             found = json.loads(text)
             identity, lora, salt = found["identity"], found["lora"], found["salt"]
@@ -42,6 +47,13 @@ class Origin(NamedTuple):
         except (ValueError, KeyError, TypeError, RecursionError):
             raise LayoutError("an origin is JSON with identity (an object), lora and salt (texts)") from None
         return cls.of(identity, lora, salt)
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory. Many short fields take thirty times their JSON."""
+        texts = (*(text for pair in self.identity for text in pair), self.lora, self.salt)
+        pairs = (len(self.identity) + 2) * sys.getsizeof(("", ""))
+        return sum(map(sys.getsizeof, texts)) + pairs
 
     def to_json(self) -> str:
         return json.dumps({"identity": dict(self.identity), "lora": self.lora, "salt": self.salt})
@@ -80,6 +92,10 @@ class Prompts:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
+        self._origins: dict[Origin, Origin] = {}
+        """Those that chunks have, each once."""
+        self._users: dict[int, int] = {}
+        """The id of each of these -> how many chunks have it."""
         self._same: dict[Hashable, dict[bytes, None]] = {}
         """Plain -> the keys of these tokens, the last one the youngest."""
         self._next: dict[Hashable, dict[bytes, None]] = {}
@@ -100,6 +116,7 @@ class Prompts:
         if parent is not None and before is None:
             return
         plain, first = (before.plain, before.number + 1) if before is not None else (b"", 0)
+        origin = self._origins.get(origin, origin)
         for number, key in enumerate(keys):
             known = self._chunks.get(key)
             if known is None:
@@ -119,11 +136,20 @@ class Prompts:
         self._same.setdefault(chunk.plain, {})[key] = None
         self._next.setdefault(_place(chunk), {})[key] = None
         self._bytes += len(chunk.tokens) + _EACH
+        if (origin := id(chunk.origin)) not in self._users:
+            self._users[origin] = 0
+            self._origins[chunk.origin] = chunk.origin
+            self._bytes += chunk.origin.nbytes
+        self._users[origin] += 1
 
     def _forget(self, key: bytes, chunk: Chunk) -> None:
         self._bytes -= len(chunk.tokens) + _EACH
         for known, at in ((self._same, chunk.plain), (self._next, _place(chunk))):
             _drop(known, at, key)
+        self._users[id(chunk.origin)] -= 1
+        if not self._users[id(chunk.origin)]:
+            del self._users[id(chunk.origin)], self._origins[chunk.origin]
+            self._bytes -= chunk.origin.nbytes
 
     def same(self, key: bytes) -> list[bytes]:
         """Other keys of the same tokens from the first one on: the youngest first."""

@@ -14,21 +14,32 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from lmtier import forks
 from lmtier.codec import PAGE, padded
 from lmtier.errors import MisuseError
 
 log = logging.getLogger("lmtier")
 
+Counts: TypeAlias = "npt.NDArray[np.int64]"
+
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _HUGE = 2 << 20
 _PREFAULT_STEP = 8 << 20
+_NODE_STEP = 64 << 20
+_MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
+_GET_MEMPOLICY, _MBIND = {"x86_64": (239, 237), "aarch64": (236, 235)}.get(os.uname().machine, (-1, -1))
+"""Numbers of system calls: the C library has no functions for them."""
 SHARED = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 # Whoever cut it short would end all others with a SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -46,7 +57,7 @@ class Memory:
     Unmapped when the last view of it is gone, not before.
     """
 
-    def __init__(self, nbytes: int, fd: int = -1) -> None:
+    def __init__(self, nbytes: int, fd: int = -1, *, is_writable: bool = True) -> None:
         self.nbytes = nbytes
         kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         nobodys = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -55,15 +66,70 @@ class Memory:
         self._start = -(-reserved // _HUGE) * _HUGE
         # A class of its own, because plain ctypes arrays take no finalizer.
         array: Any = type("Bytes", (ctypes.c_char * nbytes,), {}).from_address(self._start)  # type: ignore[attr-defined]
-        weakref.finalize(array, _LIBC.munmap, ctypes.c_void_p(reserved), ctypes.c_size_t(nbytes + _HUGE))
-        _map(self._start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind | _MAP_FIXED, fd)
-        self.view = memoryview(array).cast("B")
+        unmap = weakref.finalize(
+            array, _LIBC.munmap, ctypes.c_void_p(reserved), ctypes.c_size_t(nbytes + _HUGE)
+        )
+        unmap.atexit = (
+            False  # at the interpreter's end threads of tiers may be reading it; the kernel unmaps it
+        )
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        _map(self._start, nbytes, protection, kind | _MAP_FIXED, fd)
+        view = memoryview(array).cast("B")
+        self.view = view if is_writable else view.toreadonly()
+
+    def forget(self) -> None:
+        """Zeros of this process alone take its place."""
+        nobodys = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        _map(self._start, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, nobodys | _MAP_FIXED, -1)
 
     def advise(self, advice: int, at: int = 0, nbytes: int | None = None) -> bool:
         """Whether the kernel took it. A plain mmap.madvise would hold the GIL meanwhile."""
         start = ctypes.c_void_p(self._start + at)
         size = ctypes.c_size_t(self.nbytes if nbytes is None else nbytes)
         return not _LIBC.madvise(start, size, advice)
+
+    def spread(self, nodes: Sequence[int]) -> bool:
+        """Prefer these NUMA nodes in turn, a stretch each, for pages that no one has touched yet.
+
+        Rejected: the kernel's own interleaving. It goes by small pages, and the first small page of a huge
+        page decides where all of it lies: with two nodes, always on the first.
+        """
+        for number, at in enumerate(range(0, self.nbytes, _NODE_STEP)):
+            start = ctypes.c_void_p(self._start + at)
+            size = ctypes.c_ulong(min(_NODE_STEP, self.nbytes - at))
+            mask, bits = _mask(nodes[number % len(nodes)])
+            if _LIBC.syscall(_MBIND, start, size, _MPOL_PREFERRED, mask, bits, 0):
+                return False
+        return True
+
+
+def _mask(node: int) -> tuple[ctypes.Array[ctypes.c_ulong], ctypes.c_ulong]:
+    """A set of one node as the kernel reads it, and how many bits it may read: one less than it is told."""
+    words = (ctypes.c_ulong * (node // 64 + 1))()
+    words[node // 64] = 1 << node % 64
+    return words, ctypes.c_ulong(64 * len(words) + 1)
+
+
+def nodes_to_use() -> list[int]:
+    """NUMA nodes over which this process may spread memory; no node, if it was started under `numactl`."""
+    policy = ctypes.c_int(-1)
+    if _LIBC.syscall(_GET_MEMPOLICY, ctypes.byref(policy), None, 0, None, 0) or policy.value != _MPOL_DEFAULT:
+        return []
+    try:
+        with open("/proc/self/status") as status, open("/sys/devices/system/node/has_memory") as has_memory:
+            allowed = next(line.split()[1] for line in status if line.startswith("Mems_allowed_list:"))
+            return sorted(numbers_of(allowed) & numbers_of(has_memory.read()))
+    except (OSError, StopIteration):  # a kernel without NUMA, or a sandbox
+        return []
+
+
+def numbers_of(listed: str) -> set[int]:
+    """`0-2,5` as the kernel writes sets."""
+    found: set[int] = set()
+    for part in listed.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1) if first else ())
+    return found
 
 
 def _map(start: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
@@ -113,6 +179,85 @@ class Extents:
                 raise MisuseError(f"extent at {offset} is not allocated: freed twice?")
             self.used -= size
             self._waiting.setdefault(size, []).append(offset)
+
+    def window(self, nbytes: int, movable: Collection[int]) -> tuple[int, list[int]] | None:
+        """Where `nbytes` in a row could be free at the least cost, and which extents would have to go.
+
+        Only of those `movable` are; None: the others leave no such place. O(n log n) in all extents.
+        """
+        starts, sizes, moved, stay = self._in_order(movable)
+        at = np.concatenate(([0], starts + sizes))  # a window begins where nothing or an extent ends
+        first, last = np.arange(len(at)), np.searchsorted(starts, at + nbytes)
+        cost = moved[last] - moved[first]
+        cost[(stay[last] > stay[first]) | (at + nbytes > self.capacity)] = self.capacity + 1
+        best = int(np.argmin(cost))
+        if cost[best] > self.capacity:
+            return None
+        return int(at[best]), starts[first[best] : last[best]].tolist()
+
+    def slide(self, nbytes: int, movable: Collection[int], most: int) -> dict[int, int]:
+        """Push extents together where that frees `nbytes` in a row at the least cost: old places -> new.
+
+        Those are taken from now on, the old ones are not: move the bytes at once, in this order, downwards.
+        Empty: it is impossible without moving more than `most` bytes.
+        """
+        self._merge()
+        starts, sizes, moved, stay = self._in_order(movable)
+        ends = np.concatenate(([0], starts + sizes))
+        gaps = np.concatenate((starts, [self.capacity])) - ends  # before each extent, and behind the last
+        free = np.concatenate(([0], np.cumsum(gaps)))
+        first = np.arange(len(gaps))
+        last = np.searchsorted(free, free[:-1] + nbytes) - 1  # of the gaps that together are enough
+        enough = last < len(gaps)
+        last = np.minimum(last, len(gaps) - 1)
+        cost = moved[last] - moved[first]
+        cost[~enough | (stay[last] > stay[first])] = self.capacity + 1
+        best = int(np.argmin(cost))
+        if cost[best] > min(most, self.capacity):  # more than the capacity: it is impossible
+            return {}
+        span = slice(first[best], last[best] + 1)
+        for gap, size in zip(ends[span].tolist(), gaps[span].tolist(), strict=True):
+            if size:
+                self._drop_free(gap)
+        at = int(ends[first[best]])
+        places: dict[int, int] = {}
+        for offset in starts[first[best] : last[best]].tolist():
+            size = self._taken.pop(offset)
+            places[offset] = at
+            at += size
+        for offset, place in places.items():
+            self._taken[place] = int(sizes[np.searchsorted(starts, offset)])
+        self._add_free(at, int(gaps[span].sum()))
+        return places
+
+    def _in_order(self, movable: Collection[int]) -> tuple[Counts, Counts, Counts, Counts]:
+        """Extents by their places: where, how large; bytes, and those that must stay, before each of them."""
+        taken, count = self._taken, len(self._taken)
+        starts = np.fromiter(taken.keys(), np.int64, count)
+        order = np.argsort(starts)
+        sizes = np.fromiter(taken.values(), np.int64, count)[order]
+        stays = np.fromiter((offset not in movable for offset in taken), np.int64, count)[order]
+        moved, stay = (np.concatenate(([0], np.cumsum(each))) for each in (sizes, stays))
+        return starts[order], sizes, moved, stay
+
+    def vacate(self, start: int, nbytes: int, offsets: Iterable[int]) -> dict[int, int]:
+        """New places beyond these `nbytes` for the extents at `offsets` in them, as far as there is room.
+
+        The old ones stay taken: move their bytes, then free them.
+        """
+        places: dict[int, int] = {}
+        aside: list[int] = []
+        for offset in offsets:
+            size = self._taken[offset]
+            place = self.allocate([size])
+            while place is not None and start - size < place[0] < start + nbytes:
+                aside += place
+                place = self.allocate([size])
+            if place is None:
+                break
+            (places[offset],) = place
+        self.free(aside)
+        return places
 
     def _merge(self) -> None:
         """Return what waits to the free ranges."""
@@ -201,15 +346,31 @@ class Slab(Extents):
         """Given to others, who map the same memory. None: it is private, so that a forked child cannot
         write into its parent's extents."""
         if self.fd is not None:
-            weakref.finalize(self, os.close, self.fd)
+            self._close = weakref.finalize(self, os.close, self.fd)
             os.truncate(self.fd, self.capacity)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         self._memory = Memory(self.capacity, -1 if self.fd is None else self.fd)
+        if len(nodes := nodes_to_use()) > 1 and not self._memory.spread(nodes):
+            log.warning("lmtier: the slab cannot be spread over NUMA nodes (errno %d)", ctypes.get_errno())
         self._hugepages = hugepages and self._memory.advise(_MADV_HUGEPAGE)
         self._view = self._memory.view
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """A child would keep all of this memory from being given back."""
+        self._memory.forget()
+        if self.fd is not None:
+            self._close()
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._view[offset : offset + nbytes]
+
+    def move(self, offset: int, place: int) -> int:
+        """All bytes of what was at `offset` to `place`, which is taken, without the GIL; how many."""
+        nbytes = self._taken[place]
+        target, source = (np.frombuffer(self.view(at, nbytes), np.uint8).ctypes for at in (place, offset))
+        ctypes.memmove(target.data, source.data, nbytes)
+        return nbytes
 
     def clear_padding(self, offset: int, nbytes: int) -> None:
         """Zero what lies between the payload and the end of its last page: it goes to disk with it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from lmtier.codec import Header
+from lmtier.codec import Header, Suspect
 from lmtier.compression import RAW
 from lmtier.errors import ConfigError
 from lmtier.layout import Name
@@ -36,6 +36,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     CLOSED = "closed"
     EXPIRED = "expired"
+    CLEARED = "cleared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Job:
     """In time.monotonic(). What has not begun by then fails with Reason.DEADLINE."""
     prefix: bytes = b""
     """CLEAR: every object whose key begins so is to go; only those that were there before are promised."""
+    suspect: Suspect | None = None
+    """CLEAR: of those, only what this covers, by what its header says."""
 
 
 class Stat(NamedTuple):
@@ -107,7 +110,13 @@ class Tier(ABC):
     keeps: bool = True
     """True: what was stored stays until deleted, so the caller's index knows it. False: it may go, ask."""
 
+    most: int | None = None
+    """Bytes that the storage has in all, if that is known: no capacity is larger."""
+
     wake: Callable[[], None] = staticmethod(lambda: None)
+
+    patience: float = 5.0
+    """Seconds that `close` may wait for calls into storage that are under way. Its owner sets it."""
 
     @property
     def codec(self) -> str:
@@ -130,4 +139,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish or fail every accepted job, then release threads, files and sockets. Idempotent."""
+        """Finish or fail every accepted job, then release threads, files and sockets. Idempotent.
+
+        What hangs for `patience` is left behind.
+        """

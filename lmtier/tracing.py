@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import __version__
 from lmtier.cache import CPU, Match, Reservation
+from lmtier.workers import start_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -88,8 +89,9 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._open: dict[int, _Times] = {}
 
-    def close(self) -> None:
-        self._provider.shutdown()
+    def close(self, timeout: float) -> None:
+        """Send what waits, if that does not take long: a collector may hang."""
+        start_thread("lmtier-trace-end", self._provider.shutdown).join(max(0.1, timeout))
 
     def belongs(self, number: int, headers: dict[str, str]) -> None:
         """To which trace, as a W3C traceparent says it."""

@@ -22,17 +22,17 @@ from functools import lru_cache
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-from lmtier import codec
+from lmtier import codec, forks
 from lmtier.autocodec import Auto
-from lmtier.codec import Header, Scratch
+from lmtier.codec import Header, Scratch, Suspect
 from lmtier.compression import AUTO, RAW, Codec, find
 from lmtier.layout import Name
 from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
 
 log = logging.getLogger("lmtier")
 
-CLOSE_PATIENCE = 5.0
-"""Seconds that closing waits for calls into storage that are under way."""
+_GRACE = 0.25
+"""Seconds that closing has at least: threads that wait for work only need to hear of it."""
 
 Outcome: TypeAlias = "dict[Name, Header | Stat | None]"
 
@@ -88,6 +88,8 @@ class BlockingTier(Tier):
         self._reads: SimpleQueue[_Part | None] = SimpleQueue()
         self._writes: SimpleQueue[_Part | None] = SimpleQueue()
         self._closing = threading.Event()
+        self._left_behind = False
+        """A thread was left behind: it may go on one day."""
         # All writers at once would share the cores for their first checksums, and the storage would wait
         # for all of them; a few at a time, the first write begins when the first checksum is done.
         self._sealing = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
@@ -98,6 +100,11 @@ class BlockingTier(Tier):
         self._threads = [
             start_thread(f"lmtier-{name}-{i}", self._work, queue) for i, queue in enumerate(self._queues)
         ]
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """In a child there are no threads, and the storage is its parent's."""
+        forks.bury(self, "tier")
 
     # ---- what a backend author writes
 
@@ -135,6 +142,15 @@ class BlockingTier(Tier):
         for name, _ in self.scan():
             if name.key.startswith(prefix):
                 self.delete([name])
+                yield
+
+    def sift(self, suspect: Suspect) -> Iterable[None]:
+        """Forget what `suspect` covers, as `clear` does."""
+        page = memoryview(bytearray(codec.PAGE))
+        for name, _ in self.scan():
+            if name.key.startswith(suspect.prefix):
+                if suspect.covers(name.key, codec.peek(page[: self.read(Item(name), (page,))], name)[0].made):
+                    self.delete([name])
                 yield
 
     # ---- the seam
@@ -188,11 +204,12 @@ class BlockingTier(Tier):
         self._closing.set()
         while self._queues:
             self._queues.pop().put(None)
-        until = time.monotonic() + CLOSE_PATIENCE
+        until = time.monotonic() + max(_GRACE, self.patience)
         while self._threads:
             thread = self._threads.pop()
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():  # in a call that does not return; it keeps its memory alive
+                self._left_behind = True
                 log.error("lmtier: %s hangs in its storage and was left behind", thread.name)
 
     # ---- the threads
@@ -233,7 +250,7 @@ class BlockingTier(Tier):
             return self._fail(job, names, Reason.FOREIGN, str(error))
         except TimeoutError as error:
             return self._fail(job, names, Reason.DEADLINE, str(error))
-        except Exception as error:  # noqa: BLE001 - the thread's edge; counted by the caller as a miss
+        except BaseException as error:  # noqa: BLE001 - the thread's edge; counted by the caller as a miss
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return self._fail(job, names, Reason.FULL if full else Reason.ERROR, repr(error))
 
@@ -277,7 +294,7 @@ class BlockingTier(Tier):
                 with collector_paused():
                     return dict(self.scan())
             case Op.CLEAR:
-                for _ in self.clear(job.prefix):
+                for _ in self.clear(job.prefix) if job.suspect is None else self.sift(job.suspect):
                     if self._closing.is_set():
                         raise ConnectionError("closed in the middle")
                 return {}
@@ -289,7 +306,7 @@ class BlockingTier(Tier):
     def _discard(self, names: list[Name]) -> bool:
         try:
             self.delete(names)
-        except Exception as error:  # noqa: BLE001 - the thread's edge, reached from its handlers
+        except BaseException as error:  # noqa: BLE001 - the thread's edge, reached from its handlers
             log.error("lmtier: could not delete %s: %s", names[0], error)
             return False
         return True
@@ -323,6 +340,11 @@ class Crew:
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._cores = list(cores)
         self._threads = [start_thread(f"lmtier-copy-{i}", self._work) for i in range(max(0, helpers))]
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """In a child the caller copies alone."""
+        self._threads = []
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
         """Run all of them; return when the last is done; raise what one of them raised."""
@@ -358,7 +380,7 @@ class Crew:
             while (task := batch.take()) is not None:
                 try:
                     task()
-                except Exception as error:  # noqa: BLE001 - the thread's edge; raised again by run()
+                except BaseException as error:  # noqa: BLE001 - the thread's edge; raised again by run()
                     batch.ends.put(error)
                 else:
                     batch.ends.put(None)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import NoReturn
 
+import numpy as np
+import pytest
+
+from lmtier import compression
 from lmtier.codec import Header
 from lmtier.layout import DTYPE_BYTES, LayerShape, Layout, Name
 from lmtier.testing import Sample, pages
@@ -44,3 +51,19 @@ def kv_sample(number: int, layout: Layout | None = None, mark: bytes = b"") -> S
     payload = pages(nbytes)
     payload[:nbytes] = kv_like(nbytes, layout.dtype, number)
     return Sample(Header(name, layout, nbytes, mark), payload)
+
+
+@contextmanager
+def no_library() -> Iterator[None]:
+    """As if the package that has the codecs' library were not installed."""
+
+    def distribution(package: str) -> NoReturn:
+        raise metadata.PackageNotFoundError(package)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "distribution", distribution)
+        compression._load.cache_clear()
+        try:
+            yield
+        finally:
+            compression._load.cache_clear()

@@ -7,6 +7,10 @@
 A kill leaves files in partial/ and nothing else. A power loss may leave a file whose blocks never
 reached the disk; its checksum tells. What to keep, and how much of it, is decided above.
 
+Checksums tell damage, not forgery: whoever can write here can make engines attend to whatever he likes. So
+the directory and each file must belong to this user, or to root, and nobody else may write to them. The
+directory is held open, and files are found from there: it does not matter who can rename it.
+
 Partial files have a directory of their own, not a suffix beside the objects: so start-up finds them
 without a scan, and a scan that runs beside stores cannot take a file under way for a leftover.
 """
@@ -21,15 +25,17 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from io import FileIO
 from pathlib import Path
+from typing import TypeAlias
 
-from lmtier.codec import PAGE, CorruptObject, check, padded, read_header
+from lmtier import forks
+from lmtier.codec import PAGE, CorruptObject, check, padded, peek, read_header
 from lmtier.errors import ConfigError, TierError
-from lmtier.layout import Name
+from lmtier.layout import Name, Shard
 from lmtier.tier import Item, Stat
 from lmtier.workers import BlockingTier
 
@@ -40,13 +46,19 @@ PARTIAL = "partial"
 _PROBE = "probe"
 _FANS = frozenset(f"{i:02x}" for i in range(256))
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 # Reads end in this page, so that a file longer than its buffers shows without an fstat. Nobody reads it.
 _BEYOND = memoryview(mmap.mmap(-1, PAGE))
 
 
 class DiskTier(BlockingTier):
-    def __init__(self, root: str | Path, *, readers: int = 8, writers: int = 8) -> None:
+    def __init__(
+        self, root: str | Path, *, readers: int = 8, writers: int = 8, trust_others: bool = False
+    ) -> None:
+        """`trust_others`: other users may write to the directory, and nothing that they do is meant ill."""
         if readers < 1 or writers < 1:
             raise ConfigError(f"disk tier: readers={readers}, writers={writers}: each must be 1 or more")
         if not str(root):
@@ -56,87 +68,154 @@ class DiskTier(BlockingTier):
         self.root = Path(root).expanduser().absolute()  # the process may change its directory
         self.foreign = 0
         """Entries of the directory that are not ours, as the last scan saw it. They are left alone."""
+        self._owners = None if trust_others else frozenset({0, os.geteuid()})
         try:
-            _make_directories(self.root)
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            self._home = os.open(self.root, _DIRECTORY)
         except OSError as error:
             raise _unusable(self.root, error) from error
-        self._lock = _take_lock(self.root, os.O_CREAT)
         try:
-            for entry in _leftovers(self.root):
-                os.unlink(entry.path)
-            self._direct = _probe_direct(self.root)
-        except OSError as error:
-            self._lock.close()
-            raise _unusable(self.root, error) from error
+            self._lock = self._prepare()
+        except BaseException as error:
+            _let_go(self._home)
+            if isinstance(error, OSError):
+                raise _unusable(self.root, error) from error
+            raise
         super().__init__("disk", readers, writers)
+
+    def _prepare(self) -> FileIO:
+        """All 256 directories at once, so that no store has to ask whether its own is there.
+
+        They and the root are closed to other users when made here. An existing root keeps its mode: it may
+        be a mount point, or somebody's by mistake.
+        """
+        self._need_ours(self.root, os.fstat(self._home))
+        for name in (PARTIAL, *sorted(_FANS)):
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._home)
+            status = os.lstat(name, dir_fd=self._home)
+            if not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, f"{name} in it is not a directory")
+            self._need_ours(self.root / name, status)
+        lock = _take_lock(self.root, self._home, os.O_CREAT)
+        try:
+            for name in _leftovers(self._home):
+                os.unlink(name, dir_fd=self._home)
+            self._direct = _probe_direct(self.root, self._home)
+            space = os.statvfs(self._home)
+        except BaseException:
+            lock.close()
+            raise
+        self.most = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize or None
+        return lock
+
+    def _need_ours(self, path: Path, status: os.stat_result) -> None:
+        if (why := _not_ours(status, self._owners)) is not None:
+            me = os.geteuid()
+            raise TierError(
+                f"disk tier: {path} {why}, and whoever can write there can forge KV: give it to user {me} "
+                f"alone (chown {me}, chmod 700), name a new directory, which may be in it, or say "
+                "trust_others=true in the tier's URL"
+            )
 
     def __repr__(self) -> str:
         return f"<DiskTier {self.root} {'O_DIRECT' if self._direct else 'buffered'}>"
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        got = _read(self._path(item.name), self._direct, buffers)
+        got = _read(self._home, _path(item.name), self._direct, buffers, self._owners)
         self.touch([item])
         return got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        partial = f"{self.root}/{PARTIAL}/{item.name}"
+        home, partial = self._home, f"{PARTIAL}/{item.name}"
         if item.replaces is not None:
             # Blocks that exist are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
             with suppress(FileNotFoundError):
-                os.rename(self._path(item.replaces), partial)
+                os.rename(_path(item.replaces), partial, src_dir_fd=home, dst_dir_fd=home)
         try:
-            _write(partial, self._direct, buffers, item.used or time.time_ns())
-            os.rename(partial, self._path(item.name))
+            _write(home, partial, self._direct, buffers, item.used or time.time_ns())
+            os.rename(partial, _path(item.name), src_dir_fd=home, dst_dir_fd=home)
         except BaseException:
             with suppress(OSError):
-                os.unlink(partial)
+                os.unlink(partial, dir_fd=home)
             raise
 
     def delete(self, names: Sequence[Name]) -> None:
         for name in names:
             with suppress(FileNotFoundError):
-                os.unlink(self._path(name))
+                os.unlink(_path(name), dir_fd=self._home)
 
     def touch(self, items: Sequence[Item]) -> None:
         for item in items:
             used = item.used or time.time_ns()
             with suppress(OSError):  # the order of use is worth less than the object
-                os.utime(self._path(item.name), ns=(used, used), follow_symlinks=False)
+                os.utime(_path(item.name), ns=(used, used), dir_fd=self._home, follow_symlinks=False)
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         found = {}
         for name in names:
             with suppress(FileNotFoundError):
-                status = _object_stat(os.stat(self._path(name), follow_symlinks=False))
-                if status is not None:
-                    found[name] = status
+                status = os.stat(_path(name), dir_fd=self._home, follow_symlinks=False)
+                if (known := _object_stat(status, self._owners)) is not None:
+                    found[name] = known
         return found
 
     def scan(self) -> Iterator[tuple[Name, Stat]]:
+        """Every object. What has the name of one and cannot be one is deleted.
+
+        One file of each size is looked into: a damaged one has most likely a size of its own, be it a TiB of
+        nothing, which must not count.
+        """
         self.foreign = 0
-        for entry, name in _walk(self.root):
+        sizes: set[tuple[Shard, int]] = set()
+        page = memoryview(mmap.mmap(-1, PAGE))
+        for path, name, status in _walk(self._home):
             if name is None:
                 self.foreign += 1
                 continue
-            try:
-                if (status := _object_stat(entry.stat(follow_symlinks=False))) is not None:
-                    yield name, status
-                else:
-                    os.unlink(entry.path)
-            except FileNotFoundError:  # deleted or replaced meanwhile
-                pass
+            known = _object_stat(status, self._owners)
+            if known is not None:
+                size = name.shard, known.nbytes
+                if size in sizes or self._is_sound(path, name, known, page):
+                    sizes.add(size)
+                    yield name, known
+                    continue
+            with suppress(FileNotFoundError):  # deleted or replaced meanwhile
+                os.unlink(path, dir_fd=self._home)
         if self.foreign:
             log.warning("lmtier: %d entries in %s are foreign, left alone", self.foreign, self.root)
+
+    def _is_sound(self, path: str, name: Name, known: Stat, page: memoryview) -> bool:
+        """Whether its header says that it is this object, of this size."""
+        try:
+            _read(self._home, path, self._direct, (page,), self._owners)
+            header, _ = peek(page, name)
+            if padded(header.at_rest) != known.nbytes:
+                raise CorruptObject(f"{known.nbytes} payload bytes, its header says {header.at_rest}")
+        except CorruptObject as error:
+            log.error("lmtier: %s is corrupt, deleting it: %s", name, error)
+            return False
+        except FileNotFoundError:
+            return False
+        except OSError:  # whoever reads it will hear why
+            return True
+        return True
+
+    def forked(self) -> None:
+        super().forked()
+        self._leave()
 
     def close(self) -> None:
         super().close()
         if not self._lock.closed:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child keeps the file open, and the lock with it
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked in C may have it open
             self._lock.close()
+            if not self._left_behind:  # or the thread would write into what has the number then
+                self._leave()
 
-    def _path(self, name: Name) -> str:
-        text = str(name)
-        return f"{self.root}/{_fan(text)}/{text}"
+    def _leave(self) -> None:
+        home, self._home = self._home, -1
+        _let_go(home)
 
 
 # ---- verification
@@ -184,47 +263,55 @@ def verify(root: str | Path, fix: bool = False, progress: Callable[[int, int], N
     report = Report()
 
     def found(path: str, fault: Fault, reason: str) -> None:
-        report.findings.append(Finding(Path(path), fault, reason))
+        report.findings.append(Finding(root / path, fault, reason))
         if fix and fault in (Fault.CORRUPT, Fault.ORPHANED):
-            os.unlink(path)
+            os.unlink(path, dir_fd=home)
             report.fixed += 1
 
-    with _take_lock(root, 0):
-        try:
-            for entry in _leftovers(root):
-                found(entry.path, Fault.ORPHANED, "a store that never ended")
-            direct = _probe_direct(root)
-        except OSError as error:
-            raise _unusable(root, error) from error
-        entries = list(_walk(root))
-        page = payload = memoryview(mmap.mmap(-1, PAGE))
-        for number, (entry, name) in enumerate(entries, 1):
+    try:
+        home = os.open(root, _DIRECTORY)
+    except OSError as error:
+        raise _unusable(root, error) from error
+    try:
+        with _take_lock(root, home, 0):
             try:
-                if name is None:
-                    found(entry.path, Fault.FOREIGN, "not the name of an object in its place")
-                else:
-                    payload = _check(entry.path, name, direct, page, payload)
-                    report.ok += 1
-                    report.nbytes += entry.stat(follow_symlinks=False).st_size
-            except CorruptObject as error:
-                found(entry.path, Fault.CORRUPT, str(error))
+                for path in _leftovers(home):
+                    found(path, Fault.ORPHANED, "a store that never ended")
+                direct = _probe_direct(root, home)
             except OSError as error:
-                found(entry.path, Fault.UNREADABLE, error.strerror or repr(error))
-            if progress is not None:
-                progress(number, len(entries))
+                raise _unusable(root, error) from error
+            entries = list(_walk(home))
+            page, payload = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
+            for number, (path, name, status) in enumerate(entries, 1):
+                try:
+                    if name is None:
+                        found(path, Fault.FOREIGN, "not the name of an object in its place")
+                    else:
+                        payload = _check(home, path, name, status.st_size, direct, page, payload)
+                        report.ok += 1
+                        report.nbytes += status.st_size
+                except CorruptObject as error:
+                    found(path, Fault.CORRUPT, str(error))
+                except OSError as error:
+                    found(path, Fault.UNREADABLE, error.strerror or repr(error))
+                if progress is not None:
+                    progress(number, len(entries))
+    finally:
+        _let_go(home)
     return report
 
 
-def _check(path: str, name: Name, direct: int, page: memoryview, payload: memoryview) -> memoryview:
+def _check(
+    home: int, path: str, name: Name, size: int, direct: int, page: memoryview, payload: memoryview
+) -> memoryview:
     """Raise CorruptObject unless `path` holds `name`; return the buffer, grown if it had to be."""
-    _read(path, direct, (page,))
+    _read(home, path, direct, (page,))
     need = padded(read_header(page)[0].at_rest)
-    size = os.stat(path, follow_symlinks=False).st_size
     if size != PAGE + need:  # before memory is taken on a header's word
         raise CorruptObject(f"the file has {size} bytes, its header says {PAGE + need}")
     if len(payload) < need:
         payload = memoryview(mmap.mmap(-1, need))
-    got = _read(path, direct, (page, payload[:need]))
+    got = _read(home, path, direct, (page, payload[:need]))
     check(page, payload[:need], name, got - PAGE)
     return payload
 
@@ -232,16 +319,38 @@ def _check(path: str, name: Name, direct: int, page: memoryview, payload: memory
 # ---- files
 
 
-def _read(path: str, direct: int, buffers: Sequence[memoryview]) -> int:
+Owners: TypeAlias = "frozenset[int] | None"
+"""The users whose files are believed; None: whoever has made them."""
+
+
+def _path(name: Name) -> str:
+    text = str(name)
+    return f"{_fan(text)}/{text}"
+
+
+def _not_ours(status: os.stat_result, owners: Owners) -> str | None:
+    """Who else may have written there."""
+    if owners is None:
+        return None
+    if status.st_uid not in owners:
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & _OTHERS:
+        return f"may be written by other users (mode {status.st_mode & 0o777:o})"
+    return None
+
+
+def _read(home: int, path: str, direct: int, buffers: Sequence[memoryview], owners: Owners = None) -> int:
     """Fill `buffers` from the file; return the bytes that arrived, or more than fit if it is longer."""
     room = sum(map(len, buffers))
     try:
-        fd = os.open(path, os.O_RDONLY | direct | _SAFE)
+        fd = os.open(path, os.O_RDONLY | direct | _SAFE, dir_fd=home)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CorruptObject("a symbolic link, not a file") from None
         raise
     try:
+        if (why := _not_ours(os.fstat(fd), owners)) is not None:
+            raise CorruptObject(f"the file {why}")
         got = os.preadv(fd, (*buffers, _BEYOND), 0)
         if got < room:  # a short file, or a short read of a long one
             end = min(room, os.fstat(fd).st_size)
@@ -252,10 +361,10 @@ def _read(path: str, direct: int, buffers: Sequence[memoryview]) -> int:
         os.close(fd)
 
 
-def _write(path: str, direct: int, buffers: Sequence[memoryview], used: int) -> None:
+def _write(home: int, path: str, direct: int, buffers: Sequence[memoryview], used: int) -> None:
     """Make `path` exactly `buffers`, over whatever blocks it has, last used at `used` (ns)."""
     size = sum(map(len, buffers))
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | direct | _SAFE, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | direct | _SAFE, 0o600, dir_fd=home)
     try:
         had = os.fstat(fd).st_size
         if had < size:
@@ -283,10 +392,10 @@ def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def _object_stat(status: os.stat_result) -> Stat | None:
-    """None: this cannot be an object, whatever it holds."""
+def _object_stat(status: os.stat_result, owners: Owners) -> Stat | None:
+    """None: this cannot be an object of ours, whatever it holds."""
     size = status.st_size
-    if not stat.S_ISREG(status.st_mode) or size <= PAGE or size % PAGE:
+    if not stat.S_ISREG(status.st_mode) or size <= PAGE or size % PAGE or _not_ours(status, owners):
         return None
     return Stat(size - PAGE, status.st_mtime_ns)
 
@@ -294,28 +403,15 @@ def _object_stat(status: os.stat_result) -> Stat | None:
 # ---- the directory
 
 
-def _make_directories(root: Path) -> None:
-    """All 256 at once, so that no store has to ask whether its directory is there.
-
-    They and `root` are closed to other users when made here. An existing `root` keeps its mode: it may
-    be a mount point, or somebody's by mistake.
-    """
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    for name in (PARTIAL, *_FANS):
-        with suppress(FileExistsError):
-            os.mkdir(f"{root}/{name}", 0o700)
-        if not stat.S_ISDIR(os.lstat(f"{root}/{name}").st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, f"{name} in it is not a directory")
-
-
-def _take_lock(root: Path, create: int) -> FileIO:
+def _take_lock(root: Path, home: int, create: int) -> FileIO:
     try:
-        fd = os.open(root / LOCK, os.O_RDWR | create | _SAFE, 0o600)
+        fd = os.open(LOCK, os.O_RDWR | create | _SAFE, 0o600, dir_fd=home)
     except FileNotFoundError as error:
         raise TierError(f"disk tier: {root} is not the directory of a disk tier") from error
     except OSError as error:
         raise _unusable(root, error) from error
     lock = FileIO(fd, "r+")
+    forks.close_in_child(lock)  # or a child would keep the directory from whoever comes next
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -341,11 +437,11 @@ def _unusable(root: Path, error: OSError) -> TierError:
     )
 
 
-def _probe_direct(root: Path) -> int:
+def _probe_direct(root: Path, home: int) -> int:
     """O_DIRECT, or 0 with one warning where the file system refuses it, at open or at the first write."""
-    path = f"{root}/{PARTIAL}/{_PROBE}"
+    path = f"{PARTIAL}/{_PROBE}"
     try:
-        _write(path, os.O_DIRECT, (memoryview(mmap.mmap(-1, PAGE)),), 0)
+        _write(home, path, os.O_DIRECT, (memoryview(mmap.mmap(-1, PAGE)),), 0)
     except OSError as error:
         if error.errno == errno.EINVAL:
             log.warning("lmtier: no direct I/O in %s, using the page cache", root)
@@ -354,7 +450,7 @@ def _probe_direct(root: Path) -> int:
             raise
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(path, dir_fd=home)
     return os.O_DIRECT
 
 
@@ -363,23 +459,43 @@ def _fan(name: str) -> str:
     return name[62:64]
 
 
-def _leftovers(root: Path) -> list[os.DirEntry[str]]:
+def _leftovers(home: int) -> list[str]:
     """Partial files; none is under way while the lock was just taken. Never anything with another name."""
-    with os.scandir(root / PARTIAL) as entries:
-        return [entry for entry in entries if entry.name == _PROBE or Name.parse(entry.name)]
+    with _listing(home, PARTIAL) as entries:
+        names = [entry.name for entry in entries]
+    return [f"{PARTIAL}/{name}" for name in names if name == _PROBE or Name.parse(name)]
 
 
-def _walk(root: Path) -> Iterator[tuple[os.DirEntry[str], Name | None]]:
+def _walk(home: int) -> Iterator[tuple[str, Name | None, os.stat_result]]:
     """Every entry beside the partial files and the lock; None: not an object's name in its place."""
-    with os.scandir(root) as entries:
-        top = list(entries)
-    for directory in top:
-        if directory.name in (LOCK, PARTIAL):
-            continue
-        if directory.name not in _FANS or not directory.is_dir(follow_symlinks=False):
-            yield directory, None
-            continue
-        with os.scandir(directory.path) as entries:
-            for entry in entries:
-                ours = _fan(entry.name) == directory.name and entry.is_file(follow_symlinks=False)
-                yield entry, Name.parse(entry.name) if ours else None
+    with _listing(home, ".") as entries:
+        for entry in entries:
+            if entry.name in _FANS and entry.is_dir(follow_symlinks=False):
+                with _listing(home, entry.name) as files:
+                    for file in files:
+                        yield from _judged(file, f"{entry.name}/{file.name}")
+            elif entry.name not in (LOCK, PARTIAL):
+                yield from _judged(entry, entry.name)
+
+
+def _judged(entry: os.DirEntry[str], path: str) -> Iterator[tuple[str, Name | None, os.stat_result]]:
+    with suppress(FileNotFoundError):  # deleted or replaced meanwhile
+        status = entry.stat(follow_symlinks=False)
+        is_ours = path == f"{_fan(entry.name)}/{entry.name}" and stat.S_ISREG(status.st_mode)
+        yield path, Name.parse(entry.name) if is_ours else None, status
+
+
+def _let_go(home: int) -> None:
+    with suppress(OSError):  # nothing was written through it
+        os.close(home)
+
+
+@contextmanager
+def _listing(home: int, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+    """The entries of a directory, which may be asked for their status meanwhile."""
+    fd = os.open(path, _DIRECTORY | os.O_NOFOLLOW, dir_fd=home)
+    try:
+        with os.scandir(fd) as entries:
+            yield entries
+    finally:
+        os.close(fd)

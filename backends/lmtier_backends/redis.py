@@ -28,11 +28,12 @@ from binascii import crc_hqx
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
-from lmtier.codec import PAGE, CorruptObject, padded
+from lmtier.codec import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.errors import ConfigError, TierError
 from lmtier.layout import Name
 from lmtier.tier import Item, Stat
@@ -278,14 +279,23 @@ class RedisTier(BlockingTier):
 
     def clear(self, prefix: bytes) -> Iterator[None]:
         """Parts that belong to no object, too; in steps that each end by `deadline`."""
+        return self._search(prefix, self._clear_all)
+
+    def sift(self, suspect: Suspect) -> Iterator[None]:
+        return self._search(suspect.prefix, partial(self._clear_some, suspect))
+
+    def _search(self, prefix: bytes, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
         searched: Sequence[Address] = ()
         # What moves between nodes while they are searched may be on none of them when its turn comes.
         while (homes := self._places.homes(self._by())) != searched:
             searched = homes
             for address in dict.fromkeys(homes):
-                yield from self._clear_node(address, b"%s{%s*" % (self._prefix, prefix.hex().encode()))
+                pattern = b"%s{%s*" % (self._prefix, prefix.hex().encode())
+                yield from self._search_node(address, pattern, clear)
 
-    def _clear_node(self, address: Address, pattern: bytes) -> Iterator[None]:
+    def _search_node(
+        self, address: Address, pattern: bytes, clear: Callable[[list[bytes], float], None]
+    ) -> Iterator[None]:
         cursor = b"0"
         while True:
             until = self._by()
@@ -296,14 +306,33 @@ class RedisTier(BlockingTier):
                     raise refused
                 case reply:
                     raise BadReply(f"a SCAN was answered {reply!r:.80}")
-            for reply in self._ask(
-                [Question.of("UNLINK", name) for name in names if isinstance(name, bytes)], until
-            ):
-                if isinstance(reply, Refused):
-                    raise reply
+            clear([name for name in names if isinstance(name, bytes)], until)
             yield
             if cursor == b"0":
                 return
+
+    def _clear_all(self, keys: list[bytes], until: float) -> None:
+        for reply in self._ask([Question.of("UNLINK", key) for key in keys], until):
+            if isinstance(reply, Refused):
+                raise reply
+
+    def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
+        """Those whose header says so; parts go with their object."""
+        objects = [(key, name) for key in keys if (name := self._name(key)) is not None]
+        asked = [Question.of("GETRANGE", key, 0, _CARD.size + PAGE - 1) for key, _ in objects]
+        doomed = []
+        for (key, name), reply in zip(objects, self._ask(asked, until), strict=True):
+            with suppress(CorruptObject):  # whoever reads it will see that
+                if isinstance(reply, bytes) and suspect.covers(
+                    name.key, peek(memoryview(reply)[_CARD.size :], name)[0].made
+                ):
+                    doomed.append(key)
+        self._unlink(doomed, until)
+
+    def _name(self, key: bytes) -> Name | None:
+        """Of an object's own key; None: of one of its parts."""
+        stem = key[len(self._prefix) :]
+        return Name.parse(stem[1:-1].decode(errors="replace")) if stem.endswith(b"}") else None
 
     def _by(self) -> float:
         return time.monotonic() + self._deadline

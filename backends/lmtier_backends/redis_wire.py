@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lmtier import forks
+
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Argument: TypeAlias = "Buffer | str | int | tuple[Buffer, ...]"
 """Of a command; a tuple is one argument in pieces."""
@@ -128,6 +130,7 @@ def dial(address: Address, until: float, login: Login = NOBODY, tls: ssl.SSLCont
             host = address if isinstance(address, str) else address[0]
             sock.settimeout(left(until))
             sock = tls.wrap_socket(sock, server_hostname=host)
+            forks.close_in_child(sock)
         wire = Wire(sock)
         said = login.commands()
         if said:
@@ -151,6 +154,7 @@ def _connect(address: Address, until: float) -> socket.socket:
     problem: OSError = ConnectionError(f"{address} is no address")
     for tried, (family, place) in enumerate(places):
         sock = socket.socket(family)
+        forks.close_in_child(sock)
         try:
             sock.settimeout(left(until) / (len(places) - tried))  # one that is silent leaves some to the next
             sock.connect(place)  # type: ignore[arg-type]  # a path or a pair, as the family wants it

@@ -28,6 +28,7 @@ from itertools import chain, repeat
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
+from lmtier import forks
 from lmtier.cache import CPU, Match, Reservation
 from lmtier.config import Config
 from lmtier.errors import ConfigError, LMTierError, MisuseError, TierError
@@ -125,7 +126,6 @@ class Client:
         self._hello = [word for pair in options.items() if pair[1] for word in pair]
         self._token = token
         self._waits = waits
-        self._pid = os.getpid()
         self._is_closed = False
         self._outage = ""
         self._try_after = 0.0
@@ -143,6 +143,7 @@ class Client:
         self.config = self._link.config
         self.chunk_tokens = self.config.chunk_tokens
         self.approximation = self._link.approximation
+        forks.tell(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "no server" if self._outage else "connected"
@@ -210,7 +211,6 @@ class Client:
 
     def costs(self, cost: Cost) -> None:
         """What computing takes this engine: decides for its matches from now on. Never waits or connects."""
-        self._mind_forks()
         link = self._link
         if link.is_lost or link.stalled:  # an engine's step is no time to connect in
             return
@@ -368,7 +368,6 @@ class Client:
             self._end(reservation, "LMTIER.ABORT", reservation.id, str(done))
 
     def _finish(self, reservation: Reservation, shard: Shard | None) -> Shard:
-        self._mind_forks()
         if shard is None:
             if len(reservation.form.shards) != 1:
                 raise MisuseError(
@@ -467,7 +466,11 @@ class Client:
     # ---- the whole cache
 
     def discard(self, entry: Entry) -> None:
-        self._call("LMTIER.DISCARD", entry.key)
+        self.delete([entry.key])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """These chunks, in every tier."""
+        self._call("LMTIER.DISCARD", *keys)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """As Cache.flush. False if no server answers."""
@@ -522,7 +525,6 @@ class Client:
         """The connection, if it can be used now; made again if it was lost and nothing is held by it."""
         if self._is_closed:
             raise MisuseError("this client is closed")
-        self._mind_forks()
         link = self._link
         if not link.is_lost:
             try:
@@ -561,14 +563,12 @@ class Client:
         self._back()
         return True
 
-    def _mind_forks(self) -> None:
+    def forked(self) -> None:
         """A child has its own connection and holds nothing of its parent's."""
-        if self._pid == os.getpid():
-            return
-        self._pid = os.getpid()
         self._matches.clear()
         self._reservations.clear()
-        self._link.is_lost, self._link.stalled = True, False
+        self._link.close()
+        self._link.stalled = False
         self._try_after = 0.0
 
     def _call(
@@ -622,7 +622,6 @@ class Client:
 
     def _post(self, *request: Argument, then: Then = _ignore) -> None:
         """Send without waiting for the reply."""
-        self._mind_forks()
         link = self._link
         if link.is_lost:
             return
@@ -782,6 +781,7 @@ class _Link:
         self._setting_up = True
         path = _path(address)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        forks.close_in_child(self._socket)  # while a child has it, the server takes this process for alive
         until = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)

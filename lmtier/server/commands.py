@@ -51,6 +51,9 @@ class _Mark(Enum):
 PAUSE = b""
 """What a handler yields where the others may have their turn, if its own was long enough."""
 
+MOST = 1024
+"""Arguments that a command takes, if it does not say more."""
+
 Nothing = _Mark.NOTHING
 """The answer of a handler that has sent all of it in parts."""
 
@@ -87,6 +90,10 @@ class Caller:
     """What the verbs of engines keep for it."""
     drafts: list[Any] = field(default_factory=list)
     """Room for the values of its present command, in their order. What is left in the end is dropped."""
+    queue: Any = None
+    """What it said since MULTI."""
+    watch: Any = None
+    """What it watches until EXEC."""
     asked: int = 0
     """How many commands it gave."""
     last: str = ""
@@ -105,3 +112,5 @@ class Command(NamedTuple):
     """As in redis: the first argument that is a name, the last, and the step between them."""
     payloads: range = range(0)
     """Which arguments are values: their bytes go straight into the slab."""
+    most: int = MOST
+    """Arguments. A command that takes more yields between them, or looks at each for an instant only."""

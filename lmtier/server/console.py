@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
@@ -327,10 +328,20 @@ def pong(remote: Remote) -> str:
     return f"{_title(remote.snapshot(), str(remote.address))}; it answered in {took * 1000:.2f} ms"
 
 
-def clear(remote: Remote, model: str | None, *, force: bool) -> str:
-    """Forget the KV of one model; None: everything. Says what is gone."""
+def clear(
+    remote: Remote,
+    model: str | None,
+    *,
+    by: str | None = None,
+    since: datetime | None = None,
+    force: bool = False,
+) -> str:
+    """Forget the KV of one model, of one engine, since then; None: of any, ever. Says what is gone."""
     before = remote.snapshot()
-    words = ["LMTIER.CLEAR"] + ([] if model is None else ["NAMESPACE", model]) + (["FORCE"] if force else [])
+    words = ["LMTIER.CLEAR", *(() if model is None else ("NAMESPACE", model))]
+    words += () if by is None else ("STOREDBY", by)
+    words += () if since is None else ("SINCE", str(int(since.timestamp() * 1000)))
+    words += ["FORCE"] if force else []
     remote.ask(*words, "WAIT", str(round(1000 * _CLEARING)), timeout=2 * _CLEARING)
     after = remote.snapshot()
     left = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
@@ -338,9 +349,14 @@ def clear(remote: Remote, model: str | None, *, force: bool) -> str:
     gone = {tier: chunks - left.get(tier, 0) for tier, chunks in counted.items()}
     searched = [tier["tier"] for tier in before["tiers"] if tier["chunks"] is None]
     what = "everything" if model is None else f"the KV of {model}"
+    is_part = by is not None or since is not None
+    if is_part:
+        what = "what" if model is None else f"{what} that"
+        what += " was stored" + (f" by {by}" if by is not None else "")
+        what += f" since {since:%Y-%m-%d %H:%M:%S %z}" if since is not None else ""
     said = f"forgot {what}: " + ", ".join(
         [*(f"{max(0, count):,} chunks in {tier}" for tier, count in gone.items())]
-        + [f"whatever was in {tier}" for tier in searched]
+        + [f"{'such' if is_part else 'whatever'} was in {tier}" for tier in searched]
     )
     if model is not None and not (any(gone.values()) or searched):
         said += "; the name must be the one that its engine gives"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import socket
 import struct
 import time
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from typing import Any
 
 from lmtier import __version__
 from lmtier.cache import Cache, Match, Reservation
-from lmtier.codec import MARK_ROOM
+from lmtier.codec import MARK_ROOM, Suspect
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.explain import MAX_LOOKUPS, Explain
 from lmtier.index import Entry, State
@@ -29,6 +30,8 @@ from lmtier.keys import KEY_BYTES, VALUES, Identity, is_value, namespace
 from lmtier.layout import PAGE, Form, Layout, Shard, form_of
 from lmtier.prompts import Origin
 from lmtier.server.commands import (
+    MOST,
+    PAUSE,
     Argument,
     Caller,
     Command,
@@ -50,18 +53,30 @@ MAX_HELD = 65_536
 """Matches in a session; as many reservations."""
 MAX_CHANGES = 4096
 """In one reply."""
+MAX_RESERVED = 16_384
+"""New chunks in one request: each takes 12 µs, in which nobody else has a turn."""
+MAX_HELD_KEYS = 1 << 20
+"""Of all matches in a session: some 100 MB."""
 MAX_FORMS = 64
-MAX_SHARDS = 1024
+MAX_SHARDS = 256
+MAX_TOKENS = 1 << 40
+"""In one prompt. Larger numbers would spoil the counters."""
+MAX_CLEARINGS = 64
+"""Of one tier that must be asked: those that wait for it."""
 MAX_MODELS = 64
 MAX_NAME = 128
 _MAX_IDENTITY = 1 << 14
 _IDENTITY = {each.name: type(each.default) if each.name != "model" else str for each in fields(Identity)}
 MAX_MS = 24 * 3600 * 1000
+_HOST = socket.gethostname()
 RUN_SHIFT = 32
 """An id of a match or a reservation is the server's run, shifted by this, plus a counter: an id of another
 run names nothing here."""
 
 OK = Simple("OK")
+_MOST = 2 * MAX_KEYS + 16
+"""Arguments: of one chunk, two."""
+_LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "COMMIT", "DISCARD", "RELEASE"}
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 _HEX_KEY = re.compile(rb"[0-9a-f]{64}")
 _DIGITS = re.compile(rb"[0-9]{1,19}")
@@ -76,9 +91,28 @@ class Session:
     """Its connections, and which shard each stands for."""
     forms: list[Form] = field(default_factory=list)
     matches: dict[int, Match] = field(default_factory=dict)
+    held_keys: int = 0
+    """Of the matches."""
     reservations: dict[int, Reservation] = field(default_factory=dict)
     cost: Cost | None = None
     """What computing takes it, once it has said so."""
+    told_lost: int = 0
+    """Of what tiers below were to get and did not: as many chunks as it knows of."""
+
+    def need_room(self, arguments: Iterable[Argument]) -> None:
+        """For one more match."""
+        _need_room(self.matches, "matches: release some")
+        if self.held_keys + sum(map(len, arguments)) // KEY_BYTES > MAX_HELD_KEYS:
+            raise _refused(f"ERR the matches of this session hold {MAX_HELD_KEYS} keys: release some")
+
+    def hold(self, number: int, match: Match) -> None:
+        self.matches[number] = match
+        self.held_keys += len(match.keys)
+
+    def let_go(self, number: int) -> Match | None:
+        match = self.matches.pop(number, None)
+        self.held_keys -= 0 if match is None else len(match.keys)
+        return match
 
 
 class Engines:
@@ -130,7 +164,9 @@ class Engines:
             "CHECK": (self._check, 1, "admin"),
         }
         return {
-            f"LMTIER.{name}".encode(): Command(_answering(handler), arity, (flag, "loading"))
+            f"LMTIER.{name}".encode(): Command(
+                _answering(handler), arity, (flag, "loading"), most=_MOST if name in _LONG else MOST
+            )
             for name, (handler, arity, flag) in verbs.items()
         }
 
@@ -182,7 +218,7 @@ class Engines:
                     name = _name(value)
                 case _:
                     raise _refused(f"ERR unknown option {option[:32]!r}: ENGINE, SHARD and NAME are known")
-        session = Session(engine)
+        session = Session(engine, told_lost=self.cache.lost)
         if engine:
             session = self._shared.setdefault(engine, session)
         session.members[caller] = shard
@@ -232,11 +268,11 @@ class Engines:
     def _match(self, caller: Caller, arguments: list[Argument]) -> Any:
         began = time.time_ns() if self._tracing is not None else 0
         session = _session(caller)
-        _need_room(session.matches, "matches: release some")
+        session.need_room(arguments[4:])
         deadline = _number(arguments[3], "a deadline in milliseconds", MAX_MS) / 1000
         match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
         number = next(self._ids)
-        session.matches[number] = match
+        session.hold(number, match)
         if self._tracing is not None:
             self._tracing.matched(number, began, match, caller.name)
         return _described(number, match)
@@ -258,7 +294,7 @@ class Engines:
         match = self.cache.match(
             _keys(keys),
             _form_of(session, form),
-            tokens=_number(tokens, "a number of tokens") or None,
+            tokens=_number(tokens, "a number of tokens", MAX_TOKENS) or None,
             deadline=deadline,
             cost=session.cost,
         )
@@ -271,7 +307,7 @@ class Engines:
         number, match = _held(caller, arguments[1])
         rest, has = arguments[2:], 0
         if len(rest) > 1 and _text(rest[-2]).upper() == "HAS":
-            has = _number(rest[-1], "a number of tokens")
+            has = _number(rest[-1], "a number of tokens", MAX_TOKENS)
             del rest[-2:]
         if len(rest) > 1:
             raise _refused(
@@ -321,7 +357,7 @@ class Engines:
     def _release(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = _session(caller)
         for number in [_number(each, "a match") for each in arguments[1:]]:
-            match = session.matches.pop(number, None)
+            match = session.let_go(number)
             if match is not None:
                 self._let_go(number, match)
         return OK
@@ -376,7 +412,9 @@ class Engines:
         form = _form_of(session, arguments[1])
         first = _number(arguments[2], "a number of chunks")
         ttl, keys = _lifetime(arguments[3:])
-        reservation = self.cache.reserve(keys, form, first=first, ttl=ttl)
+        reservation = self.cache.reserve(
+            keys, form, first=first, ttl=ttl, by=f"{caller.name} @{_HOST}", most=MAX_RESERVED
+        )
         number = 0
         if reservation.entries:
             number = next(self._ids)
@@ -432,14 +470,14 @@ class Engines:
 
     def _bring(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = _session(caller)
-        _need_room(session.matches, "matches: release some")
+        session.need_room(arguments[3:])
         form = _form_of(session, arguments[1])
         deadline = _number(arguments[2], "a deadline in milliseconds", MAX_MS) / 1000
         match = self.cache.bring(_keys(arguments[3:]), form, deadline=deadline)
         if not match.asking:  # what is asked for first, whoever waits for it also wants
             self.cache.prefetch(match)
         number = next(self._ids)
-        session.matches[number] = match
+        session.hold(number, match)
         return self._described(number, match)
 
     def _model(self, caller: Caller, arguments: list[Argument]) -> Any:
@@ -488,15 +526,21 @@ class Engines:
         return reply
 
     def _discard(self, caller: Caller, arguments: list[Argument]) -> Any:
-        for key in _keys(arguments[1:]):
+        forms = caller.session.forms if caller.session is not None else ()
+        return self._discarding(_keys(arguments[1:]), tuple(forms))
+
+    def _discarding(self, keys: list[bytes], forms: Sequence[Form]) -> Waiting:
+        for key in keys:
             entry = self.cache.index.get(key)
             if entry is not None:
                 self.cache.discard(entry)
-                continue
-            for below in self.cache.below:
-                held = below.index.get(key) if below.index is not None else None
-                if held is not None:
+            for below in self.cache.below if entry is None else ():
+                if below.index is None:  # it says nothing of what it holds, so not in which form either
+                    for form in forms:
+                        below.discard(key, form)
+                elif (held := below.index.get(key)) is not None:
                     below.discard(key, held.form)
+            yield PAUSE
         return OK
 
     def _clear(self, caller: Caller, arguments: list[Argument]) -> Any:
@@ -506,21 +550,36 @@ class Engines:
             until = time.monotonic() + _number(arguments[-1], "a timeout in milliseconds", MAX_MS) / 1000
             del words[-2:]
         force = bool(words) and words[-1].upper() == "FORCE"
-        match words[:-1] if force else words:
+        words = words[:-1] if force else words
+        by, since = _option(words, "STOREDBY"), _option(words, "SINCE")
+        match words:
             case []:
                 prefix = b""
             case [option, model] if option.upper() == "NAMESPACE":
                 prefix = namespace(model)
-            case [option, digits] if option.upper() == "PREFIX":
+            case [option, digits] if option.upper() == "PREFIX" and len(digits) <= 2 * KEY_BYTES:
                 prefix = _hex(digits.encode())
             case _:
-                raise _refused("ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [FORCE] [WAIT ms]")
+                raise _refused(
+                    "ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [STOREDBY pattern] [SINCE ms] "
+                    "[FORCE] [WAIT ms]"
+                )
         if not self.cache.is_warm:
             raise _refused("LOADING what the tiers hold is not known yet, so it cannot be cleared")
-        self.cache.clear(prefix, force=force)
-        return OK if until is None else self._clearing(until)
+        if full := [each.label for each in self.cache.below if each.uncleared >= MAX_CLEARINGS]:
+            raise _refused(f"TRYAGAIN {full[0]} has {MAX_CLEARINGS} models to clear, and does not come to it")
+        if by or since:
+            moment = _number(since.encode(), "a time in milliseconds", 1 << 53) if since else 0
+            self.cache.purge(Suspect(prefix, by or "*", moment), force=force)
+            return OK if until is None else self._cleared(until)
+        return self._clearing(prefix, force, until)
 
-    def _clearing(self, until: float) -> Waiting:
+    def _clearing(self, prefix: bytes, force: bool, until: float | None) -> Waiting:
+        for _ in self.cache.clearing(prefix, force=force):
+            yield PAUSE
+        return OK if until is None else (yield from self._cleared(until))
+
+    def _cleared(self, until: float) -> Waiting:
         """Until all is gone, or it cannot be: a tier that fails is not waited for."""
         tiers = self.cache.below
         while (
@@ -535,13 +594,14 @@ class Engines:
     def _flush(self, caller: Caller, arguments: list[Argument]) -> Any:
         until = time.monotonic() + _number(arguments[1], "a timeout in milliseconds", MAX_MS) / 1000
         self.cache.step()
-        return self._flushing(until)
+        return self._flushing(until, caller.session or Session("", told_lost=self.cache.lost))
 
-    def _flushing(self, until: float) -> Waiting:
+    def _flushing(self, until: float, session: Session) -> Waiting:
         below = self.cache.below
         while any(each.is_busy for each in below) and time.monotonic() < until:
             yield None
-        return int(not any(each.backlog for each in below))
+        told, session.told_lost = session.told_lost, self.cache.lost
+        return int(session.told_lost == told and not any(each.backlog for each in below))
 
     def _verified(self, caller: Caller, arguments: list[Argument]) -> Any:
         compared, failed = (_number(each, "a number of chunks", 1 << 32) for each in arguments[1:])
@@ -631,10 +691,10 @@ def _need_room(held: dict[int, Any], what: str) -> None:
 
 def _identity(argument: Argument) -> Identity:
     try:
+        if len(argument) > _MAX_IDENTITY:
+            raise TypeError
         found = json.loads(bytes(argument))
-        if len(argument) > _MAX_IDENTITY or any(
-            type(value) is not _IDENTITY[name] for name, value in found.items()
-        ):
+        if any(type(value) is not _IDENTITY[name] for name, value in found.items()):
             raise TypeError
         return Identity(**found)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -656,6 +716,16 @@ def _text(argument: Argument) -> str:
         return bytes(argument).decode()
     except UnicodeDecodeError:
         raise _refused(f"ERR {_shown(argument)} is not UTF-8") from None
+
+
+def _option(words: list[str], name: str) -> str:
+    """The value of an option, which is taken out; empty if it is not there."""
+    for at, word in enumerate(words[:-1]):
+        if word.upper() == name:
+            value = words[at + 1]
+            del words[at : at + 2]
+            return value
+    return ""
 
 
 def _name(text: str) -> str:

@@ -31,6 +31,10 @@ NO_PASS = Error(
 
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _NEVER = 1 << 63
+_MANY = 1 << 20
+"""Names."""
+_MAX_PATTERNS = 1024
+"""Bytes, of one command. Compiled they are a hundred times as many, and the last 512 patterns stay so."""
 _ONE, _ALL, _PAIRS = (1, 1, 1), (1, -1, 1), (1, -1, 2)
 
 
@@ -58,10 +62,10 @@ class Redis:
         always = ("loading", "stale", "fast")
         return {
             b"GET": Command(self._get, 2, reads, _ONE),
-            b"MGET": Command(self._mget, -2, reads, _ALL),
+            b"MGET": Command(self._mget, -2, reads, _ALL, most=_MANY),
             b"GETRANGE": Command(self._getrange, 4, ("readonly",), _ONE),
             b"STRLEN": Command(self._strlen, 2, reads, _ONE),
-            b"EXISTS": Command(self._exists, -2, reads, _ALL),
+            b"EXISTS": Command(self._exists, -2, reads, _ALL, most=_MANY),
             b"TYPE": Command(self._type, 2, reads, _ONE),
             b"TTL": Command(self._ttl, 2, reads, _ONE),
             b"PTTL": Command(self._ttl, 2, reads, _ONE),
@@ -73,10 +77,10 @@ class Redis:
             b"SETEX": Command(self._setex, 4, writes, _ONE, range(3, 4)),
             b"PSETEX": Command(self._setex, 4, writes, _ONE, range(3, 4)),
             b"GETSET": Command(self._getset, 3, (*writes, "fast"), _ONE, range(2, 3)),
-            b"MSET": Command(self._mset, -3, writes, _PAIRS, range(2, 1 << 30, 2)),
+            b"MSET": Command(self._mset, -3, writes, _PAIRS, range(2, 1 << 30, 2), _MANY),
             b"GETDEL": Command(self._getdel, 2, ("write", "fast"), _ONE),
-            b"DEL": Command(self._del, -2, ("write",), _ALL),
-            b"UNLINK": Command(self._del, -2, ("write", "fast"), _ALL),
+            b"DEL": Command(self._del, -2, ("write",), _ALL, most=_MANY),
+            b"UNLINK": Command(self._del, -2, ("write", "fast"), _ALL, most=_MANY),
             b"EXPIRE": Command(self._expire, -3, ("write", "fast"), _ONE),
             b"PEXPIRE": Command(self._expire, -3, ("write", "fast"), _ONE),
             b"EXPIREAT": Command(self._expire, -3, ("write", "fast"), _ONE),
@@ -158,6 +162,7 @@ class Redis:
         if not _INTEGER.fullmatch(bytes(args[1])) or not 0 <= int(bytes(args[1])) < 1 << 64:
             raise Refused(Error("ERR invalid cursor"))
         most, matches, kind = 10, re.compile(b""), b"string"
+        _need_short(args[2:])
         options = iter(args[2:])
         for option in options:
             given = next(options, None)
@@ -177,6 +182,7 @@ class Redis:
         return [str(after), [name for name in names if matches.match(name) and kind == b"string"]]
 
     def _keys(self, caller: Caller, args: list[Argument]) -> Waiting:
+        _need_short(args[1:])
         matches = _glob(bytes(args[1]))
         cursor, found = 0, []
         while True:
@@ -466,6 +472,7 @@ class Redis:
     def _config(self, caller: Caller, args: list[Argument]) -> object:
         match _word(args[1]), args[2:]:
             case "GET", [_, *_]:
+                _need_short(args[2:])
                 globs = [_glob(bytes(arg).lower()) for arg in args[2:]]
                 shown = self._settings().items()
                 return {name: value for name, value in shown if any(g.match(name.encode()) for g in globs)}
@@ -523,6 +530,11 @@ def _expiry(word: str, arg: Argument, command: str, least: int = 1) -> int:
     if number < least or not -_NEVER <= millis < _NEVER or when >= _NEVER:
         raise Refused(Error(f"ERR invalid expire time in '{command}' command"))
     return when
+
+
+def _need_short(patterns: list[Argument]) -> None:
+    if (nbytes := sum(map(len, patterns))) > _MAX_PATTERNS:
+        raise Refused(Error(f"ERR patterns of {nbytes} bytes; here they have {_MAX_PATTERNS} at most"))
 
 
 def _glob(pattern: bytes) -> re.Pattern[bytes]:

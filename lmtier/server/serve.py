@@ -29,7 +29,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmtier import __version__, tracing
+from lmtier import __version__, forks, tracing
 from lmtier.cache import Cache
 from lmtier.config import TOKEN_VARIABLE, Config, Serving, host_and_port, without_login
 from lmtier.errors import ConfigError
@@ -42,6 +42,7 @@ from lmtier.server.redis import REDIS_VERSION, Redis
 from lmtier.server.report import Client, History, Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.resp import DROP, Error, ProtocolError
+from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Server:
         self._started = time.monotonic()
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        forks.tell(self)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._listeners: dict[int, tuple[socket.socket, Callable[[socket.socket, str], None]]] = {}
         self._connections: dict[int, Connection | HttpConnection] = {}
@@ -122,6 +124,7 @@ class Server:
                 self._log.close()
             raise
         self._values = Values(self.cache)
+        self._transactions = Transactions(self._values)
         self._engines = Engines(self.cache, self._log, self._tracing)
         self._publish()
         self._redis = Redis(
@@ -133,6 +136,7 @@ class Server:
         )
         self._table: dict[bytes, Command] = {
             **self._redis.table(),
+            **self._transactions.table(),
             **self._engines.table(),
             b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, ("readonly",)),
             b"LMTIER.HISTORY": Command(lambda *_: self._history.to_json(), 1, ("readonly",)),
@@ -181,12 +185,13 @@ class Server:
         self._ran = time.thread_time()
         try:
             while not self._is_done():
-                timeout = _SOON if self._waiting else _TICK
-                if any(each.is_cut for each in self._waiting):
+                timeout = _SOON if self._waiting or self._transactions.are_running else _TICK
+                if self._transactions.goes_on or any(each.is_cut for each in self._waiting):
                     timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
                 self.cache.step()
+                self._transactions.turn()
                 if self._publisher is not None:
                     self._publisher.turn()
                 for connection in [each for each in self._waiting if each.is_open]:
@@ -214,6 +219,12 @@ class Server:
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
         signal.signal(signal.SIGINT, lambda *_: self.stop())
         signal.signal(signal.SIGHUP, hang_up)
+
+    def forked(self) -> None:
+        """In a child: its parent goes on serving."""
+        self._epoll.close()
+        bell, self._bell = self._bell, -1
+        os.close(bell)
 
     def _ring(self) -> None:
         with suppress(OSError):  # it rings already, or nobody is there any more
@@ -261,6 +272,7 @@ class Server:
         self._asked += connection.caller.asked
         if isinstance(connection, Connection):
             self._waiting.discard(connection)
+            self._transactions.gone(connection.caller)
             if not self._report.stopping:
                 # Then it is we who close: an engine may still be copying, so nothing of its is used again.
                 self._engines.gone(connection.caller)
@@ -273,7 +285,10 @@ class Server:
             # Never an engine: what it holds must stay until it has let go, and it has closed its socket then.
             # One that does not see the slab has no bytes to let go of.
             is_engine = connection.caller.session is not None and connection.caller.is_local
-            if not is_engine and connection.is_stuck(now, patience, connection.is_in_the_middle()):
+            # Who thinks in the middle of MULTI may, as long as nobody needs the room of its values.
+            is_idle = patience > _HURRY or connection.caller.queue is None
+            is_busy = connection.is_in_the_middle() or not is_idle
+            if not is_engine and connection.is_stuck(now, patience, is_busy):
                 log.warning("lmtier: %s stopped in the middle and was closed", connection.caller.address)
                 connection.close()
                 self._look(connection)
@@ -312,7 +327,7 @@ class Server:
             if connection.is_idle or late:
                 connection.close()
                 self._look(connection)
-        return not self._connections
+        return late or not (self._connections or self._transactions.are_running)
 
     def _close_listeners(self) -> None:
         for fd, (listener, _) in self._listeners.items():
@@ -329,12 +344,13 @@ class Server:
         for connection in list(self._connections.values()):
             connection.close()
             self._look(connection)
-        left = 0.0 if self._stop_at is None else self._stop_at - time.monotonic()
-        self.cache.close(timeout=max(1.0, left))
+        self._transactions.close()
+        until = max(self._stop_at or 0.0, time.monotonic() + 1.0)
+        self.cache.close(timeout=until - time.monotonic())
         if self._publisher is not None:
             self._publisher.close()
         if self._tracing is not None:
-            self._tracing.close()
+            self._tracing.close(until - time.monotonic())
         if self._log is not None:
             self._log.close()
         self._epoll.close()
@@ -357,6 +373,7 @@ class Server:
             raise
 
     def _add(self, listener: socket.socket, welcome: Callable[[socket.socket, str], None], what: str) -> None:
+        forks.close_in_child(listener)
         self._listeners[listener.fileno()] = (listener, welcome)
         self.where.append((what, _written(listener.getsockname())))
 
@@ -389,6 +406,7 @@ class Server:
         )
 
     def _welcome_local(self, sock: socket.socket, address: str) -> None:
+        forks.close_in_child(sock)
         caller = Caller(next(self._ids), address or "unix", is_local=True)
         self._begin(Connection(self, sock, caller))
 
@@ -401,9 +419,10 @@ class Server:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
-        if self._tls is None:
-            return sock
-        return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        forks.close_in_child(sock)
+        return sock
 
     def _begin(self, connection: Connection | HttpConnection) -> None:
         self._connections[connection.fd] = connection
@@ -441,18 +460,36 @@ class Server:
                 log.warning("lmtier: %s sends HTTP to the Redis port and was closed", caller.address)
                 caller.closing = True
                 return Nothing
+            self._transactions.spoil(caller)
             return _unknown(args)
         caller.last = name.decode().lower()
+        if (refused := self._refusal(caller, name, command, args)) is not None:
+            self._transactions.spoil(caller)
+            return refused
+        if self._transactions.takes(caller, name):
+            return self._transactions.keep(caller, name, command, args)
+        if name == b"RESET":
+            self._transactions.gone(caller)
+        try:
+            return self._transactions.behind(caller, command, args) or command.handler(caller, args)
+        except Refused as error:
+            return error.error
+
+    def _refusal(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> Error | None:
+        """Why a command is not even looked at."""
         if len(args) != command.arity if command.arity > 0 else len(args) < -command.arity:
-            return Error(f"ERR wrong number of arguments for '{caller.last}' command")
+            wrong = f"wrong number of arguments for '{caller.last}' command"
+            if name == b"EXEC" and caller.queue is not None:
+                self._transactions.gone(caller)
+                return Error(f"EXECABORT Transaction discarded because of: {wrong}")
+            return Error(f"ERR {wrong}")
+        if len(args) > command.most:
+            return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
         if not caller.is_trusted and "no_auth" not in command.flags:
             return _NO_AUTH
         if "loading" not in command.flags and not self.cache.is_warm and not name.startswith(b"LMTIER."):
             return _LOADING
-        try:
-            return command.handler(caller, args)
-        except Refused as refused:
-            return refused.error
+        return None
 
     # ---- what is told
 

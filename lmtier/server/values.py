@@ -14,8 +14,8 @@ import heapq
 import struct
 import time
 from bisect import bisect_left
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -78,6 +78,16 @@ class Value:
     match: Match
 
 
+@dataclass(eq=False, slots=True)
+class Watch:
+    """Names that somebody wants to hear of: has one of them changed?"""
+
+    keys: dict[bytes, bool] = field(default_factory=dict)
+    """And whether they were there."""
+    is_over: bool = False
+    """One has."""
+
+
 class Values:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -87,10 +97,43 @@ class Values:
         """Bytes of the slab that drafts take."""
         self._expiring: list[tuple[int, bytes]] = []
         self._most_expiring = _FEW
+        self._watches: dict[bytes, set[Watch]] = {}
+        """By the key that is watched."""
         self._snapshot: tuple[float, float, list[bytes]] = (0.0, 0.0, [])
         """All keys in order: as they were then, until when they may be used."""
 
     # ---- in
+
+    def watch(self, watch: Watch, names: Iterable[bytes]) -> None:
+        for key in map(value_key, names):
+            if key not in watch.keys:
+                watch.keys[key] = self._is_there(key)
+                self._watches.setdefault(key, set()).add(watch)
+
+    def unwatch(self, watch: Watch) -> None:
+        for key in watch.keys:
+            watches = self._watches[key]
+            watches.remove(watch)
+            if not watches:
+                del self._watches[key]
+        watch.keys = {}
+
+    def has_changed(self, watch: Watch) -> bool:
+        """Also if it was evicted, or cleared, or its time is over: of that nobody tells."""
+        return watch.is_over or any(was and not self._is_there(key) for key, was in watch.keys.items())
+
+    def _is_there(self, key: bytes) -> bool:
+        mark = self._known(key)
+        is_over = mark is not None and 0 < mark.expires <= now_ms()
+        return not is_over and any(key in held for held in self._places())
+
+    def _forget(self, key: bytes) -> None:
+        self._cache.forget(key, ANY)
+        self._changed(key)
+
+    def _changed(self, key: bytes) -> None:
+        for watch in self._watches.get(key, ()):
+            watch.is_over = True
 
     def draft(self, nbytes: int) -> Draft | None:
         """Room for a value of `nbytes`, or None: there is none."""
@@ -118,6 +161,12 @@ class Values:
         False: it is to be had, but a tier keeps failing to delete the old one.
         """
         cache, key = self._cache, value_key(name)
+        try:
+            while cache.is_behind:  # the next one is told it is kept when there is a place to keep it
+                yield None
+        except GeneratorExit:
+            self.drop(draft)
+            raise
         self._drafting -= draft.reservation.form.room
         (entry,) = draft.reservation.entries.values()
         if entry.state is State.GONE:  # cleared by force while it came: as if it had been here by then
@@ -125,6 +174,7 @@ class Values:
             cache.commit(draft.reservation)
         else:
             cache.replace(draft.reservation, key, Mark(expires, len(draft.view), name).pack())
+        self._changed(key)
         if expires:
             self._will_expire(expires, key)
         self._count.labels("set").inc()
@@ -259,7 +309,7 @@ class Values:
                 self._count.labels("deleted").inc()
             # A tier that fails may hold it all the same, and show it when it has recovered.
             if was_there or any(keys[-1] in held for held in self._places()):
-                self._cache.forget(keys[-1], ANY)
+                self._forget(keys[-1])
             yield PAUSE
         # Also those that somebody else deletes just now: what is not there must not come back.
         return deleted if (yield from self._gone(keys)) else None
@@ -268,7 +318,7 @@ class Values:
         """Delete all for good; not those that are being received."""
         keys = list(self._keys())
         for key in keys:
-            self._cache.forget(key, ANY)
+            self._forget(key)
             yield PAUSE
         self._count.labels("deleted").inc(len(keys))
         return (yield from self._gone(keys))
@@ -311,7 +361,7 @@ class Values:
     def _is_over(self, key: bytes, mark: Mark) -> bool:
         if not mark.expires or mark.expires > now_ms():
             return False
-        self._cache.forget(key, ANY)
+        self._forget(key)
         self._count.labels("expired").inc()
         return True
 

@@ -1,5 +1,6 @@
 """The tiers of lmtier.testing: sound ones pass the suite, faulty ones fail as they say and no other way."""
 
+import asyncio
 import os
 import threading
 import time
@@ -129,6 +130,34 @@ def test_a_full_tier_still_supplies_and_forgets():
         assert store(tier, new, replaces=objects[1].name).failed == {new.name: Reason.FULL}
         assert known.keys() == {objects[2].name}
         assert run(tier, Job(5, Op.LOOKUP, (Item(new.name),))).ok == {}
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_what_is_no_exception_costs_its_job_and_not_the_thread(error):
+    """A panic in an extension, say: without its threads a tier never comes back."""
+
+    class Panics(MemoryTier):
+        is_calm = False
+
+        def _panic(self) -> None:
+            if not self.is_calm:
+                raise error("a panic")
+
+        def write(self, item, buffers):
+            self._panic()
+            super().write(item, buffers)
+
+        def delete(self, names):
+            self._panic()
+            super().delete(names)
+
+    objects = [sample(number) for number in range(9)]  # more than there are threads
+    with closing(Panics()) as tier:
+        done = store(tier, *objects)
+        assert done.failed == dict.fromkeys((each.name for each in objects), Reason.ERROR)
+        assert delete(tier, objects[0].name).failed
+        tier.is_calm = True
+        assert store(tier, *objects).ok.keys() == {each.name for each in objects}
 
 
 def test_the_nth_call_of_a_module_fails():

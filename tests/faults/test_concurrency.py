@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmtier.below import FULL_PAUSE
 from lmtier.cache import Cache, Match
 from lmtier.config import Config
 from lmtier.keys import Identity
@@ -384,7 +385,7 @@ def test_an_answer_that_comes_too_late_ends_no_lease(asked):
 def small_disk(tmp_path: Path):
     root = tmp_path / "small"
     root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(root)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(root)]
     try:
         mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -395,9 +396,7 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
-def test_a_disk_that_others_filled_costs_only_its_writes_and_is_used_again_when_there_is_room(
-    make, small_disk
-):
+def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_there_is_room(make, small_disk):
     cache = make(cpu(12), disk(small_disk / "kv"))
     label, value = "disk", cache.metrics.value
     store(cache, keys(4, "early"))
@@ -408,23 +407,21 @@ def test_a_disk_that_others_filled_costs_only_its_writes_and_is_used_again_when_
             pass
     assert os.statvfs(small_disk).f_bavail == 0
 
-    stored = 4
     for turn in range(6):
-        stored += store(cache, keys(2, f"late{turn}"))
-        cache.flush(timeout=0.1)
-    assert stored == 16, "saves go on"
-    assert look(cache, keys(2, "late5")) == ["cpu"] * 2
-    assert cache.below[0].down.is_open
-    assert value("lmtier_tier_failures_total", tier=label, op="store", reason="full") >= 5
-    assert look(cache, keys(4, "early")) == ["disk"] * 4, "and so do loads of what is there"
+        assert store(cache, keys(2, f"late{turn}")) == 2
+        assert cache.flush(timeout=5), "it is written, in the place of another"
+    assert all(cache.below[0].holds(key, ONE) for key in keys(2, "late5"))
+    assert cache.stats()[label]["chunks"] == 4
+    assert not cache.below[0].down.is_open
+    assert value("lmtier_tier_failures_total", tier=label, op="store", reason="full") >= 1
     assert list((small_disk / "kv" / "partial").iterdir()) == []
 
     ballast.unlink()
     freed = time.monotonic()
-    step_until(cache, lambda: not cache.below[0].down.is_open, timeout=5)
+    step_until(cache, lambda: time.monotonic() - freed > FULL_PAUSE, timeout=5)
     assert store(cache, keys(4, "after")) == 4
     assert cache.flush(timeout=5)
-    assert time.monotonic() - freed < 5
+    assert cache.stats()[label]["chunks"] == 8
     assert all(cache.below[0].holds(key, ONE) for key in keys(4, "after"))
     reasons = ("full", "evicted_before_write", "queue_full", "no_room", "error")
     dropped = sum(value("lmtier_dropped_tokens_total", tier=label, reason=reason) for reason in reasons)
@@ -433,7 +430,7 @@ def test_a_disk_that_others_filled_costs_only_its_writes_and_is_used_again_when_
         "each chunk is counted"
     )
     files = [file.stat().st_size for file in (small_disk / "kv").rglob("*.L*")]
-    assert sum(files) == cache.stats()[label]["used"] == down // C * stored_size(LAYOUT.nbytes(LAYOUT.whole))
+    assert sum(files) == cache.stats()[label]["used"] == 8 * stored_size(LAYOUT.nbytes(LAYOUT.whole))
 
 
 # ---- books and files
@@ -465,7 +462,8 @@ def test_what_is_said_to_be_used_is_what_the_files_take(make, tmp_path, seed):
         if chance.random() < 0.3:
             cache.step()  # and the next one comes while this is under way
             continue
-        assert cache.flush()
+        cache.flush()  # a prompt may be longer than the disk
+        assert not cache.below[0].backlog
         files = [file.stat().st_size for file in root.rglob("*.L*")]
         assert sum(files) == cache.stats()["disk"]["used"] <= capacity, f"after {turn} turns, {action}"
         assert sum(files) == cache.metrics.value("lmtier_used_bytes", tier="disk")

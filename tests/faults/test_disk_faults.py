@@ -8,13 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from lmtier.below import FULL_PAUSE
+from lmtier.cache import Cache
+from lmtier.config import Config, TierSpec
 from lmtier.errors import ConfigError, TierError
-from lmtier.layout import PAGE, Name
-from lmtier.testing import FaultyModule, Sample, delete, load, lookup, sample, scan, store
+from lmtier.layout import PAGE, Layout, Name, form_of
+from lmtier.registry import open_tier
+from lmtier.testing import FaultyModule, Sample, delete, load, lookup, replace_start, sample, scan, store
 from lmtier.tier import Reason
 from lmtier_backends import disk
 from lmtier_backends.disk import DiskTier, Fault, verify
@@ -54,7 +59,7 @@ def small_disk(tmp_path: Path):
     root.mkdir()
     if os.geteuid() != 0:
         pytest.skip("mounting a tmpfs needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(root)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(root)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
@@ -92,6 +97,74 @@ def test_a_full_disk_can_be_opened_and_read(small_disk: Path):
     with closing(DiskTier(small_disk)) as tier:
         assert_stored(tier, each)
         assert scan(tier).keys() == {each.name}
+
+
+CHUNK = Layout.uniform(
+    layers=4, heads=4, head_dim=128, dtype="bf16", block_tokens=16, chunk_tokens=16, packing="token"
+)  # 128 KiB
+FORM = form_of(CHUNK, (CHUNK.whole,))
+
+
+def tiers_of(root: Path) -> list[str]:
+    return ["cpu://?capacity=8MiB", f"disk://{root}?capacity=1GiB"]
+
+
+def save(cache: Cache, name: str, count: int) -> list[bytes]:
+    keys = [sha256(f"{name}{i}".encode()).digest() for i in range(count)]
+    reservation = cache.reserve(keys, FORM)
+    assert len(reservation.entries) == count
+    for entry in reservation.entries.values():
+        cache.slab.view(entry.offsets[0], 32)[:] = entry.key
+    cache.commit(reservation)
+    return keys
+
+
+def finds(cache: Cache, keys: list[bytes]) -> bool:
+    """Whether the disk has all of them, as they were."""
+    for entry in cache.index.entries():
+        cache._take_out(entry)
+    match = cache.wait(cache.match(keys, FORM))
+    assert set(match.sources) <= {"disk"}
+    right = [bytes(cache.slab.view(entry.offsets[0], 32)) == entry.key for entry in match.run]
+    cache.release(match)
+    return right == [True] * len(keys)
+
+
+def test_a_capacity_beyond_the_file_system_is_said_and_the_rest_is_used(small_disk: Path, caplog):
+    """Somebody else's files take what we had, and give it back."""
+    now = [0.0]
+    tiers = ("cpu://?capacity=8MiB", f"disk://{small_disk}/kv?capacity=1GiB&policy=lru")
+    config = Config(tiers=tiers, chunk_tokens=16, prefault=False)
+    with Cache(config, clock=lambda: now[0]) as cache:
+        assert f"capacity=1073741824 is more than the storage has: it holds what fits into {8 << 20}" in (
+            caplog.text
+        )
+        for turn in range(4):  # 3 MiB each
+            keys = save(cache, f"turn{turn}", 24)
+            assert cache.flush()
+            assert finds(cache, keys)
+        filler = small_disk / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(PAGE)):
+                pass
+        cache.below[0].clear(cache.index, b"", force=True)
+        assert cache.flush()
+        with filler.open("ab", buffering=0) as file:  # half of what we had
+            file.write(bytes(4 << 20))
+        for turn in range(6):
+            keys = save(cache, f"less{turn}", 16)
+            assert cache.flush(), "written, each in the place of another"
+            assert finds(cache, keys)
+        before = cache.stats()["disk"]["chunks"]
+        assert 16 <= before < 32
+        filler.unlink()
+        now[0] += FULL_PAUSE
+        keys = save(cache, "more", 24) + save(cache, "again", 8)
+        assert cache.flush()
+        assert finds(cache, keys[:24])
+        assert cache.stats()["disk"]["chunks"] == before + 32
+        cache.check()
+    assert partial_files(small_disk / "kv") == []
 
 
 # ---- the nth system call fails
@@ -260,6 +333,90 @@ def test_nobody_else_can_read(tmp_path: Path):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
+STRANGER = 54321
+
+
+def make_foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving files away needs root")
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+@pytest.mark.parametrize("where", [".", "7f", "partial"])
+def test_a_directory_that_belongs_to_another_user_is_refused(tmp_path: Path, where: str):
+    root = tmp_path / "root"
+    DiskTier(root).close()
+    make_foreign(root / where)
+    with pytest.raises(TierError, match=re.escape(f"{root / where} belongs to user {STRANGER}")):
+        DiskTier(root)
+    with pytest.raises(TierError, match="trust_others=true"):
+        open_tier(TierSpec.parse(f"disk://{root}?capacity=1GiB"))
+    open_tier(TierSpec.parse(f"disk://{root}?capacity=1GiB&trust_others=true")).close()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o1777])
+@pytest.mark.parametrize("where", [".", "7f", "partial"])
+def test_a_directory_that_other_users_may_write_to_is_refused(tmp_path: Path, where: str, mode: int):
+    root = tmp_path / "root"
+    DiskTier(root).close()
+    (root / where).chmod(mode)
+    said = f"{root / where} may be written by other users (mode {mode & 0o777:o})"
+    with pytest.raises(TierError, match=re.escape(said)):
+        DiskTier(root)
+    DiskTier(root, trust_others=True).close()
+    (root / where).chmod(0o755)
+    DiskTier(root).close()
+
+
+def test_a_new_directory_in_one_that_all_may_write_to_is_ours(tmp_path: Path):
+    """It is held open: what others make of its path meanwhile does not matter."""
+    tmp_path.chmod(0o777)
+    each, forged = sample(1), sample(2)
+    with closing(DiskTier(tmp_path / "kv")) as tier:
+        store(tier, each)
+        (tmp_path / "kv").rename(tmp_path / "ours")
+        theirs = path_of(tmp_path / "kv", forged.name)
+        theirs.parent.mkdir(parents=True)
+        theirs.write_bytes(forged.at_rest())
+        assert_stored(tier, each)
+        assert load(tier, forged.name, forged.room)[0].failed == {forged.name: Reason.ABSENT}
+        assert scan(tier).keys() == lookup(tier, each.name, forged.name).keys() == {each.name}
+        assert store(tier, sample(3)).ok
+    assert path_of(tmp_path / "ours", sample(3).name).exists()
+    make_foreign(tmp_path / "kv")
+    with pytest.raises(TierError, match="belongs to user"):
+        DiskTier(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("how", ["foreign", "writable"])
+def test_a_file_that_another_user_may_have_written_is_never_served(tmp_path: Path, how: str):
+    ours, theirs = sample(1), [sample(i) for i in range(2, 5)]
+
+    def forge(number: int) -> None:
+        path = path_of(tmp_path, theirs[number].name)
+        path.write_bytes(theirs[number].at_rest())
+        path.chmod(0o600 if how == "foreign" else 0o620)
+        if how == "foreign":
+            make_foreign(path)
+
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, ours)
+        forge(0)
+        assert load(tier, theirs[0].name, theirs[0].room)[0].failed == {theirs[0].name: Reason.CORRUPT}
+        forge(1)
+        assert lookup(tier, ours.name, theirs[1].name).keys() == {ours.name}
+        assert scan(tier).keys() == {ours.name}
+        assert not path_of(tmp_path, theirs[1].name).exists(), "it has room of ours"
+        forge(2)
+        assert store(tier, theirs[2]).ok
+        assert path_of(tmp_path, theirs[2].name).stat().st_uid == os.geteuid()
+        assert_stored(tier, ours, theirs[2])
+    forge(0)
+    with closing(DiskTier(tmp_path, trust_others=True)) as tier:
+        assert_stored(tier, ours, theirs[0])
+        assert theirs[0].name in scan(tier)
+
+
 def test_an_existing_root_keeps_its_mode(tmp_path: Path):
     tmp_path.chmod(0o755)
     DiskTier(tmp_path).close()
@@ -321,6 +478,48 @@ def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Pat
         ]
 
 
+def test_a_damaged_file_of_a_tebibyte_costs_no_other_object(tmp_path: Path, caplog):
+    """It is the youngest, and fits into the capacity: what counts is what its header says it can be."""
+    with Cache(Config(tiers=tiers_of(tmp_path), chunk_tokens=16, prefault=False)) as cache:
+        keys = save(cache, "a", 8)
+        assert cache.flush()
+    sound = path_of(tmp_path, Name(keys[0], CHUNK.whole))
+    huge = [Name(keys[0][:4] + bytes([i]) * 28, CHUNK.whole) for i in range(4)]
+    for name in huge:
+        path_of(tmp_path, name).write_bytes(sound.read_bytes())  # of another object
+        os.truncate(path_of(tmp_path, name), 1 << 40)
+    path_of(tmp_path, huge[1]).write_bytes(b"")  # no header
+    os.truncate(path_of(tmp_path, huge[1]), 1 << 40)
+    os.truncate(sound, 1 << 40)  # a sound header, of a smaller object
+    tiers = [tiers_of(tmp_path)[0], f"disk://{tmp_path}?capacity=2TiB"]
+    with Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False)) as cache:
+        assert cache.flush()
+        assert cache.stats()["disk"] | {"capacity": 0} == {
+            "chunks": 7,
+            "used": 7 * FORM.at_rest,
+            "capacity": 0,
+        }
+        assert finds(cache, keys[1:])
+    assert not any(path_of(tmp_path, name).exists() for name in [*huge, Name(keys[0], CHUNK.whole)])
+    assert sum("is corrupt, deleting it" in each.message for each in caplog.records) == 5
+
+
+def test_one_file_of_each_size_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read: list[int] = []
+    real = os.preadv
+
+    def count(fd: int, buffers, offset: int) -> int:
+        read.append(fd)
+        return real(fd, buffers, offset)
+
+    objects = [sample(i, PAGE * (1 + i % 3)) for i in range(30)]
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, *(replace_start(each, b"same") for each in objects))
+        monkeypatch.setattr(os, "preadv", count)
+        assert len(scan(tier)) == 30
+        assert len(read) == 3
+
+
 def test_a_file_that_goes_during_a_scan_is_no_error(tmp_path: Path):
     objects = [sample(i) for i in range(20)]
     with closing(DiskTier(tmp_path)) as tier:
@@ -342,10 +541,10 @@ def test_without_direct_io_it_is_buffered_with_one_warning(
     real = getattr(os, call)
     direct: set[int] = set()
 
-    def refuse_open(path, flags, *mode):
+    def refuse_open(path, flags, *mode, **place):
         if call == "open" and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        fd = real(path, flags, *mode)
+        fd = real(path, flags, *mode, **place)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
 
@@ -416,6 +615,15 @@ def test_verify_names_what_is_wrong_and_mends_what_it_may(tmp_path: Path):
     assert (after.ok, after.count(Fault.FOREIGN), len(after.findings)) == (3, 2, 2)
     with closing(DiskTier(tmp_path)) as tier:
         assert_stored(tier, *objects[5:])
+
+
+def test_verify_finds_nothing_wrong_with_objects_of_one_page(tmp_path: Path):
+    """Their headers and payloads were read into one buffer: each was said to be corrupt, and deleted."""
+    root = tmp_path / "kv"
+    with closing(DiskTier(root)) as tier:
+        store(tier, *(sample(i, PAGE) for i in range(9)))
+    report = verify(root, fix=True)
+    assert (report.ok, report.findings) == (9, [])
 
 
 def test_verify_leaves_what_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

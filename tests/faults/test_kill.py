@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
+from itertools import chain, repeat, takewhile
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,11 @@ class Oracle:
             self.state[number] = PRESENT if number in there else ABSENT
 
 
-def kill_writers(root: Path, kill_at: Iterable[int]) -> Counter[str]:
-    """One writer after another on one directory; kill_at as in writer.py, 0 is a random moment."""
+def kill_writers(root: Path, kill_at: Iterable[int], acks: int = 0) -> Counter[str]:
+    """One writer after another on one directory; kill_at as in writer.py, 0 is a random moment.
+
+    More of those follow until so many stores and deletions were acknowledged.
+    """
     oracle, chance = Oracle(), random.Random(1)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
@@ -68,7 +72,8 @@ def kill_writers(root: Path, kill_at: Iterable[int]) -> Counter[str]:
     ) as writer:
         assert writer.stdin is not None
         assert writer.stdout is not None
-        for seed, call in enumerate(kill_at):
+        more = takewhile(lambda _: oracle.totals["acks"] <= acks, repeat(0))
+        for seed, call in enumerate(chain(kill_at, more if acks else ())):
             writer.stdin.write(f"{root} {seed} {call}\n")
             writer.stdin.flush()
             for line in writer.stdout:
@@ -106,7 +111,7 @@ def test_killed_at_each_file_call(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_200_times(tmp_path: Path):
-    totals = kill_writers(tmp_path, [0] * 200)
+def test_killed_at_any_moment_200_times_and_more(tmp_path: Path):
+    totals = kill_writers(tmp_path, [0] * 200, acks=20_000)
     assert_sound(totals)
     assert totals["acks"] > 20_000

@@ -447,6 +447,9 @@ def test_a_connection_cut_at_any_byte_is_a_miss(fresh, way, what):
             done = within(DEADLINE + SLACK, act)
             assert done.failed == {each.name: Reason.ERROR}, place
             proxy.cut()
+        print(
+            f"a {what} cut at {len(places)} of {size} bytes {way}: each a failure within {DEADLINE + SLACK} s"
+        )
         assert act().ok
         assert both(tier, each) == (None, None)
         assert fresh.names() == [head_key(each.name)]

@@ -30,7 +30,7 @@ from lmtier.config import Config
 from lmtier.index import State
 from lmtier.layout import PAGE, Shard
 from lmtier.server.client import Client
-from tests.model.test_cache_machine import CHAINS, FORMS, LENGTH, content, key
+from tests.model.hand import CHAINS, FORMS, LENGTH, content, key
 from tests.server.process import Served
 
 SETTINGS = {"chunk_tokens": 2, "load_deadline": 3600.0, "verify": "always"}
@@ -114,7 +114,8 @@ class Hand:
 
     def settle(self) -> object:
         """Until what was to be written is; then everything can be compared."""
-        assert self.store.flush()
+        # False, once, if a small disk had no room for something.
+        assert self.store.flush() or self.store.flush()
         self.store.check()
         return self.store.stats()
 

@@ -25,7 +25,7 @@ from lmtier.config import Config
 from lmtier.layout import PAGE, Name
 from lmtier.server.values import Values
 from lmtier.tier import Op, Reason
-from tests.model.test_cache_machine import HandTier
+from tests.model.hand import HandTier
 
 NAMES = [b"a", b"b", b"c", b"d"]
 NEVER = 0

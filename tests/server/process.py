@@ -163,6 +163,12 @@ class Wire:
         answer = self.ask(*args)
         assert (answer, isinstance(answer, Error)) == (wanted, isinstance(wanted, Error))
 
+    def granted(self, *args: str | bytes | int) -> Any:
+        """The answer, which is no error."""
+        answer = self.ask(*args)
+        assert not isinstance(answer, Error), answer
+        return answer
+
     def ends(self) -> bool:
         """Whether the server closes this connection, after whatever else it says, before the timeout."""
         try:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from lmtier.server.resp import Error, encode
 from lmtier.terminal import Screen, bar, printable, span, spark
 from lmtier.testing import opaque_layout
 from tests.certificates import certify
-from tests.server.process import PATIENCE, until
+from tests.server.process import PATIENCE, Wire, until
 
 TOKEN = "a-long-random-word"
 SMALL = ("--tier", "cpu://?capacity=4MiB", "--set", "prefault=false")
@@ -68,6 +69,33 @@ def environment(**more: object) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(sys.path),
         **{name: str(each) for name, each in more.items()},
     }
+
+
+def test_a_log_that_nobody_reads_stops_nobody():
+    """A pipe takes 64 KiB; what comes after is dropped, and the server serves, and ends."""
+    words = ["serve", "--listen", "127.0.0.1:0", "--set", "serve.http=", "--tier", "cpu://?capacity=1MiB"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmtier", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        text=True,
+    )
+    try:
+        out: Any = process.stdout
+        (port,) = next(found for line in out if (found := re.findall(r"127\.0\.0\.1:(\d+)", line)))
+        address = "127.0.0.1", int(port)
+        for _ in range(1500):  # each is told of in a line
+            with Wire(address) as browser:
+                browser.send(b"POST / HTTP/1.1\r\n\r\n")
+                assert browser.ends()
+        with Wire(address) as wire:
+            wire.expect("PONG", "PING")
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Serve:
@@ -467,12 +495,70 @@ def test_clear_forgets_one_model_or_with_all_everything(serve, run, tmp_path):
         client.release(lease)
 
 
+def test_clear_forgets_what_an_engine_stored_since_a_moment(serve, run, tmp_path, redis_server):
+    """In memory, on disk and in Redis; also after a restart, which is why headers say it."""
+    tiers = [
+        *("--tier", f"disk://{tmp_path}/kv?capacity=1MiB"),
+        *("--tier", f"unix://{redis_server}?namespace=suspect"),
+    ]
+    settings = ("--set", "chunk_tokens=1", "--unix", tmp_path / "socket")
+    host = socket.gethostname()
+
+    def left(server) -> dict[str, int]:
+        with Client(str(tmp_path / "socket")) as client:
+            assert client.flush(10)
+            found = {}
+            for name in ("good", "bad", "late"):
+                match = client.match(names(name, 5), FORM)
+                client.wait(match)
+                found[name] = match.chunks
+                client.release(match)
+            return found
+
+    server = serve(*ANY, *tiers, *settings)
+    for name in ("good", "bad"):
+        with Client(str(tmp_path / "socket"), name=f"engine {name}") as client:
+            store(client, names(name, 5))
+            assert client.flush(10)
+    time.sleep(0.01)
+    moment = datetime.now().astimezone()
+    with Client(str(tmp_path / "socket"), name="engine bad") as client:
+        store(client, names("late", 5))
+        assert client.flush(10)
+    server.stop()
+    server = serve(*ANY, *tiers, *settings)
+    code, out, _ = run("clear", server.redis, "--stored-by", "engine good*", "--since", moment.isoformat())
+    assert (code, "0 chunks in disk" in out) == (0, True)
+    assert left(server) == {"good": 5, "bad": 5, "late": 5}
+    code, out, _ = run("clear", server.redis, "--stored-by", "engine bad*", "--since", moment.isoformat())
+    assert (code, "5 chunks in disk" in out, "such was in unix" in out) == (0, True, True)
+    assert left(server) == {"good": 5, "bad": 5, "late": 0}
+    code, _, _ = run("clear", server.redis, "--namespace", "bad", "--stored-by", f"* @{host}")
+    assert left(server) == {"good": 5, "bad": 0, "late": 0}
+    code, _, _ = run("clear", server.redis, "--since", "1h")
+    assert left(server) == {"good": 0, "bad": 0, "late": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--since", "yesterday"), "is no time"),
+        (("--since", "2999-01-01"), "is in the future"),
+        (("--all", "--stored-by", "x"), "--all forgets everything; leave it out"),
+    ],
+)
+def test_a_moment_that_is_none_is_said(run, shared, words, sentence):
+    code, _, err = run("clear", shared.redis, *words)
+    assert (code, sentence in err) == (2, True)
+
+
 @pytest.mark.parametrize("what", [(), ("--namespace", "m", "--all"), ("--force",)])
 def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["clear", shared.redis, *what])
-    assert stop.value.code == 2
-    assert "--all" in capsys.readouterr().err
+    try:
+        code: object = main(["clear", shared.redis, *what])
+    except SystemExit as stop:
+        code = stop.code
+    assert (code, "--all" in capsys.readouterr().err) == (2, True)
     with Remote(address_of(shared.redis)) as remote:
         assert remote.snapshot()["tiers"][0]["chunks"] == 20
 

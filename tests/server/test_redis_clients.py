@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -107,6 +108,48 @@ def test_redis_py_learns_who_the_server_is(server: Served, client: Any):
     commands = client.command()
     assert {"get", "set", "lmtier.report"} <= commands.keys()
     assert commands["mset"]["step_count"] == 2
+
+
+def test_a_transaction_of_redis_py(client: Any):
+    with client.pipeline() as pipeline:
+        assert pipeline.set("a", 1).set("b", b"x" * MIB, ex=1000).get("a").get("b").delete("a").execute() == [
+            *(True, True, b"1", b"x" * MIB, 1)
+        ]
+        pipeline.set("a", 2).execute_command("NOSUCH")
+        with pytest.raises(redis.ResponseError, match="unknown command"):
+            pipeline.execute()
+        assert client.get("a") is None, "nothing of it was run"
+        pipeline.set("a", 2).expire("a", "soon").get("a")
+        with pytest.raises(redis.ResponseError, match="not an integer"):
+            pipeline.execute()
+        assert client.get("a") == b"2", "as in redis, what was not refused was run"
+
+
+def test_many_values_are_set_at_once_as_django_does(client: Any):
+    values = {f"django:{i}": b"%d" % i for i in range(2000)}
+    pipeline = client.pipeline()
+    for name, value in values.items():
+        pipeline.set(name, value, px=100_000)
+    assert pipeline.execute() == [True] * 2000
+    assert client.mget(values) == list(values.values())
+
+
+def test_two_who_count_with_watch_lose_nothing(client: Any):
+    """Each reads, adds one and writes, and does it again if somebody else was faster."""
+    client.set("count", 0)
+
+    def count() -> None:
+        for _ in range(50):
+            client.transaction(
+                lambda p: (n := int(p.get("count")), p.multi(), p.set("count", n + 1)), "count"
+            )
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert client.get("count") == b"200"
 
 
 def test_a_pipeline_of_redis_py(client: Any):

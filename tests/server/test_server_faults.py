@@ -13,6 +13,7 @@ import signal
 import socket
 import statistics
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ import pytest
 
 from lmtier.cache import Cache
 from lmtier.config import Config
+from lmtier.keys import value_key
 from lmtier.server.resp import Error, bulk_header, command
 from lmtier.server.values import Values, now_ms
 from tests.server.process import MIB, Served, Wire, served, until
@@ -322,6 +324,42 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
                 [*(b"k%d" % i for i in range(20)), b"minutes", b"later", b"kept", b"\x00 any \xff name"]
             )
             wire.expect(len(names), "DBSIZE")
+
+
+def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path: Path):
+    """Faster than the disk writes, more than may wait, and more than memory holds."""
+    tiers, count = ("cpu://?capacity=24MiB", disk(tmp_path, "256MiB")), 9000
+    with served(tmp_path, *tiers, config={"queue_length": 64}) as server:
+        with server.connect() as wire:
+            sender = threading.Thread(
+                target=wire.send,
+                args=(b"".join(command("SET", f"k{i}", f"v{i}" * 20) for i in range(count)),),
+            )
+            sender.start()
+            assert [wire.reply() for _ in range(count)] == ["OK"] * count
+            sender.join()
+        assert server.stop() == 0
+        server.start()
+        with server.connect() as wire:
+            wire.expect(count, "DBSIZE")
+            for first in range(0, count, 1000):
+                names = range(first, first + 1000)
+                wire.expect([b"v%d" % i * 20 for i in names], "MGET", *(f"k{i}" for i in names))
+
+
+def test_a_stop_ends_in_its_time_though_the_disk_hangs(tmp_path: Path):
+    """To open a pipe that nobody reads hangs as a disk does that is gone."""
+    with served(tmp_path, "cpu://?capacity=8MiB", disk(tmp_path, "64MiB"), grace=2) as server:
+        for i in range(12):
+            os.mkfifo(tmp_path / "kv" / "partial" / f"{value_key(b'k%d' % i).hex()}.L0-1H0-1")
+        with server.connect() as wire:
+            for i in range(12):
+                wire.expect("OK", "SET", f"k{i}", "v")
+            wire.expect(b"v", "GET", "k1")
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 5
+    assert "closed before everything was written" in server.log.read_text()
 
 
 def test_sigterm_lets_a_value_that_has_begun_be_finished(tmp_path: Path):

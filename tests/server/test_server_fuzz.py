@@ -15,6 +15,7 @@ import random
 import select
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ from lmtier.server.connection import Connection
 from lmtier.server.resp import INCOMPLETE, Error, Replies, command
 from lmtier.server.serve import Server
 from tests.server.process import MIB, PATIENCE, Served, served, until
+from tests.server.witness import Witness, assert_nothing_is_left
 
 SEED = int(os.environ.get("LMTIER_FUZZ_SEED", "2026"))
 
@@ -161,8 +163,9 @@ class Frames:
 class Peer:
     """One connection after the other; knows whether what it sent was dealt with."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: Served, meanwhile: Callable[[], None]) -> None:
         self._server = server
+        self._meanwhile = meanwhile
         self._socket: socket.socket | None = None
         self.ended = self.echoed = self.swallowed = 0
 
@@ -177,6 +180,7 @@ class Peer:
             for frame in frames:
                 sock.sendall(frame)
             sock.sendall(echo)
+            self._meanwhile()
             sock.settimeout(0.02)
             began = time.monotonic()
             while True:
@@ -324,19 +328,23 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
     [
         pytest.param(16_000, 16, id="16,000"),
         pytest.param(200_000, 60, id="200,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param(1_000_000, 60, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
 def test_whatever_is_sent_the_server_stays_up_sound_and_small(tmp_path: Path, frames: int, most: int):
     tiers = ("cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=8MiB")
-    with served(tmp_path, *tiers, config={"chunk_tokens": 16, "prefault": True}) as server:
-        source = Frames(SEED)
-        peers = [Peer(server) for _ in range(8)]
+    config = {"chunk_tokens": 16, "prefault": True}
+    with served(tmp_path, *tiers, config=config, unix=str(tmp_path / "socket")) as server:
+        source, witness = Frames(SEED), Witness(server, SEED)
+        peers = [Peer(server, witness.look) for _ in range(8)]
         sent = warm = 0
         began = time.monotonic()
         while sent < frames:
             batch = source.batch(most)
             try:
                 source.chance.choice(peers).send(batch, b"%d" % sent)
+                if source.chance.random() < 0.1:
+                    witness.use()
             except BaseException:
                 print(f"seed {SEED}, {sent} frames were sent before these: {batch!r}")
                 raise
@@ -345,18 +353,19 @@ def test_whatever_is_sent_the_server_stays_up_sound_and_small(tmp_path: Path, fr
                 warm = server.rss()
         for peer in peers:
             peer.close()
+        witness.close()
         grown = server.rss() - warm
         echoed, ended, swallowed = (
             sum(getattr(peer, what) for peer in peers) for what in ("echoed", "ended", "swallowed")
         )
         print(
             f"{sent} frames in {time.monotonic() - began:.0f} s: {echoed} batches answered, {ended} ended by "
-            f"the server, {swallowed} by us; {grown >> 10} KiB grown"
+            f"the server, {swallowed} by us; {witness}; {grown >> 10} KiB grown"
         )
         assert grown < 64 * MIB
         assert echoed > sent / most / 4
-        server.check()
-        with server.connect() as wire:
-            wire.expect("OK", "FLUSHALL")
-            wire.expect(0, "DBSIZE")
+        assert witness.frozen < 1
+        assert witness.chunks
+        assert witness.values
+        assert_nothing_is_left(server)
         assert b"Traceback" not in server.log.read_bytes()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 import ssl
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from lmtier.cache import Cache
 from lmtier.config import Config
 from lmtier.keys import value_key
 from lmtier.layout import LayerShape, Layout, Name
-from lmtier.server.commands import Caller
+from lmtier.server.commands import PAUSE, Caller
 from lmtier.server.connection import Connection
 from lmtier.server.engines import Engines
 from lmtier.server.resp import Error, bulk_header, command
@@ -98,6 +99,54 @@ def test_all_values_are_forgotten_however_long_that_takes(tmp_path: Path):
         wire.expect("OK", "FLUSHALL")
         wire.expect(0, "DBSIZE")
         assert not [each for each in (tmp_path / "disk").glob("??/*") if each.is_file()]
+
+
+def a_layout(layers: int, heads: int) -> str:
+    return Layout.uniform(
+        layers=layers, heads=heads, head_dim=8, dtype="u8", block_tokens=16, chunk_tokens=256, packing="token"
+    ).to_json().decode()  # fmt: skip
+
+
+TOKENS = bytes(4 * 256)
+HOSTILE: dict[str, Callable[[int], tuple[str | bytes | int, ...]]] = {
+    "a form of many layers and shards": lambda n: (
+        *("LMTIER.FORM", a_layout(1000, 1000 + n).replace("[[1000,", "[[65536,")),
+        *(f"L0-65536H{i}-{i + 1}" for i in range(250)),
+    ),
+    "forms of as many layers and shards as there may be": lambda n: (
+        *("LMTIER.FORM", a_layout(1024, 1024 + n)),
+        *(f"L0-1024H{i}-{i + 1}" for i in range(255)),
+    ),
+    "shards like stairs": lambda n: (
+        *("LMTIER.FORM", a_layout(1024, 1024 + n)),
+        *(f"L{i}-{i + 1}H0-{1024 - i}" for i in range(255)),
+    ),
+    "shards that are none": lambda n: ("LMTIER.FORM", a_layout(1, 1), f"L{n}" + "x" * 1_000_000),
+    "origins": lambda n: (
+        *(
+            "LMTIER.TELL",
+            json.dumps({"identity": {f"{i}": "" for i in range(1000)}, "lora": "", "salt": str(n)}),
+        ),
+        *(b"", b"key" + n.to_bytes(29, "big"), TOKENS),
+    ),
+    "a pattern": lambda n: ("KEYS", f"{n}" + "a?" * 400_000),
+    "patterns": lambda n: ("CONFIG", "GET", *(f"{n}{i}" + "a?" * 400 for i in range(1000))),
+    "options": lambda n: ("SET", "k", "v", *["NX"] * 1_000_000),
+    "arguments": lambda n: ("COMMAND", "INFO", *["x"] * 1_000_000),
+    "pairs": lambda n: ("LMTIER.HELLO", 1, *["NAME", "x"] * 500_000),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_nothing_that_is_computed_of_a_clients_numbers_stops_the_others_or_stays(tmp_path: Path, what: str):
+    with served(tmp_path) as server, server.connect(60) as wire:
+        wire.ask("LMTIER.HELLO", 1)
+        before = server.rss()
+        with Pinging(server) as other:
+            for number in range(2 if what in ("options", "arguments", "pairs") else 100):
+                wire.ask(*HOSTILE[what](number))
+        assert other.longest < 1.0
+        assert server.rss() - before < 40 * MIB
 
 
 # ---- TLS
@@ -306,7 +355,17 @@ def test_what_is_not_known_yet_is_not_said_to_be_cleared(tmp_path: Path):
         assert clear(caller, [b"LMTIER.CLEAR"]).startswith("LOADING ")
         disk.may_look.set()
         until(lambda: cache.step() is not None and cache.is_warm)
-        assert clear(caller, [b"LMTIER.CLEAR"]) == "OK"
+        going = clear(caller, [b"LMTIER.CLEAR"])
+        assert answer_of(going) == "OK"
+
+
+def answer_of(going: Generator[object, None, object]) -> object:
+    """Of a command that pauses, with nothing else to do meanwhile."""
+    while True:
+        try:
+            assert next(going) is PAUSE
+        except StopIteration as end:
+            return end.value
 
 
 def test_only_who_has_the_slab_may_reserve_in_it(tmp_path: Path):

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import random
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lmtier.below import FULL_PAUSE
 from lmtier.cache import Cache, Match
 from lmtier.config import Config
 from lmtier.errors import LayoutError, MisuseError, TierError
 from lmtier.index import State
 from lmtier.keys import namespace, value_key
-from lmtier.layout import Layout, Name, Shard, form_of, padded, stored_size
+from lmtier.layout import PAGE, Form, Layout, Name, Shard, form_of, padded, stored_size
 from lmtier.server.values import Values
-from lmtier.testing import FlakyTier, FullTier, Gate, MemoryTier, SlowTier
-from lmtier.tier import Done, Op, Reason, Tier
+from lmtier.testing import FlakyTier, FullTier, Gate, MemoryTier, SlowTier, opaque_layout
+from lmtier.tier import Done, Item, Op, Reason, Tier
+from tests.model.hand import HandTier
 
 C = 4  # tokens a chunk
 LAYOUT = Layout.uniform(
@@ -39,9 +46,9 @@ def content(key: bytes, shard: Shard) -> bytes:
     return (hashlib.sha256(key + str(shard).encode()).digest() * size)[:size]
 
 
-def store(cache: Cache, names: list[bytes], form=ONE) -> int:
+def store(cache: Cache, names: list[bytes], form=ONE, by: str = "") -> int:
     """Save what is not stored yet; the number of chunks that were."""
-    reservation = cache.reserve(names, form)
+    reservation = cache.reserve(names, form, by=by)
     for entry in reservation.entries.values():
         for offset, shard in zip(entry.offsets, form.shards, strict=True):
             data = content(entry.key, shard)
@@ -100,6 +107,90 @@ def kept(make, url: str, *chains: list[bytes]) -> dict[Name, bytes]:
         store(cache, chain)
     cache.close()
     return objects
+
+
+# ---- room in pieces
+
+LARGE_ROOM = 256 * PAGE
+SMALL, MIDDLE, LARGE = (
+    replace(opaque_layout(size), chunk_tokens=C, block_tokens=C) for size in (PAGE, 150 * PAGE, LARGE_ROOM)
+)
+FORMS = {each: form_of(each, (each.whole,)) for each in (SMALL, MIDDLE, LARGE)}
+
+
+def pieces(make, *tiers: str) -> tuple[Cache, list[bytes]]:
+    """A slab full of small chunks that were used in no order, and their keys, the oldest first."""
+    cache = make(f"cpu://?capacity={16 * 256 * PAGE}&policy=lru", *tiers)
+    names = keys(16 * 256, "small")
+    for name in names:
+        fill(cache, name, FORMS[SMALL])
+    random.Random(7).shuffle(names)
+    for name in names:
+        cache.release(cache.match([name], FORMS[SMALL]))
+    return cache, names
+
+
+def fill(cache: Cache, name: bytes, form: Form) -> int:
+    reservation = cache.reserve([name], form)
+    for entry in reservation.entries.values():
+        cache.slab.view(entry.offsets[0], form.sizes[0])[:32] = name
+        cache.slab.view(entry.offsets[0], form.sizes[0])[-32:] = name
+    if reservation.entries:
+        cache.commit(reservation)
+    cache.step()
+    return len(reservation.entries)
+
+
+def is_right(cache: Cache, name: bytes, form: Form) -> bool:
+    match = cache.match([name], form)
+    right = [
+        bytes(cache.slab.view(entry.offsets[0], form.sizes[0])[at]) == name
+        for entry in match.run
+        for at in (slice(0, 32), slice(-32, None))
+    ]
+    cache.release(match)
+    return right == [True, True]
+
+
+def test_large_chunks_find_room_among_small_ones_that_left_in_no_order(make):
+    """As many small ones leave as the large ones take, the oldest; the rest is moved, bytes and all."""
+    cache, names = pieces(make)
+    large = keys(6, "large")
+    assert [fill(cache, name, FORMS[LARGE]) for name in large] == [1] * 6
+    assert all(is_right(cache, name, FORMS[LARGE]) for name in large)
+    stayed = [name for name in names if is_right(cache, name, FORMS[SMALL])]
+    assert stayed == names[6 * 256 :]
+    assert cache.metrics.value("lmtier_moved_bytes_total") > 0
+    cache.check()
+
+
+def test_large_chunks_of_two_sizes_close_up(make):
+    """Between those of one size no other fits, and none of them fits elsewhere as a whole."""
+    cache, _ = pieces(make)
+    for name in keys(40, "large"):
+        assert fill(cache, name, FORMS[LARGE]) == 1
+        assert is_right(cache, name, FORMS[LARGE])
+    assert len(cache.index) == 16, "the slab is full of them"
+    for name in keys(40, "middle"):
+        assert fill(cache, name, FORMS[MIDDLE]) == 1
+        assert is_right(cache, name, FORMS[MIDDLE])
+    assert cache.index.used >= 12 * LARGE_ROOM
+    cache.check()
+
+
+def test_what_somebody_reads_is_not_moved_and_others_are_not_evicted_for_nothing(make):
+    """Every 200th small chunk is leased, so that there is no place for a large one."""
+    cache, _ = pieces(make)
+    places = {entry.offsets[0] // PAGE: entry.key for entry in cache.index.entries()}
+    held = [cache.match([places[page]], FORMS[SMALL]) for page in range(100, 16 * 256, 200)]
+    before = [match.run[0].offsets for match in held]
+    assert [fill(cache, name, FORMS[LARGE]) for name in keys(20, "large")] == [0] * 20
+    assert [match.run[0].offsets for match in held] == before
+    assert len(cache.index) >= 15 * 256, "room for one was made, and none for the other 19"
+    for match in held:
+        cache.release(match)
+    assert fill(cache, keys(1, "large")[0], FORMS[LARGE]) == 1
+    cache.check()
 
 
 # ---- prefixes
@@ -359,7 +450,7 @@ def test_after_a_kill_a_tail_is_still_older_than_its_head(make, tmp_path):
 def test_an_object_larger_than_a_tier_is_refused_without_evicting(make, tmp_path):
     cache = make(cpu(20), f"disk://{tmp_path}/kv?capacity={AT_REST - 1}")
     store(cache, keys(1))
-    assert cache.flush()
+    assert not cache.flush(), "it is not there"
     assert cache.metrics.value("lmtier_dropped_tokens_total", tier="disk", reason="larger_than_tier") == C
 
 
@@ -524,15 +615,23 @@ def test_a_full_tier_drops_what_it_cannot_take_and_counts_it(make):
     assert look(cache, keys(3)) == ["cpu"] * 3
 
 
-def test_a_full_queue_drops_and_counts(make):
+def test_a_full_queue_drops_and_counts(make, caplog):
     url = "slow://?capacity=1GiB"
     gate = Gate()
     cache = make(cpu(50), url, opened={url: SlowTier(MemoryTier(), gate)}, queue_length=4)
     gate.hold()
     store(cache, keys(20))
-    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="slow", reason="queue_full") == 16 * C
+    dropped = partial(cache.metrics.value, tier="slow", reason="queue_full")
+    assert dropped("lmtier_dropped_tokens_total") == 16 * C
+    assert dropped("lmtier_dropped_objects_total") == 16
+    assert dropped("lmtier_dropped_bytes_total") == 16 * AT_REST
+    cache.step()
+    assert "slow was not given all that it should have: 16 queue_full" in caplog.text
+    cache.step()
+    assert len(caplog.records) == 1, "once in a while"
     gate.open()
-    assert cache.flush()
+    assert not cache.flush()
+    assert cache.flush(), "it is told once"
     assert cache.stats()["slow"]["chunks"] == 4
 
 
@@ -594,9 +693,66 @@ def test_a_full_disk_can_still_be_read(make):
     cache = make(cpu(20), url, opened={url: FullTier(MemoryTier(objects))})
     for turn in range(8):
         store(cache, keys(1, f"turn{turn}"))
-        cache.flush(timeout=0.2)
-    assert cache.below[0].down.is_open
-    assert look(cache, keys(3)) == ["full"] * 3
+        assert not cache.flush(timeout=5), "it is not there, and will not be"
+    assert not cache.below[0].has_jobs
+    assert look(cache, keys(3)[1:]) == ["full"] * 2, "one left, and it did not help"
+
+
+def test_storage_with_less_room_than_its_capacity_is_used_as_far_as_it_goes(make):
+    """What comes takes the place of what is there; when others let go, the tier grows again."""
+    url, now, tier = "small://?capacity=1GiB", [0.0], RoomyTier(5)
+    config = Config(tiers=[cpu(60), url], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        (below,) = cache.below
+        for turn in range(4):
+            store(cache, keys(4, f"turn{turn}"))
+            assert cache.flush(), "all of it is there, and nothing is dropped"
+            assert {name.key for name in tier.objects} >= set(keys(4, f"turn{turn}"))
+        assert len(tier.objects) == 5
+        assert not below.down.is_open
+        tier.room = 9
+        store(cache, keys(4, "too soon"))
+        assert cache.flush()
+        assert len(tier.objects) == 5, "nobody has looked whether there is more room"
+        now[0] += FULL_PAUSE
+        store(cache, keys(4, "later"))
+        assert cache.flush()
+        assert len(tier.objects) == 9
+        assert look(cache, keys(4, "later")) == ["cpu"] * 4
+        cache.check()
+
+
+def test_storage_that_takes_nothing_though_others_left_is_asked_less_and_less(make):
+    url, now, tier = "small://?capacity=1GiB", [0.0], RoomyTier(10)
+    config = Config(tiers=[cpu(200), url], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        store(cache, keys(10))
+        assert cache.flush()
+        tier.room = 0  # somebody else takes all that is given up
+        left = []
+        for second in range(120):
+            now[0] += 1
+            store(cache, keys(1, f"second{second}"))
+            assert not cache.flush()
+            left.append(len(tier.objects))
+        assert left[0] == 9
+        assert left[-1] == 5, "after 2, 6, 14, 30 and 62 seconds one more was given up, at most"
+        tier.room = 10
+        now[0] += 130
+        store(cache, keys(3, "at last"))
+        assert cache.flush()
+
+
+def test_a_capacity_beyond_the_storage_is_said_and_not_believed(make, caplog):
+    url, tier = "small://?capacity=1GiB", RoomyTier(5)
+    tier.most = 5 * AT_REST
+    cache = make(cpu(60), url, opened={url: tier})
+    assert "capacity=1073741824 is more than the storage has" in caplog.text
+    store(cache, keys(4))
+    store(cache, keys(4, "b"))
+    assert cache.flush()
+    assert cache.stats()["small"]["capacity"] == 5 * AT_REST
+    assert cache.metrics.value("lmtier_tier_failures_total", tier="small", op="store", reason="full") == 0
 
 
 def test_a_scan_that_fails_is_tried_again_and_nothing_is_written_before(make):
@@ -629,24 +785,60 @@ def test_a_scan_that_fails_is_tried_again_and_nothing_is_written_before(make):
     assert look(cache, keys(3)) == ["disk2"] * 3
 
 
-def test_close_does_not_wait_for_storage_that_hangs(make, monkeypatch):
-    monkeypatch.setattr("lmtier.workers.CLOSE_PATIENCE", 0.2)
-    hangs, go_on = threading.Event(), threading.Event()
+class Hung(MemoryTier):
+    """Storage in which calls really hang: reads, or writes."""
 
-    class Hung(MemoryTier):
-        def write(self, item, buffers):
-            hangs.set()
-            go_on.wait(20)
+    def __init__(self, objects: dict[Name, bytes] | None = None, *calls: str) -> None:
+        self.calls = calls
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+        super().__init__(objects)
 
-    url = "hung://?capacity=1GiB"
-    cache = make(cpu(20), url, opened={url: Hung()})
+    def read(self, item, buffers):
+        self._hang("read")
+        return super().read(item, buffers)
+
+    def write(self, item, buffers):
+        self._hang("write")
+        super().write(item, buffers)
+
+    def _hang(self, call: str) -> None:
+        if call in self.calls:
+            self.hangs.set()
+            self.goes_on.wait(30)
+
+
+def test_closing_ends_in_its_time_whatever_hangs(make):
+    """Flushes, the order of use, and each tier's threads: all of it is one time, not one for each."""
+    first, second = "hung://1?capacity=1GiB", "hung://2?capacity=1GiB"
+    tiers = {url: Hung(None, "write") for url in (first, second)}
+    cache = make(cpu(20), first, second, opened=tiers)
     store(cache, keys(3))
     cache.step()
-    assert hangs.wait(10)
+    assert all(tier.hangs.wait(10) for tier in tiers.values())
     began = time.monotonic()
-    cache.close(timeout=0.2)
-    assert time.monotonic() - began < 2
-    go_on.set()
+    cache.close(timeout=1.0)
+    took = time.monotonic() - began
+    for tier in tiers.values():
+        tier.goes_on.set()
+    assert took < 3
+
+
+def test_loads_and_stores_that_hang_together_leave_room_for_others(make):
+    url = "hung://?capacity=1GiB"
+    objects = kept(make, url, keys(40, "below"))
+    tier = Hung(objects, "read", "write")
+    cache = make(cpu(32), url, opened={url: tier}, load_deadline=0.05)
+    store(cache, keys(12, "down"))
+    cache.step()
+    for first in range(0, 40, 4):
+        cache.prefetch(cache.match(keys(40, "below")[first : first + 4], ONE))
+    store(cache, keys(20, "more"))
+    for _ in range(5):
+        cache.step()
+    assert tier.hangs.wait(10)
+    assert store(cache, keys(2, "new")) == 2
+    assert look(cache, keys(2, "new")) == ["cpu"] * 2
+    tier.goes_on.set()
 
 
 def test_a_chunk_that_lost_a_shard_is_stored_again(make, tmp_path):
@@ -881,6 +1073,116 @@ def test_what_is_discarded_while_a_tier_is_still_being_scanned_does_not_come_bac
     cache.close()
 
 
+class RoomyTier(MemoryTier):
+    """Has room for so many objects, whatever its capacity says."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        if item.replaces is not None:
+            self.delete([item.replaces])
+        if len(self.objects) >= self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(replace(item, replaces=None), buffers)
+
+
+class Late:
+    """A cache over a tier that is still being scanned: until the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.objects: dict[Name, bytes] = {}
+        self.caches: list[Cache] = []
+
+    def open(self, *chains: list[bytes], form=ONE, capacity: str = "1GiB") -> Cache:
+        """The tier holds `chains` since another process."""
+        url = f"late://?capacity={capacity}"
+        config = Config(tiers=[cpu(60), url], chunk_tokens=C, prefault=False)
+        with Cache(config, tiers={url: MemoryTier(self.objects)}) as before:
+            for chain in chains:
+                store(before, chain, form)
+        self.gate.hold()
+        slow = SlowTier(MemoryTier(self.objects), self.gate)
+        self.caches.append(Cache(config, tiers={url: slow}, wait_until_warm=False))
+        assert not self.caches[-1].is_warm
+        return self.caches[-1]
+
+    def keys(self) -> set[bytes]:
+        return {name.key for name in self.objects}
+
+
+@pytest.fixture
+def late():
+    late = Late()
+    yield late
+    late.gate.open()
+    for cache in late.caches:
+        cache.close(timeout=5)
+        cache.check()
+
+
+@pytest.mark.parametrize(("before", "now"), [(TWO, ONE), (ONE, TWO)])
+def test_what_is_discarded_during_a_scan_goes_in_every_form_that_the_scan_finds(late, before, now):
+    chain = keys(3)
+    cache = late.open(chain, form=before)
+    store(cache, chain, now)
+    entry = cache.index.get(chain[2])
+    assert entry is not None
+    cache.discard(entry)
+    late.gate.open()
+    assert cache.flush()
+    assert late.keys() == set(chain[:2]), "the next start would serve it"
+    cache.check()
+
+
+@pytest.mark.parametrize("form", [ONE, TWO])
+def test_what_is_replaced_during_a_scan_is_what_the_next_start_finds(late, form):
+    chain = keys(2)
+    cache = late.open(chain, form=form)
+    store(cache, chain, ONE)
+    cache.forget(chain[1], ONE)
+    reservation = cache.reserve(keys(1, "new"), ONE)
+    cache.replace(reservation, chain[1], b"")
+    late.gate.open()
+    assert cache.flush()
+    assert {name.shard for name in late.objects if name.key == chain[1]} == {ONE.shards[0]}
+    assert not cache.is_leaving(chain[1])
+
+
+def test_a_clear_during_a_scan_forgets_what_the_scan_finds(late):
+    ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
+    cache = late.open(ours, theirs, form=TWO)
+    cache.clear(namespace("m"))
+    assert not cache.below[0].is_clear
+    assert store(cache, ours[:1]) == 1, "what comes afterwards stays"
+    late.gate.open()
+    assert cache.flush()
+    assert cache.below[0].is_clear
+    assert late.keys() == {ours[0], *theirs}
+    assert {name.shard for name in late.objects if name.key == ours[0]} == {ONE.shards[0]}
+    assert look(cache, theirs, TWO) == ["late"] * 2
+
+
+def test_a_clear_of_all_during_a_scan_leaves_nothing(late):
+    cache = late.open(keys(5))
+    cache.clear()
+    late.gate.open()
+    assert cache.flush()
+    assert late.objects == {}
+
+
+def test_what_is_larger_than_its_tier_is_deleted_and_costs_no_other_chunk(late):
+    cache = late.open(keys(1), capacity=str(8 * AT_REST))
+    huge = next(iter(late.objects))._replace(key=bytes(32))
+    late.objects[huge] = bytes(9 * AT_REST)
+    late.gate.open()
+    assert cache.flush()
+    assert late.keys() == set(keys(1))
+    assert look(cache, keys(1)) == ["late"]
+
+
 def test_a_tier_that_others_share_never_gets_a_value_that_may_change(make):
     shared, own = "shared://x", "own://?capacity=1GiB"
     tiers: dict[str, MemoryTier] = {shared: MemoryTier(), own: MemoryTier()}
@@ -925,3 +1227,79 @@ def drained(call, cache):
             return stop.value
         assert time.monotonic() < until, "it waits for ever"
         cache.step()
+
+
+def test_a_key_that_stands_twice_is_refused():
+    """It would be its own parent, and the policy would walk in a circle for ever."""
+    a, b = keys(2)
+    with Cache(Config(tiers=[cpu(4)], chunk_tokens=C, prefault=False)) as cache:
+        for call in (cache.match, cache.reserve):
+            with pytest.raises(MisuseError, match="twice"):
+                call([a, b, b], ONE)
+        cache.step()
+        cache.check()
+
+
+def test_what_another_cache_made_costs_an_error_and_changes_nothing():
+    """Its numbers are the same: a release would end the leases of somebody else's match."""
+    config = Config(tiers=[cpu(9)], chunk_tokens=C, prefault=False)
+    with Cache(config) as one, Cache(config) as other:
+        store(one, keys(2))
+        store(other, keys(2))
+        mine, theirs = one.match(keys(2), ONE), other.match(keys(2), ONE)
+        saving, filling = one.reserve(keys(4), ONE), other.reserve(keys(4), ONE)
+        for wrong in (
+            lambda: one.release(theirs),
+            lambda: one.prefetch(theirs),
+            lambda: one.discard(theirs.run[0]),
+            lambda: one.commit(filling),
+            lambda: one.abort(filling),
+        ):
+            with pytest.raises(MisuseError, match="another cache"):
+                wrong()
+            one.check()
+            other.check()
+        assert len(one.index) == len(other.index) == 4
+        one.release(mine)
+        other.release(theirs)
+        one.abort(saving)
+        other.abort(filling)
+
+
+def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
+    """In two, the first to end would let a new one be stored beside the second, which deletes it."""
+    tier = HandTier({}, keeps=True)
+    url = "hand://?capacity=" + str(TWO.at_rest)
+    cache = make(cpu(9), url, opened={url: tier})
+    store(cache, keys(1, "old"), TWO)
+    cache.step()
+    tier.finish(0)
+    store(cache, keys(1, "new"), TWO)
+    cache.step()
+    (job,) = tier.waiting
+    assert all(item.replaces for item in job.items)
+    names = {item.name for item in job.items} | {item.replaces for item in job.items if item.replaces}
+    tier.waiting.clear()
+    tier.done.append(Done(job.id, {}, dict.fromkeys(names, Reason.ERROR)))
+    cache.step()
+    assert [(job.op, len(job.items)) for job in tier.waiting] == [(Op.DELETE, 2)]
+    tier.finish(0)
+    cache.step()
+    assert not tier.kept
+
+
+def test_the_books_agree_while_what_is_too_much_for_a_smaller_capacity_is_deleted(make):
+    objects = kept(make, "near://?capacity=1MiB", keys(6))
+    tier, url = HandTier(objects, keeps=True), f"near://?capacity={2 * AT_REST}"
+    cache = make(cpu(9), url, opened={url: tier})
+    assert [job.op for job in tier.waiting] == [Op.DELETE] * 4
+    cache.check()
+    assert cache.stats()["near"] == {"chunks": 2, "used": 6 * AT_REST, "capacity": 2 * AT_REST}
+    store(cache, keys(1, "new"))
+    cache.step()
+    assert all(job.op is Op.DELETE for job in tier.waiting), "no room is taken before there is some"
+    while tier.waiting:
+        tier.finish(0)
+        cache.step()
+        cache.check()
+    assert len(objects) == 2

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lmtier.cache import Cache
+from lmtier.codec import Made, Suspect
 from lmtier.config import Config
-from lmtier.keys import namespace
+from lmtier.keys import namespace, value_key
 from lmtier.tier import Op, Reason
-from tests.model.test_cache_machine import HandTier
+from tests.model.hand import HandTier
 from tests.unit.test_cache import ONE, keys, store
 
 FAR = "far://"
@@ -110,6 +113,112 @@ def test_what_waits_for_a_clear_that_fails_makes_room_for_others(cache, tier):
     assert cache.below[0].is_clear
 
 
+def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_none_of_it_meanwhile(
+    cache, tier
+):
+    store(cache, of(M, 2), by="good")
+    store(cache, of(N, 2), by="bad")
+    settle(cache, tier)
+    for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
+        cache._take_out(entry)
+    match = cache.match(of(N, 2), ONE)
+    finish(cache, tier)
+    assert match.chunks == 2
+    cache.purge(Suspect(by="b*"))
+    assert not cache.below[0].is_clear
+    assert [job.op for job in tier.waiting] == [Op.CLEAR]
+    cache.prefetch(match)
+    for _ in range(2):  # they are read before the search has come to them
+        finish(cache, tier, next(at for at, job in enumerate(tier.waiting) if job.op is Op.LOAD))
+    assert (match.chunks, match.cut) == (0, "cleared")
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 2)}
+    assert cache.below[0].is_clear
+    cache.release(match)
+
+
+def test_a_search_for_what_is_suspect_waits_for_writes_of_before_and_not_for_later_ones(cache, tier):
+    store(cache, of(M, 1), by="bad")
+    cache.step()
+    cache.purge(Suspect(by="bad"), force=True)
+    store(cache, of(N, 1), by="good")
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.STORE, Op.STORE]
+    finish(cache, tier)
+    assert [job.op for job in tier.waiting] == [Op.STORE, Op.CLEAR]
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(N, 1)}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_the_same_engine_stores_later_is_not_suspect(keeps):
+    tier, url = HandTier({}, keeps=keeps), "far://?capacity=1MiB"
+    config = Config(tiers=("cpu://?capacity=1MiB", url if keeps else FAR), chunk_tokens=4, prefault=False)
+    with Cache(config, tiers={url if keeps else FAR: tier}) as cache:
+        store(cache, of(M, 2), by="bad")
+        settle(cache, tier)
+        cache.purge(Suspect(by="bad"))
+        settle(cache, tier)
+        assert not tier.kept
+        time.sleep(0.002)
+        store(cache, of(M, 2), by="bad")
+        settle(cache, tier)
+        for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
+            cache._take_out(entry)
+        match = cache.match(of(M, 2), ONE)
+        settle(cache, tier)
+        cache.prefetch(match)
+        settle(cache, tier)
+        assert (match.chunks, match.cut) == (2, "")
+        cache.release(match)
+
+
+def test_a_search_that_fails_is_made_again(cache, tier):
+    store(cache, of(M, 1), by="bad")
+    settle(cache, tier)
+    tier.fault = Reason.ERROR
+    cache.purge(Suspect(by="bad"))
+    assert finish(cache, tier) is Op.CLEAR
+    assert cache.below[0].why_uncleared
+    tier.fault = None
+    settle(cache, tier)
+    assert (tier.kept, cache.below[0].is_clear) == ({}, True)
+
+
+def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
+    tier = HandTier({}, keeps=True)
+    tiers = ("cpu://?capacity=1MiB", "far://?capacity=1MiB")
+    with Cache(
+        Config(tiers=tiers, chunk_tokens=4, prefault=False), tiers={"far://?capacity=1MiB": tier}
+    ) as cache:
+        store(cache, of(M, 20), by="good")
+        store(cache, of(N, 20), by="bad")
+        settle(cache, tier)
+        cache.purge(Suspect(by="bad", since=1))
+        assert len(cache.index) == 20
+        assert 0 < len(tier.waiting) <= 8
+        tier.fault = Reason.DEADLINE
+        finish(cache, tier)
+        tier.fault = None
+        while not cache.below[0].is_clear:
+            assert tier.waiting
+            finish(cache, tier)
+        settle(cache, tier)
+        assert {name.key for name in tier.kept} == {*of(M, 20)}
+        assert all(cache.below[0].holds(key, ONE) for key in of(M, 20))
+        assert not any(cache.below[0].holds(key, ONE) for key in of(N, 20))
+        cache.check()
+
+
+def test_what_does_not_say_when_it_was_stored_is_not_suspect():
+    (key,) = of(M, 1)
+    assert not Suspect().covers(key, Made())
+    assert not Suspect(since=6).covers(key, Made("x", 5))
+    assert Suspect(M, "x*", 5).covers(key, Made("xyz", 5))
+    assert not Suspect(N).covers(key, Made("x", 5))
+    assert not Suspect().covers(value_key(b"name"), Made("x", 5))
+
+
 def test_a_clear_in_a_clear_is_one_more_and_never_a_third(cache, tier):
     for _ in range(5):
         cache.clear(M)
@@ -134,3 +243,45 @@ def test_a_clear_that_keeps_failing_stops_nothing_else(cache, tier):
     settle(cache, tier)
     assert {name.key for name in tier.kept} == {*of(N, 1)}
     assert not below.is_busy
+
+
+def test_what_is_discarded_while_it_goes_down_is_deleted_when_it_is_there(cache, tier):
+    """A delete beside the write may come first, and then what was not to be believed is found again."""
+    store(cache, of(M, 2))
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.STORE] * 2
+    entry = cache.index.get(of(M, 2)[1])
+    assert entry is not None
+    cache.discard(entry)
+    cache.step()
+    while len(tier.waiting) > 1:  # whatever was submitted last ends first
+        finish(cache, tier, -1)
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 1)}
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 2)}
+
+
+def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, tier):
+    """A read beside the deletion may come first, and bring back what is not to be believed."""
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    asked, entry = cache.match(of(M, 2), ONE), cache.index.get(of(M, 2)[1])
+    assert entry is not None
+    cache.release(asked)
+    for each in cache.index.entries():  # the slab forgets, the tier does not
+        cache._take_out(each)
+    match = cache.match(of(M, 2), ONE)
+    assert finish(cache, tier) is Op.LOOKUP
+    for _ in range(2):
+        cache.discard(entry)
+    assert [job.op for job in tier.waiting] == [Op.DELETE]
+    cache.prefetch(match)
+    assert [job.op for job in tier.waiting] == [Op.DELETE, Op.LOAD]
+    assert (match.chunks, match.cut) == (1, "left_meanwhile")
+    assert finish(cache, tier) is Op.DELETE
+    assert [job.op for job in tier.waiting] == [Op.LOAD, Op.DELETE]  # it was asked for twice
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 1)}
+    cache.release(match)

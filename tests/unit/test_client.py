@@ -31,6 +31,7 @@ from lmtier.server.client import Client
 from lmtier.server.engines import MAX_MODELS
 from lmtier.server.resp import Commands, Error, encode
 from lmtier.worth import Cost
+from tests.redis_process import running
 from tests.server.process import Served, until
 
 C = 4
@@ -249,6 +250,18 @@ def test_everything_can_be_cleared_and_discarded(serve):
         assert (look(client, keys(3)), look(client, keys(2, "b"))) == ([], ["cpu"] * 2)
         client.clear(force=True)
         assert used(client) == 0
+
+
+def test_chunks_are_deleted_by_their_keys_also_where_only_a_tier_that_must_be_asked_has_them(serve, tmp_path):
+    with running(tmp_path / "redis") as redis:
+        url = f"redis://127.0.0.1:{redis.port}"
+        with Client(serve(url, chunks=4).path) as client:
+            store(client, keys(3))
+            assert client.flush()
+            store(client, keys(4, "b"))  # takes their place in memory
+            client.delete(keys(3)[1:])
+            assert client.flush()
+            assert look(client, keys(3)) == ["redis"]
 
 
 def test_wrong_uses_raise_as_a_caches_do(serve):

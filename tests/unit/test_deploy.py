@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from lmtier.config import Config, Serving, TierSpec, host_and_port, load, load_s
 from lmtier.server.http import OPEN, routes
 from lmtier.server.redis import Redis
 from lmtier.server.serve import _check_exposure
+from lmtier.server.transactions import Transactions
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -299,6 +301,61 @@ def test_the_image_runs_serve_as_the_user_that_kubernetes_names():
     assert context["runAsUser"] == context["fsGroup"] != 0
 
 
+# ---- compose
+
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"]
+
+
+def test_compose_starts_a_server_that_its_health_check_finds(tmp_path):
+    """The very words of both files, but for the places."""
+    words = [word.replace("/run/lmtier", str(tmp_path)) for word in COMPOSE["lmtier"]["command"]]
+    words = [word.replace("/var/lib/lmtier", str(tmp_path)).replace("4GiB", "64MiB") for word in words]
+    (check,) = re.findall(r"^HEALTHCHECK .* CMD (.*)$", dockerfile(), re.MULTILINE)
+    ping = [word.replace("/run/lmtier", str(tmp_path)) for word in json.loads(check)]
+    python = [sys.executable, "-P", "-m"]
+    elsewhere = ["--listen", "", "--http", "127.0.0.1:0"]  # ports of this machine may be taken
+    command = [*python, "lmtier", "serve", *words, *elsewhere]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert any("listens" in line for line in server.stdout)
+        subprocess.run([*python, *ping], check=True, timeout=30)
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def test_the_engine_of_compose_finds_its_server():
+    engine = COMPOSE["vllm"]
+    (given,) = [word for word in engine["command"] if word.startswith("--kv-transfer-config=")]
+    extra = json.loads(given.partition("=")[2])["kv_connector_extra_config"]
+    assert f"--unix={extra['server']}" in COMPOSE["lmtier"]["command"]
+    block = int(next(word for word in engine["command"] if "block-size" in word).partition("=")[2])
+    assert f"--set=chunk_tokens={block}" in COMPOSE["lmtier"]["command"]
+    assert "socket:/run/lmtier" in engine["volumes"]
+    assert "socket:/run/lmtier" in COMPOSE["lmtier"]["volumes"]
+
+
+def test_both_images_run_as_one_user():
+    users = {
+        re.findall(r"^USER (.*)$", (DEPLOY / name).read_text(), re.MULTILINE)[-1]
+        for name in ("Dockerfile", "vllm.Dockerfile")
+    }
+    assert len(users) == 1
+
+
+def test_compose_limits_memory_to_the_slab_and_enough_beside_it():
+    (slab,) = re.findall(r"cpu://\?capacity=(\w+)", " ".join(COMPOSE["lmtier"]["command"]))
+    assert parse_size(COMPOSE["lmtier"]["mem_limit"].replace("g", "GiB")) >= parse_size(slab) + ENOUGH
+
+
+def test_what_compose_mounts_and_builds_exists():
+    for service in COMPOSE.values():
+        for volume in service.get("volumes", ()):
+            if (source := volume.partition(":")[0]).startswith(".."):
+                assert (DEPLOY / source).exists(), source
+        if "build" in service:
+            assert (ROOT / service["build"]["dockerfile"]).is_file()
+
+
 # ---- the words
 
 
@@ -314,7 +371,8 @@ def test_the_document_lists_every_setting_with_its_default():
 def test_the_document_lists_every_command_of_redis_and_no_other():
     (block,) = re.findall(r"## For Redis clients\n\n`([A-Z\s]+)`", (ROOT / "docs/SERVER.md").read_text())
     redis = Redis(cast(Any, None), token=lambda: None, info=dict, settings=dict, callers=list)
-    assert sorted(block.split()) == sorted(name.decode() for name in redis.table())
+    known = {**redis.table(), **Transactions(cast(Any, None)).table()}
+    assert sorted(block.split()) == sorted(name.decode() for name in known)
 
 
 def test_the_document_lists_every_page():

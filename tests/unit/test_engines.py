@@ -17,11 +17,12 @@ from lmtier.cache import Cache
 from lmtier.config import Config
 from lmtier.keys import namespace, value_key
 from lmtier.layout import PAGE, Layout, Shard, padded, stored_size
-from lmtier.server.commands import Caller, WithDescriptor
+from lmtier.server.commands import PAUSE, Caller, WithDescriptor
 from lmtier.server.engines import MAX_MODELS, Engines
 from lmtier.server.resp import Error, Replies, encode
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tier import Tier
+from lmtier_backends.null import NullTier
 
 C = 4
 LAYOUT = Layout.uniform(
@@ -541,11 +542,15 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
         ("FORM", (b"{}", "L0-2H0-2"), "ERR not a layout"),
         ("FORM", (LAYOUT.to_json(), "everything"), "ERR 'everything' is not a shard"),
         ("FORM", (LAYOUT.to_json(), "L0-9H0-2"), "ERR shard L0-9H0-2 is empty or outside"),
-        ("FORM", (LAYOUT.to_json(), "L0-2H0-2", "L0-1H0-1"), "ERR shard L0-1H0-1 overlaps"),
-        ("FORM", (LAYOUT.to_json(), *["L0-2H0-2"] * 1025), "ERR a form has at most 1024 shards"),
+        ("FORM", (LAYOUT.to_json(), "L0-2H0-2", "L0-1H0-1"), "ERR shard L0-2H0-2 overlaps"),
+        ("FORM", (LAYOUT.to_json(), *["L0-2H0-2"] * 257), "ERR a form has at most 256 shards"),
+        ("FORM", (b" " * 3841, "L0-2H0-2"), "ERR a layout of 3841 bytes of JSON: the header of an object"),
+        ("FORM", (LAYOUT.to_json().replace(b"[2,2,", b"[1e999,2,"), "L0-2H0-2"), "ERR not a layout"),
+        ("FORM", (LAYOUT.to_json().replace(b"[2,2,", b"[2,%s," % (b"9" * 400)), "L0-2H0-2"), "ERR a chunk"),
         ("MATCH", (7, 0, 100, b""), "NOSUCH form 7"),
         ("MATCH", (0, "many", 100, b""), "ERR 'many' is not a number of tokens"),
         ("MATCH", (0, 0, 1 << 62, b""), "ERR 4611686018427387904 is more than"),
+        ("MATCH", (0, 1 << 62, 0, b""), "ERR 4611686018427387904 is more than 1099511627776, the most for a"),
         ("MATCH", (0, 0, 100, b"x" * 33), "ERR keys have 32 bytes, or 64 hex digits; got 33"),
         ("MATCH", (0, 3, 100, b"".join(keys(2))), "MISUSE tokens=3 is less than the 8"),
         ("MATCH", (0, 0, 100, b"".join(keys(2) + keys(1))), "MISUSE a key stands twice"),
@@ -561,6 +566,12 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
         ("ABORT", ("9" * 30, "*"), f"ERR '{'9' * 30}' is not a reservation"),
         ("CLEAR", ("EVERYTHING",), "ERR LMTIER.CLEAR takes"),
         ("CLEAR", ("PREFIX", "xyz"), "ERR 'xyz' is not hexadecimal"),
+        ("CLEAR", ("PREFIX", "00" * 33), "ERR LMTIER.CLEAR takes"),
+        (
+            "TELL",
+            ('{"identity": {}, "lora": "", "salt": "%s"}' % ("x" * 16384), b"", b"", b""),
+            "ERR an origin",
+        ),
         ("FLUSH", ("soon",), "ERR 'soon' is not a timeout"),
         ("VERIFIED", (1, -1), "ERR '-1' is not a number of chunks"),
         ("DISCARD", (b"short",), "ERR keys have 32 bytes"),
@@ -576,6 +587,65 @@ def test_a_wrong_use_is_answered_and_changes_nothing(engines, verb, words, error
     assert leased(engines.cache) == 0
     connection.say("CLEAR")
     assert engines.cache.slab.used == 0
+
+
+def test_one_request_reserves_so_many_chunks_and_drops_the_rest(make, monkeypatch):
+    monkeypatch.setattr("lmtier.server.engines.MAX_RESERVED", 5)
+    engines = make(20)
+    connection = Connection(engines, "NAME", "x")
+    connection.form()
+    for known in (0, 5, 10):
+        said = connection.say("RESERVE", 0, 0, b"".join(keys(12)))
+        assert (said["known"], said["dropped"]) == (known, max(0, 12 - known - 5))
+        connection.say("COMMIT", said["id"], "*")
+    dropped = engines.cache.metrics.value("lmtier_dropped_tokens_total", tier="cpu", reason="too_many")
+    assert dropped == (7 + 2) * C
+
+
+def test_others_have_their_turns_while_much_is_cleared_or_discarded(make):
+    engines = make(3000)
+    connection = Connection(engines, "NAME", "x")
+    connection.form()
+    connection.store(keys(3000))
+    many = b"".join(keys(100))
+    for verb, words, left in (("DISCARD", [many], 2900), ("CLEAR", [], 0)):
+        answer = engines.table()[f"LMTIER.{verb}".encode()].handler(connection.caller, [b"", *words])
+        assert next(answer) is PAUSE
+        assert len(engines.cache.index) > left
+        assert connection.read(_end(answer)) == "OK"
+        assert len(engines.cache.index) == left
+
+
+def _end(answer: Any) -> Any:
+    while True:
+        try:
+            next(answer)
+        except StopIteration as stop:
+            return stop.value
+
+
+def test_the_keys_of_all_matches_of_a_session_are_bounded(engines, monkeypatch):
+    monkeypatch.setattr("lmtier.server.engines.MAX_HELD_KEYS", 5)
+    connection = Connection(engines, "NAME", "x")
+    connection.form()
+    number = connection.say("MATCH", 0, 0, 100, b"".join(keys(3)))["id"]
+    for verb in (("MATCH", 0, 0, 100), ("BRING", 0, 100)):
+        said = connection.say(*verb, b"".join(keys(3, "b")))
+        assert said == "ERR the matches of this session hold 5 keys: release some"
+    connection.say("RELEASE", number, number)
+    assert connection.say("MATCH", 0, 0, 100, b"".join(keys(5)))["id"]
+    assert connection.say("MATCH", 0, 0, 100, keys(1)[0]).startswith("ERR the matches of this session")
+
+
+def test_who_clears_one_model_after_another_in_a_tier_that_hangs_is_stopped(make):
+    gate = Gate()
+    gate.hold()
+    engines = make(20, "null://", opened={"null://": SlowTier(NullTier(), gate)})
+    connection = Connection(engines, "NAME", "x")
+    answers = [connection.say("CLEAR", "NAMESPACE", f"model {n}") for n in range(80)]
+    assert answers.count("OK") == 64
+    assert answers[-1] == "TRYAGAIN null has 64 models to clear, and does not come to it"
+    gate.open()
 
 
 @pytest.mark.parametrize(

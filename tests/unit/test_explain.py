@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -287,16 +289,34 @@ def test_memory_is_bounded(start):
 
 
 def test_told_prompts_are_bounded_and_forget_tails_first():
-    prompts = Prompts(C, max_bytes=10 * 700)
+    prompts = Prompts(C, max_bytes=10 * 1300)
     origin = Origin.of({}, "", "")
     for number in range(50):
         tokens = as_tokens([1] * C + [number] * 8 * C)
         keys = KeyChain(seed(MODEL, C), C, tokens).keys
         prompts.tell(keys, tokens.tobytes(), origin)
-        assert prompts._bytes <= 10 * 700
+        assert prompts._bytes <= 10 * 1300
         assert prompts.get(keys[0]) is not None
     assert len(prompts) <= 11
     assert sum(map(len, prompts._next.values())) == sum(map(len, prompts._same.values())) == len(prompts)
+
+
+@pytest.mark.parametrize("fields", [0, 14, 1500])
+def test_told_prompts_take_no_more_memory_than_is_said(fields):
+    """Whatever is told: an origin of many short fields takes thirty times its JSON."""
+    origin = {"identity": {f"{i}": "" for i in range(fields)}, "lora": "", "salt": ""}
+    most = 1 << 20
+    tracemalloc.start()
+    try:
+        prompts = Prompts(C, max_bytes=most)
+        for number in range(4 * most // 1200 if fields < 1500 else 200):
+            text = json.dumps({**origin, "salt": str(number if fields else 0)}, separators=(",", ":"))
+            words = number.to_bytes(4 * C, "big")
+            prompts.tell([number.to_bytes(32, "big")], words, Origin.from_json(text.encode()))
+        assert tracemalloc.get_traced_memory()[0] <= 1.1 * most
+        assert prompts._users.keys() == set(map(id, prompts._origins)), "an origin nobody has is kept"
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_told_bit_by_bit_is_as_what_is_told_at_once():

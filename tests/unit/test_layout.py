@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmtier.codec import Header, mark_room, read_header, seal
 from lmtier.errors import LayoutError
 from lmtier.layout import (
     DTYPE_BYTES,
@@ -21,8 +24,10 @@ from lmtier.layout import (
     Layout,
     Name,
     Shard,
+    _shard,
     cover,
     form_of,
+    overlapping,
     padded,
     stored_size,
 )
@@ -201,7 +206,12 @@ def test_a_cover_is_exact_and_every_part_is_in_its_source(data):
         return low, data.draw(st.integers(low + 1, most))
 
     want = Shard(*edges(6), *edges(6))
-    have = [Shard(*edges(6), *edges(6)) for _ in range(data.draw(st.integers(0, 6)))]
+    have: list[Shard] = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        shard = Shard(*edges(6), *edges(6))
+        is_beside = not any(shard.overlap(each) for each in have)
+        assert (overlapping([*have, shard]) is None) == is_beside
+        have += [shard] if is_beside else []
     plan = cover(want, have)
 
     def cells(shard: Shard) -> set[tuple[int, int]]:
@@ -224,13 +234,6 @@ def test_tensor_parallel_sizes_change_up_and_down(stored, wanted):
         assert plan is not None
         assert sum(LLAMA.nbytes(part) for _, part in plan) == LLAMA.nbytes(want)
         assert len(plan) == max(1, min(stored, 8) // min(wanted, 8))
-
-
-def test_one_shard_that_holds_it_all_is_preferred():
-    want = Shard(0, 4, 0, 2)
-    assert cover(want, [Shard(0, 2, 0, 2), Shard(2, 4, 0, 2), Shard(0, 9, 0, 9)]) == (
-        (Shard(0, 9, 0, 9), want),
-    )
 
 
 def test_a_missing_rank_is_a_miss():
@@ -297,6 +300,13 @@ def test_opaque_bytes_have_no_elements():
         ({"layers": (LayerShape(8, 128, 128), LayerShape(0, 128, 128))}, "layer 1"),
         ({"layers": (LayerShape(8, -1, 128),)}, "does not fit"),
         ({"layers": (LayerShape(8, 128, -1),)}, "does not fit"),
+        ({"layers": (LayerShape(8, 128, 128),) * 1025}, "at most 1024: not 1025"),
+        ({"layers": (LayerShape(8, 10**400, 128),)}, "takes more than 281474976710656 bytes"),
+        ({"chunk_tokens": 16 * 10**18}, "takes more than 281474976710656 bytes"),
+        (
+            {"layers": (LayerShape(8, 128, 128), LayerShape(8, 64, 64)) * 200},
+            "takes 5282 bytes as JSON, and an object's header has room for 3840: too many of its layers",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused_by_name(change, said):
@@ -329,6 +339,9 @@ BAD: list[dict[str, Any]] = [
     {"layers": [[10**9, 8, 128, 128]]},
     {"layers": [[2**63, 8, 128, 128]]},
     {"layers": [[-(10**9), 1, 1, 1], [10**9, 1, 1, 1]]},
+    {"layers": [[float("inf"), 8, 128, 128]]},
+    {"layers": [[1025, 8, 128, 128]]},
+    {"packing": "x" * 4000},
     {"layers": [[16, 8, 128, 128], [16, 8, 128, 128]]},
     {"layers": [[32, 8, 128]]},
     {"layers": [[32, 8, 128, 128, 1]]},
@@ -428,6 +441,40 @@ def test_one_object_has_one_spelling(text):
 def test_pages():
     assert [padded(n) for n in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
     assert stored_size(1) == 2 * PAGE
+
+
+def test_every_layout_that_can_be_made_fits_a_header():
+    """Found too late, each store of it would fail, and the tier be left alone for everybody else's."""
+    layers: tuple[LayerShape, ...] = ()
+    with suppress(LayoutError):
+        while True:
+            layers += (LayerShape(8, 128, 128), LayerShape(8, 64, 64))
+            fits = replace(LLAMA, layers=layers)
+    page, payload = memoryview(bytearray(PAGE)), memoryview(bytearray(fits.nbytes(fits.whole)))
+    header = Header(Name(bytes(32), fits.whole), fits, len(payload), mark=bytes(mark_room(fits)))
+    assert len(header.mark) >= 16, "a fingerprint"
+    seal(page, header, payload)
+    assert read_header(page)[0] == header
+
+
+def test_what_is_computed_of_a_form_grows_with_its_layers_and_shards_and_not_with_their_product():
+    layout = replace(LLAMA, layers=(LayerShape(1024, 64, 64),) * 1024)
+    shards = [Shard(0, 1024, head, head + 1) for head in range(1024)]
+    tracemalloc.start()
+    try:
+        form = form_of(layout, shards)
+        assert sum(form.sizes) == layout.nbytes(layout.whole)
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_text_is_no_shard_and_is_not_remembered():
+    before = _shard.cache_info().currsize
+    for number in range(10):
+        assert Shard.parse(f"{number}" * 100) is None
+        assert Shard.parse(f"L0-1H0-{number}{'0' * 100}") is None
+    assert _shard.cache_info().currsize == before
 
 
 def test_a_form_is_one_object_and_knows_whom_it_serves():

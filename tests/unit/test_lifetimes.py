@@ -135,6 +135,29 @@ def test_a_mass_expiry_is_dealt_out_in_small_portions():
     assert max(portions) == 64
 
 
+def test_an_end_long_ago_does_not_cost_its_seconds(monkeypatch):
+    """A file whose clock says 1970 held the owner for ten minutes."""
+    ends: Ends[int] = Ends()
+    now = 1_800_000_000.0
+    for each, end in enumerate([1.5, 40_000_000.5, now - 3, now + 5]):
+        ends.set(each, end)
+    looked = 0
+
+    class Counted(dict[int, dict[int, None]]):
+        def get(self, *given: object) -> object:  # type: ignore[override]
+            nonlocal looked
+            looked += 1
+            return super().get(*given)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(ends, "_due", Counted(ends._due))
+    assert ends.over(now, 100) == [0, 1, 2]
+    assert looked < 20
+    for each in (0, 1, 2):
+        ends.forget(each)
+    ends.check()
+    assert ends.over(now + 7, 100) == [3]
+
+
 def test_nothing_is_kept_of_what_has_no_end_or_has_left():
     ends: Ends[int] = Ends()
     for each in range(1000):

@@ -97,7 +97,8 @@ class World:
         index.add, index.evict = watched_add, watched_evict
 
     def settle_down(self):
-        assert self.cache.flush(10)
+        self.cache.flush(10)
+        assert not any(below.backlog for below in self.cache.below)
 
     # ---- what is done
 
@@ -196,6 +197,11 @@ class World:
                     expected["transfer_seconds_count", label, way] += count
                     if op is Op.STORE:
                         expected["stored_tokens_total", label] += count
+        for (what, *labels), count in list(expected.items()):
+            if what == "dropped_tokens_total":  # a chunk is one token here
+                nbytes = FORM.room if labels[0] == "cpu" else FORM.at_rest
+                expected["dropped_objects_total", *labels] = count
+                expected["dropped_bytes_total", *labels] = count * nbytes
         return expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -355,6 +356,24 @@ def test_ranks_save_one_reservation_together(cache):
     with movers[1].load(match, range(10, 14)) as loading:
         loading.all()
     assert all(torch.equal(layer[:4], layer[10:14]) for layer in memory[1])
+
+
+def test_what_was_matched_or_reserved_for_another_model_is_refused(cache):
+    """Its extents are smaller: the chunks behind them would have been overwritten."""
+    smaller = replace(layout(), layers=layout().layers[:1])
+    tensors = [torch.randn(BLOCKS, layout().layers[0].heads, N, 2 * D).bfloat16()]
+    other = Mover(cache, PagedKV(smaller, smaller.whole, tensors), IDENTITY, spare_blocks=SPARE)
+    engine = Engine(cache)
+    chain = engine.mover.chain(range(16))
+    theirs = cache.reserve(chain.keys, other.form)
+    with pytest.raises(MisuseError, match="this mover is for"):
+        engine.mover.save(chain, engine.blocks(16), reservation=theirs)
+    with other.save(chain, range(4), reservation=theirs) as saving:
+        saving.all()
+    match = other.match(chain.extend([99]))
+    with pytest.raises(MisuseError, match="this mover is for"):
+        engine.mover.load(match, engine.blocks(16))
+    assert match.released
 
 
 def test_after_a_failed_verification_the_recomputed_chunks_are_stored_again(cache):

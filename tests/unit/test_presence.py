@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections import Counter
 
@@ -54,6 +55,18 @@ def test_a_count_that_ran_over_says_nothing_any_more():
     for number in range(299):
         presence.drop(neighbour(number))
     assert not look.lacks(neighbour(299))
+
+
+def test_only_the_owner_can_write():
+    presence = Presence()
+    presence.add(key(1))
+    with pytest.raises(TypeError, match="read-only"):
+        Look(presence.fd)._counts[0] = 1
+    with pytest.raises(PermissionError):
+        mmap.mmap(presence.fd, SLOTS, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(presence.fd, b"1", 0)
+    presence.drop(key(1))
 
 
 def test_keys_of_one_model_and_tenant_are_spread():

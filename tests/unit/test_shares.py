@@ -478,5 +478,5 @@ def test_what_an_older_format_left_on_a_disk_makes_room(tmp_path: Path):
         assert below is not None
         assert used(below) == {"a": 0, OTHER: 20 * 2 * PAGE}
         save(cache, prompt("a", 1, 10))
-        assert cache.flush()
+        assert not cache.flush(), "half of it found no room"
         assert used(below) == {"a": 5 * 2 * PAGE, OTHER: 15 * 2 * PAGE}

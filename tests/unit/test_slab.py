@@ -1,8 +1,10 @@
 """Extents never overlap, never leak, and merge again."""
 
+import ctypes
 import gc
 import os
 import random
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmtier.errors import MisuseError
 from lmtier.layout import PAGE, padded
-from lmtier.slab import Memory, Slab
+from lmtier.slab import Extents, Memory, Slab, nodes_to_use, numbers_of
 
 MiB = 1 << 20
 
@@ -139,3 +141,133 @@ def test_memory_and_file_of_a_slab_are_given_back():
     assert mapped() == before
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def policies(memory: Memory) -> list[str]:
+    """What the kernel says of the pages from here on: `7f00 prefer:0 ...`, a line a stretch."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory.view))
+    found = []
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        at, policy = line.split()[:2]
+        if start <= int(at, 16) < start + memory.nbytes:
+            found.append(policy)
+    return found
+
+
+@pytest.mark.skipif(not nodes_to_use(), reason="this kernel or sandbox has no NUMA")
+def test_memory_prefers_the_nodes_that_it_is_spread_over(tmp_path):
+    node = nodes_to_use()[-1]
+    with (tmp_path / "shared").open("w+b") as file:
+        file.truncate(130 * MiB)
+        for memory in (Memory(130 * MiB), Memory(130 * MiB, file.fileno())):
+            assert memory.spread([node])
+            assert set(policies(memory)) == {f"prefer:{node}"}
+    assert not Memory(MiB).spread([1000]), "there is no such node"
+
+
+@pytest.mark.skipif(not nodes_to_use(), reason="this kernel or sandbox has no NUMA")
+def test_a_process_that_was_bound_to_a_node_keeps_its_memory_there():
+    set_mempolicy = {"x86_64": 238, "aarch64": 237}[os.uname().machine]
+    child = os.fork()
+    if not child:  # MPOL_BIND to the first node
+        mask = ctypes.c_ulong(1 << nodes_to_use()[0])
+        is_set = ctypes.CDLL(None).syscall(set_mempolicy, 2, ctypes.byref(mask), ctypes.c_ulong(65)) == 0
+        os._exit(0 if is_set and nodes_to_use() == [] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_sets_of_numbers_are_read_as_the_kernel_writes_them():
+    assert numbers_of("0-2,5\n") == {0, 1, 2, 5}
+    assert numbers_of("3") == {3}
+    assert numbers_of("\n") == set()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 4), max_size=12),
+    st.sets(st.integers(0, 11)),
+    st.sets(st.integers(0, 11)),
+    st.data(),
+)
+def test_a_window_is_the_cheapest_place_and_can_be_vacated(sizes, gone, stuck, data):
+    slab = Extents(24 * PAGE)
+    taken = [offset for size in sizes for offset in slab.allocate([size * PAGE]) or ()]
+    slab.free([offset for number, offset in enumerate(taken) if number in gone])
+    left = {offset: slab._taken[offset] for number, offset in enumerate(taken) if number not in gone}
+    movable = {offset for number, offset in enumerate(taken) if offset in left and number not in stuck}
+    need = data.draw(st.integers(1, 24)) * PAGE
+
+    def within(start: int) -> set[int]:
+        return {at for at, size in left.items() if start - size < at < start + need}
+
+    costs = [
+        sum(left[at] for at in within(start))
+        for start in range(0, 24 * PAGE - need + 1, PAGE)
+        if within(start) <= movable
+    ]
+    found = slab.window(need, movable)
+    assert (found is None) == (not costs)
+    if found is None:
+        return
+    start, offsets = found
+    assert set(offsets) == within(start)
+    assert sum(left[at] for at in offsets) == min(costs)
+    places = slab.vacate(start, need, offsets)
+    assert all(place >= start + need or place + left[at] <= start for at, place in places.items())
+    slab.check()
+    slab.free(places)
+    slab.check()
+    if len(places) == len(offsets):
+        assert slab.allocate([need]) is not None
+    slab.check()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 4), max_size=12),
+    st.sets(st.integers(0, 11)),
+    st.sets(st.integers(0, 11)),
+    st.data(),
+)
+def test_sliding_joins_pieces_wherever_that_moves_the_least(sizes, gone, stuck, data):
+    slab = Slab(24 * PAGE)
+    taken = [offset for size in sizes for offset in slab.allocate([size * PAGE]) or ()]
+    slab.free([offset for number, offset in enumerate(taken) if number in gone])
+    left = {offset: slab._taken[offset] for number, offset in enumerate(taken) if number not in gone}
+    for offset, size in left.items():
+        slab.view(offset, size)[:] = (offset // PAGE + 1).to_bytes(2) * (size // 2)
+    movable = {offset for number, offset in enumerate(taken) if offset in left and number not in stuck}
+    need = data.draw(st.integers(1, 24)) * PAGE
+    costs = []
+    for i, j in combinations(range(25), 2):
+        inside = {at for at, size in left.items() if at < j * PAGE and at + size > i * PAGE}
+        is_whole = all(i * PAGE <= at and at + left[at] <= j * PAGE for at in inside)
+        bytes_inside = sum(left[at] for at in inside)
+        if is_whole and inside <= movable and (j - i) * PAGE - bytes_inside >= need:
+            costs.append(bytes_inside)
+    most = data.draw(st.integers(0, 60)) * PAGE
+    places = slab.slide(need, movable, most)
+    possible = bool(costs) and min(costs) <= most
+    assert bool(places) == (possible and min(costs) > 0)
+    for offset, place in places.items():
+        slab.move(offset, place)
+    slab.check()
+    for offset, size in left.items():
+        place = places.get(offset, offset)
+        assert slab.view(place, size) == (offset // PAGE + 1).to_bytes(2) * (size // 2), (
+            "its bytes came along"
+        )
+    if possible:
+        assert sum(left[offset] for offset in places) == min(costs)
+        assert slab.allocate([need]) is not None
+    slab.check()
+
+
+def test_what_somebody_reads_is_not_pushed_aside_however_much_may_be_moved():
+    slab = Slab(8 * PAGE)
+    taken = slab.allocate([PAGE] * 8)
+    assert taken is not None
+    slab.free(taken[1::2])  # every second page is free, and the others are read
+    assert slab.slide(2 * PAGE, [], 100 * PAGE) == {}
+    slab.check()
+    assert slab.used == 4 * PAGE

@@ -1,0 +1,335 @@
+"""MULTI, EXEC, DISCARD, WATCH: commands of one client that are run together, or not at all.
+
+    MULTI ─► what follows is kept: the commands, and their values in drafts
+    WATCH ─► EXEC runs nothing if one of these names has changed since
+    EXEC  ─► runs them when nobody runs one with a name of theirs; commands of others with such a name wait
+
+A command may have to wait for a tier, so others have their turns meanwhile: what keeps them out is the names.
+Once begun, a transaction goes on to its end, whatever becomes of its client. Its answers are kept until then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+from lmtier.server.commands import PAUSE, Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
+from lmtier.server.resp import DROP, Error, Simple, encode
+from lmtier.server.values import Draft, Values, Watch
+
+MAX_QUEUE = 16 << 20
+"""Bytes of the commands that one client has queued; values are in the slab."""
+MAX_ANSWERS = 16 << 20
+"""Bytes of answers that are kept until a transaction is over; values that it reads are in the slab."""
+MAX_WATCHED = 65_536
+"""Names of one client."""
+_EACH = 256  # bytes of a command, or of an answer, beside its own
+_TURN = 0.004  # seconds
+
+OK, QUEUED = Simple("OK"), Simple("QUEUED")
+ABORTED = Error("EXECABORT Transaction discarded because of previous errors.")
+NO_ROOM = Error("OOM command not allowed when used memory > 'maxmemory'.")
+_AT_ONCE = {b"MULTI", b"EXEC", b"DISCARD", b"WATCH", b"QUIT", b"RESET"}
+
+
+Answers: TypeAlias = "deque[bytes | Payload]"
+
+
+class _Step(NamedTuple):
+    command: Command
+    args: list[Argument]
+    drafts: list[Draft]
+
+
+@dataclass(eq=False, slots=True)
+class Queue:
+    """What a client has said since MULTI."""
+
+    steps: list[_Step] = field(default_factory=list)
+    nbytes: int = 0
+    is_spoiled: bool = False
+    """One of its commands was refused: EXEC will be."""
+
+
+@dataclass(eq=False, slots=True)
+class _Transaction:
+    caller: Caller
+    steps: list[_Step]
+    watch: Watch | None
+    names: set[bytes]
+    is_of_all: bool
+    """It writes names that it does not name."""
+    run: Generator[bytes | None, None, None] | None = None
+    answers: Answers = field(default_factory=deque)
+    nbytes: int = 0
+    is_over: bool = False
+    is_off: bool = False
+    """Nothing was run: what it watched had changed."""
+    is_alone: bool = False
+    """Nobody will read its answers."""
+
+    def meets(self, names: Iterable[bytes], is_of_all: bool) -> bool:
+        return self.is_of_all or is_of_all or not self.names.isdisjoint(names)
+
+
+class Transactions:
+    """Called by the server's loop, and by it alone."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._waiting: list[_Transaction] = []
+        self._running: list[_Transaction] = []
+        self.goes_on = False
+        """Some have more to do at once."""
+
+    def table(self) -> Table:
+        flags = ("loading", "stale", "fast")
+        return {
+            b"MULTI": Command(self._multi, 1, flags),
+            b"EXEC": Command(self._exec, 1, ("loading", "stale")),
+            b"DISCARD": Command(self._discard, 1, flags),
+            b"WATCH": Command(self._watch, -2, flags, (1, -1, 1)),
+            b"UNWATCH": Command(self._unwatch, 1, flags),
+        }
+
+    @property
+    def are_running(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    # ---- what the server does with each command
+
+    def takes(self, caller: Caller, name: bytes) -> bool:
+        """Whether this command is kept for EXEC."""
+        return caller.queue is not None and name not in _AT_ONCE
+
+    def keep(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> object:
+        queue: Queue = caller.queue
+        if queue.is_spoiled:
+            return QUEUED
+        refused: Error | None = None
+        queue.nbytes += sum(_EACH // 4 + (len(arg) if isinstance(arg, bytes) else 0) for arg in args) + _EACH
+        if name.startswith(b"LMTIER."):
+            refused = Error("ERR Command not allowed inside a transaction")
+        elif any(arg is DROP for arg in args):
+            refused = NO_ROOM
+        elif queue.nbytes > MAX_QUEUE:
+            refused = Error(f"ERR the commands of a transaction take {MAX_QUEUE} bytes at most here")
+        if refused is not None:
+            self.spoil(caller)
+            return refused
+        queue.steps.append(_Step(command, args, caller.drafts))
+        caller.drafts = []
+        return QUEUED
+
+    def spoil(self, caller: Caller) -> None:
+        """A command was refused."""
+        if caller.queue is not None:
+            self._drop(caller.queue.steps)
+            caller.queue.is_spoiled = True
+
+    def behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting | None:
+        """Its answer, if it must wait for a transaction that has a name of its."""
+        if not self._running or not self._meets(command, args):
+            return None
+        return self._behind(caller, command, args)
+
+    def _meets(self, command: Command, args: list[Argument]) -> bool:
+        names, is_of_all = _names(command, args), _is_of_all(command)
+        return any(each.meets(names, is_of_all) for each in self._running)
+
+    def _behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting:
+        while self._meets(command, args):
+            yield None
+        answer = command.handler(caller, args)
+        return (yield from answer) if isinstance(answer, _GENERATOR) else answer
+
+    def gone(self, caller: Caller) -> None:
+        """It has left, or begins anew: nothing of its stays but what it has executed."""
+        queue, caller.queue = caller.queue, None
+        if queue is not None:
+            self._drop(queue.steps)
+        self._forget_watch(caller)
+
+    # ---- the commands
+
+    def _multi(self, caller: Caller, args: list[Argument]) -> object:
+        if caller.queue is not None:
+            return Error("ERR MULTI calls can not be nested")
+        caller.queue = Queue()
+        return OK
+
+    def _discard(self, caller: Caller, args: list[Argument]) -> object:
+        if caller.queue is None:
+            return Error("ERR DISCARD without MULTI")
+        self.gone(caller)
+        return OK
+
+    def _watch(self, caller: Caller, args: list[Argument]) -> object:
+        if caller.queue is not None:
+            return Error("ERR WATCH inside MULTI is not allowed")
+        watch: Watch = caller.watch or Watch()
+        if len(watch.keys) + len(args) > MAX_WATCHED:
+            return Error(f"ERR a client watches {MAX_WATCHED} names at most here")
+        caller.watch = watch
+        self._values.watch(watch, map(bytes, args[1:]))
+        return OK
+
+    def _unwatch(self, caller: Caller, args: list[Argument]) -> object:
+        self._forget_watch(caller)
+        return OK
+
+    def _forget_watch(self, caller: Caller) -> None:
+        watch, caller.watch = caller.watch, None
+        if watch is not None:
+            self._values.unwatch(watch)
+
+    def _exec(self, caller: Caller, args: list[Argument]) -> object:
+        queue, caller.queue = caller.queue, None
+        if queue is None:
+            return Error("ERR EXEC without MULTI")
+        if queue.is_spoiled:
+            self._forget_watch(caller)
+            return ABORTED
+        watch, caller.watch = caller.watch, None
+        names = {name for step in queue.steps for name in _names(step.command, step.args)}
+        is_of_all = any(_is_of_all(step.command) for step in queue.steps)
+        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all)
+        self._waiting.append(transaction)
+        self.turn()
+        return self._answers(transaction)
+
+    def _answers(self, transaction: _Transaction) -> Waiting:
+        try:
+            while not transaction.is_over:
+                yield None
+            if transaction.is_off:
+                yield encode(None, True) if transaction.caller.resp3 else b"*-1\r\n"
+                return Nothing
+            yield b"*%d\r\n" % len(transaction.steps)
+            while transaction.answers:
+                yield transaction.answers.popleft()
+            return Nothing
+        finally:
+            transaction.is_alone = True
+            _let_go(transaction.answers)
+
+    # ---- running them
+
+    def turn(self) -> None:
+        """Begin what may begin, and go on with what runs, for as long as a client's turn is."""
+        before: list[_Transaction] = []
+        for each in self._waiting:
+            if any(other.meets(each.names, each.is_of_all) for other in (*self._running, *before)):
+                before.append(each)  # nor does it let others pass who want the same
+            else:
+                self._begin(each)
+        self._waiting = before
+        self.goes_on, until = False, time.monotonic() + _TURN
+        for each in list(self._running):
+            assert each.run is not None
+            for part in each.run:
+                if part is None:
+                    break
+                if time.monotonic() > until:
+                    self.goes_on = True
+                    break
+            else:
+                each.is_over, each.run = True, None
+                self._running.remove(each)
+        if self._waiting and not self._running:
+            self.goes_on = True
+
+    def _begin(self, transaction: _Transaction) -> None:
+        watch = transaction.watch
+        if watch is not None:
+            transaction.is_off = self._values.has_changed(watch)
+            self._values.unwatch(watch)
+        if transaction.is_off:
+            self._drop(transaction.steps)
+            transaction.is_over = True
+        else:
+            transaction.run = self._run(transaction)
+            self._running.append(transaction)
+
+    def _run(self, transaction: _Transaction) -> Generator[bytes | None, None, None]:
+        for step in transaction.steps:
+            said = yield from self._said(transaction.caller, step)
+            self._drop_drafts(step)
+            nbytes = sum(_EACH + (len(each) if isinstance(each, bytes) else 0) for each in said)
+            if transaction.nbytes + nbytes > MAX_ANSWERS:
+                _let_go(said)
+                said.append(encode(Error(f"ERR answers of more than {MAX_ANSWERS} bytes"), False))
+            transaction.nbytes += nbytes
+            transaction.answers += said
+            if transaction.is_alone:
+                _let_go(transaction.answers)
+            yield PAUSE
+
+    def _said(self, caller: Caller, step: _Step) -> Generator[bytes | None, None, Answers]:
+        """Run a command; what it answers, piece by piece."""
+        said: Answers = deque()
+        # One that takes values finds its own; one that changes its caller, the caller.
+        who = replace(caller, drafts=step.drafts) if step.command.payloads else caller
+        try:
+            answer = step.command.handler(who, step.args)
+            if isinstance(answer, _GENERATOR):
+                running = answer
+                while True:
+                    try:
+                        part = next(running)
+                    except StopIteration as stop:
+                        answer = stop.value
+                        break
+                    if part is None or part is PAUSE:
+                        yield part
+                    else:
+                        said.append(part)
+        except Refused as refused:
+            answer = refused.error
+        except GeneratorExit:
+            _let_go(said)
+            raise
+        if answer is not Nothing:
+            said.append(answer if isinstance(answer, Payload) else encode(answer, caller.resp3))
+        return said
+
+    def close(self) -> None:
+        """What has not ended by now does not."""
+        for each in (*self._running, *self._waiting):
+            if each.run is not None:
+                each.run.close()
+            self._drop(each.steps)
+            _let_go(each.answers)
+        self._running.clear()
+        self._waiting.clear()
+
+    def _drop(self, steps: list[_Step]) -> None:
+        for step in steps:
+            self._drop_drafts(step)
+        steps.clear()
+
+    def _drop_drafts(self, step: _Step) -> None:
+        while step.drafts:
+            self._values.drop(step.drafts.pop())
+
+
+def _names(command: Command, args: list[Argument]) -> list[bytes]:
+    first, last, step = command.keys
+    return [bytes(arg) for arg in args[first : len(args) if last < 0 else last + 1 : step]] if first else []
+
+
+def _is_of_all(command: Command) -> bool:
+    return "write" in command.flags and not command.keys[0]
+
+
+def _let_go(answers: Answers) -> None:
+    while answers:
+        answer = answers.popleft()
+        if isinstance(answer, Payload):
+            answer.sent()
+
+
+_GENERATOR = type(_ for _ in ())

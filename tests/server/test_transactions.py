@@ -1,0 +1,204 @@
+"""Transactions: nobody comes between, nothing is half done, and what is queued is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import GeneratorType
+from typing import Any
+
+import pytest
+
+from lmtier.cache import Cache
+from lmtier.config import Config
+from lmtier.layout import Name
+from lmtier.server.commands import Caller, Nothing, Payload
+from lmtier.server.redis import Redis
+from lmtier.server.resp import Error, command
+from lmtier.server.transactions import Transactions
+from lmtier.server.values import Values
+from lmtier.testing import Gate, MemoryTier, SlowTier
+from tests.server.process import MIB, served, until
+
+URL = "memory://?capacity=64MiB"
+
+
+class Room:
+    """Values over a tier behind a gate, and clients without sockets."""
+
+    def __init__(self, objects: dict[Name, bytes], gate: Gate) -> None:
+        config = Config(tiers=("cpu://?capacity=1MiB", URL), prefault=False, load_deadline=30)
+        self.gate = gate
+        self.cache = Cache(config, tiers={URL: SlowTier(MemoryTier(objects), gate)})
+        self.values = Values(self.cache)
+        self.transactions = Transactions(self.values)
+        redis = Redis(
+            self.values, token=lambda: None, info=lambda: {}, settings=lambda: {}, callers=lambda: []
+        )
+        self.table = {**redis.table(), **self.transactions.table()}
+
+    def ask(self, caller: Caller, *words: str) -> Any:
+        """As the server does it: an answer, or a generator that waits for it."""
+        args: list[Any] = [word.encode() for word in words]
+        name, entry = args[0], self.table[args[0]]
+        if self.transactions.takes(caller, name):
+            return self.transactions.keep(caller, name, entry, args)
+        return self.transactions.behind(caller, entry, args) or entry.handler(caller, args)
+
+    def turn(self) -> None:
+        self.cache.step()
+        self.transactions.turn()
+
+    def end(self, answer: Any) -> Any:
+        """All that is answered in the end, as bytes where it comes in parts."""
+        if not isinstance(answer, GeneratorType):
+            return answer
+        said = b""
+        while True:
+            try:
+                part = next(answer)
+            except StopIteration as stop:
+                return said if stop.value is Nothing else self.text(stop.value)
+            said += self.text(part) if part is not None else b""
+            self.turn()
+
+    @staticmethod
+    def text(answer: Any) -> Any:
+        if not isinstance(answer, Payload):
+            return answer
+        said = bytes(answer.view)
+        answer.sent()
+        return said
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    objects: dict[Name, bytes] = {}
+    gate = Gate()
+    before = Room(objects, gate)
+    assert before.end(before.ask(Caller(0, "before"), "SET", "below", "deep")) == "OK"
+    before.cache.close(5)
+    room = Room(objects, gate)
+    yield room
+    gate.open()
+    room.transactions.close()
+    room.cache.flush(5)
+    room.cache.check()
+    assert room.cache.index.pinned == 0, "something is held for nobody"
+    room.cache.close(5)
+
+
+def waiting(room: Room, caller: Caller) -> Any:
+    """A transaction that reads what the tier has not given yet, and then writes `k`."""
+    room.gate.hold()
+    for words in (("MULTI",), ("GET", "below"), ("SET", "k", "new")):
+        room.ask(caller, *words)
+    answer = room.ask(caller, "EXEC")
+    assert next(answer) is None
+    return answer
+
+
+def test_commands_with_a_name_of_a_transaction_wait_for_it_and_others_do_not(room):
+    ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
+    assert room.end(room.ask(theirs, "SET", "k", "old")) == "OK"
+    transaction = waiting(room, ours)
+    reads, writes = room.ask(theirs, "GET", "k"), room.ask(theirs, "FLUSHALL")
+    for _ in range(3):
+        room.turn()
+        assert next(reads) is None
+        assert next(writes) is None
+    assert room.end(room.ask(theirs, "SET", "other", "x")) == "OK"
+    room.gate.open()
+    assert room.end(transaction) == b"*2\r\ndeep+OK\r\n"
+    assert room.end(reads) == b"new"
+    assert room.end(writes) == "OK"
+
+
+def test_of_two_transactions_with_one_name_the_later_sees_what_the_earlier_did(room):
+    ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
+    assert room.end(room.ask(theirs, "WATCH", "k")) == "OK"
+    transaction = waiting(room, ours)
+    room.ask(theirs, "MULTI")
+    room.ask(theirs, "SET", "k", "lost")
+    second = room.ask(theirs, "EXEC")
+    assert next(second) is None
+    room.gate.open()
+    assert b"OK" in room.end(transaction)
+    assert room.end(second) == b"*-1\r\n", "k has changed since it was watched"
+    assert room.end(room.ask(theirs, "GET", "k")) == b"new"
+
+
+def test_a_transaction_whose_client_dies_is_done_to_its_end(room):
+    ours = Caller(1, "ours")
+    waiting(room, ours).close()
+    room.transactions.gone(ours)
+    room.gate.open()
+    until(lambda: (room.turn(), not room.transactions.are_running)[1])
+    assert room.end(room.ask(Caller(2, "theirs"), "GET", "k")) == b"new"
+
+
+def test_what_was_not_executed_holds_nothing_when_its_client_is_gone(room):
+    ours = Caller(1, "ours")
+    room.ask(ours, "WATCH", "k", "below")
+    room.ask(ours, "MULTI")
+    room.ask(ours, "SET", "k", "v")
+    room.transactions.gone(ours)
+    assert room.values._watches == {}
+    assert room.end(room.ask(Caller(2, "theirs"), "GET", "k")) is None
+
+
+def test_a_value_that_leaves_by_itself_breaks_a_watch_too(room):
+    ours = Caller(1, "ours")
+    assert room.end(room.ask(ours, "SET", "k", "v")) == "OK"
+    room.ask(ours, "WATCH", "k")
+    room.cache.clear(force=True)
+    room.ask(ours, "MULTI")
+    assert room.end(room.ask(ours, "EXEC")) == b"*-1\r\n"
+
+
+# ---- a real server
+
+
+def test_a_queue_is_bounded_in_bytes_and_in_room(tmp_path: Path):
+    with served(tmp_path, "cpu://?capacity=16MiB") as server, server.connect() as wire:
+        before = server.rss()
+        wire.expect("OK", "MULTI")
+        name = "n" * 3000
+        for _ in range(20):
+            wire.send(command("EXISTS", *[name] * 300) * 10)
+        answers = [wire.reply() for _ in range(200)]
+        assert answers[0] == "QUEUED"
+        assert any("take 16777216 bytes at most here" in each for each in answers)
+        wire.expect(Error("EXECABORT Transaction discarded because of previous errors."), "EXEC")
+        assert server.rss() - before < 64 * MIB
+        wire.expect("OK", "MULTI")
+        for _ in range(3):
+            said = wire.ask("SET", "k", bytes(4 * MIB))
+        assert said.startswith("OOM")
+        assert server.held()[0] == 0, "what was queued before gives its room back at once"
+        assert wire.ask("EXEC").startswith("EXECABORT")
+        wire.expect(None, "GET", "k")
+
+
+def test_answers_of_a_transaction_are_bounded_and_what_it_writes_is_written(tmp_path: Path):
+    with served(tmp_path) as server, server.connect(60) as wire:
+        before = server.rss()
+        names = [f"{i:03}" + "n" * 3000 for i in range(100)]
+        wire.expect("OK", "MSET", *(word for name in names for word in (name, "")))
+        wire.send(command("MULTI") + command("KEYS", "*") * 300 + command("SET", "k", "v") + command("EXEC"))
+        assert [wire.reply() for _ in range(302)][-1] == "QUEUED"
+        answers = wire.reply()
+        assert len(answers) == 301
+        assert sorted(answers[0]) == sorted(name.encode() for name in names)
+        assert answers[-2] == "ERR answers of more than 16777216 bytes"
+        assert server.rss() - before < 64 * MIB
+        wire.expect(b"v", "GET", "k")
+
+
+def test_who_has_room_in_a_queue_and_says_nothing_goes_when_others_need_it(tmp_path: Path):
+    tiers = ("cpu://?capacity=16MiB",)
+    with served(tmp_path, *tiers) as server, server.connect() as idle, server.connect() as other:
+        idle.expect("OK", "MULTI")
+        idle.expect("QUEUED", "SET", "k", bytes(6 * MIB))
+        until(lambda: other.ask("SET", "more", bytes(6 * MIB)) == "OK")
+        assert idle.ends()

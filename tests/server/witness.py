@@ -1,0 +1,91 @@
+"""Who uses a server rightly while others do not: what they get, how long they wait, what is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+from pathlib import Path
+
+from lmtier.layout import Layout, form_of
+from lmtier.server.client import Client
+from tests.server.nearly import CHUNK, PINS
+from tests.server.process import Served, Wire, until
+
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=4, chunk_tokens=CHUNK, packing="token"
+)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+SIZE = LAYOUT.nbytes(LAYOUT.whole)
+
+
+def content(name: bytes, size: int) -> bytes:
+    return (hashlib.sha256(name).digest() * (size // 32 + 1))[:size]
+
+
+def without_a_core(pid: int) -> float:
+    """Seconds for which its first thread could have run, and others ran: no freeze of its own."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+class Witness:
+    """An engine and a Redis client that do everything right."""
+
+    def __init__(self, server: Served, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.wire = server.connect()
+        self.client = Client(server.where["unix"], timeout=20)
+        self.processes = server.process.pid, os.getpid()
+        self.chunks = self.values = self.longest = self.frozen = 0.0
+
+    def look(self) -> None:
+        """One sign of life, while the server has other work."""
+        began, queued = time.monotonic(), sum(map(without_a_core, self.processes))
+        self.wire.expect("PONG", "PING")
+        took = time.monotonic() - began
+        self.longest = max(self.longest, took)
+        self.frozen = max(self.frozen, took - (sum(map(without_a_core, self.processes)) - queued))
+
+    def use(self) -> None:
+        chance, client = self.chance, self.client
+        names = [hashlib.sha256(b"%d/%d" % (chance.randrange(6), i)).digest() for i in range(4)]
+        match = client.wait(client.match(names, FORM))
+        for entry in match.run:
+            assert client.slab.view(entry.offsets[0], SIZE) == content(entry.key, SIZE), "wrong bytes"
+            self.chunks += 1
+        client.release(match)
+        reservation = client.reserve(names, FORM)
+        for entry in reservation.entries.values():
+            client.slab.view(entry.offsets[0], SIZE)[:] = content(entry.key, SIZE)
+        client.commit(reservation)
+        name = b"witness %d" % chance.randrange(20)
+        value = self.wire.ask("GET", name)
+        assert value in (None, content(name, 3000)), "wrong bytes"
+        self.values += value is not None
+        self.wire.ask("SET", name, content(name, 3000))
+
+    def __str__(self) -> str:
+        return (
+            f"beside them {self.chunks:,.0f} chunks and {self.values:,.0f} values were right, and the "
+            f"longest wait for a PING was {self.longest:.3f} s, {self.frozen:.3f} s of it with a core"
+        )
+
+    def close(self) -> None:
+        assert self.client.lost == self.client.unserved == 0
+        self.client.close()
+        self.wire.close()
+
+
+def assert_nothing_is_left(server: Served) -> None:
+    """When all have gone and everything is deleted, no byte is taken."""
+    with Wire(server.where["unix"]) as wire:
+        for pin in PINS:
+            wire.granted("LMTIER.UNPIN", pin)
+    server.check()
+    with Wire(server.where["unix"]) as wire:
+        wire.expect("OK", "FLUSHALL")
+        wire.expect("OK", "LMTIER.CLEAR", "FORCE")
+        until(lambda: wire.ask("LMTIER.FLUSH", 1000) == 1)
+        report = server.ask("LMTIER.REPORT")
+        assert [tier["used"] for tier in report["tiers"]] == [0, 0], report["tiers"]
