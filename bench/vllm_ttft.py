@@ -148,6 +148,7 @@ class Duel:
             transfer=transfer,
             processes=True,
             env=reaching(path) if path else None,
+            fresh=True,
             dtype=self.options.dtype,
             block_size=self.options.block_size,
             max_model_len=8192,

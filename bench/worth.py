@@ -76,6 +76,7 @@ def engine(folder: Path, model: Path, worth: str, port: int, slab: str, **option
         block_size=BLOCK,
         max_model_len=longest,
         enable_prefix_caching=False,
+        fresh=True,
     )
 
 

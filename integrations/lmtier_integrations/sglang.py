@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,12 +42,26 @@ from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
 from lmtier.layout import LayerShape, Layout, form_of
 from lmtier.server.client import Client
+from lmtier_integrations.identity import preparing_files_in, weights_in
 from lmtier_integrations.weights import weights_of
 
 log = logging.getLogger("sglang.lmtier")
 
 _OURS = {"server", "model", "weights"}
 _SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
+_CHANGING = """
+    dtype quantization kv_cache_dtype json_model_override_args context_length
+    speculative_algorithm speculative_draft_model_path speculative_draft_model_revision
+    speculative_draft_model_quantization speculative_draft_kv_cache_dtype
+    modelopt_quant torchao_config rl_quant_profile rl_on_policy_target
+    prefill_kv_cache_dequant_dtype qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
+    enable_w4a4_mxfp4_megamoe flashinfer_mxfp4_moe_precision moe_runner_backend
+    fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend
+    deepep_dispatcher_output_dtype flashinfer_a2a_dispatch_type enable_quant_communications
+    lora_target_modules uno_lora_path mm_process_config image_processor_backend
+"""
+"""Of SGLang's ServerArgs; docs/KEYS.md says why. What this version does not have says nothing."""
+_FROM_FILES = {"auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered"}
 _AGAIN = 1.0  # seconds until a thread that found no server tries again
 _POLL = 0.0005  # seconds between questions for what a tier that must be asked has answered
 
@@ -96,14 +111,14 @@ class LMTierHiCache(HiCacheStorage):
         if not self._model:
             raise _wrong('this model has no name, so lmtier needs one as "model"')
         given = get_server_args()
-        self._engine = [str(each) for each in _changing_kv(given)]
-        known = str(extra.get("weights") or weights_of(storage_config.model_name or "", given.revision))
-        self._weights = "" if given.load_format == "dummy" else known
-        if not self._weights:
+        self._engine = _changing_kv(given, storage_config.model_name or "")
+        named = str(extra.get("weights") or "")
+        self._weights = named or weights_of(storage_config.model_name or "", given.revision)
+        why = "its weights are neither files nor named; weights in the extra config would name them"
+        if not self._weights or (why := _why_private(given, is_named=bool(named))):
+            self._weights = ""
             log.warning(
-                "lmtier: the weights of %s are neither files nor named, so what is stored is found by this "
-                "run of the engine only; weights in the extra config would name them",
-                self._model,
+                "lmtier: what is stored of %s is found by this run of the engine only: %s", self._model, why
             )
         self._pools: dict[str, Pool] = {}
         self._is_closed = False
@@ -389,13 +404,32 @@ def _copy(client: Client, offset: int, page: Page, *, is_load: bool) -> None:
         at += size
 
 
-def _changing_kv(given: Any) -> tuple[object, ...]:
+def _changing_kv(given: Any, model: str) -> list[str]:
     """What the engine was started with that changes KV, and that a storage backend is not told."""
-    return (
-        *(given.dtype, given.quantization, given.kv_cache_dtype),
-        *(given.json_model_override_args, given.context_length),
-        *(given.speculative_algorithm, given.speculative_draft_model_path),  # its layers are in the pages
-    )
+    found = [str(getattr(given, name, None)) for name in _CHANGING.split()]
+    if path := getattr(given, "quantization_param_path", None):
+        found.append(Path(path).read_text())
+    # SGLang names these by name and place, but those that it loads later by chance.
+    found += [f"{each} {_adapter_in(each.lora_path)}" for each in getattr(given, "lora_paths", None) or ()]
+    return [*found, preparing_files_in(model)]
+
+
+def _why_private(given: Any, *, is_named: bool) -> str:
+    """Why KV is of this run only, although the weights are known; empty if it is not."""
+    if given.load_format == "dummy" or (given.load_format not in _FROM_FILES and not is_named):
+        return f"load_format={given.load_format} makes weights up, or reads them elsewhere"
+    for name in ("custom_weight_loader", "quantize_and_serve", "dllm_algorithm", "trust_mm_content_hashes"):
+        if getattr(given, name, None):
+            return f"of {name}"
+    if not all(_adapter_in(each.lora_path) for each in getattr(given, "lora_paths", None) or ()):
+        return "an adapter is no local folder"
+    return ""
+
+
+def _adapter_in(place: str) -> str:
+    """An adapter by its content, with the numbers that scale it."""
+    weights, scales = weights_in(place), Path(place, "adapter_config.json")
+    return weights and weights + (scales.read_text() if scales.is_file() else "")
 
 
 def _wrong(what: str) -> ConfigError:

@@ -8,8 +8,10 @@
     commit      with the last layer: a forward that does not come to its end leaves nothing behind
 
 What the model keeps is found out by running it on a few tokens; what cannot be kept whole is declined there.
-KV goes through a buffer in CPU memory, a block for a chunk, because the tensors of a cache come and go with
-each request and may be on a device. The buffer is as large as the longest prompt that was loaded or saved.
+KV goes through a buffer, a block for a chunk, because the tensors of a cache come and go with each request.
+The buffer is as large as the most that was loaded or saved at once, and lies where the model does: in CPU
+memory, or on one GPU. There, copies between it and the tiers go on while the model computes; the next call
+ends them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import hashlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import inf
+from importlib import import_module
+from math import inf, prod
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -32,22 +36,30 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lmtier import cache as core
 from lmtier.config import Config
-from lmtier.errors import LayoutError, MisuseError
+from lmtier.cuda.mover import CudaMover
+from lmtier.cuda.paging import CudaKV
+from lmtier.cuda.pinned import Pinning
+from lmtier.cuda.streams import Device
+from lmtier.errors import DeviceError, LayoutError, MisuseError
 from lmtier.keys import Identity, KeyChain
 from lmtier.layout import LayerShape, Layout
-from lmtier.mover import Mover, Save
+from lmtier.mover import Mover, Save, completed
 from lmtier.paging import PagedKV
 from lmtier.server.client import Client
 from lmtier_integrations.identity import attention_of, weights_in
 
 log = logging.getLogger("lmtier")
 
+_OutOfMemory = torch.cuda.OutOfMemoryError
+_FAILURES = _OutOfMemory, DeviceError
+"""Of a GPU: what should have been loaded is computed, what should have been saved is not stored."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROTATES_BY_LENGTH = ("longrope", "su", "dynamic")
 _LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 _PROBED = 4  # tokens
 _NO_MATTER = ("cache_position", "logits_to_keep")  # what else a forward is given
 _CANARY_BLOCKS = 3  # source, target, and one that must not change
+_GPU_STAGING = 8 << 20  # for chunks of few bytes only: others are long enough to be copied as they lie
 _CLOSE = 0.1  # of a token's KV, relative: rounding is far below, what later tokens have to say is far above
 
 
@@ -82,9 +94,12 @@ class PrefixCache:
         if server:
             self.cache: core.Cache | Client = Client(server, name="transformers")
         else:
-            self.cache = core.Cache(Config(**{**settings, **({"tiers": tiers} if tiers else {})}))
+            config = Config(**{**settings, **({"tiers": tiers} if tiers else {})})
+            if config.gpu is not None:
+                raise MisuseError(f"tier {config.gpu.url!r}: lmtier keeps no copies there for transformers")
+            self.cache = core.Cache(config)
         try:
-            self._staging = _Staging(self.cache, probed, self._identity())
+            self._staging = _Staging(self.cache, probed, self._identity(self._weights))
         except BaseException:
             self.cache.close()
             raise
@@ -101,12 +116,22 @@ class PrefixCache:
     def close(self) -> None:
         """Write down what waits to be written to tiers of this process, and let go of everything."""
         self._hook.remove()
-        self._staging.abort()
-        self.cache.close()
+        try:
+            self._staging.close()
+        finally:
+            self.cache.close()
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the tiers below memory have what was saved. False: not all of it, or not in time."""
+        self._staging.settle()
         return self.cache.flush(timeout)
+
+    def wait_until_pinned(self, timeout: float = 60.0) -> bool:
+        """Wait until a GPU copies at full speed. False: not in time, or its driver refuses to pin all memory.
+
+        Memory is pinned in the background, from the start on. On a CPU there is nothing to wait for.
+        """
+        return self._staging.place.wait_until_pinned(timeout)
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, salt: str = "", **options: Any
@@ -166,7 +191,8 @@ class PrefixCache:
                 "Loaded KV cache for %d out of %d tokens %s", where.total(), row.chain.tokens, dict(where)
             )
         prompts = _Prompts(input_ids, mask, is_static=bool(max_cache_len))
-        cache.saving = _Saving(staging, rows, int(cache.get_seq_length()), self._limit, prompts)
+        columns = int(cache.get_seq_length())
+        cache.saving = _Saving(staging, rows, columns, self._limit, prompts, self._stamp)
         return cache
 
     def _mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -194,10 +220,11 @@ class PrefixCache:
                 raise MisuseError(
                     "the model has another dtype or device than when this was opened: open another"
                 )
-            self._stamp, self._weights = stamp, _digest(self.model)
-            self._staging.identify(self._identity())
+            weights = _digest(self.model)
+            self._staging.identify(self._identity(weights))
+            self._stamp, self._weights = stamp, weights  # not before: what fails is tried again
 
-    def _identity(self) -> Identity:
+    def _identity(self, weights: str) -> Identity:
         config = self.model.config
         quantized = getattr(config, "quantization_config", None)
         attention = attention_of(
@@ -206,13 +233,14 @@ class PrefixCache:
             dtype=str(self.model.dtype),
             quantization=f"transformers {quantized}" if quantized else "None",
         )
-        return Identity(model=self._name, weights=self._weights, attention=attention)
+        return Identity(model=self._name, weights=weights, attention=attention)
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     cache = given.get("past_key_values")
     if isinstance(cache, StoredCache) and cache.saving is not None:
-        cache.saving.expect(model, {**({"input_ids": args[0]} if args else {}), **given})
+        is_saved = cache.saving.expect(model, {**({"input_ids": args[0]} if args else {}), **given})
+        cache.saving = cache.saving if is_saved else None
 
 
 class StoredCache(Cache):
@@ -279,6 +307,8 @@ class _Filling:
     save: Save
     row: int
     columns: slice
+    blocks: slice
+    """Of the buffer."""
 
 
 class _Prompts:
@@ -319,17 +349,24 @@ class _Saving:
     """The prompts of one cache, as far as the model has computed them."""
 
     def __init__(
-        self, staging: _Staging, rows: list[_Row], columns: int, limit: float, prompts: _Prompts
+        self,
+        staging: _Staging,
+        rows: list[_Row],
+        columns: int,
+        limit: float,
+        prompts: _Prompts,
+        stamp: int,
     ) -> None:
         self._staging, self._rows, self._columns, self._limit = staging, rows, columns, limit
-        self._prompts = prompts
+        self._prompts, self._stamp = prompts, stamp
         self._is_expected = False
         self._is_running = False
 
-    def expect(self, model: Any, given: Mapping[str, Any]) -> None:
-        """A forward begins."""
+    def expect(self, model: Any, given: Mapping[str, Any]) -> bool:
+        """A forward begins. False: of other weights than the keys, so nothing is saved from here on."""
         self._prompts.check(model, given, self._columns)
         self._is_expected = True
+        return self._stamp == _stamp(model)
 
     def layer(self, number: int, keys: Tensor, values: Tensor) -> bool:
         """Save one layer of a forward. False: there is nothing to save from here on."""
@@ -344,8 +381,9 @@ class _Saving:
         self._staging.save(number, keys, values)
         if self._is_running:
             return True
-        self._staging.commit()
         self._columns, self._is_expected = end, False
+        if not self._staging.commit():
+            return False
         # A chunk that the next forward begins in the middle of cannot be saved by it, nor what follows.
         size = self._staging.chunk_tokens
         return any(
@@ -370,59 +408,121 @@ class _Staging:
         self._fillings: list[_Filling] = []
         """Of the forward that runs."""
         self._identity = identity
-        self._take(_CANARY_BLOCKS)
+        self._blocks: list[Tensor] = []
+        self.mover: Mover
+        self.place: _OnCpu | _OnGpu = _place_of(
+            cache, {plane.device for planes in probed for plane in planes}
+        )
+        try:
+            self._take(_CANARY_BLOCKS)
+        except DeviceError as error:
+            self.place = _beside_the_gpu(cache, self.place.device, error)
+            self._take(_CANARY_BLOCKS)
+        self.place.follow()
+
+    def close(self) -> None:
+        self.settle()
+        self.place.close()
+        self.place.give_back(self.mover.kv)
+        self._blocks.clear()
+
+    def settle(self) -> None:
+        """Wait for copies that earlier calls have left under way. What those saved is found from now on."""
+        self.abort()
+        self.mover.drain()
+        self._cache.step()
 
     def identify(self, identity: Identity) -> None:
+        """From now on keys are of other weights. The buffer stays, and the canary has proven it."""
+        self.settle()
+        self.mover.identity = completed(identity, self._layout, self._cache.approximation)
         self._identity = identity
-        self._take(len(self._blocks[0]))
 
     def _take(self, blocks: int) -> None:
         """Blocks [H, C, K | V] for at least so many chunks."""
-        self._blocks = [
-            torch.empty(max(blocks, _CANARY_BLOCKS), heads, self.chunk_tokens, k + v, dtype=self._dtype)
-            for heads, k, v in self._layout.layers
-        ]
-        kv = PagedKV(self._layout, self._layout.whole, self._blocks)
-        self.mover = Mover(self._cache, kv, self._identity, spare_blocks=range(_CANARY_BLOCKS))
+        count = max(blocks, _CANARY_BLOCKS)
+        shapes = [(heads, self.chunk_tokens, k + v) for heads, k, v in self._layout.layers]
+        sizes = [prod(shape) for shape in shapes]
+        # A chunk's layers lie one after the other, as they do in a payload: it can be copied as one piece.
+        whole = self.place.empty((count, sum(sizes)), self._dtype)
+        parts = torch.split(whole, sizes, dim=1)
+        taken = [part.view(count, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        with self.place.current():
+            kv = self.place.kv(self._layout, taken)
+            try:
+                mover = self.place.mover(kv, self._identity)
+                mover.prove(range(_CANARY_BLOCKS))
+            except BaseException:
+                self.place.give_back(kv)
+                raise
+        if self._blocks:
+            self.place.give_back(self.mover.kv)
+        self._blocks, self.mover = taken, mover
 
     def _make_room(self, blocks: int) -> None:
+        """Raises one of _FAILURES if the GPU has none; what was taken before is still there then."""
         if blocks > len(self._blocks[0]):
+            self.mover.drain()  # nothing may copy to or from blocks that are given up
             self._take(1 << (blocks - 1).bit_length())
 
-    def load(self, rows: Sequence[_Row]) -> tuple[list[Counter[str]], list[list[Tensor]]]:
+    def load(self, rows: Sequence[_Row]) -> tuple[list[Counter[str]], Iterator[list[Tensor]]]:
         """How much is stored of each row, by tier; and each layer's K and V of it, [rows, H, columns, D]."""
-        self.abort()
+        self.settle()
         size = self.chunk_tokens
         matches: list[core.Match] = []
+        held: dict[int, core.Match] = {}
+        """Those whose leases are ours to end: a load ends its match's own, perhaps later."""
+        prefixes: list[list[Tensor]] = []
         try:
-            for row in rows:
+            for number, row in enumerate(rows):
                 matches.append(self.mover.match(row.chain))
+                held[number] = matches[-1]
                 row.saved = matches[-1].chunks
-            self._make_room(max(row.saved for row in rows))
-            end = _common_end(rows, size)
-            columns = max(row.pad + row.saved * size for row in rows) if end else 0
-            prefixes = [
-                [torch.zeros(len(rows), heads, columns, width, dtype=self._dtype) for width in (k, v)]
-                for heads, k, v in self._layout.layers
-            ]
+            self.place.follow()
+            if end := _common_end(rows, size):
+                prefixes = self._prefixes(rows, max(row.pad + row.saved * size for row in rows))
             for number, (row, match) in enumerate(zip(rows, matches, strict=True)):
-                if row.pad < end:
-                    load = self.mover.load(match, range(match.chunks))
-                    load.all()
-                    row.saved = load.finish() // size
+                if prefixes and row.pad < end:
                     there = slice(row.pad, row.pad + match.chunks * size)
+                    # What has a fingerprint is waited for: how much of it is to be believed is used below.
+                    with (
+                        self.place.current(),
+                        self.mover.load(held.pop(number), range(match.chunks)) as load,
+                    ):
+                        load.all()
+                        load.confirm()
+                    row.saved = load.tokens // size
                     for blocks, (keys, values) in zip(self._blocks, prefixes, strict=True):
                         for block, plane in _facing(blocks, keys[number, :, there], values[number, :, there]):
                             plane.copy_(block)
+        except DeviceError as error:
+            _warn(error, f"load {end} tokens: they are computed")
+            prefixes = []
         finally:
-            for match in matches:
+            for match in held.values():
                 self._cache.release(match)
             self._cache.step()
-        end = _common_end(rows, size)  # less, where something differed from what had been saved
+        # Less, where something differed from what had been saved.
+        end = _common_end(rows, size) if prefixes else 0
         found = [
             _by_tier(match.sources, end - row.pad, size) for match, row in zip(matches, rows, strict=True)
         ]
-        return found, [[plane[:, :, :end] for plane in planes] for planes in prefixes] if end else []
+        return found, _handed_over(prefixes, end)
+
+    def _prefixes(self, rows: Sequence[_Row], columns: int) -> list[list[Tensor]]:
+        """Room for what is stored of these rows, on its way to their cache; none, if the GPU has none."""
+        try:
+            self._make_room(max(row.saved for row in rows))
+            return [
+                [
+                    torch.zeros(len(rows), heads, columns, width, dtype=self._dtype, device=self.place.device)
+                    for width in (k, v)
+                ]
+                for heads, k, v in self._layout.layers
+            ]
+        except _FAILURES as error:
+            _warn(error, f"load {columns} tokens: they are computed")
+            return []
 
     def begin(self, rows: Sequence[_Row], start: int, end: int) -> None:
         """Reserve what a forward over columns [start, end) computes of whole chunks that are not stored."""
@@ -433,43 +533,199 @@ class _Staging:
             full = min((end - row.pad) // size, len(row.chain.keys))
             if full > row.saved and row.pad + row.saved * size >= start:
                 spans.append((number, row, full))
-        self._make_room(max((full - row.saved for _, row, full in spans), default=0))
+        needed = sum(full - row.saved for _, row, full in spans)
+        try:
+            self._make_room(needed)
+        except _FAILURES as error:
+            _warn(error, f"save {needed * size} tokens: they are not stored")
+            return
+        self.mover.reuse(range(needed))
+        taken = 0
         for number, row, full in spans:
             first, at = row.saved, row.pad + row.saved * size - start
-            blocks = dict(enumerate(self.mover.kv.check(range(full - first)), start=first))
+            own = range(taken, taken := taken + full - first)
+            blocks = dict(enumerate(self.mover.kv.check(own), start=first))
             reservation = self._cache.reserve(row.chain.keys[:full], self.mover.form, first=first)
             columns = slice(at, at + (full - first) * size)
-            self._fillings.append(_Filling(self.mover.fill(reservation, blocks), number, columns))
+            save = self.mover.fill(reservation, blocks)
+            self._fillings.append(_Filling(save, number, columns, slice(own.start, own.stop)))
             row.saved = full - reservation.dropped
 
     def save(self, number: int, keys: Tensor, values: Tensor) -> None:
         for filling in self._fillings:
             if filling.save.tokens:
                 new = (plane[filling.row, :, filling.columns].detach() for plane in (keys, values))
-                for block, plane in _facing(self._blocks[number], *new):
+                for block, plane in _facing(self._blocks[number][filling.blocks], *new):
                     block.copy_(plane)
-                filling.save.layer(number)
+                self.place.computed(filling.save, number)
 
-    def commit(self) -> None:
-        """The forward has come to its end: what it saved can be found from here on."""
+    def commit(self) -> bool:
+        """The forward has come to its end: what it saved can be found from the next call on.
+
+        False: not all of it, and chunks behind that have nothing to follow.
+        """
+        is_whole = True
         try:
-            while self._fillings:  # in order: a chunk's parent may be of a row before
-                self._fillings[0].save.commit()
-                del self._fillings[0]
+            with self.place.current():
+                while self._fillings:  # in order: a chunk's parent may be of a row before
+                    self.place.commit(self._fillings[0].save)
+                    del self._fillings[0]
+        except DeviceError as error:
+            is_whole = False
+            tokens = sum(each.save.tokens for each in self._fillings)
+            _warn(error, f"save {tokens} tokens: they are not stored")
         finally:
             self.abort()
         self._cache.step()
+        return is_whole
 
     def abort(self) -> None:
         """Give back the room of a forward that did not come to its end, if there is one."""
         while self._fillings:
             self._fillings.pop().save.abort()
+        if self.mover.poll():
+            self._cache.step()
+
+
+# ---- where the buffer lies
+
+
+class _OnCpu:
+    """In this process's own memory: copies have happened when a call returns."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, cache: core.Cache | Client) -> None:
+        self._cache = cache
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Where copies are enqueued and kernels launched."""
+        return nullcontext()
+
+    def kv(self, layout: Layout, blocks: Sequence[Tensor]) -> PagedKV:
+        return PagedKV(layout, layout.whole, blocks)
+
+    def mover(self, kv: PagedKV, identity: Identity) -> Mover:
+        """One that has not been proven yet."""
+        return Mover(self._cache, kv, identity)
+
+    def give_back(self, kv: PagedKV) -> None:
+        """What it has taken beside the blocks: nothing. They are not used by it any more."""
+
+    def computed(self, save: Save, layer: int) -> None:
+        """One layer of a save is in the buffer."""
+        save.layer(layer)  # now, while a processor's caches have it
+
+    def commit(self, save: Save) -> None:
+        """All of them are."""
+        save.commit()
+
+    def follow(self) -> None:
+        """The slab may be another than before. Nothing is under way."""
+
+    def wait_until_pinned(self, timeout: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing is under way, and nothing will be."""
+
+
+class _PinningDevice(Device, Protocol):
+    def pin(self, memory: memoryview) -> Pinning: ...
+
+
+class _OnGpu:
+    """On the model's GPU, which copies to and from the slab while it computes. The slab is pinned for it."""
+
+    def __init__(self, cache: core.Cache | Client, copies: _PinningDevice, device: torch.device) -> None:
+        self.device = device
+        self._cache, self._copies = cache, copies
+        self._slab: object = None
+        self._pinning: Pinning | None = None
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """A kernel is launched on the GPU that is current, which need not be the model's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def kv(self, layout: Layout, blocks: Sequence[Tensor]) -> CudaKV:
+        return CudaKV(layout, layout.whole, blocks, self._copies, staging_bytes=_GPU_STAGING)
+
+    def mover(self, kv: PagedKV, identity: Identity) -> Mover:
+        assert isinstance(kv, CudaKV)
+        return CudaMover(self._cache, kv, identity, layerwise=False)
+
+    def give_back(self, kv: PagedKV) -> None:
+        assert isinstance(kv, CudaKV)
+        for lane in (self._copies.store, self._copies.load):  # also what a call that failed has left there
+            lane.record().wait()
+        kv.close()
+
+    def computed(self, save: Save, layer: int) -> None:
+        """It stays there until all are: layer by layer, the host's calls would hold the model up."""
+
+    def commit(self, save: Save) -> None:
+        save.all()
+        save.commit()
+
+    def follow(self) -> None:
+        slab = self._cache.slab
+        if slab is not self._slab:  # a server that was started anew has another one
+            self.close()
+            self._slab, self._pinning = slab, self._copies.pin(slab.view(0, slab.capacity))
+
+    def wait_until_pinned(self, timeout: float) -> bool:
+        pinning = self._pinning
+        return pinning is not None and pinning.wait(timeout) and not pinning.failure
+
+    def close(self) -> None:
+        if self._pinning is not None:
+            self._pinning.close()
+            self._pinning = None
+
+
+def _place_of(cache: core.Cache | Client, devices: set[torch.device]) -> _OnCpu | _OnGpu:
+    """On the GPU if all KV is on one, and what copies there is installed."""
+    device = next(iter(devices))
+    if len(devices) > 1 or device.type != "cuda":
+        return _OnCpu(cache)
+    try:
+        copies: _PinningDevice = import_module("lmtier.cuda.device").CudaDevice(device.index)
+    except Exception as error:  # noqa: BLE001 the import, the driver and the compiler have their own
+        return _beside_the_gpu(cache, device, error)
+    return _OnGpu(cache, copies, device)
+
+
+def _beside_the_gpu(cache: core.Cache | Client, device: torch.device, error: Exception) -> _OnCpu:
+    log.warning(
+        "lmtier: KV goes from %s to the tiers by way of a buffer in CPU memory, which is slower (%s): "
+        "install lmtier[cuda12] or lmtier[cuda13], as the driver is",
+        device,
+        error,
+    )
+    return _OnCpu(cache)
+
+
+def _warn(failure: Exception, what_not: str) -> None:
+    why = "has no room" if isinstance(failure, _OutOfMemory) else f"fails ({failure})"
+    log.warning("lmtier: the GPU %s to %s", why, what_not)
 
 
 def _common_end(rows: Sequence[_Row], size: int) -> int:
     """The column up to which every row is stored."""
     end = min(row.pad + row.saved * size for row in rows)
     return end if end > min(row.pad for row in rows) else 0
+
+
+def _handed_over(prefixes: list[list[Tensor]], end: int) -> Iterator[list[Tensor]]:
+    """Layer by layer, each of which is kept no longer than the caller keeps it."""
+    while prefixes and end:
+        yield [plane[:, :, :end] for plane in prefixes.pop(0)]
 
 
 def _by_tier(sources: Sequence[str], tokens: int, size: int) -> Counter[str]:

@@ -13,14 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, ModelRegistry
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -51,6 +55,7 @@ from lmtier.metrics import Metrics
 from lmtier.policy import make_policy
 from lmtier.registry import open_tier
 from lmtier.tier import Reason, Stat
+from lmtier_integrations.identity import preparing_files_in
 from lmtier_integrations.weights import weights_of
 
 log = logging.getLogger("vllm.lmtier")
@@ -99,6 +104,7 @@ class LMTierSecondary(SecondaryTierManager):
         tier: str,
         weights: str = "",
         load_deadline: float = 2.0,
+        trust_media_ids: bool = False,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = Config(tiers=["cpu://?capacity=4KiB", tier], load_deadline=load_deadline)
@@ -108,7 +114,7 @@ class LMTierSecondary(SecondaryTierManager):
         self.locality = Locality.LOCAL if spec.scheme == "disk" else Locality.REMOTE
         if spec.scheme != "disk":
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
-        self._seed = _seed(offloading_spec, self.block_size_bytes, weights)
+        self._seed = _seed(offloading_spec, self.block_size_bytes, weights, trust_media_ids)
         # A chunk is what vLLM moves at once: blocks_per_chunk blocks of one group of layers, of all ranks.
         tokens = max(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk
         layout = Layout((LayerShape(1, self.block_size_bytes, 0),), "u8", tokens, tokens, "vllm-offload")
@@ -360,19 +366,36 @@ def _request(context: ReqContext) -> Request:
     return request
 
 
-def _seed(spec: OffloadingSpec, nbytes: int, weights: str) -> bytes:
+def _seed(spec: OffloadingSpec, nbytes: int, weights: str, trusts_media: bool) -> bytes:
     """Where keys begin: what vLLM itself says tells KV files apart, and the weights."""
     model = spec.config.model.name
     weights = weights or weights_of(model)
-    if not weights:
-        log.warning(
-            "lmtier: the weights of %s are neither files nor named, so what is stored is found by this run "
-            "of the engine only; weights in the tier's entry would name them",
-            model,
+    why = "" if weights else "its weights are neither files nor named; weights in the tier's entry names them"
+    if not trusts_media and _takes_media(model):
+        why = (
+            "vLLM names images, audio and video by a count or as users say; if it hashes them, and no user "
+            "names them otherwise, say trust_media_ids in the tier's entry"
         )
+    if why:
+        weights = ""
+        log.warning("lmtier: what is stored of %s is found by this run of the engine only: %s", model, why)
     files = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
     facts = {**files.get_run_config(), "bytes": nbytes, "kv_cache_layout": spec.config.kv_cache_layout}
+    if preparing := preparing_files_in(model):
+        facts["preparing"] = preparing
     identity = Identity(
         model=model, weights=weights, attention=json.dumps(facts, sort_keys=True, default=str)
     )
     return seed(identity, spec.tokens_per_hash)
+
+
+def _takes_media(model: str) -> bool:
+    """A tier sees neither requests nor vLLM's configuration. Unknown counts as yes."""
+    cached = try_to_load_from_cache(model, "config.json") if not os.path.exists(model) else None
+    file = Path(cached) if isinstance(cached, str) else Path(model, "config.json")
+    if not file.is_file():
+        return True
+    kinds = json.loads(file.read_text()).get("architectures") or [""]
+    return any(
+        kind in _MULTIMODAL_MODELS or kind not in ModelRegistry.get_supported_archs() for kind in kinds
+    )

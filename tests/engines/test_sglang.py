@@ -171,6 +171,11 @@ class Started:
     json_model_override_args: str = "{}"
     context_length: int | None = None
     load_format: str = "auto"
+    quantization_param_path: str | None = None
+    moe_runner_backend: str = "auto"
+    dllm_algorithm: str | None = None
+    trust_mm_content_hashes: bool = False
+    lora_paths: list[Any] | None = None
     speculative_algorithm: str | None = None
     speculative_draft_model_path: str | None = None
 
@@ -440,6 +445,11 @@ def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(serve
         {"started": Started(kv_cache_dtype="fp8_e5m2")},
         {"started": Started(json_model_override_args='{"rope_theta": 1}')},
         {"started": Started(load_format="dummy")},
+        {"started": Started(load_format="remote_instance")},
+        {"started": Started(moe_runner_backend="marlin")},
+        {"started": Started(dllm_algorithm="LowConfidence")},
+        {"started": Started(trust_mm_content_hashes=True)},
+        {"started": Started(lora_paths=[SimpleNamespace(lora_name="a", lora_path="of/a/hub")])},
         {"started": Started(speculative_draft_model_path="draft")},
         {"extra": {"model": "another"}},
         {"extra": {"weights": "another"}},
@@ -455,12 +465,31 @@ def test_pages_that_are_not_interchangeable_do_not_meet(served, engine, other):
     assert two.load(keys) == [False] * 3
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "processor_config.json", "own.py"])
 def test_another_model_at_the_same_place_is_another_model(served, engine, tmp_path, name):
     served()
     engine().save(hashes(3))
     (tmp_path / "model" / name).write_bytes(b"another one")
     assert engine().backend.batch_exists(hashes(3)) == 0
+
+
+FILES = ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "scales")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_sglang_names_by_its_place_is_named_by_its_content(served, engine, tmp_path, name):
+    (tmp_path / "adapter").mkdir()
+    for each in FILES:
+        (tmp_path / each).write_text("one")
+    started = Started(
+        lora_paths=[SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "adapter"))],
+        quantization_param_path=str(tmp_path / "scales"),
+    )
+    served()
+    engine(started=started).save(hashes(3))
+    assert engine(started=started).backend.batch_exists(hashes(3)) == 3
+    (tmp_path / name).write_text("another")
+    assert engine(started=started).backend.batch_exists(hashes(3)) == 0
 
 
 def test_each_tensor_parallel_rank_has_its_own_and_mla_is_stored_once(served, engine):

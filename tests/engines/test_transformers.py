@@ -363,6 +363,18 @@ def test_weights_that_change_begin_new_keys_at_once(opened):
         store.generate(prompt)
 
 
+def test_a_cache_from_before_a_change_of_weights_saves_nothing(opened):
+    model = AutoModelForCausalLM.from_config(model_of("llama").config).eval()
+    prompt, store = prompt_of(53), opened(model)
+    cache = store.cache_for(prompt)
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 2
+        model(prompt, past_key_values=cache)
+        model.model.embed_tokens.weight /= 2  # the bits of before
+    assert found(store, prompt) == [0]
+    assert answer(store.generate, prompt) == answer(model.generate, prompt)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_prompts_whose_rotation_depends_on_their_length_are_left_to_the_model(opened, kind):
     model = model_of(kind)

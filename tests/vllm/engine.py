@@ -14,13 +14,21 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from threading import Timer
+from typing import IO, Any
 
-PATIENCE = 240.0
+from tests.vllm import template
+
+PATIENCE = 400.0
+"""Seconds that an engine has for each thing it is told, its start among them."""
 
 
 class Engine:
-    """Outputs are greedy. `log` is what vLLM said."""
+    """Outputs are greedy. `log` is what vLLM said.
+
+    `fresh`: it and its processes are interpreters of their own, which hash strings each in its own way; else
+    they are copies of one that has imported vLLM, and start several times as fast.
+    """
 
     def __init__(
         self,
@@ -30,18 +38,15 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         processes: bool = False,
         env: dict[str, str] | None = None,
+        fresh: bool = False,
         wait: bool = True,
         **options: Any,
     ) -> None:
         self.log = folder / f"engine-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                ["nice", "-n", "5", sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})}),
-                text=True,
+            start = _start if fresh else template.copy
+            self.process = start(
+                environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})}), log
             )
         self._tell({"model": str(model), "transfer": transfer, **options})
         if wait:
@@ -54,11 +59,19 @@ class Engine:
 
     def _hear(self) -> Any:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("@"):
-                return json.loads(line[1:])
+        limit = Timer(PATIENCE, self.process.kill)
+        limit.start()
+        began = time.monotonic()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("@"):
+                    return json.loads(line[1:])
+        finally:
+            limit.cancel()
         self._close()
-        raise EngineDied(self.log.read_text()[-6000:])
+        hung = time.monotonic() - began >= PATIENCE
+        ended = f"no answer within {PATIENCE} seconds" if hung else "it ended"
+        raise EngineDied(f"{ended}\n{self.log.read_text()[-6000:]}")
 
     def ask(self, what: str, **given: Any) -> Any:
         self._tell({"do": what, **given})
@@ -72,6 +85,28 @@ class Engine:
             Output(each)
             for each in self.ask("generate", prompts=prompts, tokens=tokens, salt=salt, lora=lora, ttl=ttl)
         ]
+
+    def see(
+        self,
+        prompts: list[list[int]],
+        images: list[int | None],
+        tokens: int = 8,
+        *,
+        ids: list[str] | None = None,
+        salt: str = "",
+        processor: dict[str, Any] | None = None,
+    ) -> list[Output]:
+        """One after the other, each with the image of that number; `ids` are users' names for them."""
+        return [
+            Output(each)
+            for each in self.ask(
+                "see", prompts=prompts, images=images, tokens=tokens, ids=ids, salt=salt, processor=processor
+            )
+        ]
+
+    def embed(self, prompts: list[tuple[int, int]], tokens: int = 8) -> list[Output]:
+        """One after the other: of each the number, and how many embeddings it has instead of tokens."""
+        return [Output(each) for each in self.ask("embed", prompts=prompts, tokens=tokens)]
 
     def seconds(self, prompt: list[int]) -> float:
         """Until the first token."""
@@ -94,6 +129,32 @@ class Engine:
         return [
             Output(each) for each in self.ask("abort_within", prompts=prompts, tokens=tokens, after=after)
         ]
+
+    def rpc(self, method: str, **kwargs: Any) -> None:
+        """Call a method of all workers."""
+        assert self.ask("rpc", method=method, kwargs=kwargs)
+
+    def write(self, by: float) -> None:
+        """Change all weights of an engine in one process, as its owner can: no call of vLLM's tells of it."""
+        assert self.ask("write", by=by)
+
+    def sleep(self, level: int) -> None:
+        """And wake up."""
+        assert self.ask("sleep", level=level)
+
+    def add_lora(self, lora: str) -> None:
+        assert self.ask("add_lora", lora=lora)
+
+    def remove_lora(self, lora: str) -> None:
+        assert self.ask("remove_lora", lora=lora)
+
+    def start(self, prompts: list[list[int]], tokens: int, *, lora: str) -> None:
+        """Requests that go on while `beside` answers others, and that nobody waits for."""
+        assert self.ask("start", prompts=prompts, tokens=tokens, lora=lora)
+
+    def beside(self, asked: list[tuple[list[int], str]], tokens: int = 8) -> list[Output]:
+        """Prompts with adapters of their own, all at once, beside requests that go on."""
+        return [Output(each) for each in self.ask("beside", asked=asked, tokens=tokens)]
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.ask("metrics")
@@ -125,6 +186,17 @@ class Engine:
         self.stop()
 
 
+def _start(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["nice", "-n", "5", sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        text=True,
+    )
+
+
 def environment(more: dict[str, str]) -> dict[str, str]:
     """One thread, one GiB of KV, and nothing from the network."""
     return {
@@ -153,14 +225,16 @@ class Output:
 # ---- in the process
 
 
-def _main() -> None:
+def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
+    os.register_at_fork(after_in_child=replies.close)  # who asks sees its end though others live on
     os.dup2(2, 1)  # what the engine's processes say is for the log
 
     def say(reply: Any) -> None:
         replies.write("@" + json.dumps(reply) + "\n")
         replies.flush()
 
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.lora.request import LoRARequest
@@ -178,9 +252,10 @@ def _main() -> None:
         "skip_tokenizer_init": True,
         "block_size": 32,
     }
-    llm = LLM(
-        **{**defaults, **options}, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None
-    )
+    options = {**defaults, **options}
+    if options["enforce_eager"]:
+        torch.compiler.set_stance("force_eager")  # ranks would compile a function of vLLM's, for seconds each
+    llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None)
     say("ready")
 
     def greedy(tokens: int, ttl: object = None) -> Any:
@@ -197,8 +272,38 @@ def _main() -> None:
 
     def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str, ttl: object = None) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
-        adapter = LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
-        return llm.generate(asked, greedy(tokens, ttl), use_tqdm=False, lora_request=adapter)
+        return llm.generate(asked, greedy(tokens, ttl), use_tqdm=False, lora_request=adapter(lora))
+
+    def adapter(lora: str) -> Any:
+        return LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
+
+    def begin(prompt: list[int], tokens: int, lora: str) -> str:
+        name = f"begun {time.monotonic_ns()}"
+        llm.llm_engine.add_request(
+            name, {"prompt_token_ids": prompt}, greedy(tokens), lora_request=adapter(lora)
+        )
+        return name
+
+    def see(
+        prompts: list[list[int]],
+        images: list[int | None],
+        tokens: int,
+        ids: list[str] | None,
+        salt: str,
+        processor: dict[str, Any] | None,
+    ) -> list[Any]:
+        found = []
+        for number, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
+            asked: dict[str, Any] = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+            if image is not None:
+                asked["multi_modal_data"] = {"image": _image(image)}
+                if ids is not None:
+                    asked["multi_modal_uuids"] = {"image": [ids[number]]}
+                if processor is not None:
+                    asked["mm_processor_kwargs"] = processor
+            found += llm.generate([asked], greedy(tokens), use_tqdm=False)
+            settle()
+        return found
 
     def settle() -> None:
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
@@ -212,6 +317,13 @@ def _main() -> None:
         match given.pop("do"):
             case "generate":
                 found = generate(**given)
+                settle()
+                say([outcome(each) for each in found])
+            case "see":
+                say([outcome(each) for each in see(**given)])
+            case "embed":
+                asked = [{"prompt_embeds": _embeds(llm, *each)} for each in given["prompts"]]
+                found = [llm.generate([each], greedy(given["tokens"]), use_tqdm=False)[0] for each in asked]
                 settle()
                 say([outcome(each) for each in found])
             case "seconds":
@@ -251,6 +363,31 @@ def _main() -> None:
                 if given["wanted"] == is_set_aside:
                     halves, is_set_aside = _swap_connector(llm, halves), not is_set_aside
                 say("done")
+            case "rpc":
+                llm.collective_rpc(given["method"], kwargs=given["kwargs"])
+                say(True)
+            case "write":
+                for parameter in llm.llm_engine.model_executor.driver_worker.get_model().parameters():
+                    parameter.data.mul_(given["by"])
+                say(True)
+            case "sleep":
+                llm.sleep(given["level"])
+                llm.wake_up()
+                say(True)
+            case "add_lora":
+                say(llm.llm_engine.add_lora(adapter(given["lora"])))
+            case "remove_lora":
+                say(llm.llm_engine.remove_lora(1 + hash(given["lora"]) % 1000))
+            case "start":
+                for prompt in given["prompts"]:
+                    begin(prompt, given["tokens"], given["lora"])
+                say(True)
+            case "beside":
+                begun = [begin(prompt, given["tokens"], lora) for prompt, lora in given["asked"]]
+                came: dict[str, Any] = {}
+                while not all(each in came for each in begun):
+                    came |= {each.request_id: each for each in llm.llm_engine.step() if each.finished}
+                say([outcome(came[each]) for each in begun])
             case "metrics":
                 say(_metrics())
             case "version":
@@ -271,6 +408,24 @@ def _version() -> dict[str, Any]:
         "package": str(Path(vllm.__file__).parent),
         "compiled": [file for name, file in modules if name.startswith("vllm.") and file.endswith(".so")],
     }
+
+
+def _embeds(llm: Any, number: int, length: int) -> Any:
+    """Of no tokens of the model."""
+    import torch
+
+    model = llm.llm_engine.model_config
+    shape = length, model.get_hidden_size()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(model.dtype) * 0.2
+
+
+def _image(number: int) -> Any:
+    """Squares of one colour each."""
+    import numpy
+    from PIL import Image
+
+    colours = numpy.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=numpy.uint8)
+    return Image.fromarray(colours.repeat(14, axis=0).repeat(14, axis=1))
 
 
 def _swap_connector(llm: Any, halves: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -297,4 +452,4 @@ def _metrics() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -8,12 +8,22 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    BlipImageProcessor,
     DeepseekV2Config,
     Gemma3TextConfig,
+    OPTConfig,
     Phi3Config,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3NextConfig,
 )
@@ -119,8 +129,53 @@ def make(folder: Path) -> None:
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / name)
+    torch.manual_seed(1)
+    trained = AutoModelForCausalLM.from_config(CONFIGS["qwen2"])
+    trained.to(torch.bfloat16).save_pretrained(folder / "qwen2-trained")
     for seed, name in enumerate(("first-adapter", "second-adapter")):
         make_adapter(folder / name, CONFIGS["qwen2"], seed)
+    make_seeing(folder / "blip2")
+
+
+def make_seeing(folder: Path) -> None:
+    """A model that sees 56 × 56 pixels as 32 tokens before the prompt; it needs no torchvision."""
+    torch.manual_seed(0)
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.2,
+    }
+    text = OPTConfig(
+        **COMMON,
+        hidden_size=256,
+        word_embed_proj_dim=256,
+        ffn_dim=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        init_std=0.2,
+    )
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(**small, image_size=56, patch_size=14).to_dict(),
+        qformer_config=Blip2QFormerConfig(**small, encoder_hidden_size=64, vocab_size=2048).to_dict(),
+        text_config=text.to_dict(),
+        num_query_tokens=32,
+        image_text_hidden_size=64,
+        image_token_index=3,
+        initializer_range=0.2,
+    )
+    model = Blip2ForConditionalGeneration(config)
+    model.query_tokens.data.normal_()
+    model.language_projection.weight.data.mul_(8)  # so that answers tell what it saw
+    model.to(torch.bfloat16).save_pretrained(folder)
+    words = {"<unk>": 0, "<image>": 3} | {f"w{each}": each for each in range(2048) if each not in (0, 3)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), unk_token="<unk>", pad_token="<unk>"
+    )
+    pixels = BlipImageProcessor(size={"height": 56, "width": 56})
+    Blip2Processor(image_processor=pixels, tokenizer=tokenizer, num_query_tokens=32).save_pretrained(folder)
 
 
 def make_adapter(folder: Path, config: PretrainedConfig, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,10 +16,10 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from lmtier.server.client import Client
 from tests.server.process import until
-from tests.vllm.conftest import CacheServer, prompts_of, transfer
+from tests.vllm.conftest import CHUNK, alone, cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine, EngineDied
 
-BLOCK, CHUNK = 32, 256
+BLOCK = 32
 EDGES = sorted(
     {
         edge + step
@@ -34,23 +35,6 @@ PROMPTS = [
 ]
 DISK = "disk://{}?capacity=1GiB"
 RECOVERY = 60.0  # seconds until a server is found again, or a router has heard
-
-
-def tokens(outputs):
-    return [each.tokens for each in outputs]
-
-
-def alone(engine, prompts, **options):
-    """One after the other. What meets in a step is chance with several processes, and turns near ties."""
-    return [engine.generate([each], **options)[0] for each in prompts]
-
-
-def cached(outputs):
-    return sum(each.cached for each in outputs)
-
-
-def loadable(prompts):
-    return sum((len(each) - 1) // CHUNK * CHUNK for each in prompts)
 
 
 def loads_all(engine, prompts, wanted):
@@ -86,7 +70,7 @@ def test_there_are_prompts_around_all_edges():
 
 def test_cold_from_memory_from_disk_and_after_a_restart(models, tmp_path, expected):
     how = transfer(tiers=["cpu://?capacity=256MiB", DISK.format(tmp_path / "kv")], verify="always")
-    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+    with Engine(tmp_path, models / "qwen2", transfer=how, fresh=True) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
         engine.forget()
         warm = engine.generate(PROMPTS)
@@ -96,11 +80,31 @@ def test_cold_from_memory_from_disk_and_after_a_restart(models, tmp_path, expect
         assert found["vllm:prompt_tokens_cached_by_source_total{host}"] > 0
         assert found["vllm:external_prefix_cache_hits_total"] == found["lmtier:loaded_tokens_total"]
         assert not found["lmtier:load_failures_total"]
-    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+    with Engine(tmp_path, models / "qwen2", transfer=how, fresh=True) as engine:
         again = engine.generate(PROMPTS)
         assert tokens(again) == expected
         assert cached(again) >= loadable(PROMPTS)
         assert engine.metrics()["vllm:prompt_tokens_cached_by_source_total{disk}"] > 0
+
+
+def test_embeddings_for_tokens_are_not_cached(models, tmp_path):
+    """vLLM shows zeros for their tokens; nor does a prompt of zeros find anything of theirs."""
+    how = transfer(tiers=["cpu://?capacity=256MiB"])
+    prompts, zeros = [(1, 700), (2, 700), (3, 700)], [[0] * 700]
+    with Engine(tmp_path, models / "qwen2", transfer=how, enable_prompt_embeds=True) as engine:
+        engine.use_connector(False)
+        wanted, of_zeros = tokens(engine.embed(prompts)), tokens(engine.generate(zeros))
+        assert len({tuple(each) for each in wanted}) == 3
+        engine.forget()
+        engine.use_connector(True)
+        assert tokens(engine.embed(prompts)) == wanted
+        assert engine.metrics()["lmtier:saved_tokens_total"] == 0
+        assert tokens(engine.generate(zeros)) == of_zeros
+        engine.forget()
+        again = engine.embed(prompts[::-1])
+        assert tokens(again) == wanted[::-1]
+        assert cached(again) == 0
+        assert engine.generate(zeros)[0].cached == 2 * CHUNK
 
 
 def test_engines_share_a_server_whatever_their_mode_and_each_prefills_only_what_is_new(
@@ -232,7 +236,9 @@ def test_lengths_that_change_kv_do_not_see_each_other(models, tmp_path, server):
 def test_adapters_do_not_see_each_other(models, tmp_path, server):
     prompts = prompts_of(800, 1000)
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    first, second = str(models / "first-adapter"), str(models / "second-adapter")
+    first, second = (
+        str(shutil.copytree(models / name, tmp_path / name)) for name in ("first-adapter", "second-adapter")
+    )
     with Engine(tmp_path, models / "qwen2", **options) as plain:
         wanted = {lora: tokens(alone(plain, prompts, lora=lora)) for lora in ("", first, second)}
     assert wanted[first] != wanted[""] != wanted[second] != wanted[first]
@@ -244,15 +250,17 @@ def test_adapters_do_not_see_each_other(models, tmp_path, server):
                 outputs = alone(engine, prompts, lora=lora)
                 assert tokens(outputs) == answers
                 assert cached(outputs) == found
+        longer = [prompts[0] + prompts[1]]  # stands in part on what the engine has itself
+        alone(engine, longer, lora=first)
+        engine.forget()
+        assert cached(alone(engine, longer, lora=first)) == loadable(longer)
         # An adapter by the same name with other weights is another.
-        (models / "first-adapter").rename(models / "kept")
-        (models / "second-adapter").rename(models / "first-adapter")
+        shutil.rmtree(first)
+        shutil.copytree(second, first)
     with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
         outputs = alone(engine, prompts, lora=first)
         assert tokens(outputs) == wanted[second]
         assert cached(outputs) == 0
-    (models / "first-adapter").rename(models / "second-adapter")
-    (models / "kept").rename(models / "first-adapter")
 
 
 def test_a_producer_fills_what_a_consumer_uses(models, tmp_path, expected, server):
@@ -571,7 +579,7 @@ def test_corruption_on_disk_is_recomputed(models, tmp_path, expected):
     "options",
     [
         {"processes": True},
-        {"processes": True, "tensor_parallel_size": 2},
+        {"processes": True, "tensor_parallel_size": 2, "fresh": True},
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
         {"dtype": "float16", "block_size": 64},
@@ -595,7 +603,7 @@ def test_kinds_of_engines(models, tmp_path, server, options):
     idle(server.path)
 
 
-def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(models, tmp_path):
+def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(models, tmp_path, server):
     prompts = prompts_of(2000, 700, 513, 257, 100, prefix=90)
     # Only where something is compiled, vLLM's CPU workers make room for what an earlier stage hands on.
     how: dict[str, Any] = {
@@ -606,25 +614,25 @@ def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(mode
     stages: dict[str, Any] = {"pipeline_parallel_size": 2}
     with Engine(tmp_path, models / "qwen2", **how, **stages) as plain:
         wanted = tokens(alone(plain, prompts))
-    for number, (saves, loads) in enumerate(((stages, {}), ({}, stages))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        server = CacheServer(folder)
-        given = transfer(server=str(server.path), mode="layerwise")
-        with Engine(tmp_path, models / "qwen2", transfer=given, **how, **saves) as engine:
-            assert tokens(alone(engine, prompts)) == wanted
-            engine.forget()
-            warm = engine.generate(prompts)
+    how["transfer"] = transfer(server=str(server.path), mode="layerwise")
+    with (
+        Engine(tmp_path, models / "qwen2", **how, **stages) as two,
+        Engine(tmp_path, models / "qwen2", **how) as one,
+    ):
+        for saves, loads, salt in ((two, one, "saved by two"), (one, two, "saved by one")):
+            cold = alone(saves, prompts, salt=salt)
+            assert tokens(cold) == wanted
+            assert cached(cold) < loadable(prompts)
+            saves.forget()
+            warm = saves.generate(prompts, salt=salt)
             assert tokens(warm) == wanted
             assert cached(warm) >= loadable(prompts)
-            assert not engine.metrics()["lmtier:load_failures_total"]
-        with Engine(tmp_path, models / "qwen2", transfer=given, **how, **loads) as engine:
-            warm = alone(engine, prompts)
+            warm = alone(loads, prompts, salt=salt)
             assert tokens(warm) == wanted
             assert cached(warm) >= loadable(prompts)
+        for engine in (two, one):
             assert not engine.metrics()["lmtier:load_failures_total"]
-        idle(server.path)
-        server.close()
+    idle(server.path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -733,3 +741,12 @@ def test_a_policy_that_fails_requests_is_warned_of(models, tmp_path, server):
         tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), policy="fail")
     ) as engine:
         assert engine.log.read_text().count("kv_load_failure_policy") >= 1
+
+
+def test_an_engine_that_hangs_is_killed_and_its_log_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.vllm.engine.PATIENCE", 1.0)
+    engine = Engine(tmp_path, tmp_path / "no model", wait=False)
+    engine.process.send_signal(signal.SIGSTOP)
+    engine.log.write_text("its last words")
+    with pytest.raises(EngineDied, match=r"no answer within 1\.0 seconds\nits last words"):
+        engine.metrics()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine
-from tests.vllm.test_engine import cached, idle, loadable, tokens
+from tests.vllm.test_engine import idle
 
 BESIDE = {"kv_connector": "Beside", "kv_connector_module_path": "tests.vllm.beside", "kv_role": "kv_both"}
 

@@ -6,6 +6,7 @@ First the class alone, on memory like vLLM's; then real engines.
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import time
@@ -125,6 +126,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     return folder
 
 
@@ -318,6 +320,22 @@ def test_other_weights_do_not_meet(opened, redis_server, model):
     (model / "model.safetensors").write_bytes(b"other")
     assert opened(url).lookup(names(3)) == [False] * 3
     assert opened(url, weights="mine").lookup(names(3)) == [False] * 3
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VLForConditionalGeneration", "OfAPlugin"])
+def test_items_that_users_may_name_are_found_by_this_run_only_unless_trusted(
+    opened, redis_server, model, monkeypatch, kind
+):
+    (model / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    url = f"unix://{redis_server}?namespace={kind}"
+    opened(url).store(names(3))
+    opened(url, trust_media_ids=True).store(names(3, "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr("lmtier.keys._PROCESS_SECRET", "of another process")
+        assert opened(url).lookup(names(3)) == [False] * 3
+        assert opened(url, trust_media_ids=True).lookup(names(3, "b")) == [True] * 3
+        (model / "preprocessor_config.json").write_text("{}")
+        assert opened(url, trust_media_ids=True).lookup(names(3, "b")) == [False] * 3
 
 
 @pytest.mark.parametrize(

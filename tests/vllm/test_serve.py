@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +17,9 @@ from typing import Any
 
 from tests.server.process import until
 from tests.vllm.conftest import prompts_of, transfer
-from tests.vllm.engine import environment
+from tests.vllm.engine import PATIENCE, environment
 
 DOC = Path(__file__).parents[2] / "docs" / "VLLM.md"
-PATIENCE = 240.0
 
 
 @contextmanager
@@ -35,6 +36,7 @@ def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
             ["nice", "-n", "5", *command, "--kv-transfer-config", how, *more],
             stdout=out,
             stderr=out,
+            process_group=0,
             env=environment({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
         )
     base = f"http://127.0.0.1:{port}"
@@ -46,11 +48,14 @@ def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
         return False
 
     try:
-        until(is_up, PATIENCE)
+        until(is_up, PATIENCE)  # until then SIGTERM may be lost
         yield base
-    finally:
         process.terminate()
         process.wait(PATIENCE)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def ask(url: str, body: Any = None, **headers: str) -> bytes:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from lmtier.server.client import Client
-from tests.vllm.conftest import CacheServer, prompts_of, transfer
+from tests.vllm.conftest import CHUNK, CacheServer, alone, cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine, EngineDied, Output
-from tests.vllm.test_engine import CHUNK, alone, cached, loadable, tokens
 
 STEP = 512
 PROMPTS = [

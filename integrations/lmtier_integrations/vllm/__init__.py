@@ -26,8 +26,9 @@ from lmtier.errors import LayoutError
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, Report
+from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.scheduler import Scheduler
-from lmtier_integrations.vllm.settings import Settings
+from lmtier_integrations.vllm.settings import ANY, BLHNC, Settings
 from lmtier_integrations.vllm.stats import Prometheus, Stats
 from lmtier_integrations.vllm.worker import Worker
 
@@ -73,6 +74,8 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
                 f"lmtier serves {vllm_config.model_config.model}, which has sliding windows only, "
                 "from vLLM 0.30 on"
             )
+        if KVConnectorTransferResults is None and is_on_gpu(vllm_config):
+            raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
         launcher = Launcher(settings, transfer.engine_id)
         self._half: Scheduler | Worker
         self._scheduler: Scheduler
@@ -89,14 +92,25 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
-        """Any will do. vLLM asks this first, so this is where a model that cannot be served is declined."""
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Any will do; on a GPU, blocks whose layers lie together are copied by no kernel. vLLM uses what its
+        backend can.
+
+        It asks this first, so this is where a model that cannot be served is declined.
+        """
         model = vllm_config.model_config
         if model is not None and (model.is_hybrid or model.is_attention_free):
             raise LayoutError(
                 f"lmtier serves layers with attention, and {model.model} has others, which keep a state "
                 "instead of KV: start it without this connector"
             )
+        if getattr(vllm_config, "diffusion_config", None) is not None:  # from 0.31 on
+            raise LayoutError(
+                f"lmtier serves models whose tokens see only what is before them, and {model.model} computes "
+                "several at once: start it without this connector"
+            )
+        asked = vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout", BLHNC)
+        return None if asked == ANY or not is_on_gpu(vllm_config) else BLHNC
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -168,8 +182,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        # Asynchronous only where it must be: what is promised is in memory, and blocks that are loaded
-        # within a step are shared at once with all requests of the same prefix.
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens) and self._scheduler.waits_for_loads
 

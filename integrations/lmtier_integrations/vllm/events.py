@@ -19,7 +19,6 @@ from lmtier.cache import CPU
 from lmtier.journal import Change
 from lmtier.keys import KeyChain
 from lmtier.server.client import Client
-from lmtier_integrations.vllm.identity import media_of
 
 _PAUSE = 0.02  # seconds between two questions
 _KNOWN = 16_384  # chunks whose tokens are kept, in case they come to another tier
@@ -47,7 +46,7 @@ class Events:
     def saw(self, request: Request, chain: KeyChain, sources: Sequence[str]) -> None:
         """A prompt, as far as its keys are known, and where its leading chunks are; "": not there yet."""
         size, lora, salt = chain.chunk_tokens, request.lora_request, request.cache_salt
-        media = media_of(request)
+        media = [(each.identifier, each.mm_position) for each in request.mm_features]
         parent: bytes | None = None
         for number, key in enumerate(chain.keys):
             if key in self._chunks:
@@ -57,9 +56,9 @@ class Events:
                 extra = (
                     *((lora.lora_name,) if lora else ()),
                     *(
-                        (each.identity, each.offset)
-                        for each in media
-                        if each.offset < end and each.offset + each.tokens > first
+                        (name, place.offset)
+                        for name, place in media
+                        if place.offset < end and place.offset + place.length > first
                     ),
                     *((salt,) if salt and not number else ()),
                 )

@@ -15,9 +15,10 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from lmtier.keys import Extra, Identity
+from lmtier.keys import Identity
 from lmtier.lifetimes import MAX_TTL
 from lmtier_integrations.identity import attention_of, weights_in
+from lmtier_integrations.vllm.facts import facts_of, why_private
 
 log = logging.getLogger("vllm.lmtier")
 
@@ -31,10 +32,8 @@ def identity_of(config: VllmConfig, name: str = "") -> Identity:
     why = ""
     if not weights:
         why = f"the weights of {model.model} are neither files nor a commit of a hub"
-    elif config.load_config.load_format == "dummy":
-        why = "load_format=dummy makes weights up"
-    elif getattr(cache, "calculate_kv_scales", False):  # until 0.31
-        why = "calculate_kv_scales makes KV depend on the first batch"
+    else:
+        why = why_private(config)
     if why:
         weights = ""
         log.warning("lmtier: %s, so what is stored is found by this run of the engine only", why)
@@ -45,24 +44,15 @@ def identity_of(config: VllmConfig, name: str = "") -> Identity:
         kv=str(cache.cache_dtype),
         quantization=str(model.quantization),
         speculative=_draft(config),
+        engine=facts_of(config),
     )
     return Identity(model=name or model.model, weights=weights, attention=attention)
 
 
-def lora_of(request: Request) -> str:
-    """The adapter by its content, because another one may come to lie at the same place."""
+def lora_of(request: Request, content: str) -> str:
+    """The adapter as keys know it: by its content, because another one may come to lie at the same place."""
     lora: LoRARequest | None = request.lora_request
-    if lora is None:
-        return ""
-    content = weights_in(lora.lora_path) or f"private {_SECRET}"
-    return f"{lora.lora_name}\0{content}"
-
-
-def media_of(request: Request) -> list[Extra]:
-    return [
-        Extra(item.mm_position.offset, item.mm_position.length, item.identifier)
-        for item in request.mm_features
-    ]
+    return "" if lora is None else f"{lora.lora_name}\0{content}"
 
 
 def ttl_of(request: Request) -> float | None:

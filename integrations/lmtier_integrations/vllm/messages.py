@@ -24,6 +24,13 @@ Near: TypeAlias = "list[tuple[int, bool] | None]"
 Work: TypeAlias = "tuple[int, float]"
 """Of a step that mostly computes prompts: its tokens, and the sum of their positions."""
 
+Adapter: TypeAlias = "tuple[int, str]"
+"""Its number, as vLLM counts them, and what it is by content."""
+
+Origin: TypeAlias = "tuple[str, str]"
+"""Of weights that were loaded from files: which ones, and a digest of them, from the rank that has taken it;
+empty: from elsewhere."""
+
 _Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
 
 
@@ -38,6 +45,8 @@ class RankFacts:
     """A backend that cannot go on from loaded KV, or nothing."""
     is_asynchronous: bool
     """Whether copies go on after a step: on a GPU."""
+    files: str
+    """The files that its weights are of; empty: that is not known, or weights may change unseen."""
 
 
 @dataclass
@@ -57,6 +66,8 @@ class LoadPlan:
     """The request that waits for this one, if it does: an asynchronous load."""
     near: Near | None = None
     """Of the chunks that are not computed whole."""
+    adapter: Adapter | None = None
+    """That the keys say it was computed with."""
 
     @classmethod
     def of(
@@ -66,6 +77,7 @@ class LoadPlan:
         computed_tokens: int,
         request: str = "",
         near: Near | None = None,
+        adapter: Adapter | None = None,
     ) -> LoadPlan:
         foreign: dict[int, _Foreign] = {}
         for number, entry in enumerate(match.run):
@@ -83,6 +95,7 @@ class LoadPlan:
             computed_tokens,
             request,
             near,
+            adapter,
         )
 
     def match(self, form: Form) -> Match:
@@ -107,6 +120,9 @@ class SavePlan:
     block_ids: list[list[int]]
     """Of these chunks, one after the other, by table."""
     near: Near | None = None
+    since: int = 0
+    """The first step that may have computed any of it."""
+    adapter: Adapter | None = None
 
     @classmethod
     def of(
@@ -115,6 +131,8 @@ class SavePlan:
         tables: Sequence[Sequence[int]],
         blocks_a_chunk: int,
         near: Near | None = None,
+        since: int = 0,
+        adapter: Adapter | None = None,
     ) -> SavePlan:
         chunks = list(reservation.entries)
         return cls(
@@ -131,6 +149,8 @@ class SavePlan:
                 for table in tables
             ],
             near,
+            since,
+            adapter,
         )
 
     def reservation(self, form: Form, shard: Shard) -> Reservation:
@@ -151,6 +171,13 @@ class Plan(KVConnectorMetadata):
     epoch: int = 0
     """Counts failed loads, as far as the scheduler knew of them. What was planned before it learned of one
     may stand on blocks that were not loaded: nothing of that step is stored."""
+    step: int = 0
+    """Its number."""
+    names: int = 0
+    """Counts names of the model, as far as the scheduler knew that its weights have changed. Under older ones
+    than a rank's nothing is loaded and nothing stored."""
+    compares: bool = False
+    """Whether ranks are to see, before they compute, if their weights are those of before."""
     asks: bool = False
     """Whether the workers are to say what they hold: the scheduler knows nothing of them yet."""
     run: int = 0
@@ -162,7 +189,7 @@ class Plan(KVConnectorMetadata):
     @property
     def has_work(self) -> bool:
         """For a worker, once blocks have changed hands."""
-        return bool(self.loads or self.saves or self.computes or self.asks or self.run)
+        return bool(self.loads or self.saves or self.computes or self.asks or self.run or self.compares)
 
 
 @dataclass
@@ -178,6 +205,18 @@ class Report(KVConnectorWorkerMetadata):
     failed: set[int] = field(default_factory=set)
     """Of both, those that did not go well."""
     epoch: int = 0
+    names: int = 0
+    """What the scheduler is to count, because weights have changed; 0: they have not."""
+    origins: dict[int, Origin] = field(default_factory=dict)
+    """Of each rank whose weights have changed."""
+    was_unnoticed: bool = False
+    """Whether they had changed for a while."""
+    compared: dict[int, int] = field(default_factory=dict)
+    """How many ranks have compared their weights, or were told of a change, in which step."""
+    slept: int = 0
+    """Ranks that have slept, at the level that keeps weights."""
+    adapters: dict[int, dict[int, str]] = field(default_factory=dict)
+    """What each rank has in memory, where that has changed."""
     runs: dict[int, int] = field(default_factory=dict)
     """How many ranks followed to which run of the server."""
     under_way: int = 0
@@ -191,6 +230,12 @@ class Report(KVConnectorWorkerMetadata):
             _sum(self.saved, other.saved),
             self.failed | other.failed,
             max(self.epoch, other.epoch),
+            max(self.names, other.names),
+            self.origins | other.origins,
+            self.was_unnoticed or other.was_unnoticed,
+            _sum(self.compared, other.compared),
+            self.slept + other.slept,
+            self.adapters | other.adapters,
             _sum(self.runs, other.runs),
             self.under_way + other.under_way,
         )

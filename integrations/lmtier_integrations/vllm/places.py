@@ -14,13 +14,15 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
+from vllm.config import VllmConfig
+
 from lmtier.cache import Match, Reservation
 from lmtier.config import TierSpec
 from lmtier.cuda.mover import CudaMover
 from lmtier.cuda.paging import CudaKV
 from lmtier.cuda.pinned import Pinning
 from lmtier.cuda.streams import Device, Event
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, LayoutError
 from lmtier.keys import Identity
 from lmtier.mover import Blocks, Load, Mover, Save
 from lmtier.paging import BlockIds, PagedKV
@@ -66,6 +68,10 @@ class OnCpu:
         """Begin it; its leases are the caller's to end."""
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens)
 
+    def can_save(self, reservation: Reservation) -> bool:
+        """Whether that holds nobody up."""
+        return True
+
     def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
         return self.mover.fill(reservation, blocks)
 
@@ -101,6 +107,7 @@ class OnGpu:
         *,
         device: PinningDevice,
         layerwise: bool,
+        pins_at_start: bool,
     ) -> None:
         self._device = device
         kv = CudaKV(declared.layout, declared.shard, declared.tensors, device, tables=declared.tables)
@@ -110,7 +117,10 @@ class OnGpu:
         self._run = 0
         self._pinning: Pinning | None = None
         """Of the slab."""
-        self._told = {"pinned_bytes": 0, "slab_pin_failed": 0}
+        self._pins_at_start = pins_at_start
+        self._pin_seconds = 0.0
+        """Of slabs that are gone."""
+        self._told = dict.fromkeys(("pinned_bytes", "pin_seconds", "slab_pinned", "slab_pin_failed"), 0.0)
         self._began: tuple[Work, Event] | None = None
         self._computing: deque[tuple[Work, Event, Event]] = deque()
         """Steps that are to be measured, and the events around them."""
@@ -136,15 +146,27 @@ class OnGpu:
     def load(self, match: Match, blocks: Blocks, computed_tokens: int, near: Near | None) -> Load:
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens, near=near)
 
+    def can_save(self, reservation: Reservation) -> bool:
+        """Copies to what is not pinned yet would hold the engine's thread up until its step has ended."""
+        number, nbytes = self.mover.number, self.mover.kv.nbytes
+        last = max((entry.offsets[number] for entry in reservation.entries.values()), default=0)
+        return self._pinning is not None and self._pinning.covers(last + nbytes)
+
     def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
         return self.mover.fill(reservation, blocks, near=near)
 
     def follow(self, client: Client) -> None:
         # Not before the first step: until then the engine may capture graphs, which pinning disturbs.
         if client.run != self._run:  # then nothing is held from the old slab, so nothing copies there
-            self._unpin()
+            is_first = self._pinning is None
+            if self._pinning is not None:
+                self._pin_seconds += self._pinning.seconds
+                self._pinning.leave()
             self._run = client.run
             self._pinning = self._device.pin(client.slab.view(0, client.slab.capacity))
+            # The first step computes nothing: workers only say in it what KV they hold.
+            if is_first and self._pins_at_start:
+                self._pinning.hurry()
 
     def tell(self, stats: Stats) -> None:
         now = self._now()
@@ -153,26 +175,35 @@ class OnGpu:
                 stats.add(name, value - self._told[name])
             self._told = now
 
-    def _now(self) -> dict[str, int]:
+    def _now(self) -> dict[str, float]:
         pinning = self._pinning
+        if pinning is None:
+            return self._told
         return {
-            "pinned_bytes": pinning.pinned_bytes if pinning is not None else 0,
-            "slab_pin_failed": int(pinning is not None and bool(pinning.failure)),
+            "pinned_bytes": pinning.pinned_bytes,
+            "pin_seconds": self._pin_seconds + pinning.seconds,
+            "slab_pinned": pinning.is_whole,
+            "slab_pin_failed": bool(pinning.failure),
         }
 
     def close(self) -> None:
         self.mover.drain()
-        self._unpin()
-
-    def _unpin(self) -> None:
         if self._pinning is not None:
             self._pinning.close()
             self._pinning = None
 
 
+def is_on_gpu(config: VllmConfig) -> bool:
+    """Whether this engine keeps its KV on a GPU: asked before there is any."""
+    return bool(config.device_config.device_type != "cpu")
+
+
 def device_of(tensors: Sequence[Any]) -> PinningDevice | None:
     """The GPU that these lie on; None: they are in this process's own memory."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    found = {tensor.device for tensor in tensors}
+    if all(device.type == "cpu" for device in found):
         return None
-    device: PinningDevice = import_module("lmtier.cuda.device").CudaDevice()
+    if len(found) > 1:
+        raise LayoutError(f"lmtier serves ranks whose KV is on one device, this one's is on {found}")
+    device: PinningDevice = import_module("lmtier.cuda.device").CudaDevice(found.pop().index)
     return device

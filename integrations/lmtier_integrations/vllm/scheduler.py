@@ -8,6 +8,10 @@
     request_finished             whatever it still held is released
 
 Every lease is either a request's here, or in `_loading` until all ranks have said that they are done with it.
+
+Names are of what ranks have in memory, and only they know that. So each plan says what its names are made
+of; a rank that has something else loads and stores none of it, and tells. Where weights may have changed,
+because vLLM was told to forget or somebody called into the ranks, they are asked before anything is promised.
 """
 
 from __future__ import annotations
@@ -16,17 +20,23 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from lmtier.cache import CPU, Match, Reservation
+from lmtier.config import parse_seconds
 from lmtier.errors import LayoutError
 from lmtier.hbm import Hbm, Places
 from lmtier.index import State
@@ -35,11 +45,25 @@ from lmtier.layout import Form, Layout, form_of
 from lmtier.mover import completed
 from lmtier.prompts import Origin
 from lmtier.server.client import Asked
+from lmtier_integrations.identity import adapter_in
 from lmtier_integrations.vllm.events import Events
-from lmtier_integrations.vllm.identity import identity_of, lora_of, media_of, ttl_of
+from lmtier_integrations.vllm.facts import why_private
+from lmtier_integrations.vllm.identity import identity_of, lora_of, ttl_of
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Near, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.media import Contents, Media
+from lmtier_integrations.vllm.memory import caller, origin_of, wrap
+from lmtier_integrations.vllm.messages import (
+    NULL_BLOCK,
+    Adapter,
+    LoadPlan,
+    Near,
+    Plan,
+    RankFacts,
+    Report,
+    SavePlan,
+)
+from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.settings import Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
@@ -69,6 +93,8 @@ class Known:
     """A request, as far as we follow it."""
 
     request: Request
+    media: Contents
+    """Images, audio and video behind its tokens."""
     chain: KeyChain | None = None
     match: Match | None = None
     looked_at: float = float("-inf")
@@ -86,6 +112,10 @@ class Known:
     """Of what is stored."""
     asked: Asked | None = None
     """Room for chunks of it, from number `stored` on."""
+    adapter: Adapter | None = None
+    """What its keys say that it is computed with."""
+    since: int = 0
+    """The first step that may have computed any of its KV."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,9 +136,19 @@ class Scheduler:
     ) -> None:
         transfer = config.kv_transfer_config
         window = window_of(cache)
-        self.waits_for_loads = bool(window) or len(cache.kv_cache_groups) > 1
-        """Whether loads are asynchronous. Where blocks leave windows, a synchronous one that fails cannot be
-        taken back: earlier blocks, which the engine would compute from, were never loaded."""
+        self._has_windows = bool(window) or len(cache.kv_cache_groups) > 1
+        """Whether blocks may leave a request before it ends."""
+        self.waits_for_loads = self._has_windows or is_on_gpu(config)
+        """Whether loads are asynchronous. Only where they must be: what a step loads by itself is shared at
+        once with all requests of the same prefix.
+
+        Where blocks leave windows, a synchronous load that fails cannot be taken back: earlier blocks, which
+        the engine would compute from, were never loaded. On a GPU the next step has begun by then, and vLLM's
+        second model runner computes on from the wrong token (vLLM #49250).
+        """
+        self._shares = bool(config.cache_config.enable_prefix_caching)
+        self._arriving: Counter[bytes] = Counter()
+        """Chunks that requests wait for: who needs the same waits with them, and then shares their blocks."""
         self._settings, self._launcher = settings, launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = config.cache_config.block_size
@@ -121,7 +161,13 @@ class Scheduler:
                 'lmtier: kv_load_failure_policy is "fail": should the cache lose what it promised, '
                 'requests fail; set it to "recompute", which costs them time only'
             )
+        self._files = origin_of(config)
         self._identity = identity_of(config, settings.model)
+        if origin_of(config) != self._files:
+            self._files = ""  # they change just now
+        self._is_own = bool(why_private(config))
+        """Whether no other run of the engine may ever find what is stored."""
+        self._media = Media(config, trusts_ids=settings.trust_media_ids)
         self._form: Form | None = None
         self._seeds: dict[tuple[str, str], bytes] = {}
         self._ranks = config.parallel_config.world_size
@@ -143,6 +189,33 @@ class Scheduler:
         self._is_under_way = False
         """Whether they do so now: only in a further step do they commit and end leases."""
         self._epoch = 0
+        self._step = 0
+        """The number of the last plan."""
+        self._names = 0
+        """Counts what the model was called by, as the ranks do."""
+        self._weights_before = ""
+        """The weights' name before the engine forgot, if it did so since they were compared."""
+        self._doubted = 0
+        """The first step in which ranks are to compare their weights."""
+        self._is_doubted = False
+        """Whether they have not yet done so."""
+        self._reset_at = 0
+        """The last plan before the engine forgot its own prefixes: what it has of them was computed later."""
+        self._adapters: dict[int, str] = {}
+        """Of each adapter in the ranks' memory, by its number, what it is; empty: they do not agree."""
+        self._adapters_of: dict[int, dict[int, str]] = {}
+        """The same of each rank."""
+        self._unchecked: list[tuple[int, list[bytes]]] = []
+        """Chunks that were stored since weights were compared, and in which step."""
+        self._period = parse_seconds(settings.check_weights)
+        self._compared_at = time.monotonic()
+        self._engine: SchedulerInterface | None = caller(SchedulerInterface)
+        self._leave = ExitStack()
+        if self._engine is not None:
+            wrap(self._leave, self._engine, "reset_prefix_cache", self._reset)
+        if (core := caller(EngineCore)) is not None:
+            for name in ("collective_rpc", "add_lora", "remove_lora"):
+                wrap(self._leave, core, name, self._call)
         self._asked_at = float("-inf")
         self._unserved = 0
         self.stats = Stats()
@@ -170,6 +243,12 @@ class Scheduler:
                 "loaded KV: nothing is loaded; what is computed is still saved",
                 ", ".join(backends),
             )
+        if {facts.files for facts in ranks.values()} != {self._files} or self._engine is None:
+            self._identity = replace(self._identity, weights="")
+            log.warning(
+                "lmtier: the weights' files have changed since the engine began to load them, or it does not "
+                "show what it does to weights: what is stored is found by this run of it only"
+            )
         layout = Layout.from_json(layouts.pop())
         self._form = form_of(layout, dict.fromkeys(ranks[rank].shard for rank in sorted(ranks)))
         self._identity = completed(self._identity, layout, self.client.approximation)
@@ -182,11 +261,36 @@ class Scheduler:
     @property
     def wants_a_step(self) -> bool:
         """Though there may be nothing to compute in it."""
-        return self._form is None or self._is_under_way
+        return self._form is None or self._is_under_way or (self._is_doubted and not self._is_paused)
+
+    @property
+    def _is_paused(self) -> bool:
+        """A step would reach an engine that sleeps."""
+        return self._engine is not None and self._engine.pause_state != PauseState.UNPAUSED
 
     @property
     def _is_ready(self) -> bool:
-        return self._form is not None and self._agreed == self.client.run
+        return self._form is not None and self._agreed == self.client.run and not self._is_doubted
+
+    # ---- what may change weights
+
+    def _reset(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The engine forgets its own prefixes: a trainer makes it do that after it has changed weights."""
+        is_done = method(*args, **kwargs)
+        if is_done:
+            self._reset_at = self._step
+        self._doubt()
+        return is_done
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Somebody calls into the ranks."""
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._doubt()
+
+    def _doubt(self) -> None:
+        self._is_doubted, self._doubted = True, self._step + 1
 
     # ---- keys
 
@@ -194,31 +298,42 @@ class Scheduler:
         """The request's chain over its first `tokens` tokens at least, as far as whole chunks go."""
         request, chain = known.request, known.chain
         if chain is None:
-            chain = known.chain = KeyChain(self._seed(request), self.chunk_tokens, (), media_of(request))
+            chain = known.chain = KeyChain(self._seed(known), self.chunk_tokens, (), known.media)
         if tokens > chain.tokens:
             chain.extend(request.all_token_ids[chain.tokens : tokens])
         return chain
 
-    def _seed(self, request: Request) -> bytes:
-        lora, salt = lora_of(request), request.cache_salt or ""
-        known = self._seeds.get((lora, salt))
-        if known is None:
+    def _adapter(self, request: Request) -> Adapter | None:
+        """What the ranks have read. Of one that they have not, its files: they tell if it was another."""
+        lora = request.lora_request
+        if lora is None:
+            return None
+        known = self._adapters.get(lora.lora_int_id)
+        return lora.lora_int_id, adapter_in(lora.lora_path) if known is None else known
+
+    def _lora(self, known: Known) -> str:
+        return lora_of(known.request, known.adapter[1] if known.adapter is not None else "")
+
+    def _seed(self, known: Known) -> bytes:
+        lora, salt = self._lora(known), known.request.cache_salt or ""
+        found = self._seeds.get((lora, salt))
+        if found is None:
             if len(self._seeds) > 4096:
                 self._seeds.clear()
-            known = seed(self._identity, self.chunk_tokens, lora=lora, salt=salt)
-            self._seeds[lora, salt] = known
+            found = seed(self._identity, self.chunk_tokens, lora=lora, salt=salt)
+            self._seeds[lora, salt] = found
             if lora and self._form is not None:
                 self.client.declare(self._identity, self._form, lora)
-        return known
+        return found
 
     def _tell(self, known: Known, chain: KeyChain) -> None:
         """Say what is new of a request's tokens, if the user wants that. Placeholders say nothing."""
         new = chain.keys[known.told :]
-        if not new or not self._settings.tell_tokens or media_of(known.request):
+        if not new or not self._settings.tell_tokens or known.media:
             return
         first, size = known.told, self.chunk_tokens
         tokens = known.request.all_token_ids[first * size : len(chain.keys) * size]
-        lora, salt = lora_of(known.request), known.request.cache_salt or ""
+        lora, salt = self._lora(known), known.request.cache_salt or ""
         origin = Origin.of(asdict(self._identity), lora, salt)
         self.client.tell(new, tokens, origin, chain.keys[first - 1] if first else b"")
         known.told = len(chain.keys)
@@ -227,14 +342,30 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
+        media = self._media.of(request)
+        if media is None:
+            self.stats.add("unnamed_requests")
+            self._distrust({each.identifier for each in request.mm_features})
+            return
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return  # tokens that do not say what was computed, or that may still change
-        known = self._known[request.request_id] = Known(request, due=self.chunk_tokens, ttl=ttl_of(request))
+        adapter = self._adapter(request)
+        if adapter is not None and not adapter[1]:
+            return  # nobody knows what it is computed with
+        known = self._known[request.request_id] = Known(
+            request, media, due=self.chunk_tokens, ttl=ttl_of(request), adapter=adapter
+        )
         if self._may_load(known) and self._room_ahead():
             with self.client.together():
                 self._look(known)
                 if known.match is None and self._ahead is None and self._saves:
                     self._ask_ahead(known)
+
+    def _distrust(self, names: set[str]) -> None:
+        """vLLM may from now on give one request what it computed for another under the same name."""
+        for known in list(self._known.values()):
+            if any(each.identifier in names for each in known.request.mm_features):
+                self.forget(known.request)
 
     def _ask_ahead(self, known: Known) -> None:
         """Nothing of it is stored, so it will be. In one message with the lookup: each may wake the server.
@@ -308,9 +439,11 @@ class Scheduler:
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
-        if self._form is None:
+        if self._form is None or self._is_doubted:
             return None  # it begins when the workers have said what they hold: in the next step
         known = self._known.get(request.request_id)
+        if known is not None:
+            known.since = self._reset_at + 1 if computed_tokens else self._step + 1
         if known is None or not self._may_load(known):
             if known is not None:
                 self._drop(known)
@@ -346,6 +479,8 @@ class Scheduler:
             # What the engine had itself is young again by the match, in every tier.
             self._drop(known)
             return 0
+        if match.run[computed_tokens // self.chunk_tokens].key in self._arriving:
+            return None
         known.computed = computed_tokens
         return more
 
@@ -370,6 +505,8 @@ class Scheduler:
         known.taken = request.num_preemptions
         known.looked_at = float("-inf")  # should it be preempted, another look is due
         self._promised[request.request_id] = match, list(blocks.get_block_ids())
+        if self.waits_for_loads and self._shares:
+            self._arriving.update(entry.key for entry in match.run)
         self.stats.add("loaded_tokens", external_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
@@ -389,9 +526,10 @@ class Scheduler:
     # ---- plan
 
     def plan(self, output: SchedulerOutput) -> Plan:
-        plan = Plan(epoch=self._epoch)
+        self._step += 1
+        plan = Plan(epoch=self._epoch, step=self._step, names=self._names, compares=self._is_doubted)
         if self._form is None:
-            plan.asks = True
+            plan.asks = plan.compares = True
             return plan
         if self.client.unserved != self._unserved:
             self.stats.add("unserved", self.client.unserved - self._unserved)
@@ -410,7 +548,18 @@ class Scheduler:
         if self._saves and self._is_ready and not is_unconfirmed:
             for known, computed, tokens in self._complete_after(output):
                 self._plan_save(plan, output, known, computed, tokens)
+        if plan.saves:
+            self._unchecked.append((self._step, [key for save in plan.saves for key in save.keys]))
+        if self._period and (self._unchecked or plan.loads):
+            self._compare_now_and_then(plan)
         return plan
+
+    def _compare_now_and_then(self, plan: Plan) -> None:
+        """By all ranks in one step, before it computes."""
+        if (now := time.monotonic()) - self._compared_at >= self._period:
+            plan.compares = True
+        if plan.compares:
+            self._compared_at = now
 
     def _plan_loads(self, plan: Plan, output: SchedulerOutput) -> dict[str, int]:
         """From which token on requests of this step are loaded."""
@@ -418,7 +567,7 @@ class Scheduler:
         for request_id, (match, tables) in self._promised.items():
             waits = request_id if self.waits_for_loads else ""
             if not waits and request_id not in output.num_scheduled_tokens:
-                self.client.release(match)
+                self._release(match)
                 continue
             computed = loaded_from[request_id] = self._known[request_id].computed
             copying = self._loading[match.id] = _Copying(self._ranks, match)
@@ -427,7 +576,8 @@ class Scheduler:
                 copying.places = self._hbm.load(match.run[computed // self.chunk_tokens :], match.form)
                 near = _near(copying.places)
                 self.stats.add("gpu_hit_tokens", copying.places.there * self.chunk_tokens)
-            plan.loads.append(LoadPlan.of(match, tables, computed, waits, near))
+            adapter = self._known[request_id].adapter
+            plan.loads.append(LoadPlan.of(match, tables, computed, waits, near, adapter))
         self._promised.clear()
         return loaded_from
 
@@ -500,6 +650,8 @@ class Scheduler:
                 self._withdraw(known)  # it was preempted; or the step computes less of it
             elif computed < end and will_be_back:
                 return
+            elif not self._shows(tables, asked.first, len(asked.keys)):
+                self._withdraw(known)  # the engine had these itself, and some have left a window
             else:
                 self._fill(plan, known, tables)
         if tokens < known.due:
@@ -518,7 +670,7 @@ class Scheduler:
     def _will_be_back(self, known: Known, tokens: int) -> bool:
         """Whether another step will compute some of it in the same blocks, as far as can be known."""
         last = known.request.num_prompt_tokens + known.request.max_tokens - 1
-        return _SHOWS_TABLES and not self.waits_for_loads and tokens < last
+        return _SHOWS_TABLES and not self._has_windows and tokens < last
 
     def _shows(self, tables: Sequence[Sequence[int]], first: int, end: int) -> bool:
         """Whether all blocks of these chunks are there still."""
@@ -531,7 +683,7 @@ class Scheduler:
         size = self.chunk_tokens
         is_prompt = end < known.request.num_prompt_tokens // size
         known.stored = stored
-        known.due = end * size + (size if is_prompt or self.waits_for_loads else max(size, _TOGETHER))
+        known.due = end * size + (size if is_prompt or self._has_windows else max(size, _TOGETHER))
 
     def _fill(self, plan: Plan, known: Known, tables: Sequence[Sequence[int]]) -> None:
         """Save what was asked for."""
@@ -544,7 +696,8 @@ class Scheduler:
         if reservation.entries:
             self.client.trace(reservation, known.request.trace_headers)
             a_chunk = self.chunk_tokens // self._block_tokens
-            plan.saves.append(SavePlan.of(reservation, tables, a_chunk, self._places_for(reservation)))
+            near = self._places_for(reservation)
+            plan.saves.append(SavePlan.of(reservation, tables, a_chunk, near, known.since, known.adapter))
             self.stats.add("saved_tokens", len(reservation.entries) * self.chunk_tokens)
             self.client.disown(reservation)
 
@@ -566,6 +719,12 @@ class Scheduler:
     def learn(self, report: Report) -> None:
         if report.facts and self._form is None:
             self._meet(report.facts)
+        if report.names > self._names:
+            self._change(report)
+        if report.adapters:
+            self._learn_adapters(report.adapters)
+        if report.compared:
+            self._compared(report)
         self._epoch = max(self._epoch, report.epoch)
         self._is_under_way = report.under_way > 0
         for reported, known in ((report.loaded, self._loading), (report.saved, self._saving)):
@@ -580,11 +739,70 @@ class Scheduler:
                 self._agreed = run
                 self._forget_near()
 
+    def _change(self, report: Report) -> None:
+        """Ranks have other weights than before. All of them know from where: then that is their name."""
+        self._names = report.names
+        files = {files for files, _ in report.origins.values()}
+        digest = max((digest for _, digest in report.origins.values()), default="")
+        if report.was_unnoticed and self._unchecked:
+            self.client.delete([key for _, keys in self._unchecked for key in keys])
+        self._unchecked.clear()
+        if len(report.origins) < self._ranks or len(files) > 1 or "" in files or self._is_own:
+            digest = ""
+        log.info("lmtier: the weights have changed; they are %s", digest[:16] or "known to this run only")
+        self._rename(digest or f"since a change {secrets.token_hex(16)}")
+
+    def _compared(self, report: Report) -> None:
+        """Ranks have compared their weights: what was stored before stands."""
+        step = max((step for step, ranks in report.compared.items() if ranks == self._ranks), default=0)
+        self._unchecked = [each for each in self._unchecked if each[0] >= step]
+        if not self._is_doubted or step < self._doubted:
+            return
+        self._is_doubted = False
+        before, self._weights_before = self._weights_before, ""
+        if report.slept == self._ranks and not report.names and before:
+            self._rename(before)  # sleeping forgets all, and yet keeps the weights
+
+    def _learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:
+        """What ranks have read. Who was computed with something else by that name, stores nothing more."""
+        self._adapters_of |= told
+        ranks = list(self._adapters_of.values())
+        self._adapters = {
+            number: content if all(each.get(number) == content for each in ranks) else ""
+            for rank in ranks
+            for number, content in rank.items()
+        }
+        for request_id, known in list(self._known.items()):
+            if known.adapter is not None:
+                number, content = known.adapter
+                if self._adapters.get(number, content) != content:
+                    self._begin_anew(request_id, known)
+
+    def _begin_anew(self, request_id: str, known: Known) -> None:
+        """It gets other names. What has been computed of it gets none."""
+        self._drop(known)
+        self._withdraw(known)
+        known.adapter = self._adapter(known.request)
+        if known.request.num_computed_tokens or (known.adapter is not None and not known.adapter[1]):
+            del self._known[request_id]
+            return
+        known.chain, known.looked_at = None, float("-inf")
+        known.stored, known.due, known.told = 0, self.chunk_tokens, 0
+
     def _end(self, copying: _Copying) -> None:
         if copying.match is not None:
-            self.client.release(copying.match)
+            self._release(copying.match)
         if self._hbm is not None and copying.places is not None:
             self._hbm.done(copying.places, believed=copying.is_believed)
+
+    def _release(self, match: Match) -> None:
+        """One that the engine has taken."""
+        for entry in match.run if self.waits_for_loads and self._shares else ():
+            if self._arriving[entry.key] > 1:
+                self._arriving[entry.key] -= 1
+            else:
+                del self._arriving[entry.key]
+        self.client.release(match)
 
     def _forget_near(self) -> None:
         if self._hbm is not None:
@@ -597,7 +815,7 @@ class Scheduler:
             self._withdraw(known)
         match, _ = self._promised.pop(request.request_id, (None, None))
         if match is not None:
-            self.client.release(match)
+            self._release(match)
 
     def events(self) -> list[KVCacheEvent]:
         """For routers, if the engine publishes events."""
@@ -606,27 +824,28 @@ class Scheduler:
     def clear(self) -> None:
         """The engine wants nothing of before any more: its weights may have changed.
 
-        So the keys from here on are private to this run of the engine. The files that they were made of
-        say nothing about them now, and a later start from those files must not find this KV. What is stored
-        under the old keys is left to age: other engines may still have those weights.
+        So the keys from here on are private to this run of the engine, unless it turns out that it has slept.
+        The files that they were made of say nothing about them now, and a later start from those files must
+        not find this KV. What is stored under the old keys is left to age: other engines may still have
+        those weights.
         """
+        self._weights_before = self._identity.weights
+        self._rename(f"since a reset {secrets.token_hex(16)}")
+
+    def _rename(self, weights: str) -> None:
+        """From here on the model's weights are called this."""
+        self._identity = replace(self._identity, weights=weights)
+        self._seeds.clear()
         for request_id, known in list(self._known.items()):
-            self._drop(known)
-            self._withdraw(known)
-            if known.request.num_computed_tokens:  # its KV is of before: none of it is stored any more
-                del self._known[request_id]
-                continue
-            known.chain, known.looked_at = None, float("-inf")
-            known.stored, known.due, known.told = 0, self.chunk_tokens, 0
+            self._begin_anew(request_id, known)
         self._forget_near()
         if self._events is not None:
             self._events.forget()
-        self._identity = replace(self._identity, weights=f"since a reset {secrets.token_hex(16)}")
-        self._seeds.clear()
         if self._form is not None:
             self.client.declare(self._identity, self._form)
 
     def close(self) -> None:
+        self._leave.close()
         self.client.close()
 
 

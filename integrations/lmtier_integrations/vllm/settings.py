@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lmtier.config import Config, suggest
+from lmtier.config import Config, parse_seconds, suggest
 from lmtier.errors import ConfigError
 
 LAYERWISE, STEP = "layerwise", "step"
+ANY, BLHNC = "any", "BLHNC"
+BACKGROUND, START = "background", "start"
 _ENDLESS = f"cpu://?capacity={1 << 60}"
+_CHECK_WEIGHTS = "10s"
 _SERVERS = ("tiers", "chunk_tokens", "load_deadline", "worth", "verify")
 
 
@@ -29,14 +32,23 @@ class Settings:
     http: str = ""
     """Where the private server shows its page and metrics, as host:port. Empty: nowhere."""
     mode: str = ""
-    """layerwise: a layer is copied when the engine gets to it; step: all layers at once, before and after.
-    Empty: layerwise on GPUs, where copies are hidden behind what is computed, and step on CPUs."""
+    """layerwise: layers are copied as the engine gets to them, and on a GPU saved so; step, or empty: all
+    layers at once. On a GPU loads always are, and are no part of a step: requests wait for them."""
     save_decode: bool = True
     """Whether generated tokens are kept too."""
     tell_tokens: bool = False
     """Whether the server is told the tokens of prompts, for `lmtier explain` and for its KV events."""
+    layout: str = BLHNC
+    """How the engine is asked to order its blocks on a GPU, or "any". Other connectors may ask otherwise."""
+    pin: str = BACKGROUND
+    """When the slab is pinned for GPUs: while the engine serves, or "start": before its first request."""
+    trust_media_ids: bool = False
+    """Whether vLLM's names of images, audio and video are taken for names of content, users' ones too."""
     model: str = ""
     """The name under which this model's KV is kept. Empty: as vLLM names it."""
+    check_weights: str = _CHECK_WEIGHTS
+    """How long weights may be used unseen, before they are compared with what they were; 0s: until something
+    tells that they may have changed."""
     config: Config = field(default_factory=Config)
     """Of the private server; of one that runs already, only `config.gpu` counts."""
 
@@ -60,6 +72,14 @@ class Settings:
                 raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
         if (mode := extra.get("mode")) not in (None, LAYERWISE, STEP):
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
+        if (layout := extra.get("layout", ANY)) not in (ANY, BLHNC):
+            raise _wrong(f"unknown layout={layout!r}{suggest(layout, (ANY, BLHNC))}")
+        if (pin := extra.get("pin", BACKGROUND)) not in (BACKGROUND, START):
+            raise _wrong(f"unknown pin={pin!r}{suggest(pin, (BACKGROUND, START))}")
+        try:
+            parse_seconds(extra.get("check_weights", _CHECK_WEIGHTS))
+        except ConfigError as error:
+            raise _wrong(f"check_weights: {error}") from None
         config = Config(**config_of)
         if "chunk_tokens" not in extra:
             config = replace(config, chunk_tokens=block_tokens)

@@ -19,11 +19,15 @@ COUNTERS = {
     "prefill_expected_seconds": "what was expected of them",
     "load_failures": "loads that failed after they were promised, and were recomputed",
     "save_failures": "saves that were given up",
+    "unpinned_saves": "saves left out, because their memory was not pinned yet for the GPU",
+    "pin_seconds": "time that the driver took to pin the slab for GPUs, over all ranks",
+    "unnamed_requests": "requests not cached, because one of vLLM's names had come with two contents",
     "unserved": "calls that found no server",
 }
 
 GAUGES = {
     "pinned_bytes": "bytes of the slab that are pinned for GPUs, over all ranks",
+    "slab_pinned": "ranks that have pinned all of it",
     "slab_pin_failed": "ranks that could not pin all of it",
 }
 """Told as what has changed, so that they add up as counters do."""

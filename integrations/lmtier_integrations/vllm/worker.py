@@ -3,7 +3,7 @@
     handle_preemptions        blocks that change hands wait for what is under way in them
     bind_connector_metadata   the step's plan: loads and saves are prepared
     start_load_kv             mode=step: every load, whole; otherwise layers without hooks
-    wait_for_layer_load       mode=layerwise: this layer of every load
+    wait_for_layer_load       mode=layerwise on a CPU: this layer of every load
     save_kv_layer             mode=layerwise: this layer of every save
     wait_for_save             what the hooks left over; loads are confirmed, then saves committed
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.cache import Match, Reservation
-from lmtier.errors import LayoutError, MisuseError
+from lmtier.errors import DeviceError, LayoutError, MisuseError
 from lmtier.keys import Identity
 from lmtier.mover import Load, Save
 from lmtier.server.client import Client
@@ -35,9 +35,18 @@ from lmtier.server.engines import RUN_SHIFT
 from lmtier.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import NULL_BLOCK, LoadPlan, Plan, RankFacts, Report, SavePlan
+from lmtier_integrations.vllm.memory import Memory, files_of
+from lmtier_integrations.vllm.messages import (
+    NULL_BLOCK,
+    Adapter,
+    LoadPlan,
+    Plan,
+    RankFacts,
+    Report,
+    SavePlan,
+)
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
-from lmtier_integrations.vllm.settings import LAYERWISE, STEP, Settings, check_chunks
+from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_chunks
 from lmtier_integrations.vllm.stats import Stats
 
 log = logging.getLogger("vllm.lmtier")
@@ -50,6 +59,8 @@ class _Loading:
     plan: LoadPlan
     match: Match
     load: Load
+    names: int
+    """Of the plan: what the model was called by."""
     has_failed: bool = False
 
 
@@ -95,7 +106,12 @@ class Worker:
         self._was_under_way = False
         """Whether the last report said that something was."""
         self._leave = ExitStack()
-        """What is to be closed: nothing, if the engine does not get as far as `register`."""
+        """What is to be closed: almost nothing, if the engine does not get as far as `register`."""
+        self._memory = Memory.of_this_process(config)
+        self._names = 0
+        """Counts names of the model: plans with older ones are of other weights."""
+        if self._memory is not None:
+            self._leave.callback(self._memory.close)
         self.stats = Stats()
 
     # ---- once
@@ -111,22 +127,28 @@ class Worker:
             client.close()
         self._leave.callback(self.client.close)
         self._declared = declared
+        self._files = files_of(self._config) if self._memory is not None else ""
         device = device_of(declared.tensors)
         if device is not None and self._cache.needs_kv_cache_zeroing:
             raise LayoutError(
                 "lmtier serves engines on GPUs whose layers keep KV in one precision: others zero the blocks "
                 "that they hand out, some before they ask whether a copy of those is under way"
             )
-        self._is_layerwise = (self._settings.mode or (STEP if device is None else LAYERWISE)) == LAYERWISE
+        self._is_layerwise = self._settings.mode == LAYERWISE
         of_all = (
             self.client,
             declared,
             Identity(model=self._config.model_config.model),
             self._settings.config.gpu,
         )
-        self._place: OnCpu | OnGpu = (
-            OnCpu(*of_all) if device is None else OnGpu(*of_all, device=device, layerwise=self._is_layerwise)
-        )
+        self._place: OnCpu | OnGpu
+        if device is None:
+            self._place = OnCpu(*of_all)
+        else:
+            pins_at_start = self._settings.pin == START
+            self._place = OnGpu(
+                *of_all, device=device, layerwise=self._is_layerwise, pins_at_start=pins_at_start
+            )
         self._leave.callback(self._place.close)
         self.mover = self._place.mover
         self.mover.prove(self._spare_blocks(declared), block_bytes=declared.block_bytes)
@@ -147,6 +169,7 @@ class Worker:
             self.client.run,
             declared.from_scratch,
             self._place.is_asynchronous,
+            self._files,
         )
 
     def close(self) -> None:
@@ -165,6 +188,10 @@ class Worker:
     def begin(self, plan: Plan) -> None:
         self._plan = plan
         self.copies_layers = False
+        if (memory := self._memory) is not None:
+            memory.step = plan.step
+            if plan.compares or memory.has_news:
+                self._look(memory, plan)
         self._rests = not (plan.has_work or self._has_more())
         if self._rests:
             return
@@ -186,6 +213,31 @@ class Worker:
         self.copies_layers = self._is_layerwise and (waits or bool(self._saves))
         self._place.begin(plan.computes, waits=waits)
 
+    def _look(self, memory: Memory, plan: Plan) -> None:
+        """Is in memory what the plan's names were made of?"""
+        report = self._report
+        has_changed, was_unnoticed = memory.begin(compares=plan.compares)
+        rank = self._config.parallel_config.rank
+        if has_changed:
+            report.names = self._names = max(self._names, plan.names) + 1
+            report.origins[rank] = memory.origin
+            report.was_unnoticed = was_unnoticed
+        if plan.compares:
+            report.compared[plan.step] = 1
+        if memory.has_slept:
+            report.slept, memory.has_slept = 1, False
+        if (adapters := memory.adapters()) is not None:
+            report.adapters[rank] = adapters
+
+    def _is_named_right(self, names: int, adapter: Adapter | None, since: int | None = None) -> bool:
+        """Whether names that count `names` are of what is in memory; if asked, since that step."""
+        memory = self._memory
+        if memory is None:
+            return True
+        return (
+            names >= self._names and (since is None or memory.since <= since) and memory.holds(adapter, since)
+        )
+
     def _has_more(self) -> bool:
         """Whether something of earlier steps is to be done, or to be told."""
         return bool(
@@ -204,15 +256,19 @@ class Worker:
             self._fail(plan)
             self._end_load(plan, match)
             return
-        blocks = self._kernel_blocks(plan.block_ids)
-        try:
-            load = self._place.load(match, blocks, plan.computed_tokens, plan.near)
-        except LayoutError as error:
-            log.error("lmtier: a load does not fit the blocks that the engine gave for it: %s", error)
+        if not self._is_named_right(self._plan.names, plan.adapter):
             self._fail(plan)
             self._end_load(plan, match)
             return
-        self.loads.append(_Loading(plan, match, load))
+        blocks = self._kernel_blocks(plan.block_ids)
+        try:
+            load = self._place.load(match, blocks, plan.computed_tokens, plan.near)
+        except (LayoutError, DeviceError) as error:
+            log.error("lmtier: a load could not begin, and is computed instead: %s", error)
+            self._fail(plan)
+            self._end_load(plan, match)
+            return
+        self.loads.append(_Loading(plan, match, load, self._plan.names))
 
     def _adopt(self, thing: Match | Reservation) -> bool:
         """This may bring another slab, but only while nothing of the one before is held, and so copied."""
@@ -226,14 +282,27 @@ class Worker:
             self.stats.add("save_failures")
             self._left_over.append(reservation)
             self._end_save(plan, is_good=False)
-        elif self._plan.epoch < self._epoch:
-            self.stats.add("save_failures")
-            self.client.abort(reservation, self.mover.kv.shard)
-            self._end_save(plan, is_good=False)
+        elif self._plan.epoch < self._epoch or not self._is_named_right(
+            self._plan.names, plan.adapter, plan.since
+        ):
+            self._drop_save(plan, reservation)
+        elif not self._place.can_save(reservation):
+            self._drop_save(plan, reservation, "unpinned_saves")
         else:
-            blocks = self.mover.kv.check(self._kernel_blocks(plan.block_ids))
-            save = self._place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)), plan.near)
+            try:
+                blocks = self.mover.kv.check(self._kernel_blocks(plan.block_ids))
+                save = self._place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)), plan.near)
+            except (LayoutError, DeviceError) as error:
+                log.error("lmtier: a save could not begin: %s", error)
+                self._drop_save(plan, reservation)
+                return
             self._saves.append((plan, save))
+
+    def _drop_save(self, plan: SavePlan, reservation: Reservation, why: str = "save_failures") -> None:
+        """Before anything of it was copied."""
+        self.stats.add(why)
+        self.client.abort(reservation, self.mover.kv.shard)
+        self._end_save(plan, is_good=False)
 
     def _end_left_over(self) -> None:
         """Give back what was reserved while the server stalled. Another run of it knows nothing of that."""
@@ -280,9 +349,25 @@ class Worker:
     def save_layer(self, name: str) -> None:
         if self.copies_layers and self._saves and (number := self._declared.numbers.get(name)) is not None:
             began = time.perf_counter()
-            for _, save in self._saves:
-                save.layer(number)
+            self._each_save(lambda save: save.layer(number))
             self._spent("save_seconds", began)
+
+    def _each_save(self, work: Callable[[Save], None]) -> None:
+        """What the driver refuses costs that save only. That the device is broken the engine finds out."""
+        for each in list(self._saves):
+            plan, save = each
+            try:
+                work(save)
+            except DeviceError as error:
+                log.error("lmtier: a save is given up: %s", error)
+                self._saves.remove(each)
+                self._abort_save(plan, save)
+
+    def _abort_save(self, plan: SavePlan, save: Save) -> None:
+        save.abort()
+        self.stats.add("save_failures")
+        if plan.near is not None:
+            self._leaving.append((plan, save))
 
     def finish(self) -> None:
         """After the forward: what this step computed is in its blocks."""
@@ -351,6 +436,8 @@ class Worker:
         if not loading.has_failed:
             whole = load.tokens
             believed = load.finish()
+            if not self._is_named_right(loading.names, plan.adapter):
+                believed = 0
             if believed < whole:
                 self._fail(plan, believed)
             copied = whole - plan.computed_tokens
@@ -371,14 +458,14 @@ class Worker:
 
     def _finish_saves(self) -> None:
         began = time.perf_counter()
+        if self._plan.epoch >= self._epoch:
+            self._each_save(lambda save: save.all())
         for plan, save in self._saves:
             if self._plan.epoch < self._epoch:
-                save.abort()
-                self.stats.add("save_failures")
-            else:
-                save.all()
-                save.commit()
-                self.stats.add("save_bytes", self._bytes(save.tokens))
+                self._abort_save(plan, save)
+                continue
+            save.commit()
+            self.stats.add("save_bytes", self._bytes(save.tokens))
             if plan.near is not None:
                 self._leaving.append((plan, save))
         self._saves = []
@@ -440,7 +527,15 @@ class Worker:
     def _is_news(self) -> bool:
         report = self._report
         return bool(
-            report.facts or report.loaded or report.saved or report.runs or report.epoch != self._epoch
+            report.facts
+            or report.loaded
+            or report.saved
+            or report.runs
+            or report.epoch != self._epoch
+            or report.names
+            or report.compared
+            or report.slept
+            or report.adapters
         )
 
     # ---- blocks

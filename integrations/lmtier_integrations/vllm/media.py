@@ -1,0 +1,187 @@
+"""Names for images, audio and video: by what the model is given of them.
+
+vLLM names each item itself, and the name is not always one of content: it is a counter while vLLM's caches
+are off, it is what the user says in `multi_modal_uuids`, and a user's name may look like a hash. A hash of
+the file also leaves out how the file was prepared. So the tensors are hashed that the processor made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.envs
+from blake3 import blake3
+from vllm.config import VllmConfig
+from vllm.v1.request import Request
+
+from lmtier.keys import Extra
+from lmtier_integrations.identity import preparing_files_in
+
+log = logging.getLogger("vllm.lmtier")
+
+_NAMES = 65_536  # of vLLM's, with the content last seen under each: more than its caches hold items
+_LEAST = 16  # bytes of content for each token: an embedding has hundreds, a patch of pixels too
+_PREPARES = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""Of vLLM's `MultiModalConfig`: what changes embeddings for the same file, or for the same tensors."""
+_SCALES = "mm_encoder_fp8_scale_path"
+
+Contents = list[Extra]
+
+
+class Media:
+    """What the items of requests are called in keys."""
+
+    def __init__(self, config: VllmConfig, *, trusts_ids: bool = False) -> None:
+        model = config.model_config
+        settings = model.multimodal_config
+        self._preparation = preparation_of(model) if settings is not None else ""
+        # Else vLLM counts items, or hashes such a count together with the options of a request.
+        has_hashes = config.cache_config.enable_prefix_caching or (
+            settings is not None and settings.mm_processor_cache_gb > 0
+        )
+        self._trusts_ids = trusts_ids and has_hashes
+        # Embeddings may come from elsewhere then, by vLLM's name for them.
+        self._sees_contents = config.ec_transfer_config is None
+        self._run = secrets.token_hex(16)
+        self._contents: OrderedDict[str, str] = OrderedDict()
+        """What was last seen under vLLM's names; empty: it was not the same each time."""
+        self._hashed: dict[int, tuple[weakref.ref[Any], str]] = {}
+        """By identity, because vLLM keeps the items that come again."""
+        self._is_told = False
+
+    def of(self, request: Request) -> Contents | None:
+        """None: what stands behind these tokens cannot be known, and nothing may be stored or loaded.
+
+        Called for every request that the engine gets, before it computes any of it.
+        """
+        names = [self._name(feature) for feature in request.mm_features]
+        if "" in names:
+            return None
+        return [
+            Extra(each.mm_position.offset, each.mm_position.length, f"{name} {self._preparation}")
+            for each, name in zip(request.mm_features, names, strict=True)
+        ]
+
+    def _name(self, feature: Any) -> str:
+        identifier = str(feature.identifier)
+        if self._trusts_ids:
+            return f"id {identifier}"
+        content = self._content_of(feature) if self._sees_contents else ""
+        if not content:
+            if not self._is_told:
+                self._is_told = True
+                log.warning(
+                    "lmtier: this engine does not show what is in an item (%s), so what is stored behind "
+                    "it is found by this run only; trust_media_ids takes vLLM's names for names of content",
+                    feature.modality,
+                )
+            return f"private {self._run} {identifier}"
+        return self._agreed(identifier, content)
+
+    def _agreed(self, identifier: str, content: str) -> str:
+        """vLLM gives what it computed for an item to all of that name: two contents under one are none."""
+        known = self._contents.pop(identifier, content)
+        if known and known != content:
+            log.warning("lmtier: two contents came under one name, %.80r: not cached", identifier)
+        self._contents[identifier] = content if known == content else ""
+        if len(self._contents) > _NAMES:
+            self._contents.popitem(last=False)
+        return self._contents[identifier]
+
+    def _content_of(self, feature: Any) -> str:
+        """Empty: it is not here, or not all of it."""
+        item, place = feature.data, feature.mm_position
+        if not item:
+            return ""
+        known = self._hashed.get(id(item))
+        if known is None or known[0]() is not item:
+            key = id(item)
+            gone = weakref.ref(item, lambda _: self._hashed.pop(key, None))
+            known = self._hashed[key] = gone, _hash(item, place.length)
+        content = known[1]
+        if content and place.is_embed is not None:
+            content += f" {blake3(np.asarray(place.is_embed).tobytes()).hexdigest(16)}"
+        return content and f"{feature.modality} {content}"
+
+
+def preparation_of(model: Any) -> str:
+    """A digest of all that is between a file and its embeddings, but for the weights: `model` is vLLM's.
+
+    Also of what prepares tensors: some of it is done by the model, after the tensors were hashed.
+    """
+    settings = model.multimodal_config
+    said = {name: getattr(settings, name, None) for name in _PREPARES}
+    said["video loader"] = vllm.envs.VLLM_VIDEO_LOADER_BACKEND
+    if scales := getattr(settings, _SCALES, None):
+        said[_SCALES] = Path(scales).read_text()
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    places = {model.model: model.revision, model.tokenizer: model.tokenizer_revision}
+    for place, revision in sorted(places.items(), key=str):
+        digest.update(f"\0{preparing_files_in(place) or f'{place} {revision}'}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _hash(item: Any, tokens: int) -> str:
+    """Of an item's tensors; empty if one is unreadable here, or if they are too few to be all of it.
+
+    An engine that gets KV from others lets a request leave the embeddings out and send their sizes only.
+    """
+    digest, large = blake3(), 0
+    for name in sorted(item):
+        digest.update(_framed("field", name.encode()))
+        if not _add(digest, item[name].data):
+            return ""
+        if not item[name].field.keep_on_cpu:
+            large += _bytes_of(item[name].data)
+    return digest.hexdigest() if large >= tokens * _LEAST else ""
+
+
+def _framed(kind: str, content: bytes) -> bytes:
+    return f"{kind} {len(content)}\n".encode() + content
+
+
+def _add(digest: Any, value: Any) -> bool:
+    """Every part says its kind and length first, so that no two values are the same bytes."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return False
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(raw.data)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"array {value.dtype.str} {value.shape}\n".encode())
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    elif isinstance(value, list | tuple):
+        digest.update(f"list {len(value)}\n".encode())
+        return all(_add(digest, each) for each in value)
+    elif value is None or isinstance(value, bool | int | float | str):
+        digest.update(_framed(type(value).__name__, repr(value).encode()))
+    else:
+        return False
+    return True
+
+
+def _bytes_of(value: Any) -> int:
+    """Of numbers that may be pixels, sound or embeddings: sizes and positions are integers."""
+    if isinstance(value, torch.Tensor):
+        is_large = value.is_floating_point() or value.dtype == torch.uint8
+        return value.numel() * value.element_size() if is_large else 0
+    if isinstance(value, np.ndarray):
+        return value.nbytes if value.dtype.kind == "f" or value.dtype == np.uint8 else 0
+    return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0

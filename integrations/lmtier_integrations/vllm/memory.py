@@ -1,0 +1,349 @@
+"""What a rank computes with: weights and adapters as they lie in memory, where they came from, since when.
+
+Files and names say what was to be loaded; KV comes from what was. So an adapter gets its name when it is
+read, the methods by which vLLM changes weights are watched, and samples of all weights are compared when a
+plan says so: somebody else's code may write to them.
+
+Nothing here runs while the engine computes: vLLM changes weights between steps, and plans come before them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import vllm.envs
+from vllm.config import VllmConfig
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.v1.worker.worker_base import WorkerBase
+
+from lmtier_integrations.identity import Stamps, adapter_in, newest, stamps_of, weights_in
+from lmtier_integrations.vllm.messages import Adapter, Origin
+
+log = logging.getLogger("vllm.lmtier")
+
+T = TypeVar("T")
+
+_CHANGES = (
+    "update_weights",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "finish_weight_update",
+    "reset_weights",
+)
+"""Methods of vLLM's worker after which weights are others. It reloads and loads by its model runner."""
+_SAMPLE = 1024  # elements of each tensor that are compared
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def caller(kind: type[T]) -> T | None:
+    """The object of this kind that is at work right now: one of its methods has, in the end, called this.
+
+    vLLM makes connectors from within its worker and its scheduler, and tells them nothing of either.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, kind):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def wrap(leave: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """From now on, `around(method, *args, **kwargs)` is what a call of that method does, until `leave`."""
+    method = getattr(owner, name, None)
+    if method is None:  # not in this version of vLLM
+        return
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+    leave.callback(vars(owner).pop, name, None)
+
+
+def files_of(config: VllmConfig) -> str:
+    """The files that weights have just been loaded from, by their stamps; empty: they may be others by now.
+
+    A process that vLLM started for them has loaded nothing from files that are newer than itself. In the
+    process of a user, who may have written them there, only what comes after the loading is seen.
+    """
+    stamps = stamps_of(config.model_config.model)
+    is_own = vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or (
+        config.parallel_config.distributed_executor_backend == "mp"
+    )
+    if is_own and stamps and newest(stamps) / 1e9 > psutil.Process().create_time():
+        return ""
+    return _named(stamps)
+
+
+def origin_of(config: VllmConfig) -> str:
+    """As above, of files that the scheduler's half reads."""
+    return _named(stamps_of(config.model_config.model))
+
+
+def _named(stamps: Stamps) -> str:
+    return hashlib.sha256(repr(stamps).encode()).hexdigest() if stamps else "no files"
+
+
+@dataclass(slots=True)
+class _Held:
+    """An adapter that was read."""
+
+    name: str
+    """As vLLM tells them apart in its own prefix cache."""
+    content: str
+    """A digest of the files; empty: they changed while they were read, or others here have its name."""
+    since: int
+    """The first step from which on its name stands for nothing else."""
+
+
+class Memory:
+    def __init__(self, config: VllmConfig, worker: Any) -> None:
+        self._config, self._worker = config, worker
+        self.step = 0
+        """The last one that began."""
+        self.since = 0
+        """The first step that computed with these weights."""
+        self.origin: Origin = "", ""
+        """Of weights that have changed."""
+        self.has_news = False
+        """Whether something has happened since the last step."""
+        self.has_slept = False
+        """At level 1, which keeps the weights."""
+        self._is_asleep = False
+        self._has_changed = False
+        self._loaded: set[str] | None = None
+        self._adapters: dict[int, _Held] = {}
+        self._last: dict[str, str] = {}
+        """What was read last under each name."""
+        self._told: dict[int, str] = {}
+        self._sample: _Sample | None = None
+        self._leave = ExitStack()
+        for name in _CHANGES:
+            wrap(self._leave, worker, name, self._change)
+        wrap(self._leave, worker, "sleep", self._sleep)
+        wrap(self._leave, worker, "wake_up", self._wake)
+        wrap(self._leave, worker.model_runner, "load_model", self._load)
+        wrap(self._leave, worker.model_runner, "reload_weights", self._reload)
+        self._watch_models()
+
+    @classmethod
+    def of_this_process(cls, config: VllmConfig) -> Memory | None:
+        """Of the worker that is being made ready; None: whoever made this connector is none of vLLM's."""
+        worker = caller(WorkerBase)
+        return cls(config, worker) if worker is not None and worker.model_runner is not None else None
+
+    def close(self) -> None:
+        self._leave.close()
+
+    # ---- what vLLM does
+
+    def _watch_models(self) -> None:
+        for model in self._models():
+            wrap(self._leave, model, "load_weights", self._load_weights)
+        if (adapters := self._manager) is not None:
+            wrap(self._leave, adapters, "_load_adapter", self._load_adapter)
+
+    def _models(self) -> Iterator[torch.nn.Module]:
+        runner = self._worker.model_runner
+        yield runner.model
+        for drafter in ("drafter", "speculator"):
+            draft = getattr(getattr(runner, drafter, None), "model", None)
+            if isinstance(draft, torch.nn.Module):
+                yield draft
+
+    @property
+    def _manager(self) -> Any:
+        return getattr(self._worker.model_runner, "lora_manager", None)
+
+    def _changed(self, origin: Origin = ("", "")) -> None:
+        self._has_changed = self.has_news = True
+        self.origin = origin
+
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._changed()
+
+    def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._change(method, *args, **kwargs)
+        finally:
+            self._sample = None
+            self._watch_models()
+
+    def _load_weights(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._loaded = self._change(method, *args, **kwargs)
+        return self._loaded
+
+    def _reload(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(method).bind(*args, **kwargs).arguments
+        found = self._worker.model_runner.model.named_parameters()
+        names = {name.replace(".base_layer.", ".") for name, _ in found}
+        model = self._config.model_config
+        path = given.get("weights_path")
+        place, revision = path or model.model, "" if path else model.revision
+        is_of_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
+        before, self._loaded = stamps_of(place), None
+        self._changed()
+        result = method(*args, **kwargs)
+        # What was not loaded is of before, so the files alone would not name it.
+        is_whole = self._loaded is not None and names <= self._loaded
+        if is_of_files and is_whole and before == stamps_of(place):
+            self._changed(self._origin_in(place, before, revision))
+        return result
+
+    def _origin_in(self, place: str, stamps: Stamps, revision: str | None) -> Origin:
+        if not stamps:
+            commit = revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
+            return commit, commit
+        is_first = self._config.parallel_config.rank == 0  # reading all of it once is enough
+        digest = weights_in(place) if is_first else ""
+        return (_named(stamps), digest) if stamps_of(place) == stamps else ("", "")
+
+    def _sleep(self, method: Callable[..., Any], level: int = 1) -> Any:
+        self._is_asleep = self.has_news = True
+        if level == 1:
+            self.has_slept = True
+        else:
+            self._changed()
+        return method(level)
+
+    def _wake(self, method: Callable[..., Any], tags: list[str] | None = None) -> Any:
+        result = method(tags)
+        self._is_asleep &= tags is not None and "weights" not in tags
+        return result
+
+    def _load_adapter(self, method: Callable[..., Any], request: Any) -> Any:
+        place = get_adapter_absolute_path(request.lora_path)
+        before = adapter_in(place)
+        loaded = method(request)
+        content = before if before and adapter_in(place) == before else ""
+        number, name = request.lora_int_id, request.lora_name
+        held = self._adapters.get(number)
+        if held is None or (held.name, held.content) != (name, content) or self._last[name] != content:
+            is_first = self._last.setdefault(name, content) == content
+            held = self._adapters[number] = _Held(name, content, 0 if is_first else self.step + 1)
+            self._last[name] = content
+        for other in self._manager.list_adapters() - {number}:
+            there = self._adapters.get(other)
+            if there is not None and there.name == name and there.content != content:
+                there.content = held.content = self._last[name] = ""
+        self.has_news = True
+        return loaded
+
+    # ---- what a step asks
+
+    def begin(self, *, compares: bool) -> tuple[bool, bool]:
+        """Whether the weights are others than in the last step; and whether that was only found now."""
+        is_noticed, self._has_changed, self.has_news = self._has_changed, False, False
+        is_found = False
+        if (is_noticed or compares) and not self._is_asleep:
+            if self._sample is None:
+                self._sample = _Sample(self._config, list(self._models()))
+            is_found = self._sample.take() and not is_noticed
+        if is_found:
+            self.origin = "", ""
+            log.warning("lmtier: weights have changed, and vLLM was not asked to change them")
+        if is_noticed or is_found:
+            self.since = self.step
+        return is_noticed or is_found, is_found
+
+    def holds(self, adapter: Adapter | None, since: int | None = None) -> bool:
+        """Whether this is in memory, and if asked, since that step."""
+        if adapter is None:
+            return True
+        number, content = adapter
+        held = self._adapters.get(number)
+        return held is not None and held.content == content and (since is None or held.since <= since)
+
+    def adapters(self) -> dict[int, str] | None:
+        """Those in memory, if they are others than when this was asked last."""
+        if self._manager is None:
+            return None
+        found = {
+            each: self._adapters[each].content
+            for each in sorted(self._manager.list_adapters())
+            if each in self._adapters
+        }
+        if found == self._told:
+            return None
+        self._told = found
+        return found
+
+
+class _Sample:
+    """Elements of all weights, spread over the memory of each."""
+
+    def __init__(self, config: VllmConfig, models: list[torch.nn.Module]) -> None:
+        self._places: list[tuple[dict[str, Any], str]] = []
+        # Balancing moves experts between ranks, which changes no KV.
+        moves_experts = config.parallel_config.enable_eplb
+        for model in models:
+            for path, module in model.named_modules():
+                if moves_experts and "expert" in path:
+                    continue
+                self._places += [(module._parameters, name) for name in module._parameters]
+                self._places += [
+                    (module._buffers, name) for name in module._buffers if name.endswith("_scale")
+                ]
+        self._seen: list[tuple[torch.Tensor, int]] = []
+        self._views: list[list[torch.Tensor]] = []
+        self._before: list[torch.Tensor] | None = None
+
+    def take(self) -> bool:
+        """Whether it differs from that of the last time."""
+        tensors = [tensor for owner, name in self._places if (tensor := owner.get(name)) is not None]
+        # One that moved has the same content perhaps: a look at it tells.
+        if len(tensors) != len(self._seen) or any(
+            tensor is not old or tensor.data_ptr() != at
+            for tensor, (old, at) in zip(tensors, self._seen, strict=True)
+        ):
+            self._seen = [(tensor, tensor.data_ptr()) for tensor in tensors]
+            self._views = self._views_of(tensors)
+        now = [torch.cat(views) for views in self._views]
+        before, self._before = self._before, now
+        if before is None:
+            return False
+        return len(before) != len(now) or not all(map(torch.equal, before, now))
+
+    @staticmethod
+    def _views_of(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """By device and width, because only such can be put together."""
+        views: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+        unseen = 0
+        for number, tensor in enumerate({id(tensor): tensor for tensor in tensors}.values()):
+            size, count = tensor.element_size(), tensor.numel()
+            if not count:
+                continue
+            try:
+                plain = tensor.detach().view(_BITS[size])
+                # Odd, so that it is no divisor of a row's length, and never the same column.
+                step = max(1, count // _SAMPLE) | 1
+                first = 17 * number % step
+                if first + step > count:
+                    first = 0
+                kept = torch.as_strided(
+                    plain, ((count - first + step - 1) // step,), (step,), plain.storage_offset() + first
+                )
+            except (KeyError, RuntimeError, NotImplementedError, TypeError):
+                unseen += 1  # a format of its own
+                continue
+            views.setdefault((tensor.device, size), []).append(kept)
+        if unseen:
+            log.warning("lmtier: %d tensors of weights are not compared: their format is their own", unseen)
+        return list(views.values())

@@ -1,0 +1,243 @@
+"""Names follow what is in memory: weights that are changed in place, and adapters that are overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import CacheServer, alone, cached, loadable, prompts_of, tokens, transfer
+from tests.vllm.engine import Engine
+from tests.vllm.test_engine import DISK
+
+PROMPTS = prompts_of(700, 900, 1100, 513)
+LATER = prompts_of(800, 600, seed=5)
+EXTENSION = "tests.vllm.trainer.Trainer"
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "processes": True}
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
+
+
+@pytest.fixture
+def below(tmp_path):
+    """A server that keeps all it is given on disk too."""
+    server = CacheServer(tmp_path, "cpu://?capacity=256MiB", DISK.format(tmp_path / "kv"))
+    yield server
+    server.close()
+
+
+def connected(server: CacheServer, **extra: Any) -> dict[str, Any]:
+    return transfer(server=str(server.path), model="ours", **extra)
+
+
+def restarted(server: CacheServer) -> None:
+    """What it has then comes from disk."""
+    from lmtier.server.client import Client
+
+    with Client(str(server.path)) as client:
+        assert client.flush()
+    server.kill()
+    server.start()
+
+
+@pytest.fixture(scope="session")
+def wanted(models, tmp_path_factory):
+    """What engines without a connector say, by the name of the weights."""
+    found = {}
+    with Engine(tmp_path_factory.mktemp("plain"), models / "qwen2", worker_extension_cls=EXTENSION) as plain:
+        found["qwen2"] = tokens(alone(plain, PROMPTS))
+        found["later"] = tokens(alone(plain, LATER))
+        plain.rpc("write", by=1.25)
+        plain.forget()
+        found["written"] = tokens(alone(plain, PROMPTS))
+        plain.rpc("connect")
+        plain.rpc("start_weight_update")
+        plain.rpc("update_weights", update_info={"folder": str(models / "qwen2-trained")})
+        plain.rpc("finish_weight_update")
+        plain.forget()
+        found["updated"] = tokens(alone(plain, PROMPTS))
+        plain.rpc("reload_weights", weights_path=str(models / "qwen2-trained"))
+        plain.forget()
+        found["qwen2-trained"] = tokens(alone(plain, PROMPTS))
+    assert len({str(each) for each in found.values()}) == len(found)
+    return found
+
+
+def finds(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -> int:
+    """How many tokens it was given, without its own prefix cache; its answers are right."""
+    engine.forget()
+    outputs = alone(engine, prompts)
+    assert tokens(outputs) == wanted
+    return int(cached(outputs))
+
+
+def answers(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -> None:
+    """The first time it finds nothing, and the second time all."""
+    assert finds(engine, prompts, wanted) == 0
+    assert finds(engine, prompts, wanted) == loadable(prompts)
+
+
+@pytest.mark.parametrize("ranks", [{}, TWO], ids=["one rank", "two ranks"])
+def test_weights_that_are_reloaded_have_the_name_of_their_files(models, tmp_path, below, wanted, ranks):
+    place, trained = tmp_path / "model", str(models / "qwen2-trained")
+    shutil.copytree(models / "qwen2", place)
+    with Engine(tmp_path, place, transfer=connected(below), **ranks) as engine:
+        answers(engine, PROMPTS, wanted["qwen2"])
+        engine.sleep(1)  # keeps the weights, and so all names
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+        engine.rpc("reload_weights", weights_path=trained)
+        answers(engine, PROMPTS, wanted["qwen2-trained"])
+        assert not engine.metrics()["lmtier:load_failures_total"]
+    restarted(below)
+    with Engine(tmp_path, place, transfer=connected(below)) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+        shutil.copyfile(Path(trained, "model.safetensors"), place / "model.safetensors")
+        engine.rpc("reload_weights")
+        assert finds(engine, PROMPTS, wanted["qwen2-trained"]) == loadable(PROMPTS)
+        assert not engine.metrics()["lmtier:load_failures_total"]
+
+
+@pytest.mark.parametrize("ranks", [{}, TWO], ids=["one rank", "two ranks"])
+def test_weights_that_somebody_writes_have_names_of_this_run(models, tmp_path, below, wanted, ranks):
+    how: dict[str, Any] = {"transfer": connected(below), "worker_extension_cls": EXTENSION}
+    with Engine(tmp_path, models / "qwen2", **how, **ranks) as engine:
+        answers(engine, PROMPTS, wanted["qwen2"])
+        engine.rpc("write", by=1.25)
+        answers(engine, PROMPTS, wanted["written"])
+        engine.rpc("connect")
+        engine.rpc("start_weight_update")
+        engine.rpc("update_weights", update_info={"folder": str(models / "qwen2-trained")})
+        engine.rpc("finish_weight_update")
+        answers(engine, PROMPTS, wanted["updated"])
+        assert not engine.metrics()["lmtier:load_failures_total"]
+    restarted(below)
+    with Engine(tmp_path, models / "qwen2", transfer=connected(below)) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+
+
+def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):
+    elsewhere: dict[str, Any] = {
+        "load_format": "elsewhere",
+        "model_loader_extra_config": {"folder": str(models / "qwen2-trained")},
+        "worker_extension_cls": EXTENSION,
+    }
+    with Engine(tmp_path, models / "qwen2", transfer=connected(below), **elsewhere) as engine:
+        answers(engine, PROMPTS, wanted["qwen2-trained"])
+        engine.rpc("reload_weights")
+        answers(engine, PROMPTS, wanted["qwen2-trained"])
+    with Engine(tmp_path, models / "qwen2", transfer=connected(below)) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
+
+
+def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_path, below, wanted):
+    """No call of vLLM's, and nobody resets anything: what was stored since the last look is deleted."""
+    period = 2.0
+    with Engine(tmp_path, models / "qwen2", transfer=connected(below, check_weights=f"{period}s")) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
+        time.sleep(period)
+        alone(engine, prompts_of(300, seed=6))  # the next one that stores something looks, too
+        engine.write(1.25)
+        wrong = tokens(alone(engine, LATER))  # stored under names of before
+        assert wrong != wanted["later"]
+        time.sleep(period)
+        engine.generate(prompts_of(300, seed=7))
+        assert "vLLM was not asked to change them" in engine.log.read_text()
+        assert finds(engine, PROMPTS, wanted["written"]) == 0
+        assert finds(engine, PROMPTS, wanted["written"]) == loadable(PROMPTS)
+    restarted(below)
+    with Engine(tmp_path, models / "qwen2", transfer=connected(below)) as engine:
+        assert finds(engine, LATER, wanted["later"]) == 0
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+
+
+def test_files_that_change_while_an_engine_loads_them_give_no_name(models, tmp_path, below, wanted):
+    """It may have loaded some of them before, and some after."""
+    place = tmp_path / "model"
+    shutil.copytree(models / "qwen2", place)
+    how = connected(below)
+    how["kv_connector_module_path"] = "tests.vllm.replacing"
+    env = {"LMTIER_TEST_REPLACES": f"{models / 'qwen2-trained'}:{place}"}
+    with Engine(tmp_path, place, transfer=how, processes=True, env=env) as engine:
+        answers(engine, PROMPTS, wanted["qwen2"])
+        assert "weights' files have changed" in engine.log.read_text()
+    with Engine(tmp_path, place, transfer=connected(below)) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2-trained"]) == 0
+
+
+# ---- adapters
+
+
+def overwrite(place: Path, adapter: Path) -> None:
+    place.mkdir(exist_ok=True)
+    for file in adapter.iterdir():
+        shutil.copyfile(file, place / file.name)
+
+
+@pytest.fixture(scope="session")
+def adapters(models, tmp_path_factory):
+    """Folders of adapters. The last has the first one's weights, and another number in its configuration."""
+    last = tmp_path_factory.mktemp("adapters") / "scaled-adapter"
+    overwrite(last, models / "first-adapter")
+    facts = json.loads((last / "adapter_config.json").read_text())
+    facts["lora_alpha"] *= 2
+    (last / "adapter_config.json").write_text(json.dumps(facts))
+    return [models / "first-adapter", models / "second-adapter", last]
+
+
+@pytest.fixture(scope="session")
+def adapted(models, adapters, tmp_path_factory):
+    """What an engine without a connector says with each of them: to two prompts, and to two later ones."""
+    with Engine(tmp_path_factory.mktemp("plain"), models / "qwen2", **LORA) as plain:
+        found = [
+            (tokens(alone(plain, PROMPTS[:2], lora=str(each))), tokens(alone(plain, LATER, lora=str(each))))
+            for each in adapters
+        ]
+    assert len({str(each) for each in found}) == len(found)
+    return found
+
+
+def test_adapters_that_are_overwritten_fifty_times_under_load(models, tmp_path, below, adapters, adapted):
+    places = [tmp_path / "one", tmp_path / "two"]
+    holds = [0, 1]
+    for place, number in zip(places, holds, strict=True):
+        overwrite(place, adapters[number])
+    options: dict[str, Any] = {**LORA, "transfer": connected(below), "enable_prefix_caching": False}
+    going_on = prompts_of(700, seed=8)
+    with Engine(tmp_path, models / "qwen2", **options) as engine:
+        for swap in range(50):
+            turn = swap % 2
+            engine.start(going_on, 20, lora=str(places[turn]))
+            engine.beside([(LATER[1], str(places[1 - turn]))], 2)
+            holds[turn] = (holds[turn] + 1 + swap % 3 // 2) % 3
+            overwrite(places[turn], adapters[holds[turn]])
+            engine.remove_lora(str(places[turn]))
+            engine.add_lora(str(places[turn]))
+            asked = [(prompt, str(place)) for place in places for prompt in PROMPTS[:2]]
+            found = tokens(engine.beside(asked))
+            assert found == adapted[holds[0]][0] + adapted[holds[1]][0]
+        counted = engine.metrics()
+        assert counted["lmtier:loaded_tokens_total"] > 50 * loadable(PROMPTS[:2])
+        assert not counted["lmtier:load_failures_total"]
+    with Engine(tmp_path, models / "qwen2", **options) as engine:
+        one, first = str(places[0]), holds[0]
+        outputs = alone(engine, PROMPTS[:2], lora=one)
+        assert tokens(outputs) == adapted[first][0]
+        assert cached(outputs) == loadable(PROMPTS[:2])
+        second = (first + 1) % 3
+        overwrite(places[0], adapters[second])  # the old one stays in memory
+        for _ in range(2):
+            outputs = alone(engine, LATER, lora=one)
+            assert tokens(outputs) == adapted[first][1]
+        assert cached(outputs) == loadable(LATER)
+        for other in adapters[:2]:  # there is room for two
+            alone(engine, LATER, lora=str(other))
+        outputs = alone(engine, LATER, lora=one)
+        assert tokens(outputs) == adapted[second][1]
+        assert not engine.metrics()["lmtier:load_failures_total"]
+    with Engine(tmp_path, models / "qwen2", **options) as engine:
+        outputs = alone(engine, [*PROMPTS[:2], *LATER], lora=one)
+        assert tokens(outputs) == adapted[second][0] + adapted[second][1]
+        assert cached(outputs) == loadable([*PROMPTS[:2], *LATER])
