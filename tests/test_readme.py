@@ -15,7 +15,7 @@ def run(tokens: int, directory: Path, seed: int = 0) -> dict[str, object]:
     generator = torch.Generator().manual_seed(seed)
     kv = [torch.randn(64, 2, 4, 128, generator=generator).bfloat16() for _ in range(2)]
     scope: dict[str, object] = {"kv": kv, "prompt": list(range(tokens)), "blocks": list(range(tokens // 4))}
-    exec(EXAMPLE.replace("/tmp/lmtier-readme", str(directory)), scope)
+    exec(EXAMPLE.replace("~/.cache/lmtier", str(directory)), scope)
     return scope
 
 
