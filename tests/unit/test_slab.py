@@ -182,19 +182,29 @@ def test_sets_of_numbers_are_read_as_the_kernel_writes_them():
     assert numbers_of("\n") == set()
 
 
-@settings(deadline=None)
-@given(
+in_pieces = given(
     st.lists(st.integers(1, 4), max_size=12),
     st.sets(st.integers(0, 11)),
     st.sets(st.integers(0, 11)),
     st.data(),
 )
-def test_a_window_is_the_cheapest_place_and_can_be_vacated(sizes, gone, stuck, data):
-    slab = Extents(24 * PAGE)
+
+
+def left_of(
+    slab: Extents, sizes: list[int], gone: set[int], stuck: set[int]
+) -> tuple[dict[int, int], set[int]]:
+    """Pieces of these sizes in it, some of them freed: what is left, and which of that may move."""
     taken = [offset for size in sizes for offset in slab.allocate([size * PAGE]) or ()]
     slab.free([offset for number, offset in enumerate(taken) if number in gone])
     left = {offset: slab._taken[offset] for number, offset in enumerate(taken) if number not in gone}
-    movable = {offset for number, offset in enumerate(taken) if offset in left and number not in stuck}
+    return left, {at for number, at in enumerate(taken) if at in left and number not in stuck}
+
+
+@settings(deadline=None)
+@in_pieces
+def test_a_window_is_the_cheapest_place_and_can_be_vacated(sizes, gone, stuck, data):
+    slab = Extents(24 * PAGE)
+    left, movable = left_of(slab, sizes, gone, stuck)
     need = data.draw(st.integers(1, 24)) * PAGE
 
     def within(start: int) -> set[int]:
@@ -223,20 +233,12 @@ def test_a_window_is_the_cheapest_place_and_can_be_vacated(sizes, gone, stuck, d
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 4), max_size=12),
-    st.sets(st.integers(0, 11)),
-    st.sets(st.integers(0, 11)),
-    st.data(),
-)
+@in_pieces
 def test_sliding_joins_pieces_wherever_that_moves_the_least(sizes, gone, stuck, data):
     slab = Slab(24 * PAGE)
-    taken = [offset for size in sizes for offset in slab.allocate([size * PAGE]) or ()]
-    slab.free([offset for number, offset in enumerate(taken) if number in gone])
-    left = {offset: slab._taken[offset] for number, offset in enumerate(taken) if number not in gone}
+    left, movable = left_of(slab, sizes, gone, stuck)
     for offset, size in left.items():
         slab.view(offset, size)[:] = (offset // PAGE + 1).to_bytes(2) * (size // 2)
-    movable = {offset for number, offset in enumerate(taken) if offset in left and number not in stuck}
     need = data.draw(st.integers(1, 24)) * PAGE
     costs = []
     for i, j in combinations(range(25), 2):
