@@ -25,16 +25,19 @@ VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 WALKS := 10000
 SEED := 1
 
+# Tests that measure time are marked `alone`: no other runs meanwhile.
+ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
+
 .PHONY: demo test test-slow test-long walk test-vllm compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
 
 test: $(INSTALLED) programs
-	$(BIN)/pytest -m "not slow and not long"
+	$(BIN)/pytest -m "not slow and not long" $(ON_ALL_CORES) --durations 30
 
 test-slow: $(INSTALLED) programs
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow $(ON_ALL_CORES)
 
 # Hours: what docs/RELIABILITY.md has figures of.
 test-long: $(INSTALLED) programs
@@ -46,7 +49,9 @@ walk: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict

@@ -21,14 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from lmtier.cache import CPU, Cache
+from lmtier.client.client import Client
 from lmtier.config import Config, Serving
-from lmtier.explain import Explain
-from lmtier.keys import Identity, KeyChain, Tokens, seed
-from lmtier.layout import Form, form_of
-from lmtier.server.client import Client
-from lmtier.terminal import number, say, table
+from lmtier.core.cache import Cache
+from lmtier.core.match import CPU
+from lmtier.format.keys import Identity, KeyChain, Tokens, seed
+from lmtier.format.layout import ChunkForm, form_of
+from lmtier.server.explain import Explain
 from lmtier.testing import opaque_layout
+from lmtier.tools.terminal import number, say, table
 from tests.server.process import Served
 
 ROUNDS = 2000
@@ -55,13 +56,15 @@ def main() -> None:
         serving = Serving(unix=f"{folder}/socket").unix
         server = Served(Path(folder), config=config, unix=serving)
         try:
-            with Cache(Config(**config)) as cache, Client(serving) as client:  # type: ignore[arg-type]  # a dict of fields
+            settings = Config(**config)  # type: ignore[arg-type]  # a dict of fields
+            with Cache(settings) as cache, Cache(settings) as idle, Client(serving) as client:
                 cache.flush(60)
+                explain = Explain(idle)
                 for chunks in CHUNKS:
                     tokens = np.random.default_rng(chunks).integers(0, 1 << 17, chunks * TOKENS, np.int32)
                     for store in (cache, client):
                         store.commit(store.reserve(chain(tokens), form))
-                    rows += measured(cache, client, tokens, form)
+                    rows += measured(cache, client, explain, tokens, form)
         finally:
             server.kill()
     say(table(("µs", "lookup", "of it waiting for counting", "share", "counted afterwards"), rows))
@@ -71,27 +74,27 @@ def chain(tokens: Tokens) -> list[bytes]:
     return KeyChain(SEED, TOKENS).extend(tokens).keys
 
 
-def measured(cache: Cache, client: Client, prompt: Tokens, form: Form) -> list[tuple[object, ...]]:
+def measured(
+    cache: Cache, client: Client, explain: Explain, prompt: Tokens, form: ChunkForm
+) -> list[tuple[object, ...]]:
     match = cache.match(chain(prompt), form)
     tokens = match.asked_tokens
     hits, missed = {CPU: tokens}, {}
-    explain = Explain(cache)
     metrics, outlook = cache.metrics, cache.outlook
 
     def put_down() -> None:
         metrics.looked_up(1e-5)
         metrics.settle(tokens, hits, missed)
-        outlook.saw(match.keys, tokens / cache.chunk_tokens, form.room, form.at_rest)
-        explain._settled(match, missed)
+        outlook.asked(match.keys, tokens, form)
+        explain.settled(match, missed)
 
     def count() -> None:
         put_down()
         metrics.count()
-        outlook.count()
+        outlook.stepped()
 
     waits, all_of_it = microseconds(put_down), microseconds(count)
     cache.release(match)
-    cache.settled = None
     after = number(all_of_it - waits)
     found = []
     for name, store in (("in process", cache), ("through a server", client)):

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmtier.curve import Curve
-from lmtier.sim.traces import read
-from lmtier.terminal import say
+from lmtier.observe.miss_curve import MissCurve
+from lmtier.tools.sim.traces import read
+from lmtier.tools.terminal import say
 
 Lookups = Sequence[tuple[bytes, ...]]
 
@@ -86,7 +86,7 @@ def main(paths: Sequence[str]) -> None:
         sizes = [unique >> n for n in range(7)]
         right = [simulated(lookups, size) for size in sizes]
         for bound in (1 << 16, 1 << 14, 1 << 12):
-            curve = Curve(lambda unique=unique: unique, size=bound)  # type: ignore[misc]  # mypy: lambdas
+            curve = MissCurve(lambda unique=unique: unique, size=bound)  # type: ignore[misc]  # mypy: lambdas
             began = time.perf_counter()
             for keys in lookups:
                 curve.saw(keys)

@@ -41,7 +41,7 @@ for each in "$@"; do
     case ${simulated[*]}$each in
         *probe) stage probe 200 "$PYTHON" bench/gpu_probe.py "${simulated[@]}" --json "$OUT/probe.json" ;;
         *toy) stage toy 260 "$PYTHON" bench/gpu_toy.py "${simulated[@]}" --json "$OUT/toy.json" ;;
-        --simulatedtests) stage tests 400 "${TESTS[@]}" tests/unit/test_cuda_*.py tests/unit/test_toy_engine.py ;;
+        --simulatedtests) stage tests 400 "${TESTS[@]}" tests/copy/test_cuda_*.py tests/bench tests/test_toy_engine.py ;;
         --simulatedbench) stage bench 300 "$PYTHON" bench/gpu_simulated.py ;;
         tests) stage tests 400 "${TESTS[@]}" tests/gpu --junit-xml "$OUT/tests.xml" ;;
         bench) stage bench 300 "$PYTHON" -m lmtier bench --gpu ;;

@@ -27,15 +27,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.cuda.device import CudaDevice
-from lmtier.cuda.kernels import Spread
-from lmtier.cuda.mover import CudaMover
-from lmtier.cuda.paging import CudaKV
-from lmtier.keys import Identity
-from lmtier.layout import Layout
-from lmtier.terminal import say, table
+from lmtier.copy.cuda.device import CudaDevice
+from lmtier.copy.cuda.kernels import Spread
+from lmtier.copy.cuda.mover import CudaMover
+from lmtier.copy.cuda.paging import CudaKV
+from lmtier.core.cache import Cache
+from lmtier.format.keys import Identity
+from lmtier.format.layout import Layout
+from lmtier.tools.terminal import say, table
 
 GIB = 1 << 30
 ROUNDS = 7
@@ -90,12 +90,12 @@ class Machine:
 
     @contextmanager
     def pinned(self, memory: memoryview) -> Iterator[None]:
-        pinning = self.device.pin(memory)
+        pinning = self.device.lock_pages(memory)
         pinning.wait()
         yield
         self.synchronize()
         pinning.close()
-        self.device.pinning = None
+        self.device.page_lock = None
 
     def copying(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """Calls of the driver that copy: one piece, and many in a batch."""
@@ -130,7 +130,7 @@ class Machine:
 class Rehearsal(Machine):
     """The simulated device: for what goes through lmtier's own interface to a device."""
 
-    models = ("8B",)
+    models = ("tiny",)
     lengths = (256,)
     rounds = 3
 
@@ -151,7 +151,7 @@ class Rehearsal(Machine):
 
     @contextmanager
     def pinned(self, memory: memoryview) -> Iterator[None]:
-        unpin = self.gpu.pin(memory)
+        unpin = self.gpu.lock_pages(memory)
         yield
         self.synchronize()
         unpin()
@@ -253,7 +253,7 @@ def pitched(machine: Machine) -> list[Row]:
 @contextmanager
 def _ordered(order: int) -> Iterator[None]:
     """Batches that are read in the order of the stream (1) or in any (3)."""
-    module = import_module("lmtier.cuda.driver")
+    module = import_module("lmtier.copy.cuda.driver")
     before, module._STREAM_ORDER = module._STREAM_ORDER, order
     try:
         yield
@@ -262,7 +262,7 @@ def _ordered(order: int) -> Iterator[None]:
 
 
 def layout_of(model: str, chunk_tokens: int) -> Layout:
-    layers, heads = {"8B": (32, 8), "70B/TP8": (80, 1)}[model]
+    layers, heads = {"8B": (32, 8), "70B/TP8": (80, 1), "tiny": (4, 1)}[model]
     return Layout.uniform(
         layers=layers,
         heads=heads,
@@ -362,7 +362,7 @@ def beside_compute(machine: Machine) -> list[Row]:
         memory = machine.host.numpy().data
         rows = [(each, i * kv.nbytes, 0) for i, each in enumerate(kv.check(ids))]
         bounds = kv.bind_all(rows, lambda at, size: memory[at : at + size])
-        pinning = device.pinning
+        pinning = device.page_lock
         lane = device.store
 
         def run() -> None:

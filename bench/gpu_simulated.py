@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lmtier import bench
-from lmtier.terminal import say
+import lmtier_bench as bench
+from lmtier.tools.terminal import say
 from tests.cuda_device import SimulatedDevice
 
 
@@ -30,7 +30,7 @@ class Simulated:
         self.device.keep(whole.view(torch.int16).numpy())
         return whole
 
-    def pin(self, memory: memoryview) -> Callable[[], None]:
+    def lock_pages(self, memory: memoryview) -> Callable[[], None]:
         assert len(memory)
         self.pinned.append(memory)
         return self.unpin

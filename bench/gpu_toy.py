@@ -30,11 +30,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
-from lmtier import __version__
-from lmtier.cache import Cache
+from lmtier._version import __version__
 from lmtier.config import Config
-from lmtier.cuda.mover import CudaMover
-from lmtier.terminal import number, say, table
+from lmtier.copy.cuda.mover import CudaMover
+from lmtier.core.cache import Cache
+from lmtier.tools.terminal import number, say, table
 from tests.gpu.toy import (
     LARGE,
     LAYOUTS,
@@ -148,7 +148,7 @@ def decode_rates(
         other.slab.prefault()
 
         def while_pinning() -> float:
-            pinning = engine.machine.pin(engine.machine.device([]), other.slab.view(0, pinned))
+            pinning = engine.machine.lock_pages(engine.machine.device([]), other.slab.view(0, pinned))
             try:
                 return it.rate(lambda _: not pinning.wait(0))
             finally:

@@ -36,8 +36,8 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "integrations"))
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from lmtier.bench import header
-from lmtier.terminal import say, table
+from lmtier.tools.terminal import say, table
+from lmtier_bench import header
 from lmtier_integrations.transformers import PrefixCache
 
 ANSWER = 8  # tokens by which answers are compared

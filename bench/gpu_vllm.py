@@ -40,7 +40,7 @@ REPO = Path(__file__).resolve().parents[1]
 ROOTS = [str(REPO), str(REPO / "backends"), str(REPO / "integrations")]
 sys.path[:0] = ROOTS
 
-from lmtier.terminal import number, say, table  # noqa: E402  # it is found by the line above
+from lmtier.tools.terminal import number, say, table  # noqa: E402  # it is found by the line above
 
 GIB = 1 << 30
 FAILS = "BENCH_LOADS_FAIL"  # names the file that makes the next load fail
@@ -218,7 +218,7 @@ class Peer:
     """The engine's private server, as anybody else's client sees it."""
 
     def __init__(self) -> None:
-        from lmtier.server.client import Client
+        from lmtier.client.client import Client
 
         folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "lmtier"
         (path,) = folder.glob("*.sock")
@@ -575,13 +575,14 @@ def __getattr__(name: str) -> Any:
     """`FailingConnector`, where vLLM asks this file for a connector: ours, whose loads fail when told."""
     if name != "FailingConnector":
         raise AttributeError(name)
+    from lmtier.core.match import Match
     from lmtier_integrations.vllm import LMTierConnector
-    from lmtier_integrations.vllm.worker import Worker
+    from lmtier_integrations.vllm.rank import RankLoads
 
-    if not hasattr(Worker, "_prepare_as_ever"):
-        if not all(hasattr(Worker, each) for each in ("_prepare_load", "_fail", "_end_load")):
+    if not hasattr(RankLoads, "_prepare_as_ever"):
+        if not all(hasattr(RankLoads, each) for each in ("prepare", "_fail", "_end")):
             raise AttributeError(f"{name}: the worker's loads are prepared otherwise than this bench knows")
-        as_ever = Worker._prepare_load
+        as_ever = RankLoads.prepare
 
         def prepare(self: Any, plan: Any) -> Any:
             if not Path(os.environ[FAILS]).exists():
@@ -589,10 +590,10 @@ def __getattr__(name: str) -> Any:
             with open(os.environ[FAILS_BY], "ab") as tally:
                 tally.write(b".")
             self._fail(plan)
-            return self._end_load(plan, plan.match(self.mover.form))
+            return self._end(plan, Match.elsewhere(plan.id, plan.placement))
 
-        Worker._prepare_as_ever = as_ever  # type: ignore[attr-defined]  # a patch
-        Worker._prepare_load = prepare  # type: ignore[method-assign]  # a patch
+        RankLoads._prepare_as_ever = as_ever  # type: ignore[attr-defined]  # a patch
+        RankLoads.prepare = prepare  # type: ignore[method-assign]  # a patch
     return type(name, (LMTierConnector,), {})
 
 

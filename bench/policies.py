@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from lmtier.policy import POLICIES
-from lmtier.sim.replay import replay
-from lmtier.sim.traces import read
-from lmtier.terminal import say
+from lmtier.rules.policy import POLICIES
+from lmtier.tools.sim.replay import replay
+from lmtier.tools.sim.traces import read
+from lmtier.tools.terminal import say
 
 CHUNK = 4096
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 60_000)

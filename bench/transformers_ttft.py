@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 
-from lmtier.bench import header
-from lmtier.terminal import say, table
+from lmtier.tools.terminal import say, table
+from lmtier_bench import header
 from lmtier_integrations.transformers import PrefixCache
 
 ANSWER = 8  # tokens by which answers are compared

@@ -35,10 +35,10 @@ from typing import Any, TypeAlias
 # before our imports: engines load this file too, for its connector
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lmtier.bench import header
+from lmtier.client.client import Client
 from lmtier.errors import TierError
-from lmtier.server.client import Client
-from lmtier.terminal import complain, number, say, table
+from lmtier.tools.terminal import complain, number, say, table
+from lmtier_bench import header
 from tests.vllm.engine import Engine, EngineDied
 
 HERE = Path(__file__).resolve().parent

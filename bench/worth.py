@@ -24,9 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.vllm_ttft import MODELS, can_run, make_models, prompts_of, version_of
-from lmtier.bench import header
-from lmtier.terminal import say, table
-from lmtier.worth import ALWAYS, AUTO, NEVER
+from lmtier.rules.worth import ALWAYS, AUTO, NEVER
+from lmtier.tools.terminal import say, table
+from lmtier_bench import header
 from tests.redis_process import Proxy, running
 from tests.vllm.engine import Engine
 

@@ -14,11 +14,11 @@ import argparse
 import time
 from pathlib import Path
 
-from lmtier.layout import stored_size
-from lmtier.sim import synthetic
-from lmtier.sim.replay import Outcome, replay
-from lmtier.sim.traces import Trace, read
-from lmtier.terminal import say
+from lmtier.format.layout import stored_size
+from lmtier.tools.sim import synthetic
+from lmtier.tools.sim.replay import Outcome, replay
+from lmtier.tools.sim.traces import Trace, read
+from lmtier.tools.terminal import say
 
 BYTES_PER_TOKEN = 128 * 1024
 RULES = ("always", "reused", "evicted", "auto")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmtier.metrics import DROP_REASONS, LABELS, MISS_REASONS, Metrics
+from lmtier.observe.metrics import DROP_REASONS, LABELS, MISS_REASONS, Metrics
 
 ROOT = Path(__file__).parents[1]
 Panel = dict[str, Any]
@@ -215,7 +215,7 @@ def overview() -> dict[str, Any]:
                 (now("lmtier_clients", extra=', kind="engine"'), ""),
                 kind="stat",
                 width=4,
-                text="Connections of engines. 0: nobody asks.",
+                text="Connections of engines. 0: no engine asks.",
             ),
             panel("Lookups", (rate("lmtier_lookups_total"), ""), kind="stat", width=4, unit="reqps"),
             panel(
@@ -511,13 +511,19 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated from `lmtier/metrics.py` by `dashboards/build.py`. A server has them at `/metrics`, with",
-        "`process_*`; a `Cache` in process, in `cache.metrics.registry`. They count since the start.",
-        "Tokens asked are tokens hit, over tiers, plus tokens missed, over reasons: always.",
+        "Every metric of lmtier: what it counts, and the values of its labels.",
         "",
-        "A lookup waits .6 µs until it is put down, and is counted, for the curve too, in another 5 to 8 µs",
-        "after it was answered. Of a lookup through a server that is .1 to .4 % (512 chunks, 8 chunks); in",
-        "process .1, .6 and 3 % (512, 64, 8 chunks, tokens to keys included): `bench/counting.py`.",
+        "    curl -s http://127.0.0.1:9470/metrics",
+        "",
+        "A server answers with these metrics and with `process_*`. A `Cache` in your own process has them",
+        "in `cache.metrics.registry`. Counters start at 0 with the process. At every moment, tokens asked",
+        "equal tokens hit, summed over tiers, plus tokens missed, summed over reasons.",
+        "",
+        "Counting a lookup takes .6 µs before its answer, and 5 to 8 µs after it. That is .1 % of a",
+        "lookup of 512 chunks through a server, and .4 % of one of 8 chunks. In process it is .1, .6 and",
+        "3 % for 512, 64 and 8 chunks (`bench/counting.py`).",
+        "",
+        "`dashboards/build.py` generates this page from `lmtier/observe/metrics.py`.",
         "",
         "| metric | kind | labels | |",
         "|---|---|---|---|",
@@ -536,7 +542,7 @@ def page() -> str:
         "",
         "## On an engine's own /metrics",
         "",
-        "What the vLLM connector counts, over all ranks. Labels: those of vLLM.",
+        "The vLLM connector adds these, summed over all ranks. They have vLLM's labels.",
         "",
         "| metric | |",
         "|---|---|",

@@ -2,7 +2,7 @@
 
     python examples/redis_fleet.py redis://127.0.0.1:6379/0
 
-Each host is a process of its own, with its own memory. The second finds in Redis what the first one stored.
+Each host is a separate process with its own memory. The second one finds in Redis the KV of the first.
 """
 
 import multiprocessing

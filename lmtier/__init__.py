@@ -1,24 +1,79 @@
-"""Tiered KV-cache offload for LLM serving."""
+"""Tiered KV-cache offload for LLM serving. Each name is imported when it is first used."""
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from lmtier.cache import Cache
-from lmtier.config import Config
-from lmtier.keys import Extra, Identity, KeyChain, weights_digest
-from lmtier.layout import LayerShape, Layout, Shard
-from lmtier.mover import Mover
-from lmtier.paging import PagedKV
+from lmtier._version import __version__
+
+if TYPE_CHECKING:
+    from lmtier.client.client import Client
+    from lmtier.config import Config
+    from lmtier.copy.mover import Mover
+    from lmtier.copy.paging import PagedKV
+    from lmtier.core.cache import Cache
+    from lmtier.core.match import Match, Reservation
+    from lmtier.errors import ConfigError, LayoutError, LMTierError, MisuseError, TierError
+    from lmtier.format.keys import Extra, Identity, KeyChain, weights_digest
+    from lmtier.format.layout import LayerShape, Layout, Name, Shard
+    from lmtier.format.objects import Header
+    from lmtier.observe.prompts import Origin
+    from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
+    from lmtier.tiers.blocking import BlockingTier
 
 __all__ = [
+    "BlockingTier",
     "Cache",
+    "Client",
     "Config",
+    "ConfigError",
+    "Done",
     "Extra",
+    "Header",
     "Identity",
+    "Item",
+    "Job",
     "KeyChain",
+    "LMTierError",
     "LayerShape",
     "Layout",
+    "LayoutError",
+    "Match",
+    "MisuseError",
     "Mover",
+    "Name",
+    "Op",
+    "Origin",
     "PagedKV",
+    "Reason",
+    "Reservation",
     "Shard",
+    "Stat",
+    "Tier",
+    "TierError",
+    "__version__",
     "weights_digest",
 ]
+
+_WHERE = {
+    "client.client": ("Client",),
+    "config": ("Config",),
+    "copy.mover": ("Mover",),
+    "copy.paging": ("PagedKV",),
+    "core.cache": ("Cache",),
+    "core.match": ("Match", "Reservation"),
+    "errors": ("ConfigError", "LMTierError", "LayoutError", "MisuseError", "TierError"),
+    "format.keys": ("Extra", "Identity", "KeyChain", "weights_digest"),
+    "format.layout": ("LayerShape", "Layout", "Name", "Shard"),
+    "format.objects": ("Header",),
+    "observe.prompts": ("Origin",),
+    "tiers.base": ("Done", "Item", "Job", "Op", "Reason", "Stat", "Tier"),
+    "tiers.blocking": ("BlockingTier",),
+}
+_MODULE = {name: f"lmtier.{module}" for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'lmtier' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE[name]), name)
+    return value

@@ -2,6 +2,6 @@
 
 import sys
 
-from lmtier.cli import main
+from lmtier.tools.cli import main
 
 sys.exit(main())

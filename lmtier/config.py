@@ -1,8 +1,9 @@
-"""Settings, one frozen dataclass each for a cache and its server; from TOML, the environment, or a dict.
+"""Settings: one frozen dataclass for a cache and one for its server, from TOML, the environment or a dict.
 
-Later wins: defaults, the file (`LMTIER_CONFIG_FILE` or `lmtier.toml` given by hand), the environment
-(`LMTIER_CHUNK_TOKENS=128`, `LMTIER_SERVE_HTTP=…`), what the caller passes. An unknown key is an error.
-`load` and `load_serving` also say where each value came from. A server's settings are the table [serve].
+A later source overrides an earlier one: the defaults, the file (an argument, or `LMTIER_CONFIG_FILE`), the
+environment (`LMTIER_CHUNK_TOKENS=128`, `LMTIER_SERVE_HTTP=…`), the arguments of the caller. An unknown key
+is an error. `load` and `load_serving` also return the source of each value. In the file a server's settings
+are the table [serve].
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
-from lmtier.compression import CODECS, RAW, WORDS
 from lmtier.errors import ConfigError
-from lmtier.layout import PAGE
-from lmtier.lifetimes import FOREVER, MAX_TTL
-from lmtier.policy import POLICIES
-from lmtier.shares import Share, parse
-from lmtier.worth import AUTO, WORTH
+from lmtier.format.compression import CODECS, RAW, WORDS
+from lmtier.format.layout import PAGE
+from lmtier.rules.lifetimes import FOREVER, MAX_TTL
+from lmtier.rules.policy import POLICIES
+from lmtier.rules.shares import Share, parse
+from lmtier.rules.worth import AUTO, WORTH
 
 ENV_PREFIX = "LMTIER_"
 TOKEN_VARIABLE = "LMTIER_TOKEN"
@@ -32,17 +33,24 @@ REDIS_PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
 WRITES = ("always", "reused", "evicted", "auto", "never")
 WEAR = ("writes_per_day", "drive_writes_per_day", "drive", "endurance")
 VERIFY = ("off", "sample", "always")
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
 
 _SIZE_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": 1024**power
+    f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgtp", start=1)
-    for suffix in ("", "b", "ib")
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+# What Kubernetes puts into every container beside a Service whose name begins with lmtier.
+_KUBERNETES = re.compile(
+    r"LMTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*"
+    r"|LMTIER_(\w+_)?PORT=(tcp|udp|sctp)://.*"
+)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes: 4GiB, 512MiB, 1048576. Units are powers of 1024, with or without the i."""
+    """Bytes: 4GiB, 4G, 1048576. The units GiB and G are powers of 1024, the units GB powers of 1000."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
     if not found or found[2] not in _SIZE_UNITS:
         raise ConfigError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 1048576")
@@ -65,7 +73,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def without_login(url: str) -> str:
-    """A tier's URL for messages: who logs in, and with what, is ***; also where it should not stand."""
+    """A tier's URL for messages: logins and secrets become ***, also if they stand in the wrong place."""
     return re.sub(r"((?:password|token|secret)=)[^&]*", r"\1***", re.sub(r"(?<=://).*@", "***@", url))
 
 
@@ -81,88 +89,78 @@ class TierSpec:
     policy: str = "arc"
     codec: str = RAW
     writes_per_day: int | None = None
-    """Bytes; also what drive_writes_per_day= and drive= come to."""
+    """Bytes. The options drive_writes_per_day= and drive= are converted to this."""
     endurance: int | None = None
-    """Bytes that the drive can still be written, by its maker's word. For a gauge."""
+    """Bytes that can still be written to the drive according to its maker. It is only used for a gauge."""
     ttl: float = FOREVER
-    """Seconds that a chunk may be served from it."""
+    """Seconds for which this tier may serve a chunk."""
     options: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"tier {without_login(self.url)!r}"
 
     @classmethod
     def parse(cls, url: str) -> TierSpec:
         head, _, query = url.partition("?")
         scheme, separator, location = head.partition("://")
+        tier = f"tier {without_login(url)!r}"
         if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
-            raise ConfigError(
-                f"tier {without_login(url)!r} is not a URL; write it like disk:///var/lib/lmtier?capacity=500GiB"
-            )
+            raise ConfigError(f"{tier} is not a URL; write it like disk:///var/lib/lmtier?capacity=500GiB")
         try:
             pairs = parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
         except ValueError:
-            raise ConfigError(
-                f"tier {without_login(url)!r}: options must read name=value&name=value"
-            ) from None
+            raise ConfigError(f"{tier}: options must read name=value&name=value") from None
         options = dict(pairs)
         if len(options) != len(pairs):
-            raise ConfigError(f"tier {without_login(url)!r}: an option is given twice")
+            raise ConfigError(f"{tier}: an option is given twice")
         capacity = options.pop("capacity", None)
-        write = options.pop("write", "always")
-        policy = options.pop("policy", "arc")
-        codec = options.pop("codec", RAW)
-        ttl = _ttl(url, options.pop("ttl", "0"))
-        for name, value, known in (
-            ("write", write, WRITES),
-            ("policy", policy, tuple(POLICIES)),
-            ("codec", codec, WORDS),
-        ):
+        ttl = _ttl(tier, options.pop("ttl", "0"))
+        rules = []
+        choices = ("write", "always", WRITES), ("policy", "arc", POLICIES), ("codec", RAW, WORDS)
+        for name, usual, known in choices:
+            rules.append(value := options.pop(name, usual))
             if value not in known:
-                raise ConfigError(
-                    f"tier {without_login(url)!r}: unknown {name}={value}{suggest(value, known)}"
-                )
-        size = None if capacity is None else parse_size(capacity)
+                raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, known)}")
+        try:
+            size = None if capacity is None else parse_size(capacity)
+        except ConfigError as error:
+            raise ConfigError(f"{tier}: capacity={error}") from None
         if size == 0:
-            raise ConfigError(
-                f"tier {without_login(url)!r}: capacity=0 holds nothing; leave the tier out instead"
-            )
-        budget, endurance = _wear(url, size, options)
-        return cls(
-            *(url, scheme, unquote(location), size, write, policy, codec, budget, endurance, ttl), options
-        )
+            raise ConfigError(f"{tier}: capacity=0 holds nothing; leave the tier out instead")
+        wear, (write, policy, codec) = _wear(tier, size, options), rules
+        return cls(url, scheme, unquote(location), size, write, policy, codec, *wear, ttl, options)
 
 
-def _ttl(url: str, text: str) -> float:
-    """0 is none, as for Redis tiers of before."""
+def _ttl(tier: str, text: str) -> float:
+    """0 means no limit, as in older URLs of Redis tiers."""
     try:
         seconds = parse_seconds(text)
     except ConfigError:
         seconds = -1.0
     if seconds and not 0.001 <= seconds <= MAX_TTL:
-        raise ConfigError(
-            f"tier {without_login(url)!r}: ttl={text!r} is not a time of 1 ms or more; write it like 7d"
-        )
+        raise ConfigError(f"{tier}: ttl={text!r} is not a time of 1 ms or more; write it like 7d")
     return seconds or FOREVER
 
 
-def _wear(url: str, capacity: int | None, options: dict[str, str]) -> tuple[int | None, int | None]:
-    """Bytes a day, and bytes in all, that may be written; takes its words out of `options`."""
+def _wear(tier: str, capacity: int | None, options: dict[str, str]) -> tuple[int | None, int | None]:
+    """The bytes that may be written in a day and in all. Removes the options that it reads from `options`."""
     given = {word: options.pop(word) for word in WEAR if word in options}
-    tier = f"tier {without_login(url)!r}"
     times = given.pop("drive_writes_per_day", None)
     if times is not None and not re.fullmatch(r"\d+(\.\d+)?", times):
         raise ConfigError(f"{tier}: drive_writes_per_day={times} is not a number; write it like 0.5")
     sizes = {word: parse_size(value) for word, value in given.items()}
     if 0 in sizes.values() or (times is not None and not float(times)):
         raise ConfigError(
-            f"{tier}: a drive, an endurance or a budget of 0; to write nothing, say write=never"
+            f"{tier}: drive, endurance and the budgets must be more than 0; to write nothing, use write=never"
         )
     if times is None:
         if "drive" in sizes:
             raise ConfigError(
-                f"{tier}: drive= says what drive_writes_per_day= counts in, and that is missing"
+                f"{tier}: drive= only has a meaning with drive_writes_per_day=; add that or remove drive="
             )
         return sizes.get("writes_per_day"), sizes.get("endurance")
     if "writes_per_day" in sizes:
-        raise ConfigError(f"{tier}: writes_per_day= or drive_writes_per_day=, not both")
+        raise ConfigError(f"{tier}: give writes_per_day= or drive_writes_per_day=, not both")
     drive = sizes.get("drive", capacity)
     if drive is None:
         raise ConfigError(f"{tier}: drive_writes_per_day= needs the drive's size, like drive=4TiB")
@@ -171,29 +169,29 @@ def _wear(url: str, capacity: int | None, options: dict[str, str]) -> tuple[int 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that can be set. Tiers are named by URL, top first; that list is the storage."""
+    """All settings of a cache. `tiers` is the list of storage URLs, the fastest tier first."""
 
     chunk_tokens: int = 256
-    """Tokens a chunk: the unit that is named, stored and found. Whole blocks of the engine."""
+    """Tokens per chunk. A chunk is the unit that is named, stored and found; it is whole engine blocks."""
     tiers: Sequence[str] = field(default=("cpu://?capacity=1GiB",), repr=False)  # may hold passwords
     shares: Sequence[Share] = ()
-    """What part of every tier a tenant keeps, by its cache salt, whatever others want: tenant-a=0.3 b=20%."""
+    """The part of every tier that is reserved for a tenant, by its cache salt: tenant-a=0.3 b=20%."""
     load_deadline: float = 2.0
-    """Seconds after which a request stops waiting for tiers below and computes instead."""
+    """Seconds after which a request stops waiting for lower tiers and computes instead."""
     worth: str = AUTO
-    """Load what an engine would compute sooner? auto: no, as far as both are measured; always; never: nothing
-    is loaded at all, only saved."""
+    """Whether to load chunks that the engine would compute sooner. auto: no, once both are measured.
+    always: yes. never: nothing is loaded at all, only saved."""
     verify: str = "sample"
-    """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 64), always."""
+    """Compare fingerprints of the engine's raw blocks after a load: off, sample (1 of 64) or always."""
     hugepages: bool = True
-    """Ask for transparent huge pages under the slab: gathers of small blocks run up to twice as fast."""
+    """Ask for transparent huge pages for the slab: gathers of small blocks run up to twice as fast."""
     prefault: bool = True
     """Touch the slab's pages in the background at start."""
     queue_length: int = 4096
-    """Chunks that may wait to be written, per tier; beyond it they are dropped and counted."""
+    """Chunks that may wait to be written, per tier. Further chunks are dropped and counted."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # a list of tiers, "2s": what people write
+        for each in fields(self):  # people write a list of tiers, or "2s"
             object.__setattr__(self, each.name, _convert(each.name, getattr(self, each.name), "arguments"))
         for name, least in (("chunk_tokens", 1), ("queue_length", 1)):
             if getattr(self, name) < least:
@@ -216,14 +214,21 @@ class Config:
             )
         for spec in specs:
             if spec.scheme in ("cpu", "gpu", "disk") and spec.capacity is None:
-                raise ConfigError(f"tier {without_login(spec.url)!r} needs a capacity, like ?capacity=32GiB")
+                wrong = difflib.get_close_matches("capacity", spec.options, n=1)
+                hint = f"; {wrong[0]!r} is no option of it" if wrong else ""
+                raise ConfigError(f"{spec} needs a capacity, like ?capacity=32GiB{hint}")
+            if spec.scheme == "disk" and spec.location and spec.location[0] not in "/~":
+                raise ConfigError(
+                    f"{spec}: the directory is relative, and a server may start in another one; "
+                    f"write disk://{Path(spec.location).absolute()}"
+                )
             if spec.scheme in ("cpu", "gpu"):
                 _check_memory(spec)
         gpu, (cpu, *_) = self.gpu, self.stores
         if gpu is not None and (gpu.capacity or 0) > (cpu.capacity or 0):
             raise ConfigError(
-                f"tier {without_login(gpu.url)!r} is larger than {without_login(cpu.url)!r}: it holds copies "
-                "of what lies there, so the rest of it would stay empty"
+                f"{gpu} is larger than {without_login(cpu.url)!r}: it holds copies "
+                "of chunks of that tier, so a part of it would stay empty; choose a smaller capacity"
             )
 
     @property
@@ -232,71 +237,74 @@ class Config:
 
     @property
     def gpu(self) -> TierSpec | None:
-        """What an engine keeps copies in, in its own GPU's memory."""
+        """The tier in the engine's own GPU memory. It holds copies only."""
         return next((spec for spec in self.specs if spec.scheme == "gpu"), None)
 
     @property
     def stores(self) -> tuple[TierSpec, ...]:
-        """The tiers of a cache, `cpu` first: all but the GPU's, which holds nothing that they do not."""
+        """The tiers of a cache, `cpu` first. They exclude the GPU tier, which only holds copies of chunks."""
         return tuple(spec for spec in self.specs if spec.scheme != "gpu")
 
     @property
     def approximation(self) -> str:
-        """The codecs of its tiers that do not give back what they were given. They are part of every key."""
+        """The lossy codecs of its tiers. They are part of every key."""
         words = {spec.codec for spec in self.specs}
         return ",".join(sorted(word for word in words if word in CODECS and not CODECS[word].is_exact))
 
 
 def _check_memory(spec: TierSpec) -> None:
-    """Memory has a capacity and a policy; whatever else stands in the URL is a mistake."""
+    """A memory tier has a capacity, a policy and a ttl. Any other option in its URL is a mistake."""
     extra = {*spec.options, *(["write"] if spec.write != "always" else [])}
     extra |= {"writes_per_day"} if spec.writes_per_day else set()
     extra |= {"endurance"} if spec.endurance else set()
     extra |= {"codec"} if spec.codec != RAW else set()
     if extra:
         hint = suggest(min(extra), ("capacity", "policy", "ttl"))
-        raise ConfigError(f"tier {without_login(spec.url)!r}: unknown option {min(extra)!r}{hint}")
+        raise ConfigError(f"{spec}: unknown option {min(extra)!r}{hint}")
     if spec.location:
-        raise ConfigError(
-            f"tier {without_login(spec.url)!r}: memory has no path; write {spec.scheme}://?capacity=32GiB"
-        )
+        raise ConfigError(f"{spec}: memory has no path; write {spec.scheme}://?capacity=32GiB")
     if spec.capacity is not None and spec.capacity < PAGE:
-        raise ConfigError(f"tier {without_login(spec.url)!r}: {spec.capacity} bytes hold no page of {PAGE}")
+        raise ConfigError(f"{spec}: capacity={spec.capacity} is less than a page of {PAGE} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Where a server listens, to whom, and how long it waits for them. Empty: not there."""
+    """Where a server listens, who may connect, and how long it waits for them. Empty: it does not listen."""
 
     listen: str = "127.0.0.1:6380"
-    """Redis clients, and other hosts."""
+    """For Redis clients and for engines on other hosts."""
     unix: str = ""
-    """Engines on this host, who also get the slab; whoever may open the file."""
+    """For engines on this host, which also map the slab. The file's mode decides who may open it."""
     http: str = "127.0.0.1:9470"
-    """People and Prometheus."""
+    """For browsers and Prometheus."""
     token_file: str = ""
-    """Its first line must be shown: AUTH, Authorization: Bearer. Or the variable LMTIER_TOKEN."""
+    """Clients must send its first line with AUTH or Authorization: Bearer. Or set LMTIER_TOKEN."""
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
-    """Clients must show a certificate that this one signed."""
+    """Clients must present a certificate that is signed by this one."""
     insecure: bool = False
     """Listen beyond this host without a token or client certificates."""
     clients: int = 10_000
-    """Connections at a time."""
+    """The most connections at a time."""
     patience: float = 30.0
-    """Seconds without a byte until a client in the middle of something is given up; 1 if room is short."""
+    """Seconds without a byte after which a client in the middle of a request is disconnected; 1 second if
+    room is short."""
     grace: float = 10.0
-    """Seconds to finish in when told to stop."""
+    """Seconds that the server has to finish after a signal to stop."""
     linger: float = 0.0
     """Seconds without any connection after which the server stops by itself; 0: never."""
     kv_events: str = ""
-    """Where routers hear what comes to the tiers and leaves them, as ZMQ writes it: tcp://*:5557."""
+    """A ZMQ address where routers subscribe to the chunks that enter and leave the tiers: tcp://*:5557."""
     kv_events_replay: str = ""
-    """Where they can ask for what they missed: tcp://*:5558."""
+    """A ZMQ address where they ask for the events that they missed: tcp://*:5558."""
     kv_events_topic: str = ""
+    log_level: str = "info"
+    """debug, info, warning or error. Lines of the audit are always written."""
+    log_format: str = "text"
+    """text, or json: one object a line."""
     request_log: str = ""
-    """A file for what engines look up: keys and lengths, no text. To be replayed."""
+    """A file that records the lookups of engines, to replay them: keys and lengths, no text."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -306,21 +314,23 @@ class Serving:
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
+        for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
+            if getattr(self, name) not in known:
+                word = getattr(self, name)
+                raise ConfigError(f"serve: unknown {name}={word!r}{suggest(word, known)}")
         if self.kv_events_replay and not self.kv_events:
-            raise ConfigError("serve: kv_events_replay is of no use without kv_events")
+            raise ConfigError("serve: kv_events_replay needs kv_events; set that too, or remove it")
         if not (self.listen or self.unix or self.http):
-            raise ConfigError("serve: nowhere to listen; give listen, unix or http an address")
+            raise ConfigError("serve: there is no address to listen on; set listen, unix or http")
         for name in ("listen", "http"):
             if getattr(self, name):
                 host_and_port(getattr(self, name), f"serve: {name}")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_ca and not self.tls_cert):
-            raise ConfigError(
-                "serve: TLS needs tls_cert and tls_key; tls_ca beside them asks for client certificates"
-            )
+            raise ConfigError("serve: TLS needs tls_cert and tls_key; tls_ca is only used with them")
 
 
 def host_and_port(address: str, what: str) -> tuple[str, int]:
-    """host:port, [::1]:port or :port, which is every address of this host."""
+    """Reads host:port, [::1]:port or :port. The last means every address of this host."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*)):(\d{1,5})", address)
     if not found or int(found[3]) > 65535:
         raise ConfigError(f"{what}={address!r} is not an address; write it like 127.0.0.1:6380 or [::1]:6380")
@@ -328,10 +338,10 @@ def host_and_port(address: str, what: str) -> tuple[str, int]:
 
 
 def _convert(name: str, value: Any, origin: str, cls: type = Config) -> Any:
-    """`value` as the type of field `name`; strings are read the way a person writes them."""
+    """Converts `value` to the type of field `name`. Strings are read as people write them: "2s", "4GiB"."""
     field = next(each for each in fields(cls) if each.name == name)
     if name == "shares":
-        return parse(value)  # which says more than that it does not fit
+        return parse(value)  # its error says more than "does not fit"
     try:
         if name == "tiers":
             urls = tuple(value.split() if isinstance(value, str) else value)
@@ -415,7 +425,11 @@ def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str
 def _from_environment(cls: type[Settings], env: Mapping[str, str]) -> Mapping[str, str]:
     prefix = _as_variable(cls, "")
     others = {f"{ENV_PREFIX}CONFIG_FILE", TOKEN_VARIABLE, REDIS_PASSWORD_VARIABLE}
-    ours = (name for name in env if name.startswith(prefix) and name not in others)
+    ours = (
+        name
+        for name in env
+        if name.startswith(prefix) and name not in others and not _KUBERNETES.fullmatch(f"{name}={env[name]}")
+    )
     is_mine = cls is Serving
     return {
         name.removeprefix(prefix).lower(): env[name]

@@ -1,9 +1,9 @@
-"""What a forked child gets of its parent: nothing that another would wait for, and nothing that half works.
+"""What happens to lmtier's objects in a forked child: they are closed there at once.
 
-A child has copies of its parent's sockets, locks and memory, and none of its threads. While it lives, a
-server does not see that its parent has died, and nobody else gets its parent's directory; a call on a cache
-whose threads are not there never ends. So in a child all of that is closed at once. Only `os.fork` is seen,
-and what uses it; a fork in C must be followed by an exec.
+A child has copies of its parent's sockets, locks and memory, but none of its threads. While such copies
+stay open, a server does not see that the parent has died, and no other process can lock the parent's
+directory. A call on a cache without its threads would never end. Only `os.fork` and its users are handled;
+a fork in C must be followed by an exec.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from lmtier.errors import MisuseError
 
 class Forked(Protocol):
     def forked(self) -> None:
-        """Called in a child: let go of what the parent has."""
+        """Called in a child: release everything that belongs to the parent."""
 
 
 class Closed(Protocol):
     def close(self) -> None: ...
 
 
-_told: WeakSet[Any] = WeakSet()
+_called: WeakSet[Any] = WeakSet()
 _closed: WeakSet[Any] = WeakSet()
 
 
-def tell(thing: Forked) -> None:
+def call_in_child(thing: Forked) -> None:
     """Have `thing.forked()` called in every child."""
-    _told.add(thing)
+    _called.add(thing)
 
 
 def close_in_child(thing: Closed) -> None:
-    """A socket, or a file: it is closed in every child, which ends nothing for the parent."""
+    """Close this socket or file in every child. The parent's own stays open."""
     _closed.add(thing)
 
 
 def bury(thing: object, what: str) -> None:
-    """From now on `close` of `thing` does nothing, and whatever else it is asked is refused."""
+    """From now on `thing.close()` does nothing, and every other call on `thing` raises MisuseError."""
     pid = os.getppid()
 
     def refuse(*_: object, **__: object) -> None:
-        raise MisuseError(f"this {what} is that of process {pid}: a forked child opens its own")
+        raise MisuseError(f"this {what} belongs to process {pid}: a forked child must open its own")
 
     for name in dir(type(thing)):
         if not name.startswith("_") and callable(getattr(type(thing), name)):
@@ -53,10 +53,10 @@ def bury(thing: object, what: str) -> None:
 
 
 def _in_child() -> None:
-    told, closed = list(_told), list(_closed)
-    _told.clear()
+    called, closed = list(_called), list(_closed)
+    _called.clear()
     _closed.clear()
-    for thing in told:
+    for thing in called:
         with suppress(OSError):
             thing.forked()
     for thing in closed:

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lmtier import codec
-from lmtier.codec import Header
-from lmtier.layout import PAGE, LayerShape, Layout, Name, padded
-from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
-from lmtier.workers import BlockingTier
+from lmtier.format import objects
+from lmtier.format.layout import PAGE, LayerShape, Layout, Name, padded
+from lmtier.format.objects import Header
+from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
+from lmtier.tiers.blocking import BlockingTier
 
 PATIENCE = 10.0
 """Seconds after which a wait of a test is a failure."""
@@ -64,7 +64,7 @@ class Sample:
     def at_rest(self) -> bytes:
         """Header page and payload, as the format has them."""
         page = pages(PAGE)
-        codec.seal(page, self.header, self.payload)
+        objects.seal(page, self.header, self.payload)
         return bytes(page) + bytes(self.payload)
 
 
@@ -113,7 +113,7 @@ def store(tier: Tier, *samples: Sample, replaces: Name | None = None) -> Done:
 
 
 def load(tier: Tier, name: Name, room: int) -> tuple[Done, memoryview]:
-    """The job, and the buffer it filled; longer than `room` by nothing, and dirty before."""
+    """The job, and the buffer that it filled. The buffer has exactly `room` bytes and was dirty before."""
     buffer = pages(room)
     buffer[:] = b"\xa5" * len(buffer)
     return run(tier, Job(0, Op.LOAD, (Item(name, buffer),))), buffer
@@ -140,7 +140,7 @@ def _stats(done: Done) -> dict[Name, Stat]:
 
 
 class Gate:
-    """Lets jobs pass until told to hold them. Any thread may open it."""
+    """Lets jobs pass until `hold`. Any thread may open it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -157,7 +157,7 @@ class Gate:
             wake()
 
     def wait_for(self, jobs: int, timeout: float = PATIENCE) -> None:
-        """Until that many jobs wait here."""
+        """Wait until that many jobs wait here."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting >= jobs, timeout):
                 raise TimeoutError(f"{self._waiting} of {jobs} jobs came to the gate in {timeout} s")
@@ -334,7 +334,10 @@ class MemoryTier(BlockingTier):
         super().__init__("memory", readers=2, writers=2)
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        data = memoryview(self.objects[item.name])
+        stored = self.objects.get(item.name)
+        if stored is None:
+            raise FileNotFoundError(item.name)
+        data = memoryview(stored)
         self.touch([item])
         at = 0
         for buffer in buffers:
@@ -357,13 +360,14 @@ class MemoryTier(BlockingTier):
         self.used.update({item.name: item.used or time.time_ns() for item in items})
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        return {name: self._stat(name) for name in names if name in self.objects}
+        return {
+            name: Stat(len(data) - PAGE, self.used.get(name, 0))
+            for name in names
+            if (data := self.objects.get(name)) is not None  # it may go at any moment
+        }
 
     def scan(self) -> list[tuple[Name, Stat]]:
-        return [(name, self._stat(name)) for name in list(self.objects)]
-
-    def _stat(self, name: Name) -> Stat:
-        return Stat(len(self.objects[name]) - PAGE, self.used.get(name, 0))
+        return list(self.contains(list(self.objects)).items())
 
 
 # ---- the suites
@@ -394,6 +398,7 @@ class SeamSuite:
             assert all(each.seconds >= 0 for each in done)
 
     def test_what_is_absent_is_a_miss_and_may_be_deleted(self, tmp_path: Path) -> None:
+        """`read` raises FileNotFoundError for it. Any other exception, also a KeyError, is an error."""
         name = sample(1).name
         with closing(self.make(tmp_path)) as tier:
             done, _ = load(tier, name, PAGE)
@@ -451,10 +456,10 @@ class SeamSuite:
 
 
 class TierSuite(SeamSuite):
-    """What holds for every Tier that finds what was stored.
+    """The tests for every Tier that stores objects.
 
-    `raw_objects` and `plant` are the back door: they must not use the tier, so that its write and its
-    read cannot hide each other's mistakes.
+    `raw_objects` and `plant` access the storage directly. They must not use the tier, so that an error in its
+    write cannot hide an error in its read.
     """
 
     def raw_objects(self, tmp_path: Path) -> dict[Name, bytes]:
@@ -466,7 +471,7 @@ class TierSuite(SeamSuite):
         raise NotImplementedError
 
     def assert_corrupt(self, tier: Tier, tmp_path: Path, name: Name, data: bytes, room: int) -> None:
-        """Planted under `name`, `data` is never believed, and gone after it was looked at."""
+        """Check that `data`, planted under `name`, counts as corrupt, and is deleted after a load."""
         self.plant(tmp_path, name, data)
         done, _ = load(tier, name, room)
         assert (done.ok, done.failed) == ({}, {name: Reason.CORRUPT})
@@ -591,7 +596,8 @@ class TierSuite(SeamSuite):
     def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
         each = sample(1, PAGE)
         sound, chance = each.at_rest(), random.Random(0)
-        places = [*range(PAGE), *(PAGE + chance.randrange(PAGE) for _ in range(200)), len(sound) - 1]
+        header, zeros = [*range(512), *range(PAGE - 32, PAGE)], range(512, PAGE - 32)
+        places = [*header, *chance.sample(zeros, 200), PAGE, *chance.sample(range(PAGE, len(sound)), 200)]
         with closing(self.make(tmp_path)) as tier:
             for at in places:
                 spoilt = bytearray(sound)

@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lmtier.cuda.kernels import Launch, Spread
-from lmtier.cuda.streams import Copies, Event, Lane, Rows
+from lmtier.copy.cuda.kernels import Launch, Spread
+from lmtier.copy.cuda.streams import Copies, Event, Lane, Rows
 from tests.cuda_shim import cpu
 
 HOST = "host"

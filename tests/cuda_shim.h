@@ -1,4 +1,4 @@
-// Enough of CUDA to run lmtier/cuda/kernels.cu on a CPU: threads one after another, in any order, and every
+// Enough of CUDA to run lmtier/copy/cuda/kernels.cu on a CPU: threads one after another, in any order, and every
 // access checked: it must lie in memory that was named, and be aligned, as a GPU demands.
 //
 // Compiled with -DKERNELS="…/kernels.cu". Launches have the shape of cuLaunchKernel: a name, a grid, and an

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from lmtier.cuda import kernels
-from lmtier.cuda.kernels import Launch
+from lmtier.copy.cuda import kernels
+from lmtier.copy.cuda.kernels import Launch
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]

@@ -10,9 +10,9 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from lmtier import compression
-from lmtier.codec import Header
-from lmtier.layout import DTYPE_BYTES, LayerShape, Layout, Name
+from lmtier.format import compression
+from lmtier.format.layout import DTYPE_BYTES, LayerShape, Layout, Name
+from lmtier.format.objects import Header
 from lmtier.testing import Sample, pages
 
 PACKINGS = ("token", "planes", "latent", "cpu-vec")

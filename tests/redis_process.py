@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from lmtier.codec import PAGE
-from lmtier.layout import Name
+from lmtier.format.layout import Name
+from lmtier.format.objects import PAGE
 from tests.server.process import PATIENCE, Wire, until
+from tests.stopwatch import Stopwatch
 
 CARD = struct.Struct("<8s8sQQ")
 """The first bytes under an object's name: magic, nonce, payload bytes, bytes in a part. Written down twice
@@ -312,8 +313,8 @@ def _reset(sock: socket.socket) -> None:
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """What `work` returns, if it took no longer."""
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = work()
-    took = time.monotonic() - began
+    took = watch.seconds()
     assert took <= seconds, f"took {took:.3f} s, not {seconds}"
     return answer

@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import lmtier
+
 ROOT = Path(__file__).parents[1]
 PLACES = ("README.md", "docs", "examples", "deploy", "integrations", "lmtier", "backends", "bench")
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
-    return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, timeout=240)
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path):
@@ -19,6 +23,11 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     pages = {each.parent.name for each in (tmp_path / "site").rglob("index.html")}
     assert pages >= {each.stem for each in (ROOT / "docs").glob("*.md")} - {"index"}
+
+
+def test_the_api_page_has_every_public_name_once():
+    named = re.findall(r"^::: lmtier\.(\w+)$", (ROOT / "docs" / "API.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(set(lmtier.__all__) - {"__version__"})
 
 
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
@@ -32,6 +41,40 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
         done = build(folder / "mkdocs.yml", folder / "site")
         assert done.returncode != 0, name
         assert "gone" in done.stderr
+
+
+def check_prose(*pages: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "docs" / "prose.py"), *map(str, pages)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_prose_of_all_pages_is_plain():
+    done = check_prose()
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("It simply works.", "5: 'simply'"),
+        ("long " * 25, "5: 124 characters"),
+        (" ".join(["word"] * 17) + "\n" + " ".join(["word"] * 17), "5: a sentence of 34 words"),
+    ],
+)
+def test_prose_that_is_not_plain_fails_the_check(tmp_path, text, complaint):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n    lmtier ping\n\n{text.strip()}\n")
+    done = check_prose(page)
+    assert done.returncode == 1
+    assert f"{page}:{complaint}" in done.stdout
+
+
+def test_a_page_that_starts_without_a_command_fails_the_check(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\nWhat it is for.\n\n## Then\n\n    lmtier ping\n")
+    done = check_prose(page)
+    assert done.returncode == 1
+    assert "no command or code to copy" in done.stdout
 
 
 def test_nobody_is_told_to_keep_kv_where_anybody_may_put_some():

@@ -4,22 +4,21 @@
     <root>/<2 hex>/<key>.<shard>   header page, then the payload in whole pages; mtime is the last use
     <root>/partial/<key>.<shard>   being written; renamed into place when complete, swept at start
 
-A kill leaves files in partial/ and nothing else. A power loss may leave a file whose blocks never
-reached the disk; its checksum tells. What to keep, and how much of it, is decided above.
+A kill only leaves files in partial/. A power loss may leave a file whose blocks never reached the disk; its
+checksum shows that. The cache above decides which objects to keep, and how many.
 
-Checksums tell damage, not forgery: whoever can write here can make engines attend to whatever he likes. So
-the directory and each file must belong to this user, or to root, and nobody else may write to them. The
-directory is held open, and files are found from there: it does not matter who can rename it.
+Checksums detect damage, not forgery: a user who can write here can make engines read forged KV. So the
+directory and each file must belong to this user or to root, and other users must not have write access. The
+directory is held open and files are opened relative to it, so it does not matter who can rename it.
 
-Partial files have a directory of their own, not a suffix beside the objects: so start-up finds them
-without a scan, and a scan that runs beside stores cannot take a file under way for a leftover.
+Partial files have a separate directory, not a suffix among the objects. So the start finds them without a
+scan, and a scan during stores cannot mistake an unfinished file for a leftover.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import stat
@@ -33,13 +32,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lmtier import forks
-from lmtier.codec import PAGE, CorruptObject, check, padded, peek, read_header
-from lmtier.errors import ConfigError, TierError
-from lmtier.layout import Name, Shard
-from lmtier.tier import Item, Stat
-from lmtier.workers import BlockingTier
-
-log = logging.getLogger("lmtier")
+from lmtier.errors import ConfigError, TierError, log
+from lmtier.format.layout import Name, Shard
+from lmtier.format.objects import PAGE, CorruptObject, check, padded, peek, read_header
+from lmtier.tiers.base import Item, Stat
+from lmtier.tiers.blocking import BlockingTier
 
 LOCK = "lock"
 PARTIAL = "partial"
@@ -50,7 +47,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
-# Reads end in this page, so that a file longer than its buffers shows without an fstat. Nobody reads it.
+# Reads end in this page, so that a file longer than its buffers is noticed without an fstat. It is not used.
 _BEYOND = memoryview(mmap.mmap(-1, PAGE))
 
 
@@ -58,7 +55,7 @@ class DiskTier(BlockingTier):
     def __init__(
         self, root: str | Path, *, readers: int = 8, writers: int = 8, trust_others: bool = False
     ) -> None:
-        """`trust_others`: other users may write to the directory, and nothing that they do is meant ill."""
+        """`trust_others`: other users may write to the directory, and all of them are trusted."""
         if readers < 1 or writers < 1:
             raise ConfigError(f"disk tier: readers={readers}, writers={writers}: each must be 1 or more")
         if not str(root):
@@ -67,7 +64,7 @@ class DiskTier(BlockingTier):
             )
         self.root = Path(root).expanduser().absolute()  # the process may change its directory
         self.foreign = 0
-        """Entries of the directory that are not ours, as the last scan saw it. They are left alone."""
+        """Foreign entries of the directory that the last scan found. They are not touched."""
         self._owners = None if trust_others else frozenset({0, os.geteuid()})
         try:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
@@ -84,10 +81,10 @@ class DiskTier(BlockingTier):
         super().__init__("disk", readers, writers)
 
     def _prepare(self) -> FileIO:
-        """All 256 directories at once, so that no store has to ask whether its own is there.
+        """Make all 256 directories at once, so that no store has to check for its own.
 
-        They and the root are closed to other users when made here. An existing root keeps its mode: it may
-        be a mount point, or somebody's by mistake.
+        New directories, and a new root, are closed to other users. An existing root keeps its mode: it may be
+        a mount point, or the wrong directory by mistake.
         """
         self._need_ours(self.root, os.fstat(self._home))
         for name in (PARTIAL, *sorted(_FANS)):
@@ -113,8 +110,8 @@ class DiskTier(BlockingTier):
         if (why := _not_ours(status, self._owners)) is not None:
             me = os.geteuid()
             raise TierError(
-                f"disk tier: {path} {why}, and whoever can write there can forge KV: give it to user {me} "
-                f"alone (chown {me}, chmod 700), name a new directory, which may be in it, or say "
+                f"disk tier: {path} {why}, and a user who can write there can forge KV: give it to user {me} "
+                f"alone (chown {me}, chmod 700), name a new directory, which may be in it, or set "
                 "trust_others=true in the tier's URL"
             )
 
@@ -129,7 +126,7 @@ class DiskTier(BlockingTier):
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
         home, partial = self._home, f"{PARTIAL}/{item.name}"
         if item.replaces is not None:
-            # Blocks that exist are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
+            # Existing blocks are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
             with suppress(FileNotFoundError):
                 os.rename(_path(item.replaces), partial, src_dir_fd=home, dst_dir_fd=home)
         try:
@@ -148,7 +145,7 @@ class DiskTier(BlockingTier):
     def touch(self, items: Sequence[Item]) -> None:
         for item in items:
             used = item.used or time.time_ns()
-            with suppress(OSError):  # the order of use is worth less than the object
+            with suppress(OSError):  # an error here only loses the order of use, not the object
                 os.utime(_path(item.name), ns=(used, used), dir_fd=self._home, follow_symlinks=False)
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
@@ -161,10 +158,10 @@ class DiskTier(BlockingTier):
         return found
 
     def scan(self) -> Iterator[tuple[Name, Stat]]:
-        """Every object. What has the name of one and cannot be one is deleted.
+        """All objects. Files that have an object's name but cannot be one are deleted.
 
-        One file of each size is looked into: a damaged one has most likely a size of its own, be it a TiB of
-        nothing, which must not count.
+        One file of each size is read: a damaged file most likely has a unique size, such as a sparse TiB,
+        which must not count.
         """
         self.foreign = 0
         sizes: set[tuple[Shard, int]] = set()
@@ -183,7 +180,7 @@ class DiskTier(BlockingTier):
             with suppress(FileNotFoundError):  # deleted or replaced meanwhile
                 os.unlink(path, dir_fd=self._home)
         if self.foreign:
-            log.warning("lmtier: %d entries in %s are foreign, left alone", self.foreign, self.root)
+            log.warning("lmtier: %d foreign entries in %s are left alone", self.foreign, self.root)
 
     def _is_sound(self, path: str, name: Name, known: Stat, page: memoryview) -> bool:
         """Whether its header says that it is this object, of this size."""
@@ -197,7 +194,7 @@ class DiskTier(BlockingTier):
             return False
         except FileNotFoundError:
             return False
-        except OSError:  # whoever reads it will hear why
+        except OSError:  # a reader will get the error
             return True
         return True
 
@@ -208,9 +205,9 @@ class DiskTier(BlockingTier):
     def close(self) -> None:
         super().close()
         if not self._lock.closed:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked in C may have it open
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked in C may still have it open
             self._lock.close()
-            if not self._left_behind:  # or the thread would write into what has the number then
+            if not self._left_behind:  # otherwise its thread could write to another file with this number
                 self._leave()
 
     def _leave(self) -> None:
@@ -223,13 +220,13 @@ class DiskTier(BlockingTier):
 
 class Fault(StrEnum):
     CORRUPT = "corrupt"
-    """Has the name of an object and is not that object. A reader treats it as a miss and deletes it."""
+    """It has the name of an object but is not that object. A reader counts a miss and deletes it."""
     UNREADABLE = "unreadable"
-    """The disk or the system refused; left alone, because only a person can tell why."""
+    """The disk or the system refused. It is left alone, because only an operator can find out why."""
     ORPHANED = "orphaned"
     """A partial file of a store that never ended."""
     FOREIGN = "foreign"
-    """Not ours; left alone."""
+    """Not a file of lmtier. It is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +237,12 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Report:
-    """What `verify` saw."""
+class Verification:
+    """The result of `verify`."""
 
     ok: int = 0
     nbytes: int = 0
-    """File bytes of the objects that are ok."""
+    """File bytes of the sound objects."""
     fixed: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -253,14 +250,16 @@ class Report:
         return sum(finding.fault is fault for finding in self.findings)
 
 
-def verify(root: str | Path, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Read every object of a disk tier and say what is wrong with it; `fix` deletes corrupt and orphaned.
+def verify(
+    root: str | Path, fix: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Verification:
+    """Read every object of a disk tier and report faults. `fix` deletes corrupt and orphaned files.
 
-    Raises TierError if the directory is not a disk tier's, or a tier has it open. `progress` gets the
-    number of entries done and of all. The order of use is left as it was.
+    Raises TierError if the directory is not a disk tier's, or a tier has it open. `progress` gets the number
+    of checked entries and of all. The order of use does not change.
     """
     root = Path(root)
-    report = Report()
+    report = Verification()
 
     def found(path: str, fault: Fault, reason: str) -> None:
         report.findings.append(Finding(root / path, fault, reason))
@@ -307,8 +306,8 @@ def _check(
     """Raise CorruptObject unless `path` holds `name`; return the buffer, grown if it had to be."""
     _read(home, path, direct, (page,))
     need = padded(read_header(page)[0].at_rest)
-    if size != PAGE + need:  # before memory is taken on a header's word
-        raise CorruptObject(f"the file has {size} bytes, its header says {PAGE + need}")
+    if size != PAGE + need:  # before memory is allocated for a size in a header
+        raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
     if len(payload) < need:
         payload = memoryview(mmap.mmap(-1, need))
     got = _read(home, path, direct, (page, payload[:need]))
@@ -320,7 +319,7 @@ def _check(
 
 
 Owners: TypeAlias = "frozenset[int] | None"
-"""The users whose files are believed; None: whoever has made them."""
+"""The users whose files are trusted; None: all users."""
 
 
 def _path(name: Name) -> str:
@@ -329,7 +328,7 @@ def _path(name: Name) -> str:
 
 
 def _not_ours(status: os.stat_result, owners: Owners) -> str | None:
-    """Who else may have written there."""
+    """Why other users may have written this file or directory, if so."""
     if owners is None:
         return None
     if status.st_uid not in owners:
@@ -340,7 +339,7 @@ def _not_ours(status: os.stat_result, owners: Owners) -> str | None:
 
 
 def _read(home: int, path: str, direct: int, buffers: Sequence[memoryview], owners: Owners = None) -> int:
-    """Fill `buffers` from the file; return the bytes that arrived, or more than fit if it is longer."""
+    """Fill `buffers` from the file. Returns the bytes read, or more than fit if the file is longer."""
     room = sum(map(len, buffers))
     try:
         fd = os.open(path, os.O_RDONLY | direct | _SAFE, dir_fd=home)
@@ -362,13 +361,14 @@ def _read(home: int, path: str, direct: int, buffers: Sequence[memoryview], owne
 
 
 def _write(home: int, path: str, direct: int, buffers: Sequence[memoryview], used: int) -> None:
-    """Make `path` exactly `buffers`, over whatever blocks it has, last used at `used` (ns)."""
+    """Write exactly `buffers` to `path`, over its existing blocks, with `used` (ns) as the time of last
+    use."""
     size = sum(map(len, buffers))
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | direct | _SAFE, 0o600, dir_fd=home)
     try:
         had = os.fstat(fd).st_size
         if had < size:
-            os.posix_fallocate(fd, 0, size)  # a full disk says so here, before the bytes move
+            os.posix_fallocate(fd, 0, size)  # a full disk fails here, before bytes are written
         elif had > size:
             os.ftruncate(fd, size)
         done = os.pwritev(fd, buffers, 0)
@@ -383,7 +383,7 @@ def _write(home: int, path: str, direct: int, buffers: Sequence[memoryview], use
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of `buffers` after their first `done` bytes."""
+    """The rest of `buffers` after their first `done` bytes."""
     rest = []
     for buffer in buffers:
         if done < len(buffer):
@@ -393,7 +393,7 @@ def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def _object_stat(status: os.stat_result, owners: Owners) -> Stat | None:
-    """None: this cannot be an object of ours, whatever it holds."""
+    """The Stat of a file. None: it cannot be an object of this tier, whatever it holds."""
     size = status.st_size
     if not stat.S_ISREG(status.st_mode) or size <= PAGE or size % PAGE or _not_ours(status, owners):
         return None
@@ -411,7 +411,7 @@ def _take_lock(root: Path, home: int, create: int) -> FileIO:
     except OSError as error:
         raise _unusable(root, error) from error
     lock = FileIO(fd, "r+")
-    forks.close_in_child(lock)  # or a child would keep the directory from whoever comes next
+    forks.close_in_child(lock)  # otherwise a child would keep the directory locked
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -424,7 +424,7 @@ def _take_lock(root: Path, home: int, create: int) -> FileIO:
     except OSError as error:
         lock.close()
         raise _unusable(root, error) from error
-    with suppress(OSError):  # it only makes the message above better, and a full disk can still be read
+    with suppress(OSError):  # it only improves the message above, and a full disk can still be read
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
     return lock
@@ -455,19 +455,19 @@ def _probe_direct(root: Path, home: int) -> int:
 
 
 def _fan(name: str) -> str:
-    """The directory of an object: the last digits of its key. The first are the same for a whole model."""
+    """The directory of an object: the last digits of its key. The first digits are the same for a model."""
     return name[62:64]
 
 
 def _leftovers(home: int) -> list[str]:
-    """Partial files; none is under way while the lock was just taken. Never anything with another name."""
+    """The partial files with valid names. The lock was just taken, so none is being written."""
     with _listing(home, PARTIAL) as entries:
         names = [entry.name for entry in entries]
     return [f"{PARTIAL}/{name}" for name in names if name == _PROBE or Name.parse(name)]
 
 
 def _walk(home: int) -> Iterator[tuple[str, Name | None, os.stat_result]]:
-    """Every entry beside the partial files and the lock; None: not an object's name in its place."""
+    """All entries except partial files and the lock. None: the entry has no valid name for its place."""
     with _listing(home, ".") as entries:
         for entry in entries:
             if entry.name in _FANS and entry.is_dir(follow_symlinks=False):
@@ -492,7 +492,7 @@ def _let_go(home: int) -> None:
 
 @contextmanager
 def _listing(home: int, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """The entries of a directory, which may be asked for their status meanwhile."""
+    """The entries of a directory. It stays open, so that their status can be read."""
     fd = os.open(path, _DIRECTORY | os.O_NOFOLLOW, dir_fd=home)
     try:
         with os.scandir(fd) as entries:

@@ -1,12 +1,12 @@
-"""A tier that forgets: it accepts every store and finds nothing. The smallest example of the contract."""
+"""A tier that stores nothing: it accepts every store and finds no object. The smallest example of a tier."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmtier.layout import Name
-from lmtier.tier import Item, Stat
-from lmtier.workers import BlockingTier
+from lmtier.format.layout import Name
+from lmtier.tiers.base import Item, Stat
+from lmtier.tiers.blocking import BlockingTier
 
 
 class NullTier(BlockingTier):

@@ -27,9 +27,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, PreTrainedModel
 
+from lmtier.client.client import Client
 from lmtier.errors import TierError
-from lmtier.server.client import Client
-from lmtier.terminal import Progress, number, say, table
+from lmtier.tools.terminal import Progress, number, say, table
 from lmtier_integrations.transformers import PrefixCache
 
 CHUNK_TOKENS = 64
@@ -142,7 +142,7 @@ class Speaker:
         return found
 
     def answer(self, ids: Tensor, cache: Any) -> tuple[list[int], float]:
-        """Greedy; and the milliseconds to the first token."""
+        """The greedy answer, and the milliseconds to the first token."""
         came: list[float] = []
 
         def clock(_: Tensor, scores: Tensor) -> Tensor:
@@ -161,15 +161,16 @@ class Speaker:
         return found[0, ids.shape[1] :].tolist(), 1e3 * (came[0] - began)
 
     def in_two_pieces(self, ids: Tensor, first: int) -> list[int]:
-        """As with a loaded prefix, but computed: where a prefill is cut can turn a near tie."""
+        """Compute the answer in two pieces, as with a loaded prefix: the cut of a prefill can decide a near
+        tie."""
         cache = DynamicCache(config=self.model.config)
         with torch.no_grad():
             self.model(ids[:, :first], past_key_values=cache)
         return self.answer(ids, cache)[0]
 
 
-class Server:
-    """`lmtier serve`, killed and started again as a machine would be."""
+class ServerProcess:
+    """`lmtier serve`, which is killed and restarted like a machine."""
 
     def __init__(self, folder: Path, tiers: Sequence[str]) -> None:
         self.path = folder / "lmtier.sock"
@@ -201,7 +202,7 @@ class Server:
                 time.sleep(0.05)  # another process starts; there is nothing to wait on
 
     def stop(self) -> None:
-        """What waits to be written is written; its memory is gone."""
+        """Stop the server. It writes the waiting chunks, and its memory is lost."""
         self.process.terminate()
         self.process.wait()
 
@@ -237,13 +238,13 @@ def redis(folder: Path) -> Iterator[str]:
 
 
 def run(directory: Path | None, *, keep: bool) -> bool:
-    """The whole demo; whether every answer was the same with and without lmtier."""
+    """Run the whole demo. Returns whether every answer was the same with and without lmtier."""
     root = directory if keep and directory else Path(tempfile.mkdtemp(prefix="lmtier-demo-", dir=directory))
     disk = root / "kv"
     logger = logging.getLogger("lmtier")
     with ExitStack() as ending:
         ending.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)  # what restarts have to say is shown by the table
+        logger.setLevel(logging.ERROR)  # the table shows the restarts
         if not keep:
             ending.callback(shutil.rmtree, root)
         url = "" if keep else ending.enter_context(redis(root))
@@ -251,7 +252,7 @@ def run(directory: Path | None, *, keep: bool) -> bool:
             progress.say("loading the model")
             speaker = Speaker()
             tiers = ["cpu://?capacity=512MiB", f"disk://{disk}?capacity=2GiB"]
-            server = Server(root, [*tiers, url] if url else tiers)
+            server = ServerProcess(root, [*tiers, url] if url else tiers)
             ending.callback(server.stop)
             progress.say(f"its server, live while this runs: {server.page}")
             play = Play(speaker, server, progress)
@@ -293,7 +294,7 @@ HEADERS = ("prompt", "tokens", *(f"from {tier}" for tier in TIERS), "computed", 
 class Play:
     """Users ask, one after the other."""
 
-    def __init__(self, speaker: Speaker, server: Server, progress: Progress) -> None:
+    def __init__(self, speaker: Speaker, server: ServerProcess, progress: Progress) -> None:
         self._speaker, self._server, self._progress = speaker, server, progress
         opening = {"role": "system", "content": f"Answer from this text.\n\n{DOCUMENT}"}
         self._users = [

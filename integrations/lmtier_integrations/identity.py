@@ -1,7 +1,7 @@
-"""What makes the KV of one model the same in every engine: the files of its weights, and its configuration.
+"""The identity of a model's KV in all engines: the files of its weights, and its configuration.
 
-Engines that describe a model by these functions find each other's KV. Whatever else an engine does to KV
-is an argument here, so that it changes the key.
+Engines that use these functions find each other's KV. Every other setting of an engine that changes KV is an
+argument, so that it changes the key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lmtier.keys import weights_digest
+from lmtier.format.keys import weights_digest
 
 _SAYS_NOTHING = {
     "_name_or_path",
@@ -29,12 +29,12 @@ _SAYS_NOTHING = {
 _TELLS_LENGTHS = re.compile("original_max_position|attn_temperature_tuning|llama4")
 """Models that may rotate or scale by the length they are run with: LongRoPE, Llama 4."""
 _ON_TOKENS = ("chat_template", "generation_config", "tokenizer", "vocab", "added_tokens", "special_tokens")
-"""Beginnings of files that decide about tokens only, which are in keys themselves."""
+"""The start of the names of files that only affect tokens. Tokens are in keys anyway."""
 _IN_KEYS = "config.json"
-"""The model's configuration, which `attention_of` cleans of what has no bearing on KV."""
+"""The model's configuration. `attention_of` removes the fields that do not affect KV."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _SETTLED = 1.0  # seconds: a file that changed later than that may change again without another time stamp
-_TRIES = 3  # readings of files that somebody writes meanwhile
+_TRIES = 3  # readings of files that change during the reading
 
 Stamps: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
 """Path, inode, size, and when content and inode changed last in ns, of each file."""
@@ -43,9 +43,9 @@ _digests: dict[Stamps, str] = {}
 
 
 def weights_in(place: str, *beside: str) -> str:
-    """The content of the weights in a folder, or of one file, or nothing. Read again when a file changes.
+    """A digest of the weights in a folder or in one file, or nothing. Files are read again when they change.
 
-    `beside` names files of the folder that count too, where it has weights.
+    `beside` names other files of the folder to include, if it has weights.
     """
     for _ in range(_TRIES):
         stamps = stamps_of(place, *beside)
@@ -68,13 +68,21 @@ def weights_in(place: str, *beside: str) -> str:
     return ""
 
 
+def weights_of(model: str, revision: str | None = None) -> str:
+    """The digest of a folder with its configuration, or the commit of a hub; empty if neither is known."""
+    if not (weights := weights_in(model)):
+        return revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
+    config = Path(model, "config.json")
+    return hashlib.sha256(weights.encode() + (config.read_bytes() if config.is_file() else b"")).hexdigest()
+
+
 def adapter_in(place: str) -> str:
-    """The same of an adapter: the numbers in its configuration scale its weights."""
+    """The digest of an adapter, with its configuration: the numbers there scale its weights."""
     return weights_in(os.path.expanduser(place), "adapter_config.json")
 
 
 def stamps_of(place: str, *beside: str) -> Stamps:
-    """What tells that these files have changed, without reading them."""
+    """The stamps that show a change of these files without reading them."""
     files = [place] if os.path.isfile(place) else []
     files = files or sorted(
         path for each in _WEIGHT_FILES for path in glob(os.path.join(escape(place), each))
@@ -96,9 +104,9 @@ def newest(stamps: Stamps) -> int:
 
 
 def preparing_files_in(place: str) -> str:
-    """A digest of what prepares images, audio and video in the folder of a model, or beside its one file.
+    """A digest of the settings and code that prepare images, audio and video for a model.
 
-    Of settings and code; empty if there is no such folder.
+    They are in the model's folder, or next to its one file. Empty if there is no such folder.
     """
     folder = Path(place).parent if os.path.isfile(place) else Path(place)
     if not folder.is_dir():
@@ -122,11 +130,11 @@ def attention_of(
     speculative: str = "",
     engine: Mapping[str, Any] | None = None,
 ) -> str:
-    """All that a model's configuration and an engine's settings do to KV, for `Identity.attention`.
+    """All effects of a model's configuration and an engine's settings on KV, for `Identity.attention`.
 
-    `length` is what the engine was started with, or another word for it; it counts for those models only
-    whose KV may depend on it. `kv` is the dtype of the cache, where it is not the model's. `engine` is
-    whatever else an engine was told that changes KV; engines that were told nothing meet.
+    `length` is the engine's maximal length, or a word for it. It only counts for models whose KV may depend
+    on it. `kv` is the dtype of the cache, if it is not the model's. `engine` has all other settings that
+    change KV; engines without such settings share KV.
     """
     facts = {
         "config": _plain(config),
@@ -145,7 +153,7 @@ def attention_of(
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A model's configuration without what has no bearing on KV."""
+    """A model's configuration without the fields that do not affect KV."""
     found = json.loads(json.dumps(config.to_dict(), default=str))
 
     def cleaned(value: Any) -> Any:

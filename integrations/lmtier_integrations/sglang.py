@@ -1,11 +1,11 @@
 """SGLang's HiCache over a cache server: pages of its host pool, for every rank, engine and restart.
 
-    page   an object of its own: the buffers of `get_page_buffer_meta` one after the other, opaque
-    key    the model's namespace, then sha256 over what makes pages interchangeable and SGLang's page hash
+    page   one object: the buffers of `get_page_buffer_meta` one after the other, opaque
+    key    the model's namespace, then sha256 over the identity of the pages and SGLang's page hash
     copy   one, between SGLang's host pool and the slab, which this process maps
 
-SGLang asks from several threads at once. A client has one owner, so each thread has a client of its own; the
-server is where they meet. Whatever fails is a page that is not there: an exception would end SGLang's thread.
+SGLang calls from several threads at once. A client has one owner, so each thread has its own client of the
+same server. A failure counts as a missing page: an exception would end SGLang's thread.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args
 
-from lmtier.cache import Match
+from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, suggest
+from lmtier.core.match import Match
 from lmtier.errors import ConfigError, MisuseError, TierError
-from lmtier.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
-from lmtier.layout import LayerShape, Layout, form_of
-from lmtier.server.client import Client
-from lmtier_integrations.identity import preparing_files_in, weights_in
-from lmtier_integrations.weights import weights_of
+from lmtier.format.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
+from lmtier.format.layout import LayerShape, Layout, form_of
+from lmtier_integrations.identity import preparing_files_in, weights_in, weights_of
 
 log = logging.getLogger("sglang.lmtier")
 
@@ -60,10 +59,10 @@ _CHANGING = """
     deepep_dispatcher_output_dtype flashinfer_a2a_dispatch_type enable_quant_communications
     lora_target_modules uno_lora_path mm_process_config image_processor_backend
 """
-"""Of SGLang's ServerArgs; docs/KEYS.md says why. What this version does not have says nothing."""
+"""The fields of SGLang's ServerArgs that change KV; docs/KEYS.md explains them. Missing ones are ignored."""
 _FROM_FILES = {"auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered"}
 _AGAIN = 1.0  # seconds until a thread that found no server tries again
-_POLL = 0.0005  # seconds between questions for what a tier that must be asked has answered
+_POLL = 0.0005  # seconds between polls for the answers of a shared tier
 
 T = TypeVar("T")
 Page = Sequence[tuple[int, int]]
@@ -71,13 +70,13 @@ Page = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """One of SGLang's host pools, and what names its pages."""
+class NamedPool:
+    """One of SGLang's host pools, with the prefix of its pages' keys."""
 
     host: Any
     seed: bytes
     sizes: tuple[int, ...]
-    """Of the buffers of one page."""
+    """The sizes of the buffers of one page."""
 
     def keys(self, page_hashes: Sequence[str]) -> list[bytes]:
         ours, rest = self.seed[:PREFIX_BYTES], KEY_BYTES - PREFIX_BYTES
@@ -85,16 +84,16 @@ class Pool:
         return [ours + digest[:rest] for digest in digests]
 
     def pages(self, host_indices: torch.Tensor, count: int) -> list[Page]:
-        """Where they lie. Raises MisuseError if SGLang describes them otherwise than at the start."""
+        """The addresses of pages. Raises MisuseError if SGLang's description has changed since the start."""
         addresses, sizes = self.host.get_page_buffer_meta(host_indices)
         if len(addresses) != count * len(self.sizes) or tuple(sizes) != self.sizes * count:
-            raise MisuseError(f"{count} pages of {self.sizes} bytes were said to be {len(addresses)} buffers")
+            raise MisuseError(f"SGLang gave {len(addresses)} buffers for {count} pages of {self.sizes} bytes")
         buffers = list(zip(addresses, sizes, strict=True))
         return [buffers[at : at + len(self.sizes)] for at in range(0, len(buffers), len(self.sizes))]
 
 
 class LMTierHiCache(HiCacheStorage):
-    """What `--hicache-storage-backend dynamic` loads. Only its start raises."""
+    """The class for `--hicache-storage-backend dynamic`. Only its start raises."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
@@ -114,19 +113,17 @@ class LMTierHiCache(HiCacheStorage):
         self._engine = _changing_kv(given, storage_config.model_name or "")
         named = str(extra.get("weights") or "")
         self._weights = named or weights_of(storage_config.model_name or "", given.revision)
-        why = "its weights are neither files nor named; weights in the extra config would name them"
+        why = "its weights are neither files nor named; name them with weights in the extra config"
         if not self._weights or (why := _why_private(given, is_named=bool(named))):
             self._weights = ""
-            log.warning(
-                "lmtier: what is stored of %s is found by this run of the engine only: %s", self._model, why
-            )
-        self._pools: dict[str, Pool] = {}
+            log.warning("lmtier: only this run of the engine finds the stored KV of %s: %s", self._model, why)
+        self._pools: dict[str, NamedPool] = {}
         self._is_closed = False
         self._clients: list[Client] = []
         self._own = threading.local()
         self._own.client = self._connect()  # no server at the start is a mistake
 
-    # ---- what SGLang has
+    # ---- SGLang's pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
@@ -163,10 +160,11 @@ class LMTierHiCache(HiCacheStorage):
                 }
             ),
         )
-        self._pools[str(name)] = Pool(host, seed(identity, self.mem_pool_host.page_size), sizes)
+        self._pools[str(name)] = NamedPool(host, seed(identity, self.mem_pool_host.page_size), sizes)
 
     def _rank(self, name: Any) -> list[int]:
-        """What of the model this rank holds: all of MLA, as the others do, but not of what is beside it."""
+        """The part of the model in this rank: all of MLA, as in the others, but only its part of other
+        pools."""
         own = self._storage
         stage = [own.pp_rank, own.pp_size, own.attn_cp_rank, own.attn_cp_size, own.dcp_rank, own.dcp_size]
         is_replicated = own.is_mla_model and name != PoolName.MAMBA
@@ -175,7 +173,7 @@ class LMTierHiCache(HiCacheStorage):
     # ---- the main pool
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there."""
+        """The number of leading pages that are stored."""
         return self._leading(PoolName.KV.value, keys)
 
     def exists(self, key: str) -> bool:
@@ -219,7 +217,7 @@ class LMTierHiCache(HiCacheStorage):
                 there = [self._leading(name, [page]) == 1 for page in pages]
                 lengths = {n for n in range(1, kv + 1) if all(there[max(0, n - window) : n])}
             else:
-                continue  # no other rule may cut the hit, and what is not reported is not loaded
+                continue  # other rules must not shorten the hit, and unreported pages are not loaded
             if lengths:
                 hits[transfer.name] = max(lengths)
             restorable &= lengths
@@ -247,13 +245,13 @@ class LMTierHiCache(HiCacheStorage):
 
     # ---- moving pages
 
-    def _get(self, pool: Pool, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        """A leading run of pages, as much of it as there is."""
+    def _get(self, pool: NamedPool, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        """Load the longest stored leading run of pages."""
 
         def load(client: Client) -> list[bool]:
             pages, names = pool.pages(host_indices, len(keys)), pool.keys(keys)
             done = 0
-            while done < len(keys):  # again while it goes on: the slab may be smaller than the batch
+            while done < len(keys):  # in several rounds, because the slab may be smaller than the batch
                 with _matched(client, pool, names[done:]) as match:
                     client.wait(match)
                     ready = match.run if match.ready else []
@@ -266,8 +264,8 @@ class LMTierHiCache(HiCacheStorage):
 
         return self._asked(load, [False] * len(keys))
 
-    def _get_each(self, pool: Pool, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        """Pages that do not hang together: one that is missing says nothing of the next."""
+    def _get_each(self, pool: NamedPool, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        """Load independent pages: after a missing page the next one may be stored."""
         step = pool.host.page_size
         return [
             self._get(pool, [key], host_indices[at * step : (at + 1) * step])[0]
@@ -275,9 +273,9 @@ class LMTierHiCache(HiCacheStorage):
         ]
 
     def _set(
-        self, pool: Pool, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] = ()
+        self, pool: NamedPool, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] = ()
     ) -> list[bool]:
-        """Store what is not stored yet. With their `prefix`, pages leave the cache before it does."""
+        """Store the pages that are not stored yet. With `prefix`, pages are evicted before their prefix."""
         if not self._storage.is_storage_writer and pool.host is self.mem_pool_host:
             return [True] * len(keys)  # another rank stores the same bytes
 
@@ -302,10 +300,12 @@ class LMTierHiCache(HiCacheStorage):
                 left = until - time.monotonic()
                 if at == len(keys) or left < 0 or not client.flush(left):
                     break
-                # What was stored until now is below as well: it must not keep its room as a prefix.
+                # The pages stored so far are in lower tiers too, so they need not keep their room as a
+                # prefix.
                 names, first = names[first + stored :], 0
             if len(names) < len(keys):
-                at = min(at, _count(client, pool, pool.keys(keys)))  # it may have left to make that room
+                # They may have been evicted for this room.
+                at = min(at, _count(client, pool, pool.keys(keys)))
             return [number < at for number in range(len(keys))]
 
         return self._asked(store, [False] * len(keys))
@@ -313,7 +313,7 @@ class LMTierHiCache(HiCacheStorage):
     # ---- the server
 
     def clear(self) -> None:
-        """Forget this model, for all who share the server."""
+        """Delete this model's KV, for all users of the server."""
         self._asked(lambda client: client.clear(namespace(self._model)), None)
 
     def close(self) -> None:
@@ -323,16 +323,16 @@ class LMTierHiCache(HiCacheStorage):
             client.close()
 
     def _asked(self, ask: Callable[[Client], T], otherwise: T) -> T:
-        """The edge of SGLang's threads: whatever happens, the answer is that nothing is there."""
+        """The edge of SGLang's threads: any failure counts as a miss."""
         try:
             client = self._client()
             return otherwise if client is None else ask(client)
-        except Exception:  # raised there, it would end SGLang's prefetching for good
-            log.exception("lmtier: a call of SGLang's failed; it counts as a miss")
+        except Exception:  # an exception in SGLang's thread would end its prefetching permanently
+            log.exception("lmtier: a call from SGLang failed; it counts as a miss")
             return otherwise
 
     def _client(self) -> Client | None:
-        """This thread's own."""
+        """The client of this thread."""
         own = self._own.__dict__
         if self._is_closed:
             return None
@@ -352,7 +352,7 @@ class LMTierHiCache(HiCacheStorage):
         self._clients.append(client)
         return client
 
-    # ---- without zero copy; not used with interface_v1, which is asked for
+    # ---- the interface without zero copy; unused, because interface_v1 is required
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None
@@ -369,15 +369,15 @@ class LMTierHiCache(HiCacheStorage):
         return False
 
 
-def _form(client: Client, pool: Pool) -> Any:
-    """A page counts as a chunk, which has as many tokens as the server says."""
+def _form(client: Client, pool: NamedPool) -> Any:
+    """The form of a page. A page counts as a chunk with the server's number of tokens."""
     tokens = client.chunk_tokens
     layout = Layout((LayerShape(1, sum(pool.sizes), 0),), "u8", tokens, tokens, "sglang-page")
     return form_of(layout, (layout.whole,))
 
 
 @contextmanager
-def _matched(client: Client, pool: Pool, names: list[bytes]) -> Iterator[Match]:
+def _matched(client: Client, pool: NamedPool, names: list[bytes]) -> Iterator[Match]:
     match = client.match(names, _form(client, pool))
     try:
         yield match
@@ -385,11 +385,11 @@ def _matched(client: Client, pool: Pool, names: list[bytes]) -> Iterator[Match]:
         client.release(match)
 
 
-def _count(client: Client, pool: Pool, names: list[bytes]) -> int:
-    """How many leading ones are there; nothing is loaded."""
+def _count(client: Client, pool: NamedPool, names: list[bytes]) -> int:
+    """The number of leading pages that are stored. Nothing is loaded."""
     with _matched(client, pool, names) as match:
         while match.asking and time.monotonic() < match.deadline:
-            time.sleep(_POLL)  # to wait at the server would bring the pages up, which was not asked for
+            time.sleep(_POLL)  # waiting at the server would load the pages, which is not wanted here
             client.step()
         return match.chunks
 
@@ -405,17 +405,17 @@ def _copy(client: Client, offset: int, page: Page, *, is_load: bool) -> None:
 
 
 def _changing_kv(given: Any, model: str) -> list[str]:
-    """What the engine was started with that changes KV, and that a storage backend is not told."""
+    """The engine's start options that change KV and that SGLang does not pass to a storage backend."""
     found = [str(getattr(given, name, None)) for name in _CHANGING.split()]
     if path := getattr(given, "quantization_param_path", None):
         found.append(Path(path).read_text())
-    # SGLang names these by name and place, but those that it loads later by chance.
+    # SGLang identifies these adapters by name and place, and those loaded later at random.
     found += [f"{each} {_adapter_in(each.lora_path)}" for each in getattr(given, "lora_paths", None) or ()]
     return [*found, preparing_files_in(model)]
 
 
 def _why_private(given: Any, *, is_named: bool) -> str:
-    """Why KV is of this run only, although the weights are known; empty if it is not."""
+    """Why KV is private to this run although the weights are known; empty if it is shared."""
     if given.load_format == "dummy" or (given.load_format not in _FROM_FILES and not is_named):
         return f"load_format={given.load_format} makes weights up, or reads them elsewhere"
     for name in ("custom_weight_loader", "quantize_and_serve", "dllm_algorithm", "trust_mm_content_hashes"):

@@ -1,1 +1,1 @@
-"""The cache server: one process that owns a `Cache` and gives it to engines, Redis clients and people."""
+"""The cache server: one process that owns a `Cache` and serves engines, Redis clients and browsers."""

@@ -1,9 +1,9 @@
-"""What a command is: its name, its arity, who calls it, and what it may answer. A server is tables of them.
+"""A command: its name, its arity, its caller, and its possible answers. A server has tables of commands.
 
-A handler answers at once with a value that `resp.encode` knows, or with a generator: one that must wait
-for a tier yields None and is resumed after every step of the cache; it may yield parts of its answer to be
-sent meanwhile; what it returns is the answer, or the rest of it. Its caller's next command waits; nobody
-else does, if what takes long yields PAUSE often.
+A handler returns a value that `resp.encode` knows, or a generator. A generator that must wait for a tier
+yields None, and is resumed after every step of the cache. It may yield parts of its answer, which are sent at
+once. Its return value is the answer, or the rest of it. The caller's next command waits meanwhile. Other
+callers do not wait, if a long handler yields PAUSE often.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-from lmtier.server.resp import Argument, Error
-
-__all__ = [
-    "PAUSE",
-    "Argument",
-    "Caller",
-    "Command",
-    "Handler",
-    "Nothing",
-    "Payload",
-    "Refused",
-    "Table",
-    "Waiting",
-    "WithDescriptor",
-]
+from lmtier.wire.commands import Argument as Argument
+from lmtier.wire.resp import Error
 
 
 class Payload(NamedTuple):
-    """Bytes in the slab, sent from there as a bulk string; then `sent` is called, whatever happened."""
+    """Bytes in the slab, sent from there as a bulk string. `sent` is called afterwards, also on failure."""
 
     view: memoryview
     sent: Callable[[], None]
@@ -44,22 +31,22 @@ class WithDescriptor(NamedTuple):
     fd: int
 
 
-class _Mark(Enum):
+class _NoAnswer(Enum):
     NOTHING = "Nothing"
 
 
 PAUSE = b""
-"""What a handler yields where the others may have their turn, if its own was long enough."""
+"""A handler yields this where its turn may end, so that other callers get theirs."""
 
 MOST = 1024
-"""Arguments that a command takes, if it does not say more."""
+"""The most arguments of a command, unless the command sets another limit."""
 
-Nothing = _Mark.NOTHING
-"""The answer of a handler that has sent all of it in parts."""
+Nothing = _NoAnswer.NOTHING
+"""The answer of a handler that has already yielded all of it in parts."""
 
 Waiting: TypeAlias = "Generator[bytes | Payload | None, None, Any]"
 Handler: TypeAlias = "Callable[[Caller, list[Argument]], Any]"
-"""Given who calls and the whole command, name included: the answer, or `Waiting` for it."""
+"""Gets the caller and the whole command, including its name. Returns the answer, or `Waiting` for it."""
 Table: TypeAlias = "Mapping[bytes, Command]"
 """Commands by name, in capitals."""
 
@@ -67,9 +54,9 @@ Table: TypeAlias = "Mapping[bytes, Command]"
 class Refused(Exception):
     """The command is answered with this error."""
 
-    def __init__(self, error: Error) -> None:
+    def __init__(self, error: str) -> None:
         super().__init__(error)
-        self.error = error
+        self.error = Error(error)
 
 
 @dataclass(eq=False, slots=True)
@@ -79,27 +66,27 @@ class Caller:
     id: int
     address: str
     is_local: bool = False
-    """On the Unix socket: may be given the slab."""
+    """It is on the Unix socket, so it may get the slab."""
     is_trusted: bool = True
-    """Has shown the token, or none is needed."""
+    """It has sent the token, or none is needed."""
     resp3: bool = False
     name: str = ""
     kind: str = "redis"
-    """What it turned out to be: redis, or engine."""
+    """The kind of client: redis or engine. Its commands decide."""
     session: Any = None
-    """What the verbs of engines keep for it."""
+    """The engine's session, if it has one."""
     drafts: list[Any] = field(default_factory=list)
-    """Room for the values of its present command, in their order. What is left in the end is dropped."""
+    """Room for the values of its present command, in order. Unused drafts are dropped in the end."""
     queue: Any = None
-    """What it said since MULTI."""
+    """Its commands since MULTI."""
     watch: Any = None
-    """What it watches until EXEC."""
+    """The names that it watches until EXEC."""
     asked: int = 0
-    """How many commands it gave."""
+    """The number of its commands."""
     last: str = ""
-    """The name of the last."""
+    """The name of its last command."""
     closing: bool = False
-    """Close it when what it was answered has been sent."""
+    """Close the connection once its answers are sent."""
 
 
 class Command(NamedTuple):
@@ -109,8 +96,8 @@ class Command(NamedTuple):
     flags: tuple[str, ...] = ()
     """As in redis: readonly, write, fast, admin; `loading` and `no_auth` are obeyed."""
     keys: tuple[int, int, int] = (0, 0, 0)
-    """As in redis: the first argument that is a name, the last, and the step between them."""
+    """As in redis: the first and the last argument that is a name, and the step between them."""
     payloads: range = range(0)
     """Which arguments are values: their bytes go straight into the slab."""
     most: int = MOST
-    """Arguments. A command that takes more yields between them, or looks at each for an instant only."""
+    """The most arguments. A command with many arguments yields between them, or handles each very fast."""

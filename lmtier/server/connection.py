@@ -1,8 +1,8 @@
 """One client's socket: commands in, answers out, in order; payloads between the socket and the slab.
 
-A connection works until the socket has nothing more or takes nothing more, or its command must wait. Then
-it says what it wants to hear of (`interest`) and is called again. It is closed by whoever finds it dead or
-stuck; `close` takes back all that its present command held.
+A connection works until the socket has no more bytes or accepts no more, or until its command must wait. Then
+`interest` gives the events for which it is called again. The server closes a connection that is dead or
+stuck. `close` releases everything that its present command held.
 """
 
 from __future__ import annotations
@@ -15,43 +15,39 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any, NamedTuple, Protocol
+from types import GeneratorType
+from typing import Any, NamedTuple
 
-from lmtier.server.commands import PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
+from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
+from lmtier.server.dispatch import Dispatch
 from lmtier.server.http import Conversation
-from lmtier.server.resp import CRLF, Commands, Error, ProtocolError, bulk_header, encode
+from lmtier.wire.commands import Commands
+from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, encode
 
-_TURN = 0.004  # seconds that one client may take before the others have their turn
-_AT_ONCE = 4 << 20  # bytes that are sent before the same
-_RECORDS = 256 << 10  # bytes that TLS takes in one call: what it did not take whole does not count as moved
-_ENOUGH = 1 << 20  # bytes of answers, beyond which no more commands are run before they are sent
-_MANY = 4096  # pieces of answers, beyond which the same: the smallest cost fifty times their bytes
-_BATCH = 64 << 10  # of answers, from which on they are sent before more commands are run
+_TURN = 0.004  # seconds after which a client's turn ends
+_AT_ONCE = 4 << 20  # bytes sent after which a client's turn ends
+_RECORDS = 256 << 10  # bytes per call with TLS: a call that TLS takes in part does not count as progress
+_ENOUGH = 1 << 20  # bytes of unsent answers above which no more commands run
+# Pieces of unsent answers above which no more commands run: small ones cost 50 times their bytes.
+_MANY = 4096
+_BATCH = 64 << 10  # bytes of answers that are sent before more commands run
 _BUFFERS = 64  # in one system call
-_SLOWEST = 16 << 10  # bytes a second, on average, that a transfer must move to be worth its memory
-_FIRST = 10.0  # seconds in which it need not
+_SLOWEST = 16 << 10  # bytes per second that a transfer must average to be worth its memory
+_FIRST = 10.0  # seconds at the start of a transfer without this limit
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
 
 
-class Host(Protocol):
-    """What a connection needs of its server."""
-
-    def place(self, caller: Caller, args: list[Argument], argc: int, length: int) -> memoryview | None: ...
-    def answer(self, caller: Caller, args: list[Argument]) -> Any: ...
-    def drop_drafts(self, caller: Caller) -> None: ...
-
-
 class _Out(NamedTuple):
-    """A piece of an answer; `sent` is called when it is gone, or will never be."""
+    """A piece of an answer. `sent` is called when it is sent or dropped."""
 
     view: memoryview
     sent: Callable[[], None] | None = None
     fd: int | None = None
 
 
-class Stream:
-    """A socket that never blocks, and what waits to be sent on it."""
+class Channel:
+    """A non-blocking socket with its output queue."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -70,7 +66,7 @@ class Stream:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
 
     def read(self, target: memoryview) -> int:
-        """Bytes received into `target`; 0: none now. Closes itself when the other side is gone."""
+        """Receive into `target`; returns the bytes. 0: none now. Closes itself if the other side is gone."""
         try:
             count = self.sock.recv_into(target)
         except _NOT_NOW:
@@ -94,7 +90,7 @@ class Stream:
         self.waits += len(data)
 
     def flush(self) -> None:
-        """Send what the socket takes, a turn's worth at most."""
+        """Send as much as the socket accepts, at most for one turn."""
         turn = _AT_ONCE
         while self._out and self.is_open and turn > 0:
             try:
@@ -120,7 +116,7 @@ class Stream:
         return self.sock.sendmsg([each.view for each in pieces])
 
     def _forget(self, count: int) -> None:
-        """What was sent leaves the queue."""
+        """Remove the sent bytes from the queue."""
         out = self._out
         while out and len(out[0].view) <= count:
             count -= len(out[0].view)
@@ -132,7 +128,7 @@ class Stream:
             out[0] = _Out(first.view[count:], first.sent)
 
     def is_stuck(self, now: float, patience: float, busy: bool) -> bool:
-        """Whether something that has begun does not go on: not a byte for so long, or too few for longer."""
+        """Whether an unfinished transfer is stuck: no byte for `patience`, or too few bytes for longer."""
         if not (busy or self._out):
             self._busy_since = None
             return False
@@ -153,23 +149,28 @@ class Stream:
             self.sock.close()
 
 
-class Connection(Stream):
+class Connection(Channel):
     """A client that speaks RESP: a Redis client, or an engine."""
 
-    def __init__(self, host: Host, sock: socket.socket, caller: Caller) -> None:
+    def __init__(self, host: Dispatch, sock: socket.socket, caller: Caller) -> None:
         super().__init__(sock)
         self.caller = caller
         self._host = host
-        # Nothing in a connection refers to it: nobody looks for cycles among what lives long.
+        # No part of a connection refers back to it: long-lived objects are not searched for cycles.
         self._commands = Commands(partial(host.place, caller))
         self._waiting: Waiting | None = None
         self._turn_ends = 0.0
         self.is_cut = False
-        """Its turn was over before its work was: give it another, no event will tell of it."""
+        """Its turn ended before its work. It needs another turn, because no event will follow."""
 
     @property
     def wants_input(self) -> bool:
         return self._waiting is None and not self.caller.closing and not self._is_full
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has begun and not ended."""
+        return not self.is_idle
 
     @property
     def is_waiting(self) -> bool:
@@ -182,11 +183,11 @@ class Connection(Stream):
 
     @property
     def _is_full(self) -> bool:
-        """Whether what it was answered must be sent before it is answered more."""
+        """Whether its answers must be sent before more commands run."""
         return self.waits >= _ENOUGH or len(self._out) >= _MANY
 
     def hear(self) -> None:
-        """The socket has bytes, or is closed; or the last turn was cut."""
+        """Continue: the socket has bytes or is closed, or the last turn was cut."""
         was_cut = self._begin_turn()
         if was_cut:
             self._work()
@@ -202,7 +203,7 @@ class Connection(Stream):
             self._is_over()
 
     def go_on(self) -> None:
-        """Its command may not have to wait any more, or the socket takes more."""
+        """Continue: its command may no longer have to wait, or the socket accepts more."""
         self._begin_turn()
         self._work()
 
@@ -216,7 +217,7 @@ class Connection(Stream):
         return self.is_cut
 
     def _work(self) -> None:
-        """Run commands, and send what they answer, as far as both go now and in this turn."""
+        """Run commands and send their answers, as far as possible in this turn."""
         while self.is_open:
             was_full = self._is_full
             goes = not was_full and (self._resume() if self._waiting else self._next())
@@ -229,7 +230,7 @@ class Connection(Stream):
             self.close()
 
     def _next(self) -> bool:
-        """Run the next command that is all here. False: there is none."""
+        """Run the next complete command. False: there is none."""
         if self.caller.closing:
             return False
         try:
@@ -242,14 +243,14 @@ class Connection(Stream):
         if args is None:
             return False
         answer = self._host.answer(self.caller, args)
-        if isinstance(answer, _GENERATOR):
+        if isinstance(answer, GeneratorType):
             self._waiting = answer
             return self._resume()
         self._end(answer)
         return True
 
     def _resume(self) -> bool:
-        """Go on with the command that waits. False: it still does."""
+        """Resume the waiting command. False: it still waits."""
         assert self._waiting is not None
         try:
             part = next(self._waiting)
@@ -293,8 +294,8 @@ class Connection(Stream):
             self._host.drop_drafts(self.caller)
 
 
-class HttpConnection(Stream):
-    """A person's browser, or Prometheus."""
+class HttpConnection(Channel):
+    """A browser, or Prometheus."""
 
     def __init__(self, sock: socket.socket, conversation: Conversation, caller: Caller) -> None:
         super().__init__(sock)
@@ -314,7 +315,10 @@ class HttpConnection(Stream):
         return not self.waits
 
     def is_in_the_middle(self) -> bool:
-        return True  # a person's connection may be idle for as long as a transfer may
+        return True  # a browser's connection may be idle for as long as a transfer
+
+    has_begun = False
+    """A browser connects before it asks, and keeps its connection afterwards: no reason for a warning."""
 
     def hear(self) -> None:
         count = self.read(self._input)
@@ -326,15 +330,12 @@ class HttpConnection(Stream):
         self.flush()
         while self.is_open and not self.waits and (reply := self._conversation.next()) is not None:
             self.caller.asked += 1
-            self._busy_since = None  # its patience begins anew: answers are few, and no transfer
+            self._busy_since = None  # its patience starts again: answers are few, and are no transfer
             self.push(reply.data)
             self.flush()
             if not reply.keep:
                 self._last = True
         if self._last and not self.waits and self.is_open:
-            # What was not read would reset the connection, and take the answer with it: read on to the end.
+            # Read on to the end: unread input would reset the connection, and the answer would be lost.
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)
-
-
-_GENERATOR = type(_ for _ in ())

@@ -1,11 +1,12 @@
-"""KV events for routers, over ZMQ as vLLM sends them: what comes to each tier of this server and leaves it.
+"""KV events for routers, over ZMQ in vLLM's format: the chunks that enter and leave each tier of this server.
 
     PUB     topic, sequence number (8 bytes, big-endian), a batch in msgpack
-    ROUTER  asked with a number, gives the batches from there on again, as far as they are remembered
+    ROUTER  gets a number, and sends the remembered batches from this number on again
 
-A chunk is a block of `chunk_tokens` tokens; its hash is its key. Its tokens and its parent are told if an
-engine told us. The owner only queues what is new since its last turn; a thread encodes and sends. Whoever is
-slow misses batches and sees it by the numbers; when we have missed something ourselves, all is told anew.
+A chunk is sent as a block of `chunk_tokens` tokens; its hash is its key. Its tokens and its parent are
+included if an engine has sent them. The owner only queues new changes; a thread encodes and sends them. A
+slow subscriber misses batches, and the sequence numbers show that. If this server misses changes, it clears
+the routers' state and sends everything again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from queue import SimpleQueue
@@ -22,56 +23,55 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from lmtier.cache import CPU, Cache
+from lmtier.core.cache import Cache
+from lmtier.core.match import CPU, State
 from lmtier.errors import ConfigError
-from lmtier.index import State
-from lmtier.journal import Change
-from lmtier.keys import is_value
-from lmtier.prompts import Chunk, Prompts
-from lmtier.workers import start_thread
+from lmtier.observe.follower import Follower
+from lmtier.observe.journal import Change, Journal
+from lmtier.observe.prompts import PromptChunk, Prompts
+from lmtier.threads import start_thread
 
 BATCHES = 10_000
-"""That can be replayed, if they are not more than BYTES."""
+"""The most batches that can be replayed, if they are at most BYTES."""
 BYTES = 64 << 20
 _A_TURN = 4096  # changes
-_WAITING = 256  # batches for the thread; then changes wait in the journal
+_WAITING = 256  # batches that may wait for the thread; further changes wait in the journal
 _HIGH_WATER = 100_000
 _PATIENCE = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class _Told(NamedTuple):
-    """Chunks that came to a tier together, or left it: the next one the child of the one before."""
+    """Chunks that entered or left a tier together. Each is the child of the one before."""
 
     tier: str
     came: bool
     keys: list[bytes]
-    chunks: list[Chunk]
-    """What is known of them; empty if that is nothing."""
+    chunks: list[PromptChunk]
+    """The known tokens of these chunks; empty if none are known."""
 
 
 _Batch = list[_Told] | None
-"""None: forget all that was told until now."""
+"""None: routers must forget all earlier events."""
 
 
-class Publisher:
-    def __init__(self, cache: Cache, prompts: Prompts, publish: str, replay: str, topic: str) -> None:
+class Publisher(Follower):
+    def __init__(
+        self, cache: Cache, journal: Journal, prompts: Prompts, publish: str, replay: str, topic: str
+    ) -> None:
+        """`journal` follows the cache."""
         self._cache, self._prompts = cache, prompts
         self._size = cache.chunk_tokens
-        self._asked = [below for below in cache.below if below.index is None]
-        """Tiers that do not tell what they hold."""
-        self._remote = {below.label for below in self._asked}
+        self._shared = cache.lower.shared
+        self._remote = {tier.label for tier in self._shared}
         self._cleared = 0
-        tell = {below.label: below.index for below in cache.below if below.index is not None}
-        self._places = {CPU: cache.index, **tell}
-        self._journal = cache.follow()
-        self._position = self._journal.end
+        self._places = {CPU: cache.index, **{tier.label: tier.index for tier in cache.lower.owned}}
+        self._journal, self._position = journal, journal.end
         self._again: deque[Change] = deque()
-        """To be told because it was there before, or because something was missed."""
+        """Changes to send because the chunks were there before, or because some changes were missed."""
         self._announced: set[str] = set()
         self._elsewhere: list[Change] = []
-        for below in self._asked:
-            below.wrote = self._wrote
+        cache.followers.add(self)
         self._announce()
         self._queue: SimpleQueue[tuple[float, _Batch] | None] = SimpleQueue()
         self._topic = topic.encode()
@@ -101,14 +101,13 @@ class Publisher:
 
     # ---- the owner
 
-    def _wrote(self, label: str, came: bool, keys: Iterable[bytes]) -> None:
-        """Of a tier that does not tell what it holds: what we wrote, and what we found to be gone."""
-        self._elsewhere += (Change(label, came, key) for key in keys if not is_value(key))
+    def changed_elsewhere(self, tier: str, came: bool, keys: Collection[bytes]) -> None:
+        self._elsewhere += (Change(tier, came, key) for key in keys if not self._cache.index.is_record(key))
 
     def turn(self) -> None:
-        """Queue what is new."""
-        if (cleared := sum(below.cleared for below in self._asked)) != self._cleared:
-            self._cleared = cleared  # of which keys, nobody can tell
+        """Queue the new changes."""
+        if (cleared := sum(tier.cleared for tier in self._shared)) != self._cleared:
+            self._cleared = cleared  # which keys were cleared is not known
             self.tell_all_again()
         self._announce()
         if self._queue.qsize() >= _WAITING:
@@ -123,13 +122,14 @@ class Publisher:
             self._elsewhere = []
         while self._again and len(changes) < _A_TURN:
             change = self._again.popleft()
-            if change.key in self._places[change.tier]:  # it may have left meanwhile, and that was told
+            # The chunk may have left since, and that event was sent.
+            if change.key in self._places[change.tier]:
                 changes.append(change)
         if changes:
             self._put(list(self._runs(changes)))
 
     def tell_all_again(self) -> None:
-        """Routers forget, and learn anew what is there."""
+        """Make routers forget everything, then send the content of all tiers."""
         self._position = self._journal.end
         self._again.clear()
         self._announced.clear()
@@ -137,12 +137,12 @@ class Publisher:
         self._put(None)
 
     def _announce(self) -> None:
-        """What a tier had before anybody followed it, once it is known."""
-        cold = {below.label for below in self._cache.below if not below.is_warm}
+        """Send the chunks that a tier had before it was followed, once they are known."""
+        cold = {below.label for below in self._cache.lower if not below.is_warm}
         for tier in self._places.keys() - self._announced - cold:
             self._announced.add(tier)
             ready = (each.key for each in self._places[tier].entries() if each.state is State.READY)
-            self._again += (Change(tier, True, key) for key in ready if not is_value(key))
+            self._again += (Change(tier, True, key) for key in ready if not self._cache.index.is_record(key))
 
     def _runs(self, changes: Sequence[Change]) -> Iterator[_Told]:
         for (tier, came), group in groupby(changes, key=lambda change: change[:2]):
@@ -209,7 +209,7 @@ class Publisher:
 
     def _replay(self, sent: Iterable[tuple[bytes, bytes]]) -> None:
         assert self._router is not None
-        with suppress(zmq.Again):  # who does not take what he asked for gets no more of it
+        with suppress(zmq.Again):  # a router that does not read its replay gets no more of it
             frames = self._router.recv_multipart(zmq.NOBLOCK)
             if len(frames) != 3 or len(frames[2]) != 8:
                 return
@@ -244,8 +244,8 @@ class Publisher:
         }
 
 
-def _extra(chunk: Chunk) -> tuple[str, ...] | None:
-    """What vLLM puts beside a block's tokens: the adapter, and the salt beside the first block's."""
+def _extra(chunk: PromptChunk) -> tuple[str, ...] | None:
+    """The extra keys of a block in vLLM's format: the adapter, and for the first block the salt."""
     salt = chunk.origin.salt if not chunk.number else ""
     return tuple(each for each in (chunk.origin.lora, salt) if each) or None
 

@@ -1,7 +1,7 @@
-"""HTTP/1.1 for people and Prometheus: bytes in, bytes out; GET and HEAD only; no sockets here.
+"""HTTP/1.1 for browsers and Prometheus: bytes in, bytes out; GET and HEAD only; no sockets here.
 
-Whoever owns the socket feeds a `Conversation` what it received and sends what `next` returns. A request is
-believed only if it is well-formed to the byte: a proxy in front can not be made to read it differently.
+The owner of the socket feeds the received bytes to a `Conversation` and sends the result of `next`. A request
+must be well-formed to the byte, so that a proxy in front cannot be made to read it differently.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from lmtier import __version__
-from lmtier.cache import Cache
+from lmtier._version import __version__
+from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
-from lmtier.explain import Explain
+from lmtier.server.explain import Explain
 from lmtier.server.report import History, Report
 
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
 OPEN = frozenset({"/healthz", "/health", "/readyz"})
-"""Needs no token: whoever asks learns one word. Kubernetes has no token to show."""
+"""The pages that need no token, because Kubernetes has none. They answer with one word."""
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -66,13 +66,13 @@ Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
 
 class Reply(NamedTuple):
     data: bytes
-    """To be sent, all of it."""
+    """The bytes to send, all of them."""
     keep: bool
-    """False: then close. Stop sending first and read until the end, or what was not read resets the reply."""
+    """False: close afterwards. First stop sending and read to the end: unread input would reset the reply."""
 
 
 class _Refusal(Exception):
-    """A request that gets an error for an answer, after which the connection is of no use."""
+    """A request that is answered with an error, after which the connection is closed."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -87,23 +87,23 @@ class _Request(NamedTuple):
 
 
 class Http:
-    """What is served, and to whom."""
+    """The served pages, and the token that they need."""
 
     def __init__(self, pages: Pages, token: str | None = None) -> None:
         if token == "":
-            raise MisuseError("an empty token would let everybody in; None needs no token")
+            raise MisuseError("an empty token would allow every client; pass None for no token")
         self._pages = pages
         self._token = None if token is None else token.encode()
 
     def conversation(self) -> Conversation:
-        """One for each connection."""
+        """A new conversation, for one connection."""
         return Conversation(self)
 
     def answer(self, method: str, path: str, authorization: str) -> Response:
         if path not in OPEN and not self._is_trusted(authorization):
-            return sentence(401, "show the token: Authorization: Bearer, or as the password", _CHALLENGE)
+            return sentence(401, "send the token as Authorization: Bearer, or as the password", _CHALLENGE)
         if method not in ("GET", "HEAD"):
-            return sentence(405, f"{method} is not for this server; it only tells", (("Allow", "GET, HEAD"),))
+            return sentence(405, f"{method} is not supported; use GET or HEAD", (("Allow", "GET, HEAD"),))
         if path not in self._pages:
             return sentence(404, f"no such page; there are {', '.join(sorted(self._pages))}")
         return self._pages[path]()
@@ -124,7 +124,10 @@ class Http:
 
 
 class Conversation:
-    """One connection: requests in, replies out, in order. Holds at most one head and what came after it."""
+    """One connection: requests in, replies out, in order.
+
+    It holds at most one head and the bytes after it.
+    """
 
     def __init__(self, http: Http) -> None:
         self._http = http
@@ -132,14 +135,14 @@ class Conversation:
         self._over = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """What was received. After the last reply nothing is listened to."""
+        """Add received bytes. After the last reply they are ignored."""
         if not self._over:
             self._input += data
 
     def next(self) -> Reply | None:
         """The reply to the next whole request; None if there is none (yet).
 
-        Call it again only when the last reply was sent, and read no more meanwhile: that bounds both sides.
+        Call it again only after the last reply was sent, and read nothing until then. That bounds both sides.
         """
         if self._over:
             return None
@@ -159,9 +162,9 @@ class Conversation:
         return self._reply(response, request.method != "HEAD", request.keep and not has_body)
 
     def _head(self) -> bytes | None:
-        """The next request's line and headers, taken out of the input."""
+        """Take the next request's line and headers out of the input."""
         waiting = self._input
-        while waiting.startswith(b"\r\n"):  # some clients end a request with one too many
+        while waiting.startswith(b"\r\n"):  # some clients end a request with one line end too many
             del waiting[:2]
         if waiting and waiting != b"\r" and not _BEGIN.match(waiting):
             raise _Refusal(400, "this is no HTTP request")
@@ -221,7 +224,7 @@ def parse(head: bytes) -> _Request:
         raise _Refusal(400, "a body has one length")
     wishes = {wish.strip().lower() for wish in headers.get("connection", "").split(",")}
     keep = "close" not in wishes and (minor != "0" or "keep-alive" in wishes)
-    if target.lower().startswith(("http://", "https://")):  # what a proxy is asked
+    if target.lower().startswith(("http://", "https://")):  # the form for proxies
         target = "/" + target.split("://", 1)[1].partition("/")[2]
     return _Request(method, target.partition("?")[0], headers, keep)
 
@@ -233,10 +236,10 @@ def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ())
 def routes(
     cache: Cache, report: Report, history: History, explain: Explain
 ) -> dict[str, Callable[[], Response]]:
-    """Everything a server shows, by path. A prompt's tokens are never among it."""
+    """All pages of a server, by path. None of them contains a prompt's tokens."""
     page = Path(__file__).with_name("page.html").read_bytes()
 
-    def alive() -> Response:  # whoever could be stuck is who answers
+    def alive() -> Response:  # the thread that could be stuck sends this answer itself
         return Response(200, TEXT, b"ok\n")
 
     def ready() -> Response:

@@ -1,7 +1,7 @@
-"""What a server tells about itself: one snapshot of numbers, and its recent history.
+"""The server's report: one snapshot of numbers, and their recent history.
 
-Counters are cumulative, since the start: whoever shows rates subtracts two snapshots. Numbers are raw;
-units are tokens, chunks, bytes and seconds.
+Counters are cumulative since the start; for rates subtract two snapshots. Numbers are raw. The units are
+tokens, chunks, bytes and seconds.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any, TypedDict
 from urllib.parse import unquote
 
-from lmtier import __version__
-from lmtier.below import UNBOUNDED, Below
-from lmtier.cache import CPU, Cache
+from lmtier._version import __version__
 from lmtier.config import TierSpec
-from lmtier.curve import FACTORS
-from lmtier.metrics import MISS_REASONS
+from lmtier.core.cache import Cache
+from lmtier.core.lower import LowerTier
+from lmtier.core.match import CPU
+from lmtier.observe.metrics import MISS_REASONS
+from lmtier.observe.miss_curve import FACTORS
 
 Client = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
@@ -37,11 +38,11 @@ class Tokens(TypedDict):
     stored: dict[str, int]
     skipped: int
     dropped: dict[str, int]
-    """By "tier reason"."""
+    """Dropped tokens by "tier reason"."""
 
 
 class ShareNow(TypedDict):
-    """What one tenant has in one tier, and keeps whatever others want; bytes."""
+    """The bytes of one tenant in one tier, and the size of its share."""
 
     used: int
     share: int
@@ -49,7 +50,7 @@ class ShareNow(TypedDict):
 
 
 class TierNow(TypedDict):
-    """One tier. None: not known, because it is shared or forgets; or of no meaning, for the slab."""
+    """One tier. None: not known, because the tier is shared; or without meaning for the slab."""
 
     tier: str
     url: str
@@ -57,7 +58,7 @@ class TierNow(TypedDict):
     used: int | None
     capacity: int | None
     pinned: int | None
-    """Bytes that stay for pins."""
+    """Bytes of pinned chunks."""
     warm: bool
     write: str | None
     queue: int
@@ -87,18 +88,18 @@ class Snapshot(TypedDict):
     leased_bytes: int
     tiers: list[TierNow]
     curve: dict[str, dict[str, float | None]]
-    """What each bounded tier would hit if it were alone, and of this many times its size; None: not known."""
+    """The hit rate of each bounded tier if it were alone and so many times its size. None: not known."""
     busy: float
-    """CPU seconds of the thread that does everything; near 1 a second, it is the limit."""
+    """CPU seconds of the main thread. Near 1 per second it is the bottleneck."""
     lookup_seconds: float
-    """Of it, for lookups."""
+    """The part of `busy` for lookups."""
     clients: list[Client]
     verify_failures: int
     corrupt: int
 
 
 class Report:
-    """Snapshots of one cache and of those who use it. Costs the same however much the cache holds."""
+    """Snapshots of one cache and its clients. The cost does not depend on the size of the cache."""
 
     def __init__(
         self,
@@ -107,24 +108,24 @@ class Report:
         started: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`started` is when the server did, by `clock`."""
+        """`started` is the start of the server, by `clock`."""
         self._cache = cache
         self._clients = clients
         self._started = started
         self._clock = clock
         self._urls = [without_secrets(spec) for spec in cache.config.specs]
         self.stopping = False
-        """Set it when the server drains: it is not ready for new work from then on."""
+        """Set it when the server shuts down. From then on it is not ready for new work."""
 
     def why_not_ready(self) -> str:
-        """A sentence; empty when it is ready."""
+        """Why the server is not ready, in a sentence; empty if it is ready."""
         if self.stopping:
             return "the server is shutting down"
-        for below in self._cache.below:
+        for below in self._cache.lower:
             if not below.is_warm and below.has_jobs:
-                return f"{below.label} is still being scanned for what it holds"
+                return f"the scan of {below.label} is not finished"
             if not below.is_warm:
-                return f"the scan for what {below.label} holds failed; it is tried again"
+                return f"the scan of {below.label} has failed and is tried again"
         return ""
 
     def snapshot(self) -> Snapshot:
@@ -138,15 +139,15 @@ class Report:
         gave = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
         failed = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
 
-        def tier(label: str, url: str, below: Below | None) -> TierNow:
-            index = cache.index if below is None else below.index
+        def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
+            held = cache.index.occupancy() if below is None else below.occupancy()
             return {
                 "tier": label,
                 "url": url,
-                "chunks": None if index is None else len(index),
-                "used": None if index is None else index.used + (below.deleting if below else 0),
-                "capacity": None if index is None or index.capacity >= UNBOUNDED else index.capacity,
-                "pinned": None if index is None else index.kept_bytes,
+                "chunks": held.chunks,
+                "used": held.used,
+                "capacity": held.capacity,
+                "pinned": held.pinned,
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
@@ -159,7 +160,7 @@ class Report:
                         "share": pool.room,
                         "evictions": gave.get(f"{label} {pool.name}", 0),
                     }
-                    for pool in (index.pools if index is not None else None) or ()
+                    for pool in held.pools
                 },
                 "bytes_up": moved.get(f"{label} up", 0),
                 "bytes_down": moved.get(f"{label} down", 0),
@@ -168,7 +169,7 @@ class Report:
                 "failures": sum(count for key, count in failed.items() if key.split()[0] == label),
             }
 
-        labels = [(CPU, None), *((below.label, below) for below in cache.below)]
+        labels = [(CPU, None), *((below.label, below) for below in cache.lower)]
         return {
             "version": __version__,
             "time": time.time(),
@@ -186,7 +187,7 @@ class Report:
                 "skipped": total(metrics.sums(metrics.skipped_tokens)),
                 "dropped": whole(metrics.sums(metrics.dropped_tokens, "tier", "reason")),
             },
-            "leased_bytes": cache.index.pinned,
+            "leased_bytes": cache.index.leased_bytes,
             "tiers": [
                 tier(label, url, below) for (label, below), url in zip(labels, self._urls, strict=True)
             ],
@@ -205,9 +206,9 @@ class Report:
 
 
 class History:
-    """Rows of cumulative counters for the last minutes, so that a page opened now has a past to draw.
+    """Rows of cumulative counters for the last minutes, so that a newly opened page can draw them.
 
-    A row is kept as the JSON it will be sent as: 450 rows are some 100 KB, and cost nothing to serve.
+    A row is kept as the JSON to send: 450 rows are some 100 KB, and cost nothing to serve.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class History:
         self._next = clock()
 
     def due(self) -> float:
-        """Seconds until the next row is wanted; 0 is now."""
+        """Seconds until the next row is due; 0: now."""
         return max(0.0, self._next - self._clock())
 
     def sample(self, snapshot: Snapshot) -> None:
@@ -227,30 +228,34 @@ class History:
         if self.due():
             return
         self._next = self._clock() + self._interval
-        tokens = snapshot["tokens"]
-        row = {
-            "time": round(snapshot["time"], 3),
-            "asked": tokens["asked"],
-            "hit": tokens["hit"],
-            "missed": tokens["missed"],
-            "up": {tier["tier"]: tier["bytes_up"] for tier in snapshot["tiers"]},
-            "down": {tier["tier"]: tier["bytes_down"] for tier in snapshot["tiers"]},
-            "used": {tier["tier"]: tier["used"] for tier in snapshot["tiers"]},
-            "busy": round(snapshot["busy"], 3),
-        }
-        self._rows.append(json.dumps(row, separators=(",", ":")).encode())
+        self._rows.append(json.dumps(row_of(snapshot), separators=(",", ":")).encode())
 
     def to_json(self) -> bytes:
-        """The rows, the oldest first, and what the reasons for a miss mean."""
+        """The rows, the oldest first, and the meaning of each reason for a miss."""
         head = {"interval": self._interval, "reasons": MISS_REASONS}
         return json.dumps(head).encode().removesuffix(b"}") + b', "rows": [' + b",".join(self._rows) + b"]}"
 
 
+def row_of(snapshot: Snapshot) -> dict[str, Any]:
+    """The row of a snapshot in the history."""
+    tokens, tiers = snapshot["tokens"], snapshot["tiers"]
+    return {
+        "time": round(snapshot["time"], 3),
+        "asked": tokens["asked"],
+        "hit": tokens["hit"],
+        "missed": tokens["missed"],
+        "up": {tier["tier"]: tier["bytes_up"] for tier in tiers},
+        "down": {tier["tier"]: tier["bytes_down"] for tier in tiers},
+        "used": {tier["tier"]: tier["used"] for tier in tiers},
+        "busy": round(snapshot["busy"], 3),
+    }
+
+
 def without_secrets(spec: TierSpec) -> str:
-    """The tier's URL as anybody may see it: user and password, and options that sound like one, are ***."""
+    """The tier's URL without secrets: the user, the password, and options with such names become ***."""
     head, mark, query = spec.url.partition("?")
     scheme, _, location = head.partition("://")
-    if not location.startswith("/") and "@" in location:  # a path names nobody
+    if not location.startswith("/") and "@" in location:  # a path contains no user
         location = "***@" + location.rpartition("@")[2]
     options = [option.partition("=") for option in query.split("&")]
     shown = "&".join(

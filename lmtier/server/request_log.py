@@ -1,16 +1,16 @@
-"""The request log: what engines looked up, as JSON lines in the Mooncake trace format, to be replayed later.
+"""The request log: the lookups of engines as JSON lines in the Mooncake trace format, for replay.
 
     {"timestamp": ms since 1970, "input_length": tokens, "output_length": 0, "hash_ids": [one a chunk]}
 
-An id is 53 bits of a chunk's key; a part of a chunk at the end has a negative one, never seen twice. How much
-was generated is not known here. The owner only queues; a thread writes. What it cannot keep up with is
-dropped and counted. The file is kept to a size: the one before is `PATH.1`, and older ones are gone.
+An id is 53 bits of a chunk's key. A partial chunk at the end has a unique negative id. The number of
+generated tokens is not known here. The owner only queues; a thread writes. Lookups that the thread cannot
+keep up with are dropped and counted. The size of the file is bounded: the previous file is `PATH.1`, older
+ones are deleted.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,16 +18,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import BinaryIO
 
-from lmtier.errors import ConfigError
-from lmtier.metrics import Metrics
-from lmtier.workers import start_thread
-
-log = logging.getLogger("lmtier")
+from lmtier.errors import ConfigError, log
+from lmtier.observe.metrics import Metrics
+from lmtier.threads import start_thread
 
 MAX_BYTES = 256 << 20
-"""Of one of the two files."""
+"""The most bytes of each of the two files."""
 MAX_KEYS = 1 << 20
-"""That wait to be written: some 100 MB at most."""
+"""The most keys that wait to be written: some 100 MB."""
 _PATIENCE = 2.0  # seconds for the last lines; a disk that hangs must not keep the server from ending
 
 
@@ -50,7 +48,7 @@ class RequestLog:
         self._thread = start_thread("lmtier-requests", self._write)
 
     def note(self, keys: Sequence[bytes], tokens: int) -> None:
-        """A prompt of `tokens` was looked up, of whose whole chunks these are the keys."""
+        """Log the lookup of a prompt of `tokens` tokens. `keys` are those of its whole chunks."""
         if self._has_failed or self._room + self._written < len(keys):
             self._dropped.inc()
             return
@@ -58,7 +56,7 @@ class RequestLog:
         self._queue.put((time.time(), keys, tokens))
 
     def close(self) -> None:
-        """Write what waits, if that does not take long."""
+        """Write the waiting lines, if that does not take long."""
         self._queue.put(None)
         self._thread.join(_PATIENCE)
 
@@ -71,7 +69,7 @@ class RequestLog:
             try:
                 self._put(self._line(*noted))
             except OSError as error:
-                log.error("lmtier: the request log ends: %s: %s", self._path, error.strerror)
+                log.error("lmtier: the request log stops, it cannot write %s: %s", self._path, error.strerror)
                 self._has_failed = True
             self._written += len(noted[1])
         self._file.close()
@@ -95,6 +93,6 @@ class RequestLog:
 
 
 def _open(path: Path) -> BinaryIO:
-    """For this user alone: who guesses a prompt can compute its keys, and learns whether it was asked."""
+    """Only this user may read it: a reader who guesses a prompt can compute its keys and find its lookups."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     return os.fdopen(fd, "ab", buffering=0)

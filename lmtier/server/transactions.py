@@ -1,11 +1,12 @@
 """MULTI, EXEC, DISCARD, WATCH: commands of one client that are run together, or not at all.
 
-    MULTI ─► what follows is kept: the commands, and their values in drafts
+    MULTI ─► the following commands are queued, and their values are put into drafts
     WATCH ─► EXEC runs nothing if one of these names has changed since
-    EXEC  ─► runs them when nobody runs one with a name of theirs; commands of others with such a name wait
+    EXEC  ─► runs the queue once no other transaction uses its names; other commands with these names wait
 
-A command may have to wait for a tier, so others have their turns meanwhile: what keeps them out is the names.
-Once begun, a transaction goes on to its end, whatever becomes of its client. Its answers are kept until then.
+A command may have to wait for a tier, and other clients have turns meanwhile. The names keep them apart. A
+transaction that has begun always runs to its end, also if its client leaves. Its answers are stored until
+then.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
+from types import GeneratorType
 from typing import NamedTuple, TypeAlias
 
 from lmtier.server.commands import PAUSE, Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
-from lmtier.server.resp import DROP, Error, Simple, encode
 from lmtier.server.values import Draft, Values, Watch
+from lmtier.wire.commands import DROP
+from lmtier.wire.resp import Error, Simple, encode
 
 MAX_QUEUE = 16 << 20
-"""Bytes of the commands that one client has queued; values are in the slab."""
+"""The most bytes of the queued commands of one client. Values are in the slab."""
 MAX_ANSWERS = 16 << 20
-"""Bytes of answers that are kept until a transaction is over; values that it reads are in the slab."""
+"""The most bytes of answers that a transaction collects. Values that it reads are in the slab."""
 MAX_WATCHED = 65_536
-"""Names of one client."""
-_EACH = 256  # bytes of a command, or of an answer, beside its own
+"""The most names that one client watches."""
+_EACH = 256  # overhead in bytes of a command or an answer
 _TURN = 0.004  # seconds
 
 OK, QUEUED = Simple("OK"), Simple("QUEUED")
@@ -46,12 +49,12 @@ class _Step(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Queue:
-    """What a client has said since MULTI."""
+    """The commands of a client since MULTI."""
 
     steps: list[_Step] = field(default_factory=list)
     nbytes: int = 0
     is_spoiled: bool = False
-    """One of its commands was refused: EXEC will be."""
+    """One of its commands was refused, so EXEC is refused too."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,29 +64,29 @@ class _Transaction:
     watch: Watch | None
     names: set[bytes]
     is_of_all: bool
-    """It writes names that it does not name."""
+    """It may write any name, as FLUSHALL does."""
     run: Generator[bytes | None, None, None] | None = None
     answers: Answers = field(default_factory=deque)
     nbytes: int = 0
     is_over: bool = False
     is_off: bool = False
-    """Nothing was run: what it watched had changed."""
+    """It did not run, because a watched name had changed."""
     is_alone: bool = False
-    """Nobody will read its answers."""
+    """Its client has left, so its answers are dropped."""
 
     def meets(self, names: Iterable[bytes], is_of_all: bool) -> bool:
         return self.is_of_all or is_of_all or not self.names.isdisjoint(names)
 
 
 class Transactions:
-    """Called by the server's loop, and by it alone."""
+    """All transactions. Only the server's loop calls it."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
         self._waiting: list[_Transaction] = []
         self._running: list[_Transaction] = []
         self.goes_on = False
-        """Some have more to do at once."""
+        """Some transactions can continue at once."""
 
     def table(self) -> Table:
         flags = ("loading", "stale", "fast")
@@ -99,10 +102,10 @@ class Transactions:
     def are_running(self) -> bool:
         return bool(self._running or self._waiting)
 
-    # ---- what the server does with each command
+    # ---- called by the server for each command
 
     def takes(self, caller: Caller, name: bytes) -> bool:
-        """Whether this command is kept for EXEC."""
+        """Whether this command is queued for EXEC."""
         return caller.queue is not None and name not in _AT_ONCE
 
     def keep(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> object:
@@ -131,7 +134,7 @@ class Transactions:
             caller.queue.is_spoiled = True
 
     def behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting | None:
-        """Its answer, if it must wait for a transaction that has a name of its."""
+        """The answer of a command that must wait for a transaction with one of its names. None: no wait."""
         if not self._running or not self._meets(command, args):
             return None
         return self._behind(caller, command, args)
@@ -144,10 +147,10 @@ class Transactions:
         while self._meets(command, args):
             yield None
         answer = command.handler(caller, args)
-        return (yield from answer) if isinstance(answer, _GENERATOR) else answer
+        return (yield from answer) if isinstance(answer, GeneratorType) else answer
 
     def gone(self, caller: Caller) -> None:
-        """It has left, or begins anew: nothing of its stays but what it has executed."""
+        """The client has left, or was reset: drop everything of it except a running transaction."""
         queue, caller.queue = caller.queue, None
         if queue is not None:
             self._drop(queue.steps)
@@ -219,11 +222,11 @@ class Transactions:
     # ---- running them
 
     def turn(self) -> None:
-        """Begin what may begin, and go on with what runs, for as long as a client's turn is."""
+        """Begin the transactions that may begin, and continue running ones, for the time of one turn."""
         before: list[_Transaction] = []
         for each in self._waiting:
             if any(other.meets(each.names, each.is_of_all) for other in (*self._running, *before)):
-                before.append(each)  # nor does it let others pass who want the same
+                before.append(each)  # later transactions with the same names must not overtake it
             else:
                 self._begin(each)
         self._waiting = before
@@ -256,7 +259,7 @@ class Transactions:
 
     def _run(self, transaction: _Transaction) -> Generator[bytes | None, None, None]:
         for step in transaction.steps:
-            said = yield from self._said(transaction.caller, step)
+            said = yield from self._answers_of(transaction.caller, step)
             self._drop_drafts(step)
             nbytes = sum(_EACH + (len(each) if isinstance(each, bytes) else 0) for each in said)
             if transaction.nbytes + nbytes > MAX_ANSWERS:
@@ -268,14 +271,14 @@ class Transactions:
                 _let_go(transaction.answers)
             yield PAUSE
 
-    def _said(self, caller: Caller, step: _Step) -> Generator[bytes | None, None, Answers]:
-        """Run a command; what it answers, piece by piece."""
+    def _answers_of(self, caller: Caller, step: _Step) -> Generator[bytes | None, None, Answers]:
+        """Run a command, and collect its answer piece by piece."""
         said: Answers = deque()
-        # One that takes values finds its own; one that changes its caller, the caller.
+        # A command with values gets its own drafts. A command that changes its caller gets the caller.
         who = replace(caller, drafts=step.drafts) if step.command.payloads else caller
         try:
             answer = step.command.handler(who, step.args)
-            if isinstance(answer, _GENERATOR):
+            if isinstance(answer, GeneratorType):
                 running = answer
                 while True:
                     try:
@@ -297,7 +300,7 @@ class Transactions:
         return said
 
     def close(self) -> None:
-        """What has not ended by now does not."""
+        """Drop the unfinished transactions."""
         for each in (*self._running, *self._waiting):
             if each.run is not None:
                 each.run.close()
@@ -330,6 +333,3 @@ def _let_go(answers: Answers) -> None:
         answer = answers.popleft()
         if isinstance(answer, Payload):
             answer.sent()
-
-
-_GENERATOR = type(_ for _ in ())

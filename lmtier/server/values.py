@@ -1,11 +1,11 @@
-"""Named values that may change and expire, kept as chunks of one shard: what a Redis client thinks it stores.
+"""Named values that may change and expire, for Redis clients. They are stored as chunks of one shard.
 
     key    keys.value_key(name)
     mark   when it expires (i64, ms since the epoch; 0: never), its length (u64), its name
-    bytes  as they were given; nobody looks into them
+    bytes  unchanged
 
-A value is received into a draft, which nobody sees, and takes its name when it is complete. Whatever
-must be read from a tier is waited for: such calls are generators that yield until it is there.
+A value is received into a draft, which is invisible, and gets its name when it is complete. Calls that must
+wait for a tier are generators, which yield until the value is loaded.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from lmtier.cache import Cache, Match, Reservation
-from lmtier.codec import MARK_ROOM
-from lmtier.index import State
-from lmtier.keys import KEY_BYTES, VALUES, value_key
-from lmtier.layout import Form, LayerShape, Layout, Shard, form_of
+from lmtier.core.cache import Cache
+from lmtier.core.match import Match, Reservation, State
+from lmtier.errors import MisuseError
+from lmtier.format.keys import KEY_BYTES, VALUES, value_key
+from lmtier.format.layout import ChunkForm, LayerShape, Layout, Shard, form_of
+from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import PAUSE
 
 _MARK = struct.Struct("<qQ")
 MAX_NAME = MARK_ROOM - _MARK.size
 _SHARD = Shard(0, 1, 0, 1)
 ANY = form_of(None, (_SHARD,), (0,))
-"""What a reader of a value asks for: it takes any size."""
+"""The form of a reader of values: it accepts any size."""
 
-_DRAFT_SHARE = 1 / 2  # of the slab that values on their way in may take: they may never be completed
+_DRAFT_SHARE = 1 / 2  # the part of the slab for unfinished values, which may never be completed
 _SNAPSHOT_SECONDS = 1.0
 _FEW = 1024  # times at which something expires
 
@@ -44,7 +45,7 @@ Waiting: TypeAlias = "Generator[bytes | None, None, T]"
 
 
 class Mark(NamedTuple):
-    """What is known of a value without its bytes."""
+    """The facts about a value without its bytes."""
 
     expires: int
     nbytes: int
@@ -71,7 +72,7 @@ class Draft:
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value in the slab, leased until it is let go of."""
+    """A value in the slab, leased until it is released."""
 
     mark: Mark
     view: memoryview
@@ -80,29 +81,33 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Watch:
-    """Names that somebody wants to hear of: has one of them changed?"""
+    """Watched names: whether one of them has changed."""
 
     keys: dict[bytes, bool] = field(default_factory=dict)
-    """And whether they were there."""
+    """The watched keys, and whether each existed."""
     is_over: bool = False
-    """One has."""
+    """One of them has changed."""
 
 
 class Values:
     def __init__(self, cache: Cache) -> None:
+        if not cache.index.is_record(VALUES):
+            raise MisuseError("the cache was opened for KV only; open it with is_record=is_value")
         self._cache = cache
         self._count = cache.metrics.values
         self._drafts = count()
         self._drafting = 0
-        """Bytes of the slab that drafts take."""
+        """Bytes of the slab in drafts."""
+        self.no_room_at = float("-inf")
+        """When a value last found no room, in time.monotonic()."""
         self._expiring: list[tuple[int, bytes]] = []
         self._most_expiring = _FEW
         self._watches: dict[bytes, set[Watch]] = {}
-        """By the key that is watched."""
+        """The watches of each key."""
         self._snapshot: tuple[float, float, list[bytes]] = (0.0, 0.0, [])
-        """All keys in order: as they were then, until when they may be used."""
+        """All keys in order: the time of the snapshot, the time until which it may be used, and the keys."""
 
-    # ---- in
+    # ---- writing
 
     def watch(self, watch: Watch, names: Iterable[bytes]) -> None:
         for key in map(value_key, names):
@@ -119,7 +124,10 @@ class Values:
         watch.keys = {}
 
     def has_changed(self, watch: Watch) -> bool:
-        """Also if it was evicted, or cleared, or its time is over: of that nobody tells."""
+        """Whether a name has changed.
+
+        It also checks for evictions, clears and expiry, which send no event.
+        """
         return watch.is_over or any(was and not self._is_there(key) for key, was in watch.keys.items())
 
     def _is_there(self, key: bytes) -> bool:
@@ -136,7 +144,7 @@ class Values:
             watch.is_over = True
 
     def draft(self, nbytes: int) -> Draft | None:
-        """Room for a value of `nbytes`, or None: there is none."""
+        """Room for a value of `nbytes`. None: there is none."""
         cache = self._cache
         form = _form(nbytes, cache.chunk_tokens)
         if self._drafting + form.room <= cache.index.capacity * _DRAFT_SHARE:
@@ -146,30 +154,31 @@ class Values:
                 self._drafting += form.room
                 (entry,) = reservation.entries.values()
                 return Draft(reservation, cache.slab.view(entry.offsets[0], nbytes))
-        cache.no_room_at = time.monotonic()
+        self.no_room_at = time.monotonic()
         self._count.labels("refused").inc()
         return None
 
     def drop(self, draft: Draft) -> None:
-        """It will not be completed."""
+        """Give up a draft that will not be completed."""
         self._drafting -= draft.reservation.form.room
         self._cache.abort(draft.reservation)
 
     def put(self, draft: Draft, name: bytes, expires: int = 0) -> Waiting[bool]:
-        """Give a complete draft its name, in place of what had it. True when no restart can find the old one.
+        """Give a complete draft its name, and replace an older value. True: no restart can find the old one.
 
-        False: it is to be had, but a tier keeps failing to delete the old one.
+        False: the new value can be read, but a tier keeps failing to delete the old one.
         """
         cache, key = self._cache, value_key(name)
         try:
-            while cache.is_behind:  # the next one is told it is kept when there is a place to keep it
+            while cache.is_behind:  # acknowledge a value only when there is room for it in a tier's queue
                 yield None
         except GeneratorExit:
             self.drop(draft)
             raise
         self._drafting -= draft.reservation.form.room
         (entry,) = draft.reservation.entries.values()
-        if entry.state is State.GONE:  # cleared by force while it came: as if it had been here by then
+        # A clear with force removed it: as if it had been stored before the clear.
+        if entry.state is State.GONE:
             cache.forget(key, ANY)
             cache.commit(draft.reservation)
         else:
@@ -180,10 +189,10 @@ class Values:
         self._count.labels("set").inc()
         return (yield from self._gone([key]))
 
-    # ---- out
+    # ---- reading
 
     def get(self, name: bytes) -> Waiting[Value | None]:
-        """The value, leased: `release` it."""
+        """The value, leased. The caller must `release` it."""
         cache, key = self._cache, value_key(name)
         while True:
             match = cache.match([key], ANY)
@@ -197,7 +206,7 @@ class Values:
                 raise
             if match.cut != "cleared" and (value is None or match.run[0].state is State.READY):
                 break
-            cache.release(match)  # while it was waited for it was replaced, or deleted: what is there now?
+            cache.release(match)  # it was replaced or deleted during the wait, so look it up again
         self._count.labels("missed" if value is None else "hit").inc()
         if value is None:
             cache.release(match)
@@ -218,7 +227,7 @@ class Values:
         self._cache.release(value.match)
 
     def mark(self, name: bytes) -> Waiting[Mark | None]:
-        """What is known of a value; its header is read if it lies below and was not seen before."""
+        """The mark of a value. If it is only in a lower tier, its header may have to be read."""
         mark = yield from self._mark(value_key(name))
         return mark if mark is not None and mark.name == name else None
 
@@ -231,8 +240,8 @@ class Values:
         return None if mark is None or self._is_over(key, mark) else mark
 
     def _mark_below(self, key: bytes) -> Waiting[Mark | None]:
-        for below in self._cache.below:
-            if below.index is None or not below.holds(key, ANY):
+        for below in self._cache.lower.owned:
+            if not below.holds(key, ANY):
                 continue
             entry = below.index.get(key)
             if entry is not None and entry.prints:
@@ -242,7 +251,7 @@ class Values:
             until = time.monotonic() + self._cache.config.load_deadline
             while not heard and time.monotonic() < until:
                 yield None
-            if below.index.get(key) is not entry:  # replaced, or deleted, while it was waited for
+            if below.index.get(key) is not entry:  # replaced or deleted during the wait
                 return (yield from self._mark(key))
             if heard and isinstance(heard[0], bytes):
                 return Mark.parse(heard[0])
@@ -255,14 +264,13 @@ class Values:
         return len(most) + len(set().union(*others) - most)
 
     def _places(self) -> list[set[bytes]]:
-        indexes = (below.index for below in self._cache.below if below.index is not None)
-        return [self._cache.index.names, *(index.names for index in indexes)]
+        return [self._cache.index.records, *(tier.index.records for tier in self._cache.lower.owned)]
 
     def _keys(self) -> set[bytes]:
         return set().union(*self._places())
 
     def _in_order(self) -> Waiting[list[bytes]]:
-        """All keys as they are now, sorted; a million takes a second, and not from others."""
+        """All present keys, sorted. A million keys take a second, but other clients get their turns."""
         parts: list[list[bytes]] = [[] for _ in range(256)]
         for number, key in enumerate(self._keys()):
             parts[key[len(VALUES)]].append(key)
@@ -275,20 +283,21 @@ class Values:
         return keys
 
     def scan(self, cursor: int, most: int) -> Waiting[tuple[int, list[bytes]]]:
-        """Names from `cursor` on, in an order that changes do not disturb, and where to go on; 0: nowhere.
+        """Names from `cursor` on, in a stable order, and the next cursor; 0: the end.
 
-        A value that is there from the first call to the last is returned.
+        A value that exists from the first call to the last is always returned.
         """
         _, until, keys = self._snapshot
         if not cursor or time.monotonic() > until:
             taken = time.monotonic()
             keys = yield from self._in_order()
-            # An older one, which another scan was slow to sort, may lack what this scan must return.
+            # An older snapshot, from a slow sort of another scan, may lack a value that this scan must
+            # return.
             self._snapshot = max(self._snapshot, (taken, time.monotonic() + _SNAPSHOT_SECONDS, keys))
         at = bisect_left(keys, cursor, key=_position)
         end = min(len(keys), at + most)
         while end < len(keys) and end > at and _position(keys[end]) == _position(keys[end - 1]):
-            end += 1  # the cursor would point between equals
+            end += 1  # otherwise the cursor would point between equal positions
         names = []
         for key in keys[at:end]:
             mark = yield from self._mark(key)
@@ -298,7 +307,7 @@ class Values:
         return (_position(keys[end]) if end < len(keys) else 0), names
 
     def forget(self, *names: bytes) -> Waiting[int | None]:
-        """Delete them for good; how many there were. None: a tier keeps failing to delete."""
+        """Delete these values permanently. Returns how many existed. None: a tier keeps failing to delete."""
         deleted = 0
         keys = []
         for name in names:
@@ -307,15 +316,15 @@ class Values:
             if was_there:
                 deleted += 1
                 self._count.labels("deleted").inc()
-            # A tier that fails may hold it all the same, and show it when it has recovered.
+            # A failing tier may still have the value, and show it after it has recovered.
             if was_there or any(keys[-1] in held for held in self._places()):
                 self._forget(keys[-1])
             yield PAUSE
-        # Also those that somebody else deletes just now: what is not there must not come back.
+        # Also wait for values that another client deletes now: a missing value must not come back.
         return deleted if (yield from self._gone(keys)) else None
 
     def clear(self) -> Waiting[bool]:
-        """Delete all for good; not those that are being received."""
+        """Delete all values permanently, except those that are being received."""
         keys = list(self._keys())
         for key in keys:
             self._forget(key)
@@ -324,7 +333,7 @@ class Values:
         return (yield from self._gone(keys))
 
     def retime(self, name: bytes, expires: int) -> Waiting[bool | None]:
-        """Let it expire at another time. None: it is not there; False: no room for the copy it takes."""
+        """Change when a value expires. None: it does not exist. False: there is no room for its copy."""
         value = yield from self.get(name)
         if value is None:
             return None
@@ -335,27 +344,27 @@ class Values:
         return draft is not None and (yield from self.put(draft, name, expires))
 
     def expire(self) -> int:
-        """Delete what is over, as far as it is known; the rest when somebody asks for it."""
+        """Delete the values known to have expired. The others are deleted when a client asks for them."""
         now, over = now_ms(), 0
         while self._expiring and self._expiring[0][0] <= now:
             _, key = heapq.heappop(self._expiring)
             mark = self._known(key)
-            over += mark is not None and self._is_over(key, mark)  # it may have been set anew meanwhile
+            over += mark is not None and self._is_over(key, mark)  # it may have been set again since
         return over
 
     def _will_expire(self, expires: int, key: bytes) -> None:
         heapq.heappush(self._expiring, (expires, key))
-        if len(self._expiring) > self._most_expiring:  # most were set anew, or have left
+        if len(self._expiring) > self._most_expiring:  # most of them were set again, or have left
             marks = {key: self._known(key) for _, key in self._expiring}
             live = {(mark.expires, key) for key, mark in marks.items() if mark is not None and mark.expires}
             self._expiring = sorted(live)
             self._most_expiring = max(_FEW, 2 * len(live))
 
     def _known(self, key: bytes) -> Mark | None:
-        """What is known of a value without asking a tier."""
+        """The mark of a value, if it is known without asking a tier."""
         entry = self._cache.index.get(key)
-        for below in () if entry is not None else self._cache.below:
-            entry = entry or (below.index.get(key) if below.index is not None else None)
+        for tier in () if entry is not None else self._cache.lower.owned:
+            entry = entry or tier.index.get(key)
         return Mark.parse(entry.prints[0]) if entry is not None and entry.prints else None
 
     def _is_over(self, key: bytes, mark: Mark) -> bool:
@@ -366,10 +375,13 @@ class Values:
         return True
 
     def _gone(self, keys: list[bytes]) -> Waiting[bool]:
-        """Wait until no restart can find them. False: none of them has gone for too long."""
+        """Wait until no restart can find these keys.
+
+        False: for too long, no more of them could be deleted.
+        """
         is_leaving, patience = self._cache.is_leaving, self._cache.config.load_deadline
         until = time.monotonic() + patience
-        for key in keys:  # what has gone comes back under this key only as another value
+        for key in keys:  # a deleted key comes back only with another value
             if is_leaving(key):
                 until = time.monotonic() + patience
             while is_leaving(key):
@@ -385,11 +397,11 @@ def now_ms() -> int:
 
 
 def _position(key: bytes) -> int:
-    """Where a scan meets this key: 1 to 2**48."""
+    """The position of a key in a scan: 1 to 2**48."""
     return int.from_bytes(key[len(VALUES) : len(VALUES) + 6], "big") + 1
 
 
 @lru_cache(maxsize=1024)
-def _form(nbytes: int, chunk_tokens: int) -> Form:
+def _form(nbytes: int, chunk_tokens: int) -> ChunkForm:
     layout = Layout((LayerShape(1, max(1, nbytes), 0),), "u8", chunk_tokens, chunk_tokens, "value")
     return form_of(layout, (_SHARD,))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lmtier.layout import Name
+from lmtier.format.layout import Name
 from lmtier.testing import TierSuite
 from lmtier_backends.disk import DiskTier
 

@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from lmtier.testing import SeamSuite, load, lookup, sample, scan, store
-from lmtier.tier import Reason
+from lmtier.tiers.base import Reason
 from lmtier_backends.null import NullTier
 
 

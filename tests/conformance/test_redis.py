@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lmtier.config import TierSpec
-from lmtier.layout import PAGE, Name
-from lmtier.registry import open_tier
-from lmtier.server.resp import Error
+from lmtier.format.layout import PAGE, Name
 from lmtier.testing import TierSuite
-from lmtier.tier import Tier
+from lmtier.tiers.base import Tier
+from lmtier.tiers.registry import open_tier
+from lmtier.wire.resp import Error
 from tests.certificates import certify
 from tests.redis_process import (
     RedisServer,

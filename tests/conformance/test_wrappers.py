@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.layout import Name
+from lmtier.format.layout import Name
 from lmtier.testing import (
     FaultyModule,
     FlakyTier,
@@ -26,7 +26,7 @@ from lmtier.testing import (
     sample,
     store,
 )
-from lmtier.tier import Item, Job, Op, Reason
+from lmtier.tiers.base import Item, Job, Op, Reason
 
 
 class TestMemory(TierSuite):
@@ -158,6 +158,29 @@ def test_what_is_no_exception_costs_its_job_and_not_the_thread(error):
         assert delete(tier, objects[0].name).failed
         tier.is_calm = True
         assert store(tier, *objects).ok.keys() == {each.name for each in objects}
+
+
+class Forgetful(MemoryTier):
+    """Looks an object up as a dict does."""
+
+    def read(self, item, buffers):
+        buffers[0][:] = self.objects[item.name][: len(buffers[0])]
+        return super().read(item, buffers)
+
+
+def test_a_key_error_is_a_bug_of_the_tier_and_not_a_miss(tmp_path):
+    each = sample(1)
+    with closing(Forgetful()) as tier:
+        done, _ = load(tier, each.name, each.room)
+        assert done.failed == {each.name: Reason.ERROR}
+        assert "KeyError" in done.error
+
+    class Suite(TierSuite):
+        def make(self, tmp_path):
+            return Forgetful()
+
+    with pytest.raises(AssertionError):
+        Suite().test_what_is_absent_is_a_miss_and_may_be_deleted(tmp_path)
 
 
 def test_the_nth_call_of_a_module_fails():

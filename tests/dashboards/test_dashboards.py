@@ -21,9 +21,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from dashboards import build
-from lmtier.layout import form_of, padded
-from lmtier.metrics import Metrics
-from lmtier.server.client import Client
+from lmtier.client.client import Client
+from lmtier.format.layout import form_of, padded
+from lmtier.observe.metrics import Metrics
 from lmtier.testing import opaque_layout
 from tests.server.process import Served, until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.server.client import Client
+from lmtier.client.client import Client
 from lmtier_integrations import demo
 from tests.server.process import until
 

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 
+from lmtier.client.client import Client
 from lmtier.errors import ConfigError, TierError
-from lmtier.layout import padded
-from lmtier.server.client import Client
+from lmtier.format.layout import padded
 from tests.server.process import Served, until
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 3, 2, 32, 40

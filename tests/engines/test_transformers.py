@@ -421,7 +421,7 @@ DECLINED = {
     "keeps a LinearAttentionAndFullAttentionLayer": lambda: tiny(
         FalconH1Config(**SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
     ),
-    "RwkvForCausalLM keeps something else": lambda: tiny(
+    "RwkvForCausalLM does not only cache": lambda: tiny(
         RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     ),
     "attends to later tokens": lambda: tiny(

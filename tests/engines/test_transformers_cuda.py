@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import lmtier_integrations.transformers as integration
-from lmtier.cache import Cache
-from lmtier.cuda.mover import CudaMover
-from lmtier.cuda.pinned import Pinning
+from lmtier.copy.cuda.mover import CudaMover
+from lmtier.copy.cuda.page_lock import PageLock
+from lmtier.copy.mover import Mover
+from lmtier.core.cache import Cache
 from lmtier.errors import CanaryError, DeviceError, MisuseError
-from lmtier.mover import Mover
-from lmtier_integrations.transformers import PrefixCache
+from lmtier_integrations.transformers import PrefixCache, buffer, places, prefix_cache
 from tests.cuda_device import SimulatedDevice, SimulatedStream
 from tests.engines.models import answer, model_of, prompt_of
 from tests.server.process import served, until
@@ -41,8 +40,8 @@ class Device(SimulatedDevice):
         self.room = room
         self.pinned: dict[int, int] = {}
 
-    def pin(self, memory: memoryview) -> Pinning:
-        pinning = Pinning(memory, self.pinned.__setitem__, self._unpin, step=1 << 20)
+    def lock_pages(self, memory: memoryview) -> PageLock:
+        pinning = PageLock(memory, self.pinned.__setitem__, self._unpin, step=1 << 20)
         pinning.start()
         return pinning
 
@@ -51,7 +50,7 @@ class Device(SimulatedDevice):
         del self.pinned[address]
 
 
-class Place(integration._OnGpu):
+class Place(places.InGpuMemory):
     """A buffer in memory of the simulated device, which is this machine's."""
 
     def __init__(self, cache: Any, copies: Device) -> None:
@@ -84,7 +83,7 @@ def opened(tmp_path, monkeypatch):
     def opened(model, *tiers, device=None, server="", **settings):
         close()
         device = device or Device()
-        monkeypatch.setattr(integration, "_place_of", lambda cache, _: Place(cache, device))
+        monkeypatch.setattr(buffer, "place_for", lambda cache, _: Place(cache, device))
         if not server:
             tiers = tiers or ("cpu://?capacity=16MiB", f"disk://{tmp_path}/kv?capacity=64MiB")
             settings = {"chunk_tokens": C, "load_deadline": 10, "prefault": False, **settings}
@@ -202,9 +201,9 @@ def test_a_save_is_under_way_until_the_next_call(opened):
     model, prompt = model_of("llama"), prompt_of(53)
     store = opened(model, device=Device(pace=LAZY))
     store.generate(prompt, max_new_tokens=1)
-    assert store._staging.mover.under_way == 1, "nothing has waited for it"
+    assert store._buffer.mover.under_way == 1, "nothing has waited for it"
     assert store.flush()
-    assert store._staging.mover.under_way == 0
+    assert store._buffer.mover.under_way == 0
     store.generate(prompt_of(53, seed=2), max_new_tokens=1)
     store.close()
     assert found(opened(model), prompt_of(53, seed=2)) == [48], "closing waits for it too"
@@ -304,7 +303,7 @@ def differs(*_, **__):
 @pytest.mark.parametrize(
     ("of", "name", "failure"),
     [
-        (integration, "_digest", none),
+        (prefix_cache, "digest_of", none),
         (Mover, "prove", differs),
         (SimulatedStream, "copy", refuse),
         (Place, "empty", none),
@@ -325,7 +324,7 @@ def test_kv_of_old_weights_is_never_found_after_a_change_that_failed(opened, mon
         try:
             store.generate(prompt, max_new_tokens=1)
         except (torch.cuda.OutOfMemoryError, CanaryError):
-            assert name in ("_digest", "drain"), "the buffer stays, so that nothing is taken or proven"
+            assert name in ("digest_of", "drain"), "the buffer stays, so that nothing is taken or proven"
     for _ in range(2):
         assert answer(store.generate, prompt) == alone
     assert found(store, prompt) == [48]
@@ -472,15 +471,15 @@ def test_a_gpu_that_cannot_be_used_leaves_the_buffer_in_cpu_memory(monkeypatch, 
             raise failure("no kernels")
         opened.append(index)
 
-    monkeypatch.setattr(integration, "import_module", lambda _: SimpleNamespace(CudaDevice=device_of))
+    monkeypatch.setattr(places, "import_module", lambda _: SimpleNamespace(CudaDevice=device_of))
     cache: Any = None
-    place = integration._place_of(cache, {torch.device("cuda", 3)})  # which need not be the current one
+    place = places.place_for(cache, {torch.device("cuda", 3)})  # which need not be the current one
     if failure is None:
-        assert isinstance(place, integration._OnGpu)
+        assert isinstance(place, places.InGpuMemory)
         assert opened == [3]
         return
-    assert isinstance(place, integration._OnCpu)
-    assert "KV goes from cuda:3 to the tiers by way of a buffer in CPU memory" in caplog.text
+    assert isinstance(place, places.InCpuMemory)
+    assert "KV goes from cuda:3 to the tiers through a buffer in CPU memory" in caplog.text
     assert "(no kernels)" in caplog.text
 
 

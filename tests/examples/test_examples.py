@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.redis_process import running
+from tests.server.process import served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VLLM = {"vllm_offline.py", "vllm_serve_restart.py", "prefill_decode.py"}
@@ -34,6 +35,20 @@ def test_library(tmp_path):
     again = run("library.py", tmp_path)
     assert "found 2 of 3 chunks, in: disk, disk" in again
     assert "every byte is what the model computes" in again
+
+
+def test_a_tier_of_ones_own_finds_what_an_earlier_run_stored(tmp_path):
+    """`test_my_tier.py` runs the suite for tiers on it."""
+    assert "0 tokens came from SQLite, 256 were computed" in run("my_tier.py", tmp_path / "file")
+    assert "192 tokens came from SQLite, 64 were computed" in run("my_tier.py", tmp_path / "file")
+
+
+def test_engines_share_a_server(tmp_path):
+    with served(tmp_path, "cpu://?capacity=16MiB", unix=str(tmp_path / "socket")):
+        for options, loaded in (((), 0), ((), 1024), (("--first-token", 7), 0), (("--salt", "b"), 0)):
+            told = run("shared_server.py", tmp_path / "socket", "--tell", *options)
+            assert f"{loaded} tokens loaded" in told
+            assert f"{1030 - loaded} computed" in told
 
 
 def test_a_fleet_shares_redis(tmp_path):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.layout import PAGE, Layout, form_of, stored_size
+from lmtier.core.cache import Cache
+from lmtier.format.layout import PAGE, Layout, form_of, stored_size
 
 LAYOUT = Layout.uniform(
     layers=2, heads=2, head_dim=32, dtype="fp16", block_tokens=4, chunk_tokens=16, packing="token"

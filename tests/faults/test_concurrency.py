@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmtier.below import FULL_PAUSE
-from lmtier.cache import Cache, Match
 from lmtier.config import Config
-from lmtier.keys import Identity
-from lmtier.layout import PAGE, Form, Layout, Name, Shard, form_of, stored_size
-from lmtier.mover import Mover
-from lmtier.paging import PagedKV
+from lmtier.copy.mover import Mover
+from lmtier.copy.paging import PagedKV
+from lmtier.core.cache import Cache
+from lmtier.core.match import Match
+from lmtier.format.keys import Identity
+from lmtier.format.layout import PAGE, ChunkForm, Layout, Name, Shard, form_of, stored_size
+from lmtier.rules.fullness import FULL_PAUSE
 from lmtier.testing import PATIENCE, Gate, MemoryTier, SlowTier
 from lmtier_backends.disk import DiskTier
 
@@ -45,7 +46,7 @@ def content(key: bytes, shard: Shard) -> bytes:
     return (hashlib.sha256(key + str(shard).encode()).digest() * size)[:size]
 
 
-def store(cache: Cache, names: list[bytes], form: Form = ONE) -> int:
+def store(cache: Cache, names: list[bytes], form: ChunkForm = ONE) -> int:
     reservation = cache.reserve(names, form)
     for entry in reservation.entries.values():
         for offset, shard in zip(entry.offsets, form.shards, strict=True):
@@ -56,7 +57,7 @@ def store(cache: Cache, names: list[bytes], form: Form = ONE) -> int:
     return len(reservation.entries)
 
 
-def look(cache: Cache, names: list[bytes], form: Form = ONE) -> list[str]:
+def look(cache: Cache, names: list[bytes], form: ChunkForm = ONE) -> list[str]:
     """Where the matched chunks came from, after checking their bytes."""
     match = cache.wait(cache.match(names, form))
     for entry in match.run:
@@ -137,7 +138,7 @@ def test_loads_go_on_while_every_writer_is_stuck(make, warm):
         cache.step()
         assert stuck.acquire(timeout=PATIENCE)
         assert stuck.acquire(timeout=PATIENCE), "both writers"
-        assert cache.below[0].storing == 6, "and more wait behind them"
+        assert cache.lower[0].storing == 6, "and more wait behind them"
         assert look(cache, keys(8)) == ["disk"] * 8
         assert not stuck.acquire(blocking=False), "no writer had moved"
     finally:
@@ -168,7 +169,7 @@ def test_what_a_dead_writer_staged_was_never_visible_stayed_put_and_is_reclaimed
         for offset in entry.offsets:
             assert bytes(cache.slab.view(offset, PAGE)) == b"\xa5" * PAGE
     cache.abort(dead, last)  # its owner saw it die
-    assert (cache.slab.used, cache.index.pinned) == (0, 0)
+    assert (cache.slab.used, cache.index.leased_bytes) == (0, 0)
     assert look(cache, keys(3), form) == []
     assert store(cache, keys(4), form) == 4
     assert look(cache, keys(4), form) == ["cpu"] * 4
@@ -282,9 +283,9 @@ def test_a_request_may_end_at_any_stage(make, tmp_path, cancel, kept):
     gate.open()
     cache.flush()
     cache.check()
-    assert cache.index.pinned == cache._loading == cache.below[0].storing == 0
-    assert [*cache._matches, *cache._reservations, *cache._waiters] == []
-    assert not any(entry.leases for below in cache.below if below.index for entry in below.index.entries())
+    assert cache.index.leased_bytes == cache._matches.loading == cache.lower[0].storing == 0
+    assert [*cache._matches.open, *cache._reservations.open, *cache._matches.waiters] == []
+    assert not any(entry.leases for tier in cache.lower.owned for entry in tier.index.entries())
     assert cache.metrics.value("lmtier_leased_bytes") == 0
     value = cache.metrics.value
     asked, hit = value("lmtier_asked_tokens_total"), value("lmtier_hit_tokens_total", tier="cpu")
@@ -357,11 +358,11 @@ def test_an_answer_that_nobody_waits_for_changes_nothing(asked, end):
 
     before = counters()
     gate.open()
-    step_until(cache, lambda: not cache.below[0].has_jobs)
+    step_until(cache, lambda: not cache.lower[0].has_jobs)
     assert counters() == before
     assert match.chunks == 0
     assert match.ready or match.released
-    assert cache.slab.used == cache.index.pinned == 0
+    assert cache.slab.used == cache.index.leased_bytes == 0
     assert look(cache, keys(3)) == ["far"] * 3, "the next one is answered"
 
 
@@ -373,7 +374,7 @@ def test_an_answer_that_comes_too_late_ends_no_lease(asked):
     run = list(match.run)
     cache.discard(run[1])  # another request's verification failed
     gate.open()
-    step_until(cache, lambda: not cache.below[0].has_jobs)
+    step_until(cache, lambda: not cache.lower[0].has_jobs)
     assert [entry.leases for entry in run] == [1, 1, 1, 1]
     cache.release(match)
 
@@ -410,9 +411,9 @@ def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_ther
     for turn in range(6):
         assert store(cache, keys(2, f"late{turn}")) == 2
         assert cache.flush(timeout=5), "it is written, in the place of another"
-    assert all(cache.below[0].holds(key, ONE) for key in keys(2, "late5"))
+    assert all(cache.lower[0].holds(key, ONE) for key in keys(2, "late5"))
     assert cache.stats()[label]["chunks"] == 4
-    assert not cache.below[0].down.is_open
+    assert not cache.lower[0].down.is_open
     assert value("lmtier_tier_failures_total", tier=label, op="store", reason="full") >= 1
     assert list((small_disk / "kv" / "partial").iterdir()) == []
 
@@ -422,7 +423,7 @@ def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_ther
     assert store(cache, keys(4, "after")) == 4
     assert cache.flush(timeout=5)
     assert cache.stats()[label]["chunks"] == 8
-    assert all(cache.below[0].holds(key, ONE) for key in keys(4, "after"))
+    assert all(cache.lower[0].holds(key, ONE) for key in keys(4, "after"))
     reasons = ("full", "evicted_before_write", "queue_full", "no_room", "error")
     dropped = sum(value("lmtier_dropped_tokens_total", tier=label, reason=reason) for reason in reasons)
     down = value("lmtier_stored_tokens_total", tier=label)
@@ -463,7 +464,7 @@ def test_what_is_said_to_be_used_is_what_the_files_take(make, tmp_path, seed):
             cache.step()  # and the next one comes while this is under way
             continue
         cache.flush()  # a prompt may be longer than the disk
-        assert not cache.below[0].backlog
+        assert not cache.lower[0].backlog
         files = [file.stat().st_size for file in root.rglob("*.L*")]
         assert sum(files) == cache.stats()["disk"]["used"] <= capacity, f"after {turn} turns, {action}"
         assert sum(files) == cache.metrics.value("lmtier_used_bytes", tier="disk")

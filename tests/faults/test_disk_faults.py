@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.below import FULL_PAUSE
-from lmtier.cache import Cache
 from lmtier.config import Config, TierSpec
+from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
-from lmtier.layout import PAGE, Layout, Name, form_of
-from lmtier.registry import open_tier
+from lmtier.format.layout import PAGE, Layout, Name, form_of
+from lmtier.rules.fullness import FULL_PAUSE
 from lmtier.testing import FaultyModule, Sample, delete, load, lookup, replace_start, sample, scan, store
-from lmtier.tier import Reason
+from lmtier.tiers.base import Reason
+from lmtier.tiers.registry import open_tier
 from lmtier_backends import disk
 from lmtier_backends.disk import DiskTier, Fault, verify
 
@@ -122,7 +122,7 @@ def save(cache: Cache, name: str, count: int) -> list[bytes]:
 def finds(cache: Cache, keys: list[bytes]) -> bool:
     """Whether the disk has all of them, as they were."""
     for entry in cache.index.entries():
-        cache._take_out(entry)
+        cache.room.take_out(entry)
     match = cache.wait(cache.match(keys, FORM))
     assert set(match.sources) <= {"disk"}
     right = [bytes(cache.slab.view(entry.offsets[0], 32)) == entry.key for entry in match.run]
@@ -136,9 +136,7 @@ def test_a_capacity_beyond_the_file_system_is_said_and_the_rest_is_used(small_di
     tiers = ("cpu://?capacity=8MiB", f"disk://{small_disk}/kv?capacity=1GiB&policy=lru")
     config = Config(tiers=tiers, chunk_tokens=16, prefault=False)
     with Cache(config, clock=lambda: now[0]) as cache:
-        assert f"capacity=1073741824 is more than the storage has: it holds what fits into {8 << 20}" in (
-            caplog.text
-        )
+        assert f"capacity=1073741824 is more than the storage has: the tier uses {8 << 20}" in (caplog.text)
         for turn in range(4):  # 3 MiB each
             keys = save(cache, f"turn{turn}", 24)
             assert cache.flush()
@@ -147,7 +145,7 @@ def test_a_capacity_beyond_the_file_system_is_said_and_the_rest_is_used(small_di
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(PAGE)):
                 pass
-        cache.below[0].clear(cache.index, b"", force=True)
+        cache.lower[0].clear(b"", force=True)
         assert cache.flush()
         with filler.open("ab", buffering=0) as file:  # half of what we had
             file.write(bytes(4 << 20))
@@ -474,7 +472,7 @@ def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Pat
         assert all(path.exists() for path in foreign)
         assert not any(path_of(tmp_path, each.name).exists() for each in (empty, short, odd))
         assert [record.message for record in caplog.records] == [
-            f"lmtier: 5 entries in {tmp_path} are foreign, left alone"
+            f"lmtier: 5 foreign entries in {tmp_path} are left alone"
         ]
 
 
@@ -607,7 +605,7 @@ def test_verify_names_what_is_wrong_and_mends_what_it_may(tmp_path: Path):
     }
     reasons = {finding.path: finding.reason for finding in report.findings}
     assert reasons[flipped] == "payload checksum differs"
-    assert reasons[longer] == f"the file has {1 << 40} bytes, its header says {4 * PAGE}"
+    assert reasons[longer] == f"the file has {1 << 40} bytes, but its header says {4 * PAGE}"
     assert path_of(tmp_path, objects[7].name).stat().st_mtime_ns == used
 
     assert verify(tmp_path, fix=True).fixed == 6

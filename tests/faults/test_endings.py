@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from lmtier.errors import TierError
-from lmtier.layout import PAGE, Name
+from lmtier.format.layout import PAGE, Name
 from lmtier.testing import load, sample, scan, store
 from lmtier_backends.disk import DiskTier, Fault, verify
 
 CHILD = """
 import os, signal, sys, threading
-from lmtier.cache import Cache
+from lmtier.core.cache import Cache
 from lmtier.config import Config
 from lmtier.errors import MisuseError
 from tests.faults.test_cache_kill import CHAINS, FORM, SIZE, content

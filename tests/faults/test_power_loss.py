@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from lmtier.layout import PAGE
+from lmtier.format.layout import PAGE
 from lmtier.testing import Sample, delete, load, pages, sample, scan, store
 from lmtier_backends import disk
 from lmtier_backends.disk import DiskTier

@@ -16,13 +16,11 @@ from urllib.parse import quote
 
 import pytest
 
-from lmtier.cache import Cache
-from lmtier.cli import main
 from lmtier.config import Config, TierSpec
+from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
-from lmtier.keys import namespace
-from lmtier.layout import PAGE, Name, form_of
-from lmtier.registry import open_tier
+from lmtier.format.keys import namespace
+from lmtier.format.layout import PAGE, Name, form_of
 from lmtier.testing import (
     Sample,
     delete,
@@ -36,7 +34,9 @@ from lmtier.testing import (
     sample,
     store,
 )
-from lmtier.tier import Item, Job, Op, Reason, Tier
+from lmtier.tiers.base import Item, Job, Op, Reason, Tier
+from lmtier.tiers.registry import open_tier
+from lmtier.tools.cli import main
 from tests.certificates import certify
 from tests.redis_process import (
     CARD,
@@ -50,6 +50,8 @@ from tests.redis_process import (
     within,
 )
 from tests.server.process import Wire, served, until
+
+pytestmark = pytest.mark.alone
 
 DEADLINE = 1.0  # long enough that no busy machine makes it what ends a job that fails at once
 SLACK = 0.3  # of a shared machine with two cores; the tier itself takes a few ms
@@ -914,7 +916,7 @@ def test_a_write_that_was_under_way_is_cleared_too(tmp_path):
     with running(tmp_path) as server, cache_at(server.port, "connections=1") as cache:
         save(cache, keys)
         cache.step()
-        assert cache.below[0].storing
+        assert cache.lower[0].storing
         cache.clear(namespace("m"), force=True)
         assert cache.flush(10)
         assert server.names() == []
@@ -928,12 +930,12 @@ def test_a_server_that_is_away_is_cleared_when_it_returns(tmp_path):
         assert cache.flush(10)
         proxy.cut(down=300)
         cache.clear(namespace("m"))
-        until(lambda: (cache.step(), cache.below[0].clearing.is_open)[1])
+        until(lambda: (cache.step(), cache.lower[0].clearing.is_open)[1])
         assert find(cache, keys) == []
         assert not within(1, lambda: cache.flush(5))  # it does not wait for what keeps failing
         assert server.names() != []
         proxy.cut()
-        until(lambda: (cache.step(), cache.below[0].is_clear)[1])
+        until(lambda: (cache.step(), cache.lower[0].is_clear)[1])
         assert server.names() == []
         save(cache, keys)
         assert cache.flush(10)
@@ -950,15 +952,15 @@ def test_a_user_who_may_not_search_loses_nothing_but_the_clear(tmp_path):
             save(cache, keys)
             assert cache.flush(10)
             cache.clear(namespace("m"))
-            until(lambda: (cache.step(), cache.below[0].clearing.is_open)[1])
-            assert "NOPERM" in cache.below[0].why_uncleared
+            until(lambda: (cache.step(), cache.lower[0].clearing.is_open)[1])
+            assert "NOPERM" in cache.lower[0].why_uncleared
             for number in range(4):  # more than may wait
                 save(cache, [namespace("m") + key[4:] for key in keys_of(100 * number, 4)])
                 cache.clear(namespace("m"))
-                until(lambda: (cache.step(), not cache.below[0]._queue)[1])
+                until(lambda: (cache.step(), not cache.lower[0]._writes)[1])
             save(cache, other)
             until(lambda: (cache.step(), len(server.names()) == 8 * 3)[1])
-            assert (cache.below[0].up.is_open, cache.below[0].down.is_open) == (False, False)
+            assert (cache.lower[0].up.is_open, cache.lower[0].down.is_open) == (False, False)
             assert find(cache, keys) == []
             assert find(cache, other) == ["cpu"] * 4
 
@@ -976,7 +978,7 @@ def test_a_server_clears_its_redis_tier_when_told_to(tmp_path, capsys):
             until(lambda: len(redis.names()) == 5)
             redis.kill()
             reply = within(5, lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000))
-            assert reply.startswith("TRYAGAIN it is still there")
+            assert reply.startswith("TRYAGAIN not everything is deleted yet")
             assert "redis ConnectionRefusedError" in reply
             redis.start()
             until(lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000) == "OK")
@@ -990,7 +992,7 @@ def test_a_dead_server_is_left_alone_and_used_again_soon_after_it_returns(tmp_pa
         save(cache, keys)
         assert cache.flush(10)
         server.kill()
-        below = cache.below[0]
+        below = cache.lower[0]
         began = time.monotonic()
         number = 100
         while not (below.up.is_open and below.down.is_open):

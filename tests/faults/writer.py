@@ -12,9 +12,9 @@ import signal
 import sys
 import traceback
 
-from lmtier.layout import PAGE
+from lmtier.format.layout import PAGE
 from lmtier.testing import FaultyModule, drain, sample, scan
-from lmtier.tier import Item, Job, Op
+from lmtier.tiers.base import Item, Job, Op
 from lmtier_backends import disk
 
 UNIVERSE = [sample(number, 1 + number * 1777 % (48 * PAGE)) for number in range(120)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lmtier.cuda.device import CudaDevice, CudaStream
-from lmtier.cuda.kernels import Launch
-from lmtier.cuda.streams import Copies, Rows
+from lmtier.copy.cuda.device import CudaDevice, CudaStream
+from lmtier.copy.cuda.kernels import Launch
+from lmtier.copy.cuda.streams import Copies, Rows
 
 DELAYS = (10_000, 300_000, 30_000_000)
 """In cycles: about 5 µs, less than a launch takes Python; to 15 ms, more than all of a step does."""

@@ -15,21 +15,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.cuda.device import CudaDevice
-from lmtier.cuda.mover import CudaLoad, CudaMover
-from lmtier.cuda.paging import CudaKV
-from lmtier.cuda.pinned import STEP, Pinning
-from lmtier.cuda.streams import Lane, Load, Order, Store
-from lmtier.keys import Identity
-from lmtier.layout import Layout
-from lmtier.mover import Mover
-from lmtier.paging import PagedKV
-from lmtier.slab import Slab
+from lmtier.copy.cuda.device import CudaDevice
+from lmtier.copy.cuda.mover import CudaLoad, CudaMover
+from lmtier.copy.cuda.page_lock import STEP, PageLock
+from lmtier.copy.cuda.paging import CudaKV
+from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, Lane, Order
+from lmtier.copy.mover import Mover
+from lmtier.copy.paging import PagedKV
+from lmtier.core.cache import Cache
+from lmtier.core.slab import Slab
+from lmtier.format.keys import Identity
+from lmtier.format.layout import Layout
+from tests.copy.test_cuda_paging import large_engines, ways
+from tests.copy.test_paging import Engine, chunk_ids, engine, noise
 from tests.gpu.late import DELAYS, Late
-from tests.unit.test_cuda_paging import large_engines, ways
-from tests.unit.test_paging import Engine, chunk_ids, engine, noise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,9 +51,9 @@ def device() -> CudaDevice:
 
 
 @contextmanager
-def pinning(device: CudaDevice, memory: memoryview, step: int = STEP) -> Iterator[Pinning]:
+def pinning(device: CudaDevice, memory: memoryview, step: int = STEP) -> Iterator[PageLock]:
     """Memory that is pinned here and no longer: what is mapped at its address later could not be pinned."""
-    pinned = device.pin(memory, step=step)
+    pinned = device.lock_pages(memory, step=step)
     try:
         assert pinned.wait(60)
         assert not pinned.failure
@@ -61,7 +61,7 @@ def pinning(device: CudaDevice, memory: memoryview, step: int = STEP) -> Iterato
     finally:
         torch.cuda.synchronize()  # a test that fails may leave copies behind
         pinned.close()
-        device.pinning = None
+        device.page_lock = None
 
 
 # ---- layouts
@@ -153,7 +153,7 @@ def a_cache(capacity: str = "256MiB", gpu: str = "") -> Cache:
     return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False))
 
 
-def pinned_slab(device: CudaDevice, cache: Cache) -> AbstractContextManager[Pinning]:
+def pinned_slab(device: CudaDevice, cache: Cache) -> AbstractContextManager[PageLock]:
     return pinning(device, cache.slab.view(0, cache.slab.capacity))
 
 
@@ -216,12 +216,12 @@ def test_copies_in_gpu_memory_are_what_was_saved(device, name, layerwise):
             assert kv.raw_blocks(others) == written, way
             for view, payload in zip(slab, kept, strict=True):
                 view[:] = payload
-            assert mover.hbm is not None
-            mover.hbm.clear()
+            assert mover.gpu_copies is not None
+            mover.gpu_copies.clear()
             with mover.load(mover.match(mover.chain(range(2 * C + 1))), others) as load:
                 load.all()
             mover.drain()
-            mover.hbm.check()
+            mover.gpu_copies.check()
         assert cache.metrics.value("lmtier_verify_failures_total") == 0
 
 
@@ -392,7 +392,8 @@ def test_no_delay_anywhere_makes_a_byte_wrong(slow, seed):
 
 
 @pytest.mark.parametrize(
-    ("owner", "forgotten"), [(Order, "reuse"), (Load, "let_compute"), (Store, "_wait_for_compute")]
+    ("owner", "forgotten"),
+    [(Order, "reuse"), (DeviceLoad, "let_compute"), (DeviceStore, "_wait_for_compute")],
 )
 def test_an_edge_that_is_left_out_makes_bytes_wrong(slow, monkeypatch, owner, forgotten):
     """Else the delays of the test above would prove nothing."""

@@ -45,7 +45,7 @@ def opened(tmp_path):
         tiers = tiers or ("cpu://?capacity=64MiB", f"disk://{tmp_path}/kv?capacity=256MiB")
         settings = {"chunk_tokens": C, "verify": "always", "load_deadline": 30, **settings}
         stores.append(PrefixCache(model, *tiers, **settings))
-        assert stores[-1]._staging.place.device == torch.device("cuda", torch.cuda.current_device())
+        assert stores[-1]._buffer.place.device == torch.device("cuda", torch.cuda.current_device())
         return stores[-1]
 
     yield opened
@@ -126,7 +126,7 @@ def test_a_chunk_of_many_bytes_is_copied_as_one_piece(opened, is_pinned):
     if is_pinned:
         assert store.wait_until_pinned()
     else:
-        store._staging.place.close()
+        store._buffer.place.close()
     for kept in (0, 512):
         assert found(store, ids) == [kept]
         assert answer(store.generate, ids) == alone

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.cuda.device import CudaDevice
-from lmtier.cuda.mover import CudaMover
-from lmtier.cuda.paging import CudaKV
-from lmtier.cuda.pinned import Pinning
-from lmtier.cuda.streams import Lane
-from lmtier.keys import Identity, KeyChain
-from lmtier.layout import Layout, padded
+from lmtier.copy.cuda.device import CudaDevice
+from lmtier.copy.cuda.mover import CudaMover
+from lmtier.copy.cuda.page_lock import PageLock
+from lmtier.copy.cuda.paging import CudaKV
+from lmtier.copy.cuda.streams import Lane
+from lmtier.core.cache import Cache
+from lmtier.format.keys import Identity, KeyChain
+from lmtier.format.layout import Layout, padded
 from tests.cuda_device import SimulatedDevice
 from tests.gpu.late import DELAYS, Late
 
@@ -56,7 +56,7 @@ class Machine(Protocol):
     def serves(self, device: Any) -> None:
         """The canary has run."""
 
-    def pin(self, device: Any, memory: memoryview) -> Pinning: ...
+    def lock_pages(self, device: Any, memory: memoryview) -> PageLock: ...
 
     def send(self, to: torch.Tensor, values: Ints) -> None:
         """Copy integers to the device, without a wait for it."""
@@ -96,8 +96,8 @@ class Cuda:
     def serves(self, device: CudaDevice) -> None:
         pass
 
-    def pin(self, device: CudaDevice, memory: memoryview) -> Pinning:
-        return device.pin(memory)
+    def lock_pages(self, device: CudaDevice, memory: memoryview) -> PageLock:
+        return device.lock_pages(memory)
 
     def send(self, to: torch.Tensor, values: Ints) -> None:
         if self._late is not None:
@@ -160,8 +160,8 @@ class Simulated:
     def serves(self, device: SimulatedDevice) -> None:
         device.without = self._without
 
-    def pin(self, device: SimulatedDevice, memory: memoryview) -> Pinning:
-        pinning = Pinning(memory, lambda *_: None, lambda _: None)
+    def lock_pages(self, device: SimulatedDevice, memory: memoryview) -> PageLock:
+        pinning = PageLock(memory, lambda *_: None, lambda _: None)
         pinning.start()
         return pinning
 
@@ -506,7 +506,7 @@ class Engine:
         kv = CudaKV(layout, layout.whole, self.tensors, device, **way)
         spare = self.free[: 2 * layout.blocks + 2]
         mover = CudaMover(cache, kv, IDENTITY, spare_blocks=spare, layerwise=layerwise)
-        pinning = machine.pin(device, cache.slab.view(0, cache.slab.capacity)) if pins else None
+        pinning = machine.lock_pages(device, cache.slab.view(0, cache.slab.capacity)) if pins else None
         if pinning is not None:
             pinning.wait()
             assert not pinning.failure, pinning.failure
@@ -693,7 +693,7 @@ def scenario(
             for name in counted:
                 counted[name] += made.metrics.value(name)
             made.check()
-            assert made.index.pinned == 0
+            assert made.index.leased_bytes == 0
 
     def forget() -> None:
         """What the engine's memory holds."""

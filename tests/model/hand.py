@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
-from lmtier import codec
-from lmtier.codec import CorruptObject
-from lmtier.keys import tenant
-from lmtier.layout import PAGE, Layout, Name, Shard, form_of
-from lmtier.tier import Done, Item, Job, Op, Reason, Stat, Tier
+from lmtier.format import objects
+from lmtier.format.keys import tenant
+from lmtier.format.layout import PAGE, Layout, Name, Shard, form_of
+from lmtier.format.objects import CorruptObject
+from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 
 LAYOUT = Layout.uniform(
     layers=2, heads=2, head_dim=300, dtype="fp16", block_tokens=1, chunk_tokens=2, packing="planes"
@@ -96,7 +96,7 @@ class HandTier(Tier):
                 self.attempt(job.op, item, done)
         if self.fault is None and job.op is Op.CLEAR:
             for name in [name for name in self.kept if name.key.startswith(job.prefix)]:
-                header, _ = codec.read_header(memoryview(self.kept[name]))
+                header, _ = objects.read_header(memoryview(self.kept[name]))
                 if job.suspect is None or job.suspect.covers(name.key, header.made):
                     del self.kept[name]
         if self.fault is None and job.op is Op.SCAN:
@@ -138,12 +138,12 @@ class HandTier(Tier):
         elif op is Op.LOOKUP:
             done.ok[name] = Stat(len(self.kept[name]) - PAGE)
         elif op is Op.PEEK:
-            done.ok[name] = codec.peek(memoryview(self.kept[name])[:PAGE], name)[0]
+            done.ok[name] = objects.peek(memoryview(self.kept[name])[:PAGE], name)[0]
         else:
             data = self.kept[name]
             item.payload[:] = data[PAGE:]
             try:
-                done.ok[name] = codec.unseal(memoryview(data)[:PAGE], item.payload, name)
+                done.ok[name] = objects.unseal(memoryview(data)[:PAGE], item.payload, name)
             except CorruptObject:
                 done.failed[name] = Reason.CORRUPT
                 self.kept.pop(name)
@@ -151,5 +151,5 @@ class HandTier(Tier):
     def write(self, item: Item) -> None:
         assert item.header is not None
         page = memoryview(bytearray(PAGE))
-        codec.seal(page, item.header, item.payload)
+        objects.seal(page, item.header, item.payload)
         self.kept[item.name] = bytes(page) + bytes(item.payload)

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lmtier.cache import Cache, Match, Reservation
+from lmtier.client.client import Client
 from lmtier.config import Config
-from lmtier.index import State
-from lmtier.layout import PAGE, Shard
-from lmtier.server.client import Client
+from lmtier.core.cache import Cache
+from lmtier.core.match import Match, Reservation, State
+from lmtier.format.layout import PAGE, Shard
 from tests.model.hand import CHAINS, FORMS, LENGTH, content, key
 from tests.server.process import Served
 
@@ -286,11 +286,12 @@ def elsewhere() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_cache_and_two_clients_of_a_server_tell_the_same():
+@pytest.mark.parametrize("walks", [12, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_cache_and_two_clients_of_a_server_tell_the_same(walks: int):
     run_state_machine_as_test(
         ClientMachine,
         settings=settings(
-            max_examples=30,
+            max_examples=walks,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

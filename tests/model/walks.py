@@ -27,17 +27,18 @@ from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
-from lmtier.cache import Cache, Match, Reservation
-from lmtier.codec import Header
 from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.index import Index
+from lmtier.core.match import Entry, Match, Reservation, State
 from lmtier.errors import MisuseError
-from lmtier.index import Entry, Index, State
-from lmtier.layout import PAGE, Name, Shard, form_of
-from lmtier.lifetimes import FOREVER
-from lmtier.shares import Pool, parse
+from lmtier.format.layout import PAGE, Name, Shard, form_of
+from lmtier.format.objects import Header
+from lmtier.rules.lifetimes import FOREVER
+from lmtier.rules.shares import Pool, parse
+from lmtier.rules.worth import Cost
 from lmtier.testing import opaque_layout
-from lmtier.tier import Item, Op, Reason
-from lmtier.worth import Cost
+from lmtier.tiers.base import Item, Op, Reason
 from tests.model.hand import CHAINS, FORMS, LENGTH, HandTier, content, key
 
 LENGTHS = (20, 80, 80, 250)
@@ -137,10 +138,10 @@ class Walk:
         tiers = dict(self.tiers)
         self.cache = Cache(config, tiers=tiers, wait_until_warm=False, clock=self.clock.monotonic)
         self.cache._wait = self.wait  # type: ignore[method-assign]
-        for below in self.cache.below:
+        for below in self.cache.lower:
             for breaker in (below.up, below.down, below.clearing):
                 breaker._clock = self.clock.monotonic
-        self.near = self.cache.below[0]
+        self.near = self.cache.lower.owned[0]
         self.stays = {}
         self.check_shares()
 
@@ -160,8 +161,8 @@ class Walk:
         self.clock.now += 0.05
 
     def check_shares(self) -> None:
-        for index in (self.cache.index, *(below.index for below in self.cache.below)):
-            if index is not None and index.pools is not None:
+        for index in (self.cache.index, *(tier.index for tier in self.cache.lower.owned)):
+            if index.pools is not None:
                 index.evict = partial(_evict, index, index.evict)  # type: ignore[method-assign]
 
     def end_a_job(self, tier: HandTier, chance: random.Random) -> None:
@@ -378,8 +379,7 @@ class Walk:
         if force:
             self.stays = {}
         held = {entry.key for entry in self.cache.index.entries() if entry.leases}
-        if self.near.index is not None:
-            held |= {entry.key for entry in self.near.index.entries() if entry.leases}
+        held |= {entry.key for entry in self.near.index.entries() if entry.leases}
         self.cache.clear(namespace, force=force)
         for at in ALL_NAMES:
             if at.startswith(namespace) and (force or at not in held):
@@ -442,7 +442,6 @@ class Walk:
     def sure(self) -> set[Name]:
         """What the near tier has, and nobody is about to delete or to write over."""
         index = self.near.index
-        assert index is not None
         return {
             Name(entry.key, shard)
             for entry in index.entries()
@@ -465,7 +464,6 @@ class Walk:
             near.finish(0)
             self.cache.step()
             index = self.near.index
-            assert index is not None
             fits = sum(map(len, self.near_kept.values())) <= index.capacity
             missing = [at for at in sure if index.get(at) is None and not self.near.is_leaving(at)]
             assert not fits or not missing, f"the scan did not find {missing}"
@@ -558,7 +556,7 @@ class Walk:
 
     def what_is_pinned_stays(self) -> None:
         index, pinned = self.cache.index, {pin.name for pin in self.cache.pinned()}
-        there = {entry.key: index.ends.end(entry) for entry in index.kept}
+        there = {entry.key: index.ends.end(entry) for entry in index.pinned}
         if pinned == self.pinned:  # otherwise the time of one is over
             for name, end in self.stays.items():
                 assert end <= self.clock.now or there.get(name) == end, "it was pinned, and left"
@@ -567,7 +565,6 @@ class Walk:
     def books_below(self) -> None:
         """What the near tier has is what its index says, but for what is about to go."""
         index = self.near.index
-        assert index is not None
         if not self.near.is_warm:
             return
         for entry in index.entries():
@@ -614,7 +611,7 @@ class Walk:
                     self.end_a_job(tier, self.chance)
             results = self.cache.step()
             waiting = any(tier.waiting for tier in self.tiers.values())
-            backlog = any(below.backlog for below in self.cache.below) or not self.cache.is_warm
+            backlog = any(below.backlog for below in self.cache.lower) or not self.cache.is_warm
             if not (results or waiting or backlog):
                 return
             self.clock.now += 0.5
@@ -623,7 +620,6 @@ class Walk:
     def end(self) -> None:
         """When everyone has let go, nothing is held, and nothing is left behind."""
         cache, near, index = self.cache, self.near, self.near.index
-        assert index is not None
         self.let_go()
         for name in PINS:
             cache.unpin(name)
@@ -631,7 +627,7 @@ class Walk:
         self.every_token_is_counted_once()
         cache.check()
         self.books_below()
-        assert cache.index.pinned == index.pinned == 0, "a lease was lost"
+        assert cache.index.leased_bytes == index.leased_bytes == 0, "a lease was lost"
         assert near.deleting == near.storing == 0, "room below was lost"
         names = {Name(entry.key, shard) for entry in index.entries() for shard in entry.form.shards}
         assert names == self.near_kept.keys(), "the index and the tier differ"
@@ -648,7 +644,9 @@ class Walk:
         assert cache.slab.used == 0, f"room was lost: {cache.index.entries()}, {self.cache!r}"
         assert not any(self.kept.values()), "not cleared"
         cache.close(timeout=1)
-        left = cache._matches, cache._reservations, cache._waiters, cache._coming, cache._loading
+        matches = cache._matches
+        coming, loading = matches.weighing.coming, matches.loading
+        left = matches.open, cache._reservations.open, matches.waiters, coming, loading
         assert not any(left), f"left behind: {left}"
 
 

@@ -11,8 +11,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lmtier.layout import Layout
-from lmtier.server.resp import Error, command
+from lmtier.format.layout import Layout
+from lmtier.wire.resp import Error, command
 from tests.server.process import Served, Wire
 
 CHUNK = 16

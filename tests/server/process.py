@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lmtier.server.resp import INCOMPLETE, Error, Replies, command
+from lmtier.wire.replies import Replies
+from lmtier.wire.resp import INCOMPLETE, Error, command
 
 PATIENCE = 20.0
 MIB = 1 << 20

@@ -11,16 +11,17 @@ import msgspec
 import pytest
 import zmq
 
+from lmtier.client.client import Client
 from lmtier.config import Config, Serving
 from lmtier.errors import ConfigError
-from lmtier.keys import Identity, KeyChain, as_tokens, seed
-from lmtier.prompts import Origin, Prompts
-from lmtier.server.client import Client
+from lmtier.format.keys import Identity, KeyChain, as_tokens, seed
+from lmtier.observe.journal import Journal
+from lmtier.observe.prompts import Origin, Prompts
 from lmtier.server.events import Publisher
 from lmtier.server.serve import Server as Serve
 from lmtier.testing import MemoryTier
+from tests.client.test_client import ONE, ROOM, C, Server, keys, store
 from tests.server.process import PATIENCE
-from tests.unit.test_client import ONE, ROOM, C, Server, keys, store
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -194,13 +195,14 @@ class Owner:
     """A cache and its publisher, turned by hand."""
 
     def __init__(self, tmp_path: Path, *urls: str, opened: Any = None) -> None:
-        from lmtier.cache import Cache
+        from lmtier.core.cache import Cache
 
         config = Config(tiers=(f"cpu://?capacity={20 * ROOM}", *urls), chunk_tokens=C, prefault=False)
         self.cache = Cache(config, tiers=opened)
-        self.prompts = Prompts(C)
+        self.prompts, self.journal = Prompts(C), Journal()
+        self.cache.followers.add(self.journal)
         events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-        self.publisher = Publisher(self.cache, self.prompts, events, replay, "")
+        self.publisher = Publisher(self.cache, self.journal, self.prompts, events, replay, "")
         self.router = Router(events, replay)
 
     def store(self, names: list[bytes]) -> None:
@@ -252,9 +254,8 @@ def test_what_the_server_itself_lost_count_of_is_told_anew(tmp_path):
     with Owner(tmp_path) as owner:
         owner.store(keys(3))
         owner.router.until(lambda: owner.router.counts() == {"CPU": 3})
-        journal = owner.cache.follow()
         for number in range(2):  # more than it remembers between two turns
-            journal.note("cpu", True, [b"x" * 28 + number.to_bytes(4, "big")] * 65_536)
+            owner.journal.changed("cpu", True, [b"x" * 28 + number.to_bytes(4, "big")] * 65_536, "")
         owner.publisher.turn()
         owner.publisher.turn()
         owner.router.until(lambda: owner.router.cleared == 1 and owner.router.counts() == {"CPU": 3})
@@ -290,7 +291,7 @@ def test_an_address_that_is_taken_is_named_and_nothing_stays_open(tmp_path):
 
 
 def test_replay_alone_is_refused():
-    with pytest.raises(ConfigError, match="kv_events_replay is of no use"):
+    with pytest.raises(ConfigError, match="kv_events_replay needs kv_events"):
         Serving(kv_events_replay="tcp://*:5558")
 
 

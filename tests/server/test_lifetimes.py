@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from lmtier.cache import Cache
-from lmtier.cli import main
+from lmtier.client.client import Client
 from lmtier.config import Config
+from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
-from lmtier.keys import KEY_BYTES, Identity, KeyChain, seed
-from lmtier.layout import form_of, padded
-from lmtier.server import prefixes
-from lmtier.server.client import Client
-from lmtier.server.console import Remote
+from lmtier.format.keys import KEY_BYTES, Identity, KeyChain, seed
+from lmtier.format.layout import form_of, padded
 from lmtier.server.engines import Engines
 from lmtier.testing import MemoryTier, opaque_layout
-from lmtier.tier import Item
+from lmtier.tiers.base import Item
+from lmtier.tools import prefixes
+from lmtier.tools.cli import main
+from lmtier.tools.console import Remote
 from tests.server.process import PATIENCE, Served, until
-from tests.unit.test_engines import Connection
+from tests.server.test_engines import Connection
 
 LAYOUT = opaque_layout(8192)  # one token a chunk
 FORM = form_of(LAYOUT, [LAYOUT.whole])
@@ -106,7 +106,7 @@ def test_a_pin_outlives_its_session_and_not_its_server(server, client):
     store(client, keys(TOKENS[:6]))
     assert client.pin("system", keys(TOKENS[:6]))["cpu"] == 6  # and on disk what was written by then
     client.flush()
-    assert client.pinned()[0].kept == {"cpu": 6, "disk": 6}
+    assert client.pinned()[0].pinned == {"cpu": 6, "disk": 6}
     client.close()
     with Client(server.where["unix"]) as other:
         for i in range(4):
@@ -157,7 +157,7 @@ def test_pin_pins_and_unpin(server, client, run, tmp_path):
     where = server.where["redis"]
     file = tmp_path / "tokens.json"
     code, _, err = run("pin", file, "--name", "p", "--server", where)
-    assert (code, "no engine has told" in err) == (2, True)
+    assert (code, "no engine has sent" in err) == (2, True)
     client.declare(IDENTITY, FORM)
     store(client, keys(TOKENS[:4], "tenant"))
     client.flush()
@@ -269,12 +269,12 @@ def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, sec
     with Cache(settings, tiers={url: tier}, shared=True) as cache:
         line = Line(Engines(cache))
         done: list[int] = []
-        model = prefixes.Model(IDENTITY, "", LAYOUT.to_json().decode(), [str(LAYOUT.whole)], ROOM)
+        model = prefixes.DeclaredModel(IDENTITY, "", LAYOUT.to_json().decode(), [str(LAYOUT.whole)], ROOM)
         (brought,) = prefixes.bring_up(line, model, [names], done.append)
         assert (brought.there + brought.brought_up["memory"], brought.missing) == (300, 0)
         assert sum(done) == 300
         assert line.brought[0] == 8
-        assert not cache.below[0].up.is_open
+        assert not cache.lower[0].up.is_open
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1.5]", '["a"]', "[[1], 2]", "[1]\nx", "[true]"])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.keys import Identity, KeyChain, seed
-from lmtier.layout import Layout, form_of
-from lmtier.prompts import Origin
-from lmtier.server.client import Client
+from lmtier.client.client import Client
+from lmtier.format.keys import Identity, KeyChain, seed
+from lmtier.format.layout import Layout, form_of
+from lmtier.observe.prompts import Origin
 from tests.browser import Browser
-from tests.unit.test_client import Server
+from tests.client.test_client import Server
 
 C = 256
 LAYOUT = Layout.uniform(
@@ -61,11 +61,11 @@ def work(client: Client, seconds: float, dice: random.Random) -> None:
 @pytest.mark.slow
 def test_a_busy_server_answers_all_five_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture_of = Path(os.environ["LMTIER_PICTURE"]).absolute() if "LMTIER_PICTURE" in os.environ else None
-    monkeypatch.chdir(tmp_path)  # so that the tier's path says nothing about whoever made the picture
+    monkeypatch.setenv("HOME", str(tmp_path))  # so that the tier's path says nothing of who made the picture
     server = Server(
         tmp_path,
         "cpu://?capacity=16MiB",
-        "disk://kv?capacity=96MiB",
+        "disk://~/kv?capacity=96MiB",
         config={"chunk_tokens": C},
         unix=f"{tmp_path}/unix",
         http="127.0.0.1:0",

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.server.resp import INCOMPLETE, Commands, Replies, command
+from lmtier.wire.commands import Commands
+from lmtier.wire.replies import Replies
+from lmtier.wire.resp import INCOMPLETE, command
 from tests.server.process import PATIENCE, Served, served
 
 SCRIPT = r"""

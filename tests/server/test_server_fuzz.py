@@ -10,6 +10,7 @@ A failure prints the seed and the batch; LMTIER_FUZZ_SEED makes another run.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -25,8 +26,9 @@ import pytest
 from lmtier.config import Config, Serving
 from lmtier.server.commands import Caller
 from lmtier.server.connection import Connection
-from lmtier.server.resp import INCOMPLETE, Error, Replies, command
 from lmtier.server.serve import Server
+from lmtier.wire.replies import Replies
+from lmtier.wire.resp import INCOMPLETE, Error, command
 from tests.server.process import MIB, PATIENCE, Served, served, until
 from tests.server.witness import Witness, assert_nothing_is_left
 
@@ -203,7 +205,9 @@ class Peer:
                     self._socket = sock
                     return
                 assert time.monotonic() - began < PATIENCE, frames
-        except (ConnectionError, BrokenPipeError):
+        except OSError as error:
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise  # it hangs
             self.ended += 1
         sock.close()
 
@@ -233,7 +237,7 @@ class Within:
         """A connection of its own: the frames, cut anywhere; then it ends, maybe in the middle."""
         ours, theirs = socket.socketpair()
         caller = Caller(next(self.ids), "fuzz", is_local=chance.random() < 0.5)
-        connection = Connection(self.server, theirs, caller)
+        connection = Connection(self.server._dispatch, theirs, caller)
         self.server._begin(connection)
         replies = Replies()
         ours.setblocking(False)
@@ -274,7 +278,7 @@ class Within:
 
     def check(self) -> None:
         self.server.cache.check()
-        assert not self.server._connections
+        assert not self.server._roster
         assert self.server._values._drafting == 0
         assert not self.server._waiting
 
@@ -290,8 +294,9 @@ def rss() -> int:
 @pytest.mark.parametrize(
     "frames",
     [
-        pytest.param(45_000, id="45,000"),
-        pytest.param(1_000_000, id="1,000,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param(15_000, id="15,000"),
+        pytest.param(150_000, id="150,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param(1_000_000, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
 def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path, frames: int):
@@ -318,7 +323,7 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
     assert grown < 64 * MIB
     assert within.answers > sent / 2
     assert within.refused < within.answers
-    until(lambda: within.server.cache.step() == 0 and within.server.cache.index.pinned == 0, 5)
+    until(lambda: within.server.cache.step() == 0 and within.server.cache.index.leased_bytes == 0, 5)
     within.check()
     within.close()
 
@@ -327,7 +332,7 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
     ("frames", "most"),
     [
         pytest.param(16_000, 16, id="16,000"),
-        pytest.param(200_000, 60, id="200,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param(100_000, 60, id="100,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
         pytest.param(1_000_000, 60, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )

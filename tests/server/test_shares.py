@@ -8,10 +8,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from lmtier.keys import Identity, KeyChain, seed
-from lmtier.server.client import Client
+from lmtier.client.client import Client
+from lmtier.format.keys import Identity, KeyChain, seed
+from tests.client.test_client import ROOM, C, Server, look, store
 from tests.server.process import PATIENCE
-from tests.unit.test_client import ROOM, C, Server, look, store
 
 MODEL = Identity(model="m", weights="w")
 SHARES = {"alice": 0.3, "bob": {"salt": "s3cret", "share": "20%"}}

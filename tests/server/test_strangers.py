@@ -18,12 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.keys import Identity, KeyChain, seed
-from lmtier.layout import Layout, form_of
-from lmtier.server.client import Client
-from lmtier.server.resp import Error, command
+from lmtier.client.client import Client
+from lmtier.format.keys import Identity, KeyChain, seed
+from lmtier.format.layout import Layout, form_of
+from lmtier.wire.resp import Error, command
 from tests.certificates import certify
 from tests.server.process import MIB, Served, Wire, served, until
+
+pytestmark = pytest.mark.alone
 
 # ---- T17: what one tenant has is not to be seen by another
 
@@ -71,6 +73,7 @@ def test_how_long_a_lookup_takes_tells_nothing_of_other_tenants(tmp_path: Path, 
             client.commit(client.reserve(keys("theirs", prompt), FORM))
         assert client.flush()
         took: dict[str, list[int]] = {"stored": [], "never stored": [], "own": []}
+        fastest: dict[str, dict[int, int]] = {each: {} for each in took}
         wire = stack.enter_context(Wire(server.where["unix"]))  # a client may know it without asking
         wire.granted("LMTIER.HELLO", 1)
         form = wire.granted("LMTIER.FORM", LAYOUT.to_json(), str(LAYOUT.whole))
@@ -86,11 +89,14 @@ def test_how_long_a_lookup_takes_tells_nothing_of_other_tenants(tmp_path: Path, 
                 said = dict(zip(reply[::2], reply[1::2], strict=True))
                 assert bool(said[b"sources"]) == (salt == "theirs" and not prompt % 2)
                 wire.granted("LMTIER.RELEASE", said[b"id"])
-                if salt == "ours":
-                    took["never stored" if prompt % 2 else "stored"].append(seconds)
-                elif not prompt % 2:
-                    took["own"].append(seconds)
-        told, own = auc(took["stored"], took["never stored"]), auc(took["own"], took["never stored"])
+                if salt == "theirs" and prompt % 2:
+                    continue
+                kind = "own" if salt == "theirs" else "never stored" if prompt % 2 else "stored"
+                took[kind].append(seconds)
+                fastest[kind][prompt] = min(seconds, fastest[kind].get(prompt, seconds))
+        told = auc(took["stored"], took["never stored"])
+        # Of twenty lookups the fastest is hardly disturbed, however busy the machine is.
+        own = auc(list(fastest["own"].values()), list(fastest["never stored"].values()))
         medians = {what: f"{statistics.median(some) / 1000:.1f} µs" for what, some in took.items()}
         print(f"AUC {told:.3f}; within one's own salt {own:.3f}; medians {medians}")
         assert len(took["stored"]) == len(took["never stored"]) == 2000

@@ -16,18 +16,18 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from lmtier import tracing
-from lmtier.cache import Cache
+from lmtier.client.client import Client
 from lmtier.config import Config
-from lmtier.server.client import Client
+from lmtier.core.cache import Cache
+from lmtier.server import tracing
 from lmtier.server.engines import Engines
+from lmtier.server.tracing import Tracing
 from lmtier.testing import MemoryTier
-from lmtier.tracing import Tracing
+from tests.client.test_client import ONE, Server, look, store
+from tests.client.test_client import ROOM as CLIENT_ROOM
+from tests.client.test_client import keys as client_keys
 from tests.server.process import PATIENCE, until
-from tests.unit.test_client import ONE, Server, look, store
-from tests.unit.test_client import ROOM as CLIENT_ROOM
-from tests.unit.test_client import keys as client_keys
-from tests.unit.test_engines import LAYOUT, ROOM, WHOLE, C, Connection, keys
+from tests.server.test_engines import LAYOUT, ROOM, WHOLE, C, Connection, keys
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -175,7 +175,7 @@ def test_an_exporter_that_is_not_there_is_named_and_that_is_all(caplog):
 def test_without_the_sdk_nothing_of_it_is_loaded_and_a_wish_for_it_is_answered():
     code = (
         "import sys, logging; logging.basicConfig(format='%(message)s', stream=sys.stdout)\n"
-        "import lmtier.server.serve, lmtier.tracing as tracing\n"
+        "import lmtier.server.serve, lmtier.server.tracing as tracing\n"
         "assert tracing.start({}) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "sys.modules['opentelemetry.sdk.resources'] = None\n"

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.layout import Name
+from lmtier.core.cache import Cache
+from lmtier.format.keys import is_value
+from lmtier.format.layout import Name
 from lmtier.server.commands import Caller, Nothing, Payload
-from lmtier.server.redis import Redis
-from lmtier.server.resp import Error, command
+from lmtier.server.redis import redis_table
+from lmtier.server.redis.service import Service
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.testing import Gate, MemoryTier, SlowTier
+from lmtier.wire.resp import Error, command
 from tests.server.process import MIB, served, until
 
 URL = "memory://?capacity=64MiB"
@@ -29,13 +31,11 @@ class Room:
     def __init__(self, objects: dict[Name, bytes], gate: Gate) -> None:
         config = Config(tiers=("cpu://?capacity=1MiB", URL), prefault=False, load_deadline=30)
         self.gate = gate
-        self.cache = Cache(config, tiers={URL: SlowTier(MemoryTier(objects), gate)})
+        self.cache = Cache(config, tiers={URL: SlowTier(MemoryTier(objects), gate)}, is_record=is_value)
         self.values = Values(self.cache)
         self.transactions = Transactions(self.values)
-        redis = Redis(
-            self.values, token=lambda: None, info=lambda: {}, settings=lambda: {}, callers=lambda: []
-        )
-        self.table = {**redis.table(), **self.transactions.table()}
+        service = Service(token=lambda: None, info=dict, settings=dict, callers=list)
+        self.table = {**redis_table(self.values, service), **self.transactions.table()}
 
     def ask(self, caller: Caller, *words: str) -> Any:
         """As the server does it: an answer, or a generator that waits for it."""
@@ -84,7 +84,7 @@ def room() -> Iterator[Room]:
     room.transactions.close()
     room.cache.flush(5)
     room.cache.check()
-    assert room.cache.index.pinned == 0, "something is held for nobody"
+    assert room.cache.index.leased_bytes == 0, "something is held for nobody"
     room.cache.close(5)
 
 

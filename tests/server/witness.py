@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import time
-from pathlib import Path
 
-from lmtier.layout import Layout, form_of
-from lmtier.server.client import Client
+from lmtier.client.client import Client
+from lmtier.format.layout import Layout, form_of
 from tests.server.nearly import CHUNK
 from tests.server.process import Served, Wire, until
+from tests.stopwatch import Stopwatch
 
 LAYOUT = Layout.uniform(
     layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=4, chunk_tokens=CHUNK, packing="token"
@@ -25,11 +24,6 @@ def content(name: bytes, size: int) -> bytes:
     return (hashlib.sha256(name).digest() * (size // 32 + 1))[:size]
 
 
-def without_a_core(pid: int) -> float:
-    """Seconds for which its first thread could have run, and others ran: no freeze of its own."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-
-
 class Witness:
     """An engine and a Redis client that do everything right."""
 
@@ -37,16 +31,15 @@ class Witness:
         self.chance = random.Random(seed)
         self.wire = server.connect()
         self.client = Client(server.where["unix"], timeout=20)
-        self.processes = server.process.pid, os.getpid()
+        self._server = server
         self.chunks = self.values = self.longest = self.frozen = 0.0
 
     def look(self) -> None:
         """One sign of life, while the server has other work."""
-        began, queued = time.monotonic(), sum(map(without_a_core, self.processes))
+        began, watch = time.monotonic(), Stopwatch(self._server.process.pid)
         self.wire.expect("PONG", "PING")
-        took = time.monotonic() - began
-        self.longest = max(self.longest, took)
-        self.frozen = max(self.frozen, took - (sum(map(without_a_core, self.processes)) - queued))
+        self.longest = max(self.longest, time.monotonic() - began)
+        self.frozen = max(self.frozen, watch.seconds())
 
     def use(self) -> None:
         chance, client = self.chance, self.client
@@ -78,11 +71,16 @@ class Witness:
         self.wire.close()
 
 
+def end_pins(server: Served) -> None:
+    """As an operator does who sees names that no engine should have given."""
+    with Wire(server.where["unix"]) as wire:
+        for pin in json.loads(wire.ask("LMTIER.PINS")):
+            wire.granted("LMTIER.UNPIN", pin["name"])
+
+
 def assert_nothing_is_left(server: Served) -> None:
     """When all have gone and everything is deleted, no byte is taken."""
-    with Wire(server.where["unix"]) as wire:
-        for pin in json.loads(wire.ask("LMTIER.PINS")):  # some have names that nobody meant to give them
-            wire.granted("LMTIER.UNPIN", pin["name"])
+    end_pins(server)
     server.check()
     with Wire(server.where["unix"]) as wire:
         wire.expect("OK", "FLUSHALL")

@@ -19,6 +19,9 @@ from tests.vllm.engine import Engine, Output
 
 HERE = Path(__file__).parent
 CHUNK = 256
+AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
+"""Without it, vLLM on a CPU has no fp8 KV; and in bf16, see docs/LOG.md."""
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "processes": True}
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
@@ -97,18 +100,22 @@ def transfer(role: str = "kv_both", *, policy: str = "recompute", **extra: Any) 
 class CacheServer:
     """`lmtier serve` on a Unix socket."""
 
-    def __init__(self, folder: Path, *tiers: str, worth: str = "always") -> None:
+    are_shared = True
+    """Several engines may use its tiers at the same time."""
+
+    def __init__(self, folder: Path, *tiers: str, worth: str = "always", chunk_tokens: int = CHUNK) -> None:
         self.path = folder / "lmtier.sock"
         self._command = [sys.executable, "-P", "-m", "lmtier", "serve", "--unix", str(self.path)]
         self._command += ["--listen", "", "--http", "", "--set", "verify=always", "--set", f"worth={worth}"]
+        self._command += ["--set", f"chunk_tokens={chunk_tokens}"]
         for tier in tiers or ("cpu://?capacity=256MiB",):
             self._command += ["--tier", tier]
         self._log = (folder / "server.log").open("ab")
         self.start()
 
     def start(self) -> None:
+        from lmtier.client.client import Client
         from lmtier.errors import TierError
-        from lmtier.server.client import Client
 
         self.process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
         while True:
@@ -120,13 +127,57 @@ class CacheServer:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(0.05)
 
+    def transfer(self, **extra: Any) -> dict[str, Any]:
+        return transfer(server=str(self.path), **extra)
+
+    def hand_on(self, engine: Engine) -> None:
+        """Another engine is about to start. That one may run on beside it."""
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
+    def restart(self) -> None:
+        """What it serves then comes from disk."""
+        from lmtier.client.client import Client
+
+        with Client(str(self.path)) as client:
+            assert client.flush()
+        self.kill()
+        self.start()
+
     def close(self) -> None:
         self.kill()
         self._log.close()
+
+
+class OwnTiers:
+    """Each engine has its own tiers, and finds on disk what the engine before it left there."""
+
+    are_shared = False
+
+    def __init__(self, *tiers: str, chunk_tokens: int = CHUNK) -> None:
+        self._extra: dict[str, Any] = {"tiers": list(tiers), "chunk_tokens": chunk_tokens, "verify": "always"}
+
+    def transfer(self, **extra: Any) -> dict[str, Any]:
+        return transfer(**self._extra, **extra)
+
+    def hand_on(self, engine: Engine) -> None:
+        """Another engine is about to start, and that one holds the disk's folder."""
+        engine.stop()
+
+    def restart(self) -> None:
+        """They start anew with the next engine."""
+
+    def close(self) -> None: ...
+
+
+def tiers_of(kind: str, folder: Path, *, chunk_tokens: int = CHUNK) -> CacheServer | OwnTiers:
+    """Memory and disk: of a server ("server"), or of each engine ("own tiers")."""
+    tiers = "cpu://?capacity=256MiB", f"disk://{folder}/kv?capacity=1GiB"
+    if kind == "server":
+        return CacheServer(folder, *tiers, chunk_tokens=chunk_tokens)
+    return OwnTiers(*tiers, chunk_tokens=chunk_tokens)
 
 
 @pytest.fixture

@@ -142,8 +142,9 @@ class Engine:
         """And wake up."""
         assert self.ask("sleep", level=level)
 
-    def add_lora(self, lora: str) -> None:
-        assert self.ask("add_lora", lora=lora)
+    def add_lora(self, lora: str, *, in_place: bool = False) -> None:
+        """`in_place`: instead of what is in memory by that name."""
+        assert self.ask("add_lora", lora=lora, in_place=in_place)
 
     def remove_lora(self, lora: str) -> None:
         assert self.ask("remove_lora", lora=lora)
@@ -375,7 +376,9 @@ def main() -> None:
                 llm.wake_up()
                 say(True)
             case "add_lora":
-                say(llm.llm_engine.add_lora(adapter(given["lora"])))
+                asked = adapter(given["lora"])
+                asked.load_inplace = given["in_place"]
+                say(llm.llm_engine.add_lora(asked))
             case "remove_lora":
                 say(llm.llm_engine.remove_lora(1 + hash(given["lora"]) % 1000))
             case "start":
@@ -452,4 +455,6 @@ def _metrics() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        from tests.vllm import second_runner  # noqa: F401  # before vLLM
     main()

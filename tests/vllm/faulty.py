@@ -3,21 +3,22 @@
 import os
 from pathlib import Path
 
+from lmtier.core.match import Match
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm.messages import LoadPlan
-from lmtier_integrations.vllm.worker import Worker
+from lmtier_integrations.vllm.rank import RankLoads
 
-_prepare = Worker._prepare_load
+_prepare = RankLoads.prepare
 
 
-def _prepare_or_fail(self: Worker, plan: LoadPlan) -> None:
+def _prepare_or_fail(self: RankLoads, plan: LoadPlan) -> None:
     flag = Path(os.environ["LMTIER_TEST_FAILS"])
-    if self._config.parallel_config.rank == 1 and flag.exists():
+    if self._rank.number == 1 and flag.exists():
         flag.unlink()
         self._fail(plan)
-        self._end_load(plan, plan.match(self.mover.form))
+        self._end(plan, Match.elsewhere(plan.id, plan.placement))
     else:
         _prepare(self, plan)
 
 
-Worker._prepare_load = _prepare_or_fail  # type: ignore[method-assign]
+RankLoads.prepare = _prepare_or_fail  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 The engine computes on the CPU and at once, everything else goes on late and in any order. The file that
 LMTIER_TEST_FAULT names says, step by step, what is left out: an edge of `tests/cuda_device.py`, or "reuse",
 and then saves get nowhere while anything else can; or "refuses": the driver refuses every third copy. Or
-"slow": nothing is left out.
+"slow": nothing is left out. Or "stalled": nothing is done until something waits for it.
 
 Loads are no part of a step, as on a GPU, unless LMTIER_TEST_LOADS is "in steps".
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ from typing import Any
 
 import numpy as np
 from vllm.config import CUDAGraphMode
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from lmtier.cuda.pinned import Pinning
-from lmtier.cuda.streams import Rows
+from lmtier.copy.cuda.page_lock import PageLock
+from lmtier.copy.cuda.streams import Rows
 from lmtier.errors import DeviceError
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm import scheduler, worker
@@ -47,7 +50,11 @@ class Device(SimulatedDevice):
         self.refuses = False
         self.usual = dict(self.speeds)
 
-    def pin(self, memory: memoryview) -> Pinning:
+    @property
+    def rests(self) -> bool:
+        return all(each.finished == len(each.deeds) for each in self.streams)
+
+    def lock_pages(self, memory: memoryview) -> PageLock:
         """The driver takes no more than LMTIER_TEST_PINS bytes."""
         limit = int(os.environ.get("LMTIER_TEST_PINS", str(1 << 40)))
 
@@ -63,14 +70,18 @@ class Device(SimulatedDevice):
         return pinning
 
 
-class Pinned(Pinning):
+class Pinned(PageLock):
     """Of which nothing is copied any more when it is left."""
 
     device: Device
 
     def leave(self) -> None:
-        assert all(each.finished == len(each.deeds) for each in self.device.streams)
+        assert self.device.rests
         super().leave()
+
+
+DEVICES: list[Device] = []
+"""Of this process."""
 
 
 def _device_of(tensors: Sequence[Any]) -> Device:
@@ -79,6 +90,7 @@ def _device_of(tensors: Sequence[Any]) -> Device:
         storage = tensor.untyped_storage()
         whole = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
         device.keep(np.frombuffer(whole, np.uint8))
+    DEVICES.append(device)
     return device
 
 
@@ -102,10 +114,10 @@ def told() -> str:
 
 def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
     fault = told()
-    device: Any = self.mover.kv.device  # type: ignore[attr-defined]
+    device: Any = self.rank.mover.kv.device  # type: ignore[union-attr]
     device.without, device.has_stepped = fault, True
     device.refuses = fault == "refuses"
-    paces: dict[str, Sequence[int]] = {"slow": SLOW, "reuse": (0,)}
+    paces: dict[str, Sequence[int]] = {"slow": SLOW, "reuse": (0,), "stalled": (0,)}
     device.speeds = {**device.usual, **(STALLED if fault == "reuse" else {})}
     device.pace = paces.get(fault, PACE)
     if fault != "reuse":
@@ -114,7 +126,7 @@ def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
 
 def _is_hooked(self: worker.Worker, name: str) -> bool:
     if (how := told()) == "one has none":
-        return self._declared.numbers.get(name) != 1
+        return self.rank.declared.numbers.get(name) != 1
     return how not in ("replay", "old replay", "untold")
 
 
@@ -142,6 +154,20 @@ def _wait_unless_told(self: LMTierConnector) -> None:
         _wait(self)
 
 
+def _refuse_beside_copies(kind: type, name: str) -> None:
+    """What unmaps or changes memory must not run while something is copied."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        assert all(each.rests for each in DEVICES), f"copies are under way during {name}"
+        return method(*args, **kwargs)
+
+    setattr(kind, name, checked)
+
+
+_refuse_beside_copies(CPUWorker, "sleep")
+_refuse_beside_copies(GPUModelRunner, "reload_weights")
 SimulatedStream.copy_rows = _copy_rows_or_not  # type: ignore[method-assign]
 LMTierConnector.wait_for_save = _wait_unless_told  # type: ignore[method-assign]
 LMTierConnector.start_load_kv = _start_as_told  # type: ignore[method-assign]

@@ -167,9 +167,8 @@ def _fork_workers() -> None:
 
 def _end() -> None:
     """As an interpreter ends, without 2 s in which it takes itself apart."""
-    for each in threading.enumerate():
-        if each is not threading.current_thread() and not each.daemon:
-            each.join()
+    end_threads: Any = vars(threading)["_shutdown"]  # pools end theirs there: to join them alone would hang
+    end_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

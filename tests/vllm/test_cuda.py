@@ -7,6 +7,7 @@ late, in any order and at any speed, does what a GPU's would do.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 
 import lmtier_integrations.vllm
+from lmtier.client.client import Client
 from lmtier.errors import ConfigError
-from lmtier.server.client import Client
 from lmtier_integrations.vllm import LMTierConnector
 from lmtier_integrations.vllm.settings import Settings
 from tests.server.process import until
@@ -213,6 +214,68 @@ def test_loads_that_requests_wait_for(models, tmp_path, server):
         until(is_served, RECOVERY)
         assert tokens(engine.generate(longer, 20)) == wanted_longer
     idle(server.path)
+
+
+@pytest.mark.parametrize("loads", ["beside steps", "in steps"])
+def test_the_second_model_runner_answers_right_after_failed_loads(models, tmp_path, server, loads):
+    """With asynchronous scheduling, as on a GPU. Loads within steps would make it answer wrongly there."""
+    prompts = prompts_of(400, 430, prefix=100)
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted = tokens(plain.generate(prompts, 12))
+    (fault := tmp_path / "fault").write_text("")
+    how = simulated(server)
+    del how["kv_connector_extra_config"]["tiers"]  # copies on the GPU would not be spoilt
+    environment = {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "LMTIER_TEST_FAULT": str(fault),
+        "LMTIER_TEST_LOADS": loads,
+    }
+    with Engine(
+        tmp_path,
+        models / "qwen2",
+        transfer=how,
+        env=environment,
+        fresh=True,
+        async_scheduling=True,
+        **SMALL,
+    ) as engine:
+        assert "Using V2 Model Runner" in engine.log.read_text()
+        assert tokens(engine.generate(prompts, 12)) == wanted
+        engine.forget()
+        assert tokens(engine.generate(prompts, 12)) == wanted
+        spoil(server)
+        engine.forget()
+        answers = tokens(engine.generate(prompts, 12))
+        found = engine.metrics()
+        assert found["lmtier:loaded_tokens_total"] > 0
+        assert found["lmtier:load_failures_total"] > 0
+        assert (answers == wanted) == (loads == "beside steps")
+    idle(server.path)
+
+
+def test_copies_end_before_memory_is_unmapped_or_changed(models, tmp_path, server):
+    """An engine in its user's process, which no step of its own ends copies for."""
+    prompts = prompts_of(400, 600)
+    fault = tmp_path / "fault"
+    fault.write_text("stalled")
+    environment = {"LMTIER_TEST_FAULT": str(fault)}
+    with (
+        Engine(tmp_path, models / "qwen2", transfer=simulated(server), env=environment, **SMALL) as engine,
+        Client(str(server.path)) as client,
+    ):
+        changes = partial(engine.sleep, 1), partial(engine.rpc, "reload_weights")
+        for prompt, change in zip(prompts, changes, strict=True):
+            client.changes()
+            wanted = tokens(engine.generate([prompt], 8))
+            assert not client.changes()
+            change()  # an assertion in `simulated` sees that nothing is under way
+            until(client.changes, RECOVERY)
+            fault.write_text("")
+            engine.forget()
+            outputs = engine.generate([prompt], 8)
+            assert (tokens(outputs), cached(outputs)) == (wanted, loadable([prompt]))
+            fault.write_text("stalled")
+        fault.write_text("")
 
 
 def test_a_tier_in_a_gpus_memory_is_the_engines_own():

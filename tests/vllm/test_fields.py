@@ -144,7 +144,7 @@ def test_what_changes_no_kv_changes_no_key(key, options):
 )
 def test_what_cannot_be_known_keeps_names_to_this_run(key, options, monkeypatch):
     here = key(**options)
-    monkeypatch.setattr("lmtier.keys._PROCESS_SECRET", "of another process")
+    monkeypatch.setattr("lmtier.format.keys._PROCESS_SECRET", "of another process")
     assert key(**options) != here
     assert key() == key()
 

@@ -8,8 +8,8 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from lmtier.layout import Layout
-from lmtier.paging import PagedKV
+from lmtier.copy.paging import PagedKV
+from lmtier.format.layout import Layout
 
 BLOCKS, HEADS, N = 6, 2, 32
 

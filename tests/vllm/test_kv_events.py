@@ -9,11 +9,12 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from lmtier.cache import Cache
 from lmtier.config import Config
-from lmtier.keys import Identity, KeyChain, as_tokens, seed
-from lmtier.layout import Layout, form_of
-from lmtier.prompts import Origin, Prompts
+from lmtier.core.cache import Cache
+from lmtier.format.keys import Identity, KeyChain, as_tokens, seed
+from lmtier.format.layout import Layout, form_of
+from lmtier.observe.journal import Journal
+from lmtier.observe.prompts import Origin, Prompts
 from lmtier.server.events import Publisher
 
 C = 16
@@ -29,9 +30,11 @@ def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_pa
     cache = Cache(
         Config(tiers=("cpu://?capacity=1MiB", f"disk://{tmp_path}/kv?capacity=1MiB"), chunk_tokens=C)
     )
-    prompts = Prompts(C)
+    prompts, journal = Prompts(C), Journal()
+    cache.followers.add(journal)
     prompts.tell(keys, as_tokens(TOKENS).tobytes(), Origin.of({}, "sql", "s"))
-    publisher = Publisher(cache, prompts, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", "topic")
+    places = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    publisher = Publisher(cache, journal, prompts, *places, "topic")
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.linger = 0
         replay.connect(f"ipc://{tmp_path}/replay")

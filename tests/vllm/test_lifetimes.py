@@ -9,8 +9,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from lmtier.cli import main
-from lmtier.server.console import Address, Remote
+from lmtier.tools.cli import main
+from lmtier.tools.console import Address, Remote
 from lmtier_integrations.vllm.identity import ttl_of
 from tests.server.process import until
 from tests.vllm.conftest import CacheServer, prompts_of, transfer

@@ -20,7 +20,7 @@ from vllm.multimodal.inputs import (
 )
 
 from lmtier_integrations.vllm.media import Media, preparation_of
-from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.conftest import TWO, prompts_of, tiers_of
 from tests.vllm.engine import Engine
 
 BLOCK = 32
@@ -32,9 +32,19 @@ COUNTED: dict[str, Any] = {"enable_prefix_caching": False, "mm_processor_cache_g
 CHUNKS = (IMAGE + len(PROMPT) - 1) // BLOCK * BLOCK
 
 
-def disk(folder: Path, **more: Any) -> dict[str, Any]:
-    tiers = ["cpu://?capacity=64MiB", f"disk://{folder}/kv?capacity=256MiB"]
-    return transfer(tiers=tiers, chunk_tokens=BLOCK, verify="always", **more)
+EVERYWHERE = pytest.mark.parametrize(
+    ("below", "ranks"),
+    [("own tiers", {}), ("server", {}), ("server", TWO)],
+    indirect=["below"],
+    ids=["own tiers", "server", "two ranks"],
+)
+
+
+@pytest.fixture
+def below(request, tmp_path):
+    tiers = tiers_of(request.param, tmp_path, chunk_tokens=BLOCK)
+    yield tiers
+    tiers.close()
 
 
 def seeing(folder: Path, model: Path, how: dict[str, Any] | None = None, **options: Any) -> Engine:
@@ -60,44 +70,52 @@ def expected(plain):
     return found, answers(plain.see([TEXT], [None]))
 
 
-def test_images_that_vllm_counts_are_told_apart_after_a_restart(models, tmp_path, expected):
+@EVERYWHERE
+def test_images_that_vllm_counts_are_told_apart(models, tmp_path, below, expected, ranks):
+    """By an engine that comes later, or by one that runs beside the first."""
     images, text = expected
-    how = disk(tmp_path)
-    with seeing(tmp_path, models / "blip2", how, **COUNTED) as engine:
+    how = below.transfer()
+    with seeing(tmp_path, models / "blip2", how, **COUNTED, **ranks) as engine:
         assert answers(engine.see([PROMPT] * 2 + [TEXT], [1, 2, None])) == images[:2] + text
-    with seeing(tmp_path, models / "blip2", how, **COUNTED) as engine:
-        # The first image of this process has the name of the first of the other.
-        others = engine.see([PROMPT] * 2, [3, 4])
-        assert answers(others) == images[2:]
-        assert not any(each.cached for each in others)
-        # Nor do the options of a request, with which vLLM hashes that name, make a content of it.
-        hashed = engine.see([PROMPT] * 2, [4, 3], processor={"do_convert_rgb": True})
-        assert answers(hashed) == images[:1:-1]
-        again = engine.see([PROMPT, TEXT], [1, None])
-        assert answers(again) == images[:1] + text
-        assert [each.cached for each in again] == [CHUNKS, len(TEXT) // BLOCK * BLOCK]
+        below.hand_on(engine)
+        with seeing(tmp_path, models / "blip2", how, **COUNTED) as other:
+            # The first image of this process has the name of the first of the other.
+            others = other.see([PROMPT] * 2, [3, 4])
+            assert answers(others) == images[2:]
+            assert not any(each.cached for each in others)
+            # Nor do the options of a request, with which vLLM hashes that name, make a content of it.
+            hashed = other.see([PROMPT] * 2, [4, 3], processor={"do_convert_rgb": True})
+            assert answers(hashed) == images[:1:-1]
+            again = other.see([PROMPT, TEXT], [1, None])
+            assert answers(again) == images[:1] + text
+            assert [each.cached for each in again] == [CHUNKS, len(TEXT) // BLOCK * BLOCK]
 
 
-def test_an_image_is_named_by_its_content_whatever_the_user_calls_it(models, tmp_path, expected):
+@EVERYWHERE
+def test_an_image_is_named_by_its_content_whatever_the_user_calls_it(
+    models, tmp_path, below, expected, ranks
+):
     images, _ = expected
-    how = disk(tmp_path)
-    with seeing(tmp_path, models / "blip2", how) as engine:
+    how = below.transfer()
+    with seeing(tmp_path, models / "blip2", how, **ranks) as engine:
         assert answers(engine.see([PROMPT] * 2, [1, 2], ids=["a", "b"])) == images[:2]
-    with seeing(tmp_path, models / "blip2", how, mm_processor_cache_gb=0) as engine:
-        swapped = engine.see([PROMPT] * 2, [2, 3], ids=["a", "b"])
-        assert answers(swapped) == images[1:3]
-        assert [each.cached for each in swapped] == [CHUNKS, 0]
-        # vLLM itself takes one name for one content, and answers what it had under that name.
-        assert answers(engine.see([PROMPT], [4], ids=["b"])) == images[2:3]
-        engine.forget()
-        honest = engine.see([PROMPT] * 3, [1, 3, 4])
-        assert answers(honest) == [images[0], *images[2:]]
-        assert [each.cached for each in honest] == [CHUNKS, CHUNKS, 0]
+        below.hand_on(engine)
+        with seeing(tmp_path, models / "blip2", how, mm_processor_cache_gb=0) as other:
+            swapped = other.see([PROMPT] * 2, [2, 3], ids=["a", "b"])
+            assert answers(swapped) == images[1:3]
+            assert [each.cached for each in swapped] == [CHUNKS, 0]
+            # vLLM itself takes one name for one content, and answers what it had under that name.
+            assert answers(other.see([PROMPT], [4], ids=["b"])) == images[2:3]
+            other.forget()
+            honest = other.see([PROMPT] * 3, [1, 3, 4])
+            assert answers(honest) == [images[0], *images[2:]]
+            assert [each.cached for each in honest] == [CHUNKS, CHUNKS, 0]
 
 
-def test_preparation_of_images_is_part_of_their_names(models, tmp_path):
+@EVERYWHERE
+def test_preparation_of_images_is_part_of_their_names(models, tmp_path, below, ranks):
     """Set by a request, by the command line, and by a file; text keeps its names."""
-    how = disk(tmp_path, model="blip2")
+    how = below.transfer(model="blip2")
     grey = {"image_mean": [0.1, 0.1, 0.1]}
     other = tmp_path / "other"
     shutil.copytree(models / "blip2", other)
@@ -105,15 +123,16 @@ def test_preparation_of_images_is_part_of_their_names(models, tmp_path):
     facts = json.loads(file.read_text())
     facts["image_processor"] |= grey
     file.write_text(json.dumps(facts))
-    with seeing(tmp_path, models / "blip2", how) as engine:
+    with seeing(tmp_path, models / "blip2", how, **ranks) as engine:
         as_it_is, text = answers(engine.see([PROMPT, TEXT], [1, None]))
         (in_grey,) = answers(engine.see([PROMPT], [1], processor=grey))
         assert in_grey != as_it_is
-    for model, options in ((models / "blip2", {"mm_processor_kwargs": grey}), (other, {})):
-        with seeing(tmp_path, model, how, **options) as engine:
-            found = engine.see([PROMPT, TEXT], [1, None])
-            assert answers(found) == [in_grey, text]
-            assert found[1].cached == len(TEXT) // BLOCK * BLOCK
+        below.hand_on(engine)
+        for model, options in ((models / "blip2", {"mm_processor_kwargs": grey}), (other, {})):
+            with seeing(tmp_path, model, how, **options) as later:
+                found = later.see([PROMPT, TEXT], [1, None])
+                assert answers(found) == [in_grey, text]
+                assert found[1].cached == len(TEXT) // BLOCK * BLOCK
 
 
 # ---- names, without an engine

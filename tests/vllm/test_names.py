@@ -10,37 +10,27 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import CacheServer, alone, cached, loadable, prompts_of, tokens, transfer
+from tests.vllm.conftest import TWO, alone, cached, loadable, prompts_of, tiers_of, tokens
 from tests.vllm.engine import Engine
-from tests.vllm.test_engine import DISK
 
 PROMPTS = prompts_of(700, 900, 1100, 513)
 LATER = prompts_of(800, 600, seed=5)
 EXTENSION = "tests.vllm.trainer.Trainer"
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "processes": True}
+EVERYWHERE = pytest.mark.parametrize(
+    ("below", "ranks"),
+    [("server", {}), ("server", TWO), ("own tiers", {})],
+    indirect=["below"],
+    ids=["one rank", "two ranks", "own tiers"],
+)
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
 
 
 @pytest.fixture
-def below(tmp_path):
-    """A server that keeps all it is given on disk too."""
-    server = CacheServer(tmp_path, "cpu://?capacity=256MiB", DISK.format(tmp_path / "kv"))
-    yield server
-    server.close()
-
-
-def connected(server: CacheServer, **extra: Any) -> dict[str, Any]:
-    return transfer(server=str(server.path), model="ours", **extra)
-
-
-def restarted(server: CacheServer) -> None:
-    """What it has then comes from disk."""
-    from lmtier.server.client import Client
-
-    with Client(str(server.path)) as client:
-        assert client.flush()
-    server.kill()
-    server.start()
+def below(request, tmp_path):
+    """A server that keeps all it is given on disk too; or the same tiers, of each engine its own."""
+    tiers = tiers_of(getattr(request, "param", "server"), tmp_path)
+    yield tiers
+    tiers.close()
 
 
 @pytest.fixture(scope="session")
@@ -80,19 +70,27 @@ def answers(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -
     assert finds(engine, prompts, wanted) == loadable(prompts)
 
 
-@pytest.mark.parametrize("ranks", [{}, TWO], ids=["one rank", "two ranks"])
+@EVERYWHERE
 def test_weights_that_are_reloaded_have_the_name_of_their_files(models, tmp_path, below, wanted, ranks):
     place, trained = tmp_path / "model", str(models / "qwen2-trained")
     shutil.copytree(models / "qwen2", place)
-    with Engine(tmp_path, place, transfer=connected(below), **ranks) as engine:
+    with Engine(tmp_path, place, transfer=below.transfer(model="ours"), **ranks) as engine:
         answers(engine, PROMPTS, wanted["qwen2"])
         engine.sleep(1)  # keeps the weights, and so all names
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
         engine.rpc("reload_weights", weights_path=trained)
         answers(engine, PROMPTS, wanted["qwen2-trained"])
+        if below.are_shared:
+            with Engine(tmp_path, place, transfer=below.transfer(model="ours")) as beside:
+                shutil.copyfile(Path(trained, "model.safetensors"), place / "model.safetensors")
+                assert finds(beside, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+                assert finds(engine, PROMPTS, wanted["qwen2-trained"]) == loadable(PROMPTS)
+                beside.rpc("reload_weights")
+                assert finds(beside, PROMPTS, wanted["qwen2-trained"]) == loadable(PROMPTS)
+            shutil.copyfile(models / "qwen2" / "model.safetensors", place / "model.safetensors")
         assert not engine.metrics()["lmtier:load_failures_total"]
-    restarted(below)
-    with Engine(tmp_path, place, transfer=connected(below)) as engine:
+    below.restart()
+    with Engine(tmp_path, place, transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
         shutil.copyfile(Path(trained, "model.safetensors"), place / "model.safetensors")
         engine.rpc("reload_weights")
@@ -100,9 +98,9 @@ def test_weights_that_are_reloaded_have_the_name_of_their_files(models, tmp_path
         assert not engine.metrics()["lmtier:load_failures_total"]
 
 
-@pytest.mark.parametrize("ranks", [{}, TWO], ids=["one rank", "two ranks"])
+@EVERYWHERE
 def test_weights_that_somebody_writes_have_names_of_this_run(models, tmp_path, below, wanted, ranks):
-    how: dict[str, Any] = {"transfer": connected(below), "worker_extension_cls": EXTENSION}
+    how: dict[str, Any] = {"transfer": below.transfer(model="ours"), "worker_extension_cls": EXTENSION}
     with Engine(tmp_path, models / "qwen2", **how, **ranks) as engine:
         answers(engine, PROMPTS, wanted["qwen2"])
         engine.rpc("write", by=1.25)
@@ -112,9 +110,15 @@ def test_weights_that_somebody_writes_have_names_of_this_run(models, tmp_path, b
         engine.rpc("update_weights", update_info={"folder": str(models / "qwen2-trained")})
         engine.rpc("finish_weight_update")
         answers(engine, PROMPTS, wanted["updated"])
+        if below.are_shared:
+            with Engine(tmp_path, models / "qwen2", **how) as beside:
+                assert finds(beside, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+                beside.rpc("write", by=1.25)  # as the other one did, and nobody knows that
+                answers(beside, PROMPTS, wanted["written"])
+                assert finds(engine, PROMPTS, wanted["updated"]) == loadable(PROMPTS)
         assert not engine.metrics()["lmtier:load_failures_total"]
-    restarted(below)
-    with Engine(tmp_path, models / "qwen2", transfer=connected(below)) as engine:
+    below.restart()
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
 
 
@@ -124,18 +128,20 @@ def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models
         "model_loader_extra_config": {"folder": str(models / "qwen2-trained")},
         "worker_extension_cls": EXTENSION,
     }
-    with Engine(tmp_path, models / "qwen2", transfer=connected(below), **elsewhere) as engine:
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours"), **elsewhere) as engine:
         answers(engine, PROMPTS, wanted["qwen2-trained"])
         engine.rpc("reload_weights")
         answers(engine, PROMPTS, wanted["qwen2-trained"])
-    with Engine(tmp_path, models / "qwen2", transfer=connected(below)) as engine:
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
 
 
 def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_path, below, wanted):
     """No call of vLLM's, and nobody resets anything: what was stored since the last look is deleted."""
     period = 2.0
-    with Engine(tmp_path, models / "qwen2", transfer=connected(below, check_weights=f"{period}s")) as engine:
+    with Engine(
+        tmp_path, models / "qwen2", transfer=below.transfer(model="ours", check_weights=f"{period}s")
+    ) as engine:
         assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
         time.sleep(period)
         alone(engine, prompts_of(300, seed=6))  # the next one that stores something looks, too
@@ -147,8 +153,8 @@ def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_
         assert "vLLM was not asked to change them" in engine.log.read_text()
         assert finds(engine, PROMPTS, wanted["written"]) == 0
         assert finds(engine, PROMPTS, wanted["written"]) == loadable(PROMPTS)
-    restarted(below)
-    with Engine(tmp_path, models / "qwen2", transfer=connected(below)) as engine:
+    below.restart()
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, LATER, wanted["later"]) == 0
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
 
@@ -157,13 +163,13 @@ def test_files_that_change_while_an_engine_loads_them_give_no_name(models, tmp_p
     """It may have loaded some of them before, and some after."""
     place = tmp_path / "model"
     shutil.copytree(models / "qwen2", place)
-    how = connected(below)
+    how = below.transfer(model="ours")
     how["kv_connector_module_path"] = "tests.vllm.replacing"
     env = {"LMTIER_TEST_REPLACES": f"{models / 'qwen2-trained'}:{place}"}
     with Engine(tmp_path, place, transfer=how, processes=True, env=env) as engine:
         answers(engine, PROMPTS, wanted["qwen2"])
         assert "weights' files have changed" in engine.log.read_text()
-    with Engine(tmp_path, place, transfer=connected(below)) as engine:
+    with Engine(tmp_path, place, transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, PROMPTS, wanted["qwen2-trained"]) == 0
 
 
@@ -199,45 +205,64 @@ def adapted(models, adapters, tmp_path_factory):
     return found
 
 
-def test_adapters_that_are_overwritten_fifty_times_under_load(models, tmp_path, below, adapters, adapted):
+@pytest.mark.parametrize(
+    ("below", "ranks", "swaps"),
+    [("server", {}, 50), ("server", TWO, 6), ("own tiers", {}, 6)],
+    indirect=["below"],
+    ids=["fifty times", "two ranks", "own tiers"],
+)
+def test_adapters_that_are_overwritten_under_load(models, tmp_path, below, adapters, adapted, ranks, swaps):
     places = [tmp_path / "one", tmp_path / "two"]
     holds = [0, 1]
     for place, number in zip(places, holds, strict=True):
         overwrite(place, adapters[number])
-    options: dict[str, Any] = {**LORA, "transfer": connected(below), "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        **LORA,
+        "transfer": below.transfer(model="ours"),
+        "enable_prefix_caching": False,
+    }
     going_on = prompts_of(700, seed=8)
-    with Engine(tmp_path, models / "qwen2", **options) as engine:
-        for swap in range(50):
+    with Engine(tmp_path, models / "qwen2", **options, **ranks) as engine:
+        for swap in range(swaps):
             turn = swap % 2
             engine.start(going_on, 20, lora=str(places[turn]))
             engine.beside([(LATER[1], str(places[1 - turn]))], 2)
             holds[turn] = (holds[turn] + 1 + swap % 3 // 2) % 3
             overwrite(places[turn], adapters[holds[turn]])
-            engine.remove_lora(str(places[turn]))
-            engine.add_lora(str(places[turn]))
+            if not (in_place := swap % 4 > 1):
+                engine.remove_lora(str(places[turn]))
+            engine.add_lora(str(places[turn]), in_place=in_place)
             asked = [(prompt, str(place)) for place in places for prompt in PROMPTS[:2]]
             found = tokens(engine.beside(asked))
             assert found == adapted[holds[0]][0] + adapted[holds[1]][0]
         counted = engine.metrics()
-        assert counted["lmtier:loaded_tokens_total"] > 50 * loadable(PROMPTS[:2])
+        assert counted["lmtier:loaded_tokens_total"] > swaps * loadable(PROMPTS[:2])
         assert not counted["lmtier:load_failures_total"]
-    with Engine(tmp_path, models / "qwen2", **options) as engine:
-        one, first = str(places[0]), holds[0]
-        outputs = alone(engine, PROMPTS[:2], lora=one)
-        assert tokens(outputs) == adapted[first][0]
-        assert cached(outputs) == loadable(PROMPTS[:2])
-        second = (first + 1) % 3
-        overwrite(places[0], adapters[second])  # the old one stays in memory
-        for _ in range(2):
-            outputs = alone(engine, LATER, lora=one)
-            assert tokens(outputs) == adapted[first][1]
-        assert cached(outputs) == loadable(LATER)
-        for other in adapters[:2]:  # there is room for two
-            alone(engine, LATER, lora=str(other))
-        outputs = alone(engine, LATER, lora=one)
-        assert tokens(outputs) == adapted[second][1]
-        assert not engine.metrics()["lmtier:load_failures_total"]
-    with Engine(tmp_path, models / "qwen2", **options) as engine:
+        below.hand_on(engine)
+        with Engine(tmp_path, models / "qwen2", **options) as other:
+            one, first = str(places[0]), holds[0]
+            outputs = alone(other, PROMPTS[:2], lora=one)
+            assert tokens(outputs) == adapted[first][0]
+            assert cached(outputs) == loadable(PROMPTS[:2])
+            second = (first + 2) % 3
+            overwrite(places[0], adapters[second])  # the old one stays in memory
+            if below.are_shared:  # of this one, not of that beside it
+                engine.add_lora(one, in_place=True)
+                outputs = engine.beside([(prompt, one) for prompt in LATER])
+                assert tokens(outputs) == adapted[second][1]
+            for _ in range(2):
+                outputs = alone(other, LATER, lora=one)
+                assert tokens(outputs) == adapted[first][1]
+            assert cached(outputs) == loadable(LATER)
+            for each in adapters[:2]:  # there is room for two
+                alone(other, LATER, lora=str(each))
+            outputs = alone(other, LATER, lora=one)
+            assert tokens(outputs) == adapted[second][1]
+            if below.are_shared:
+                assert cached(outputs) == loadable(LATER)
+            assert not other.metrics()["lmtier:load_failures_total"]
+    below.restart()
+    with Engine(tmp_path, models / "qwen2", **options, **ranks) as engine:
         outputs = alone(engine, [*PROMPTS[:2], *LATER], lora=one)
         assert tokens(outputs) == adapted[second][0] + adapted[second][1]
         assert cached(outputs) == loadable([*PROMPTS[:2], *LATER])

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from lmtier.errors import ConfigError
-from lmtier.layout import stored_size
+from lmtier.format.layout import stored_size
 from tests.vllm.conftest import prompts_of
 from tests.vllm.engine import Engine
 
@@ -239,7 +239,7 @@ def test_a_tier_that_cannot_be_reached_is_a_miss_and_keeps_no_memory_of_vllms(op
         done = one.store(keys)
         assert (done.success, done.successful_keys) == (False, None)
         assert not one.load(keys).success
-    assert not one.tier._transfers
+    assert not one.tier._jobs
     assert not one.tier._going.entries()
 
 
@@ -331,7 +331,7 @@ def test_items_that_users_may_name_are_found_by_this_run_only_unless_trusted(
     opened(url).store(names(3))
     opened(url, trust_media_ids=True).store(names(3, "b"))
     with monkeypatch.context() as patch:
-        patch.setattr("lmtier.keys._PROCESS_SECRET", "of another process")
+        patch.setattr("lmtier.format.keys._PROCESS_SECRET", "of another process")
         assert opened(url).lookup(names(3)) == [False] * 3
         assert opened(url, trust_media_ids=True).lookup(names(3, "b")) == [True] * 3
         (model / "preprocessor_config.json").write_text("{}")

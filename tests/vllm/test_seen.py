@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmtier.server.console import Address, Remote
+from lmtier.tools.console import Address, Remote
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine, environment
 

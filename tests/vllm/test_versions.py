@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 
-from lmtier.server.client import Client
-from tests.vllm.conftest import CHUNK, CacheServer, alone, cached, loadable, prompts_of, tokens, transfer
+from lmtier.client.client import Client
+from tests.vllm.conftest import (
+    AVX512,
+    CHUNK,
+    CacheServer,
+    alone,
+    cached,
+    loadable,
+    prompts_of,
+    tokens,
+    transfer,
+)
 from tests.vllm.engine import Engine, EngineDied, Output
 
 STEP = 512
@@ -78,7 +88,9 @@ def test_this_version_runs(engine, record_testsuite_property):
     found = engine.ask("version")
     record_testsuite_property("vllm", found["version"])
     assert found["installed"] == found["version"]
-    assert {Path(each).parent for each in found["compiled"]} == {Path(found["package"])}
+    folders = {Path(each).parent for each in found["compiled"]}
+    # On a CPU without AVX-512, vLLM loads nothing that is compiled.
+    assert folders == {Path(found["package"])} or (not folders and not AVX512)
 
 
 def test_answers_cold_and_warm_are_those_of_an_engine_alone(models, folder, first):

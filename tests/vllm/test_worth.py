@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lmtier.server.client import Client
+from lmtier.client.client import Client
 from tests.redis_process import Proxy, running
 from tests.server.process import until
 from tests.vllm.conftest import CacheServer, prompts_of, transfer

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmtier.errors import LayoutError
 from lmtier_integrations.vllm.kv import window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import Plan, Report
+from lmtier_integrations.vllm.messages import Plan, RankReport
 from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import ANY, BLHNC, Settings
@@ -148,12 +148,12 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.copies_layers
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if not self._worker.loads:
+        if not self._worker.loads.of_step:
             return
-        # A step that replays one graph has no context of its own, or one that says so: no layer calls hooks.
-        # That is why graphs need not be piecewise.
+        # A step that replays one graph has no context, or one that shows it: then no layer calls hooks. So
+        # graphs need not be piecewise.
         is_graph = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
-        self._worker.start_load(calls_hooks=forward_context.attn_metadata is not None and not is_graph)
+        self._worker.loads.start(calls_hooks=forward_context.attn_metadata is not None and not is_graph)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._worker.wait_for_layer(layer_name)
@@ -165,15 +165,15 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.finish()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        arrived, lost = self._worker.arrivals()
+        arrived, lost = self._worker.loads.arrivals()
         if not arrived:
             return _NOTHING_ARRIVED
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=lost)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.failed_blocks()
+        return self._worker.loads.failed_blocks()
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> RankReport | None:
         return self._worker.report()
 
     # ---- scheduler

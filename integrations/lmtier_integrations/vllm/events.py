@@ -1,7 +1,8 @@
-"""What KV-aware routers are told: which chunks this engine's prompts have in which tier, as vLLM's KV events.
+"""KV events for KV-aware routers: the chunks of this engine's prompts and their tiers, as vLLM's KV events.
 
-A chunk is one block of `chunk_tokens` tokens, and its hash is its key. It is told of when it is stored here
-or found here, by whichever engine it was stored, and taken back when it leaves; after a gap, all are.
+A chunk is one block of `chunk_tokens` tokens, and its hash is its key. An event is sent when a chunk is
+stored or found here, whichever engine stored it, and when it leaves. After a gap in the changes, all chunks
+are removed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.request import Request
 
-from lmtier.cache import CPU
-from lmtier.journal import Change
-from lmtier.keys import KeyChain
-from lmtier.server.client import Client
+from lmtier.client.client import Client
+from lmtier.core.match import CPU
+from lmtier.format.keys import KeyChain
+from lmtier.observe.journal import Change
 
 _PAUSE = 0.02  # seconds between two questions
 _KNOWN = 16_384  # chunks whose tokens are kept, in case they come to another tier
@@ -38,7 +39,7 @@ class Events:
         self._client = client
         self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
         self._told: dict[str, set[bytes]] = {}
-        """Tier -> keys that routers believe to be there."""
+        """Maps each tier to the keys that routers know there."""
         self._found: list[Change] = []
         self._next = 0.0
         client.changes()
@@ -72,7 +73,7 @@ class Events:
         ]
 
     def take(self) -> list[KVCacheEvent]:
-        """What is new since the last time; asks the server now and then."""
+        """The new events since the last call. It asks the server from time to time."""
         now = time.monotonic()
         if now < self._next:
             return []
@@ -90,7 +91,7 @@ class Events:
         ]
 
     def forget(self) -> None:
-        """No prompt of this engine will find any of it again."""
+        """Remove all chunks: no prompt of this engine will find them again."""
         self._found = [Change(tier, False, key) for tier, keys in self._told.items() for key in keys]
         self._chunks.clear()
 

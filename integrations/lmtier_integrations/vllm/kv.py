@@ -1,8 +1,8 @@
-"""What the engine declares of its KV memory, as a layout, a shard and tensors; nothing is guessed.
+"""Reads the engine's declaration of its KV memory as a layout, a shard and tensors. It guesses nothing.
 
-Shapes are only compared with what was declared: two readings can have the same shape, and to take one for
-the other is to serve noise. A content whose inner order is not known for certain is opaque: it fits the
-same backend, dtype and block size, byte for byte, and nothing else.
+Shapes are only compared with the declaration: two layouts can have the same shape, and a confusion would
+serve noise. If the inner order of blocks is not known for certain, the content is opaque: it only fits the
+same backend, dtype and block size, byte for byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmtier.errors import LayoutError
-from lmtier.layout import LayerShape, Layout, Shard
+from lmtier.format.layout import LayerShape, Layout, Shard
 
 _PAIRS = {"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
 """Backends that keep a token's K and V side by side, per head: [K | V], as vLLM 0.29 and later declare it."""
@@ -100,7 +100,7 @@ def declare(
         first, end = stage_layers[get_pp_group().rank_in_group]
         if len(shapes) != end - first or len(set(shapes)) > 1:
             raise LayoutError(
-                "lmtier serves pipeline parallelism where all layers are alike and each has KV of its own"
+                "lmtier serves pipeline parallelism where all layers are alike and none shares KV"
             )
         shapes = shapes[:1] * total
     layout = Layout(
@@ -221,7 +221,7 @@ def _packing(
     spec = specs[owners[0]]
     parts = [packing, dtype or str(spec.dtype).removeprefix("torch."), str(spec.block_size // ratio)]
     if any(specs[name].num_head_slots is not None for name in owners):
-        parts.append(f"tp{ranks}")  # then a slot is no head, and other cuts have other slots
+        parts.append(f"tp{ranks}")  # then a slot is no head, and other numbers of ranks have other slots
     name = re.sub(r"[^a-z0-9._:-]", "-", "-".join(parts).lower())[:64]
     return name, "u8"
 

@@ -1,14 +1,13 @@
-"""The private server of an engine: started by whichever of its processes comes first, found by the others.
+"""The private server of an engine: the first process of the engine starts it, and the others find it.
 
-It ends some seconds after the last connection, so it ends with the engine however that one ends. A lock
-file beside the socket decides who starts it; its log lies there too, and is what an error quotes.
+It ends some seconds after the last connection, so it always ends with the engine. A lock file next to the
+socket decides which process starts it. Its log is there too; errors quote it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import socket
@@ -20,14 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE
 from lmtier.errors import ConfigError, TierError
-from lmtier.layout import Shard
-from lmtier.server.client import Client
-from lmtier.server.resp import command
-from lmtier_integrations.vllm.settings import Settings
-
-log = logging.getLogger("vllm.lmtier")
+from lmtier.format.layout import Shard
+from lmtier.wire.resp import command
+from lmtier_integrations.vllm.settings import Settings, log
 
 _PATIENCE = 60.0  # seconds until a private server must answer
 _LINGER = 5.0  # seconds without a connection until it ends; it must let go of its disk before the next start
@@ -51,7 +48,7 @@ class Launcher:
         self._tried = 0.0
 
     def connect(self, name: str, shard: Shard | None = None) -> Client:
-        """A client of the server, which is started if it is ours and not there. Raises TierError."""
+        """A client of the server. A private server is started if it does not run. Raises TierError."""
         if self.is_private:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
@@ -67,7 +64,7 @@ class Launcher:
         with suppress(BlockingIOError), self._lock(wait=False):
             if not self._answers():
                 log.warning(
-                    "lmtier: the private server has gone and is started again; its log: %s", self._log
+                    "lmtier: the private server has died and is started again; its log: %s", self._log
                 )
                 self._spawn()
 
@@ -120,24 +117,25 @@ class Launcher:
                 stderr=descriptor,
                 env=environment,
                 cwd="/",
-                # Not a session of its own: workers of vLLM that wait spin on sched_yield, which gives way to
-                # their own session only (autogroup). Ctrl-C does not reach another group either.
+                # Not a separate session: waiting workers of vLLM spin on sched_yield, which yields only to
+                # their
+                # own session (autogroup). Ctrl-C does not reach another group either.
                 process_group=0,
             )
         finally:
             os.close(descriptor)
         with suppress(OSError):
-            # A worker may be bound to the cores that compute; what serves it must not be.
+            # A worker may be bound to the computing cores, but the server must not be.
             os.sched_setaffinity(self._process.pid, range(os.cpu_count() or 1))
 
     def _answers(self) -> bool:
-        """Whether it serves: it listens before it has opened its tiers, which may fail."""
+        """Whether it answers: it listens before it has opened its tiers, which may fail."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(_PROBE)
             try:
                 probe.connect(str(self.path))
                 probe.sendall(command("PING"))
-                return bool(probe.recv(64))  # whatever it says, be it that it wants a token
+                return bool(probe.recv(64))  # any answer counts, also a request for a token
             except OSError:
                 return False
 
@@ -170,7 +168,7 @@ class Launcher:
 
 
 def _folder() -> Path:
-    """Where sockets lie that nobody else may open."""
+    """The folder of sockets that other users may not open."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(runtime) / "lmtier" if os.path.isdir(runtime) else Path(f"/tmp/lmtier-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -181,7 +179,7 @@ def _folder() -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Forget the logs of engines that ended long ago."""
+    """Delete the logs of engines that ended long ago."""
     for old in folder.glob("*.log"):
         with suppress(OSError):
             if not old.with_suffix(".sock").exists() and time.time() - old.stat().st_mtime > _OLD:

@@ -1,4 +1,4 @@
-"""Names for images, audio and video: by what the model is given of them.
+"""Names for images, audio and video, from the tensors that the model gets.
 
 vLLM names each item itself, and the name is not always one of content: it is a counter while vLLM's caches
 are off, it is what the user says in `multi_modal_uuids`, and a user's name may look like a hash. A hash of
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 import weakref
 from collections import OrderedDict
@@ -23,10 +22,9 @@ from blake3 import blake3
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
-from lmtier.keys import Extra
+from lmtier.format.keys import Extra
 from lmtier_integrations.identity import preparing_files_in
-
-log = logging.getLogger("vllm.lmtier")
+from lmtier_integrations.vllm.settings import log
 
 _NAMES = 65_536  # of vLLM's, with the content last seen under each: more than its caches hold items
 _LEAST = 16  # bytes of content for each token: an embedding has hundreds, a patch of pixels too
@@ -45,7 +43,7 @@ Contents = list[Extra]
 
 
 class Media:
-    """What the items of requests are called in keys."""
+    """The names of the requests' items in keys."""
 
     def __init__(self, config: VllmConfig, *, trusts_ids: bool = False) -> None:
         model = config.model_config
@@ -60,13 +58,13 @@ class Media:
         self._sees_contents = config.ec_transfer_config is None
         self._run = secrets.token_hex(16)
         self._contents: OrderedDict[str, str] = OrderedDict()
-        """What was last seen under vLLM's names; empty: it was not the same each time."""
+        """The last content under each of vLLM's names; empty: there were different contents."""
         self._hashed: dict[int, tuple[weakref.ref[Any], str]] = {}
         """By identity, because vLLM keeps the items that come again."""
         self._is_told = False
 
     def of(self, request: Request) -> Contents | None:
-        """None: what stands behind these tokens cannot be known, and nothing may be stored or loaded.
+        """The contents of a request's items. None: they are unknown, so nothing may be stored or loaded.
 
         Called for every request that the engine gets, before it computes any of it.
         """
@@ -87,15 +85,18 @@ class Media:
             if not self._is_told:
                 self._is_told = True
                 log.warning(
-                    "lmtier: this engine does not show what is in an item (%s), so what is stored behind "
-                    "it is found by this run only; trust_media_ids takes vLLM's names for names of content",
+                    "lmtier: this engine does not show the content of an item (%s), so only this run finds "
+                    "KV after it; with trust_media_ids, vLLM's names count as names of content",
                     feature.modality,
                 )
             return f"private {self._run} {identifier}"
         return self._agreed(identifier, content)
 
     def _agreed(self, identifier: str, content: str) -> str:
-        """vLLM gives what it computed for an item to all of that name: two contents under one are none."""
+        """vLLM shares its results by an item's name.
+
+        If one name has had two contents, the item is not cached.
+        """
         known = self._contents.pop(identifier, content)
         if known and known != content:
             log.warning("lmtier: two contents came under one name, %.80r: not cached", identifier)

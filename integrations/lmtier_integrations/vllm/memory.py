@@ -1,8 +1,8 @@
-"""What a rank computes with: weights and adapters as they lie in memory, where they came from, since when.
+"""The weights and adapters in a rank's memory: their origin, and the step since which they are there.
 
-Files and names say what was to be loaded; KV comes from what was. So an adapter gets its name when it is
-read, the methods by which vLLM changes weights are watched, and samples of all weights are compared when a
-plan says so: somebody else's code may write to them.
+Files and names describe what should be loaded, but KV depends on what was loaded. So an adapter gets its name
+when it is read, vLLM's methods that change weights are watched, and samples of all weights are compared when
+a plan requests it: other code may write to them.
 
 Nothing here runs while the engine computes: vLLM changes weights between steps, and plans come before them.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -29,8 +28,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from lmtier_integrations.identity import Stamps, adapter_in, newest, stamps_of, weights_in
 from lmtier_integrations.vllm.messages import Adapter, Origin
-
-log = logging.getLogger("vllm.lmtier")
+from lmtier_integrations.vllm.settings import log
 
 T = TypeVar("T")
 
@@ -47,9 +45,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def caller(kind: type[T]) -> T | None:
-    """The object of this kind that is at work right now: one of its methods has, in the end, called this.
+    """The object of this class on the call stack: one of its methods has called this, directly or not.
 
-    vLLM makes connectors from within its worker and its scheduler, and tells them nothing of either.
+    vLLM makes connectors inside its worker and its scheduler, but passes neither to them.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -110,7 +108,7 @@ class _Held:
     """The first step from which on its name stands for nothing else."""
 
 
-class Memory:
+class LoadedModel:
     def __init__(self, config: VllmConfig, worker: Any) -> None:
         self._config, self._worker = config, worker
         self.step = 0
@@ -123,6 +121,8 @@ class Memory:
         """Whether something has happened since the last step."""
         self.has_slept = False
         """At level 1, which keeps the weights."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before memory is changed or unmapped: no copy may be under way then."""
         self._is_asleep = False
         self._has_changed = False
         self._loaded: set[str] | None = None
@@ -135,14 +135,15 @@ class Memory:
         for name in _CHANGES:
             wrap(self._leave, worker, name, self._change)
         wrap(self._leave, worker, "sleep", self._sleep)
+        wrap(self._leave, worker, "discard", self._discard)
         wrap(self._leave, worker, "wake_up", self._wake)
         wrap(self._leave, worker.model_runner, "load_model", self._load)
         wrap(self._leave, worker.model_runner, "reload_weights", self._reload)
         self._watch_models()
 
     @classmethod
-    def of_this_process(cls, config: VllmConfig) -> Memory | None:
-        """Of the worker that is being made ready; None: whoever made this connector is none of vLLM's."""
+    def of_this_process(cls, config: VllmConfig) -> LoadedModel | None:
+        """The model of the worker that is starting. None: no worker of vLLM made this connector."""
         worker = caller(WorkerBase)
         return cls(config, worker) if worker is not None and worker.model_runner is not None else None
 
@@ -174,6 +175,7 @@ class Memory:
         self.origin = origin
 
     def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.before_change()
         try:
             return method(*args, **kwargs)
         finally:
@@ -199,6 +201,7 @@ class Memory:
         place, revision = path or model.model, "" if path else model.revision
         is_of_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
         before, self._loaded = stamps_of(place), None
+        self.before_change()
         self._changed()
         result = method(*args, **kwargs)
         # What was not loaded is of before, so the files alone would not name it.
@@ -215,7 +218,12 @@ class Memory:
         digest = weights_in(place) if is_first else ""
         return (_named(stamps), digest) if stamps_of(place) == stamps else ("", "")
 
+    def _discard(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.before_change()
+        return method(*args)
+
     def _sleep(self, method: Callable[..., Any], level: int = 1) -> Any:
+        self.before_change()
         self._is_asleep = self.has_news = True
         if level == 1:
             self.has_slept = True
@@ -341,9 +349,9 @@ class _Sample:
                     plain, ((count - first + step - 1) // step,), (step,), plain.storage_offset() + first
                 )
             except (KeyError, RuntimeError, NotImplementedError, TypeError):
-                unseen += 1  # a format of its own
+                unseen += 1  # an unknown format
                 continue
             views.setdefault((tensor.device, size), []).append(kept)
         if unseen:
-            log.warning("lmtier: %d tensors of weights are not compared: their format is their own", unseen)
+            log.warning("lmtier: %d tensors of weights are not compared: their format is not known", unseen)
         return list(views.values())

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmtier.cache import Match, Reservation
-from lmtier.index import Entry, State
-from lmtier.layout import Form, Layout, Shard, form_of
+from lmtier.core.match import Reservation
+from lmtier.core.placement import Placement
+from lmtier.format.layout import Shard
 
 NULL_BLOCK = 0
 """In a request's block table: a block that has left a sliding window."""
@@ -30,8 +30,6 @@ Adapter: TypeAlias = "tuple[int, str]"
 Origin: TypeAlias = "tuple[str, str]"
 """Of weights that were loaded from files: which ones, and a digest of them, from the rank that has taken it;
 empty: from elsewhere."""
-
-_Foreign: TypeAlias = "tuple[bytes, tuple[Shard, ...], tuple[int, ...]]"
 
 
 @dataclass
@@ -54,11 +52,7 @@ class LoadPlan:
     """A match to copy into a request's blocks."""
 
     id: int
-    keys: tuple[bytes, ...]
-    offsets: list[tuple[int, ...]]
-    marks: dict[int, tuple[bytes, ...]]
-    foreign: dict[int, _Foreign]
-    """Chunks that are stored in another form than this engine's."""
+    placement: Placement
     block_ids: list[list[int]]
     """Of each block table."""
     computed_tokens: int
@@ -69,45 +63,6 @@ class LoadPlan:
     adapter: Adapter | None = None
     """That the keys say it was computed with."""
 
-    @classmethod
-    def of(
-        cls,
-        match: Match,
-        block_ids: list[list[int]],
-        computed_tokens: int,
-        request: str = "",
-        near: Near | None = None,
-        adapter: Adapter | None = None,
-    ) -> LoadPlan:
-        foreign: dict[int, _Foreign] = {}
-        for number, entry in enumerate(match.run):
-            if entry.form is not match.form:
-                layout = entry.form.layout
-                assert layout is not None  # what is in the slab has been read
-                foreign[number] = layout.to_json(), entry.form.shards, entry.form.sizes
-        return cls(
-            match.id,
-            tuple(entry.key for entry in match.run),
-            [entry.offsets for entry in match.run],
-            {number: entry.prints for number, entry in enumerate(match.run) if entry.prints},
-            foreign,
-            block_ids,
-            computed_tokens,
-            request,
-            near,
-            adapter,
-        )
-
-    def match(self, form: Form) -> Match:
-        run = [Entry(key, form, form.room, State.READY) for key in self.keys]
-        for entry, offsets in zip(run, self.offsets, strict=True):
-            entry.offsets = offsets
-        for number, marks in self.marks.items():
-            run[number].prints = marks
-        for number, (layout, shards, sizes) in self.foreign.items():
-            run[number].form = form_of(Layout.from_json(layout), shards, sizes)
-        return Match(self.id, self.keys, form, 0, 0.0, run=run, sources=[""] * len(run))
-
 
 @dataclass
 class SavePlan:
@@ -115,8 +70,7 @@ class SavePlan:
 
     id: int
     chunks: list[int]
-    keys: list[bytes]
-    offsets: list[tuple[int, ...]]
+    placement: Placement
     block_ids: list[list[int]]
     """Of these chunks, one after the other, by table."""
     near: Near | None = None
@@ -138,8 +92,7 @@ class SavePlan:
         return cls(
             reservation.id,
             chunks,
-            [entry.key for entry in reservation.entries.values()],
-            [entry.offsets for entry in reservation.entries.values()],
+            reservation.placement,
             [
                 [
                     block
@@ -152,14 +105,6 @@ class SavePlan:
             since,
             adapter,
         )
-
-    def reservation(self, form: Form, shard: Shard) -> Reservation:
-        """As one rank sees it: its own shard is all that is left to do."""
-        entries = {}
-        for chunk, key, offsets in zip(self.chunks, self.keys, self.offsets, strict=True):
-            entry = entries[chunk] = Entry(key, form, form.room, State.FILLING)
-            entry.offsets = offsets
-        return Reservation(self.id, form, entries, 0, 0, {shard})
 
 
 @dataclass
@@ -183,7 +128,7 @@ class Plan(KVConnectorMetadata):
     run: int = 0
     """The run of the server that the workers are asked to follow to; 0: all are there."""
     taken: list[int] = field(default_factory=list)
-    """Blocks that the engine hands out in this step; told where workers are asynchronous."""
+    """Blocks that the engine hands out in this step. Only filled if workers are asynchronous."""
     computes: Work | None = None
 
     @property
@@ -193,17 +138,17 @@ class Plan(KVConnectorMetadata):
 
 
 @dataclass
-class Report(KVConnectorWorkerMetadata):
+class RankReport(KVConnectorWorkerMetadata):
     """The workers, to the scheduler, each step; added up over the ranks."""
 
     facts: dict[int, RankFacts] = field(default_factory=dict)
     """Of each rank, if it was asked."""
     loaded: dict[int, int] = field(default_factory=dict)
-    """Matches whose copies have ended, well or not: by how many ranks."""
+    """Matches whose copies have ended or failed, with the number of ranks."""
     saved: dict[int, int] = field(default_factory=dict)
     """The same of reservations with places in GPU memory."""
     failed: set[int] = field(default_factory=set)
-    """Of both, those that did not go well."""
+    """The matches and reservations that failed."""
     epoch: int = 0
     names: int = 0
     """What the scheduler is to count, because weights have changed; 0: they have not."""
@@ -212,19 +157,19 @@ class Report(KVConnectorWorkerMetadata):
     was_unnoticed: bool = False
     """Whether they had changed for a while."""
     compared: dict[int, int] = field(default_factory=dict)
-    """How many ranks have compared their weights, or were told of a change, in which step."""
+    """Maps a step to the number of ranks that have compared their weights, or learned of a change, in it."""
     slept: int = 0
     """Ranks that have slept, at the level that keeps weights."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
-    """What each rank has in memory, where that has changed."""
+    """The adapters in each rank's memory, if they have changed."""
     runs: dict[int, int] = field(default_factory=dict)
     """How many ranks followed to which run of the server."""
     under_way: int = 0
     """Saves and loads that have not ended."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        assert isinstance(other, Report)
-        return Report(
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        assert isinstance(other, RankReport)
+        return RankReport(
             self.facts | other.facts,
             _sum(self.loaded, other.loaded),
             _sum(self.saved, other.saved),

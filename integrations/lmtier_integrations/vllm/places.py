@@ -1,7 +1,6 @@
-"""Where the engine keeps its KV, on a CPU or on a GPU: the mover for it, what its steps take, and what a GPU
-needs of the slab.
+"""The place of the engine's KV, a CPU or a GPU: its mover, the time of its steps, and pinning for a GPU.
 
-What is imported for a GPU is imported only where there is one.
+Modules for a GPU are only imported if there is one.
 """
 
 from __future__ import annotations
@@ -12,31 +11,28 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.config import VllmConfig
 
-from lmtier.cache import Match, Reservation
+from lmtier.client.client import Client
 from lmtier.config import TierSpec
-from lmtier.cuda.mover import CudaMover
-from lmtier.cuda.paging import CudaKV
-from lmtier.cuda.pinned import Pinning
-from lmtier.cuda.streams import Device, Event
+from lmtier.copy.blocks import BlockIds
+from lmtier.copy.crew import Crew
+from lmtier.copy.cuda.mover import CudaMover
+from lmtier.copy.cuda.page_lock import PageLock, PageLockingDevice
+from lmtier.copy.cuda.paging import CudaKV
+from lmtier.copy.cuda.streams import Event
+from lmtier.copy.mover import Blocks, Load, Mover, Save
+from lmtier.copy.paging import PagedKV
+from lmtier.core.match import Match, Reservation
 from lmtier.errors import ConfigError, LayoutError
-from lmtier.keys import Identity
-from lmtier.mover import Blocks, Load, Mover, Save
-from lmtier.paging import BlockIds, PagedKV
-from lmtier.server.client import Client
-from lmtier.workers import Crew
+from lmtier.format.keys import Identity
 from lmtier_integrations.vllm.kv import Declared
 from lmtier_integrations.vllm.messages import Near, Work
 from lmtier_integrations.vllm.stats import Stats
 
 _HELPERS = 3  # threads beside the engine's own that copy on a CPU: a few take all that memory gives
-
-
-class PinningDevice(Device, Protocol):
-    def pin(self, memory: memoryview) -> Pinning: ...
 
 
 class OnCpu:
@@ -69,7 +65,7 @@ class OnCpu:
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens)
 
     def can_save(self, reservation: Reservation) -> bool:
-        """Whether that holds nobody up."""
+        """Whether a save does not delay the engine."""
         return True
 
     def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
@@ -79,10 +75,10 @@ class OnCpu:
         """The client may see another slab than before."""
 
     def tell(self, stats: Stats) -> None:
-        """What has changed since the last time."""
+        """Add the changes since the last call to `stats`."""
 
     def close(self) -> None:
-        """Wait for what is under way: the tensors and the slab go next."""
+        """Wait for unfinished copies: the tensors and the slab are freed next."""
         self._crew.close()
 
 
@@ -105,7 +101,7 @@ class OnGpu:
         identity: Identity,
         gpu: TierSpec | None,
         *,
-        device: PinningDevice,
+        device: PageLockingDevice,
         layerwise: bool,
         pins_at_start: bool,
     ) -> None:
@@ -115,7 +111,7 @@ class OnGpu:
             kv.hold(gpu.capacity)
         self.mover = CudaMover(client, kv, identity, ranks=declared.shards, layerwise=layerwise)
         self._run = 0
-        self._pinning: Pinning | None = None
+        self._page_lock: PageLock | None = None
         """Of the slab."""
         self._pins_at_start = pins_at_start
         self._pin_seconds = 0.0
@@ -127,16 +123,16 @@ class OnGpu:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._computing) or self._pinning is None or self._now() != self._told
+        return bool(self._computing) or self._page_lock is None or self._now() != self._told
 
     def begin(self, work: Work | None, *, waits: bool) -> None:
-        # Of a step that waits for loads, nothing tells how much of its time that was.
+        # If a step waits for loads, the time of the wait is not known, so it is not measured.
         self._began = None
         if work is not None and not waits:
             self._began = work, self._device.compute.record(timed=True)
 
     def end(self, copying: float) -> Iterator[tuple[Work, float]]:
-        """The device's time between the two calls, told in a later step: this one has only been enqueued."""
+        """The device's time between the two calls. It is known in a later step: this one is only enqueued."""
         if self._began is not None:
             self._computing.append((*self._began, self._device.compute.record(timed=True)))
         while self._computing and self._computing[0][2].done():
@@ -147,26 +143,26 @@ class OnGpu:
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens, near=near)
 
     def can_save(self, reservation: Reservation) -> bool:
-        """Copies to what is not pinned yet would hold the engine's thread up until its step has ended."""
+        """Copies to what is not page-locked yet would hold the engine's thread up until its step ends."""
         number, nbytes = self.mover.number, self.mover.kv.nbytes
         last = max((entry.offsets[number] for entry in reservation.entries.values()), default=0)
-        return self._pinning is not None and self._pinning.covers(last + nbytes)
+        return self._page_lock is not None and self._page_lock.covers(last + nbytes)
 
     def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
         return self.mover.fill(reservation, blocks, near=near)
 
     def follow(self, client: Client) -> None:
-        # Not before the first step: until then the engine may capture graphs, which pinning disturbs.
+        # Not before the first step: until then the engine may capture graphs, which page-locking disturbs.
         if client.run != self._run:  # then nothing is held from the old slab, so nothing copies there
-            is_first = self._pinning is None
-            if self._pinning is not None:
-                self._pin_seconds += self._pinning.seconds
-                self._pinning.leave()
+            is_first = self._page_lock is None
+            if self._page_lock is not None:
+                self._pin_seconds += self._page_lock.seconds
+                self._page_lock.leave()
             self._run = client.run
-            self._pinning = self._device.pin(client.slab.view(0, client.slab.capacity))
+            self._page_lock = self._device.lock_pages(client.slab.view(0, client.slab.capacity))
             # The first step computes nothing: workers only say in it what KV they hold.
             if is_first and self._pins_at_start:
-                self._pinning.hurry()
+                self._page_lock.hurry()
 
     def tell(self, stats: Stats) -> None:
         now = self._now()
@@ -176,21 +172,21 @@ class OnGpu:
             self._told = now
 
     def _now(self) -> dict[str, float]:
-        pinning = self._pinning
-        if pinning is None:
+        lock = self._page_lock
+        if lock is None:
             return self._told
         return {
-            "pinned_bytes": pinning.pinned_bytes,
-            "pin_seconds": self._pin_seconds + pinning.seconds,
-            "slab_pinned": pinning.is_whole,
-            "slab_pin_failed": bool(pinning.failure),
+            "pinned_bytes": lock.locked_bytes,
+            "pin_seconds": self._pin_seconds + lock.seconds,
+            "slab_pinned": lock.is_whole,
+            "slab_pin_failed": bool(lock.failure),
         }
 
     def close(self) -> None:
         self.mover.drain()
-        if self._pinning is not None:
-            self._pinning.close()
-            self._pinning = None
+        if self._page_lock is not None:
+            self._page_lock.close()
+            self._page_lock = None
 
 
 def is_on_gpu(config: VllmConfig) -> bool:
@@ -198,12 +194,12 @@ def is_on_gpu(config: VllmConfig) -> bool:
     return bool(config.device_config.device_type != "cpu")
 
 
-def device_of(tensors: Sequence[Any]) -> PinningDevice | None:
+def device_of(tensors: Sequence[Any]) -> PageLockingDevice | None:
     """The GPU that these lie on; None: they are in this process's own memory."""
     found = {tensor.device for tensor in tensors}
     if all(device.type == "cpu" for device in found):
         return None
     if len(found) > 1:
         raise LayoutError(f"lmtier serves ranks whose KV is on one device, this one's is on {found}")
-    device: PinningDevice = import_module("lmtier.cuda.device").CudaDevice(found.pop().index)
+    device: PageLockingDevice = import_module("lmtier.copy.cuda.device").CudaDevice(found.pop().index)
     return device

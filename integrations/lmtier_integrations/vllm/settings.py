@@ -1,13 +1,17 @@
-"""What a user may say in `kv_connector_extra_config`, checked before anything starts."""
+"""The settings in `kv_connector_extra_config`, checked before anything starts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lmtier.config import Config, parse_seconds, suggest
 from lmtier.errors import ConfigError
+
+log = logging.getLogger("vllm.lmtier")
+"""The connector's log, below vLLM's own."""
 
 LAYERWISE, STEP = "layerwise", "step"
 ANY, BLHNC = "any", "BLHNC"
@@ -19,38 +23,40 @@ _SERVERS = ("tiers", "chunk_tokens", "load_deadline", "worth", "verify")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Beside these, for the private server: tiers, chunk_tokens, load_deadline, worth, verify of `Config`.
+    """The connector's settings. A private server also takes those of `Config`: tiers, chunk_tokens,
+    load_deadline, worth, verify.
 
-    A gpu:// tier is the engine's own: the first of a private server's, or the only one beside a server.
+    A gpu:// tier belongs to the engine: it is the first tier of a private server, or the only one with
+    another server.
 
-    Its chunks are blocks of the engine, unless told otherwise: what is left of a prompt after its last chunk
-    has to be computed, and a block over all layers is large enough an object.
+    By default a chunk is one block of the engine: tokens after the last whole chunk are always computed, and
+    a block over all layers is a large enough object.
     """
 
     server: str = ""
     """The Unix socket of a running `lmtier serve`. Empty: this engine starts a private server."""
     http: str = ""
-    """Where the private server shows its page and metrics, as host:port. Empty: nowhere."""
+    """The host:port of the private server's page and metrics. Empty: none."""
     mode: str = ""
-    """layerwise: layers are copied as the engine gets to them, and on a GPU saved so; step, or empty: all
-    layers at once. On a GPU loads always are, and are no part of a step: requests wait for them."""
+    """layerwise: layers are copied one by one as the engine reaches them; on a GPU this applies to saves.
+    step, or empty: all layers at once. On a GPU loads are always whole and asynchronous: requests wait."""
     save_decode: bool = True
-    """Whether generated tokens are kept too."""
+    """Whether generated tokens are stored too."""
     tell_tokens: bool = False
-    """Whether the server is told the tokens of prompts, for `lmtier explain` and for its KV events."""
+    """Whether to send the tokens of prompts to the server, for `lmtier explain` and its KV events."""
     layout: str = BLHNC
-    """How the engine is asked to order its blocks on a GPU, or "any". Other connectors may ask otherwise."""
+    """The requested order of the engine's blocks on a GPU, or "any". Other connectors may request another."""
     pin: str = BACKGROUND
     """When the slab is pinned for GPUs: while the engine serves, or "start": before its first request."""
     trust_media_ids: bool = False
-    """Whether vLLM's names of images, audio and video are taken for names of content, users' ones too."""
+    """Whether vLLM's names of images, audio and video, also those of users, identify their content."""
     model: str = ""
     """The name under which this model's KV is kept. Empty: as vLLM names it."""
     check_weights: str = _CHECK_WEIGHTS
-    """How long weights may be used unseen, before they are compared with what they were; 0s: until something
-    tells that they may have changed."""
+    """The time after which weights are compared with their earlier state. 0s: only when an event shows that
+    they may have changed."""
     config: Config = field(default_factory=Config)
-    """Of the private server; of one that runs already, only `config.gpu` counts."""
+    """The settings of the private server. With a running server, only `config.gpu` counts."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], block_tokens: int, window: int) -> Settings:
@@ -89,7 +95,8 @@ class Settings:
 
 
 def check_chunks(chunk_tokens: int, block_tokens: int, window: int) -> None:
-    """A chunk is saved when it is complete, so then all of it must still be in the window."""
+    """Check the chunk size: a chunk is saved when it is complete, and then all of it must be in the
+    window."""
     if chunk_tokens % block_tokens:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens} is not whole blocks of this engine, which have {block_tokens} "

@@ -1,4 +1,4 @@
-"""What the connector counts, in the form in which vLLM carries it to its log and its /metrics."""
+"""The connector's counters, in the form that vLLM needs for its log and its /metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GAUGES = {
     "slab_pinned": "ranks that have pinned all of it",
     "slab_pin_failed": "ranks that could not pin all of it",
 }
-"""Told as what has changed, so that they add up as counters do."""
+"""Gauges. They are sent as changes, so that they add up like counters."""
 
 _NAMES = (*COUNTERS, *GAUGES)
 

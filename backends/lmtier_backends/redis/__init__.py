@@ -1,0 +1,1 @@
+"""Objects in Redis, Valkey or another lmtier server: the tiers of five URL schemes."""

@@ -1,0 +1,191 @@
+"""Finds the server of a key: the only one, the master that sentinels name, or a cluster's node by slot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from binascii import crc_hqx
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from lmtier.wire.resp import Argument, Error
+from lmtier_backends.redis.wire import Address, BadReply, accepted, left
+
+SLOTS = 16384
+
+Ask: TypeAlias = "Callable[[Address, Sequence[Argument], float], Any]"
+
+
+class Homes:
+    """One fixed server."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def home(self, key: bytes, until: float) -> Address:
+        """The server of `key`."""
+        return self._address
+
+    def homes(self, until: float) -> Sequence[Address]:
+        """The servers of all keys, as they are now."""
+        return (self._address,)
+
+    def onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
+        """Where to send a command that `address` refused, and whether to send ASKING first."""
+        return None
+
+    def forget(self, address: Address) -> None:
+        """A call to `address` failed: find the server again before the next call."""
+
+
+class _Learnt(Homes):
+    """Servers that must be asked for. One of several sources is asked, and again after a failure."""
+
+    def __init__(
+        self, known_to: Iterable[Address], ask: Ask, keep_only: Callable[[Iterable[Address]], None]
+    ) -> None:
+        self._known_to = list(known_to)
+        self._ask = ask
+        self._keep_only = keep_only
+        self._learning = threading.Lock()
+        self._doubtful: Address | None = None
+        """The last source that failed. It is asked last."""
+
+    def _learn(self, args: Sequence[Argument], until: float, read: Callable[[Address, Any], bool]) -> None:
+        """Ask one source after the other until `read` accepts an answer. Each gets a share of the time."""
+        problem: OSError = ConnectionError("there is no server to ask")
+        for tried, address in enumerate(sorted(self._known_to, key=lambda each: each == self._doubtful)):
+            share = left(until) / (len(self._known_to) - tried)
+            try:
+                if read(address, accepted(self._ask(address, args, time.monotonic() + share))):
+                    return
+                problem = ConnectionError(f"{address} does not know")
+            except OSError as error:
+                problem = error
+                self._doubtful = address
+        raise problem
+
+    @contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        """One thread asks. The others wait and use its result."""
+        if not self._learning.acquire(timeout=left(until)):
+            raise TimeoutError("the server did not answer in time")
+        try:
+            yield
+        finally:
+            self._learning.release()
+
+
+class Sentinels(_Learnt):
+    """The master, from the sentinels."""
+
+    def __init__(
+        self,
+        sentinels: Iterable[Address],
+        name: str,
+        ask: Ask,
+        keep_only: Callable[[Iterable[Address]], None],
+    ) -> None:
+        super().__init__(sentinels, ask, keep_only)
+        self._name = name
+        self._master: Address | None = None
+
+    def home(self, key: bytes, until: float) -> Address:
+        if (master := self._master) is not None:
+            return master
+        with self._turn(until):
+            if self._master is None:
+                self._learn(("SENTINEL", "get-master-addr-by-name", self._name), until, self._read)
+            master = self._master
+        if master is None:
+            raise ConnectionError("the master was lost as soon as it was found")
+        return master
+
+    def homes(self, until: float) -> Sequence[Address]:
+        self._master = None
+        return (self.home(b"", until),)
+
+    def forget(self, address: Address) -> None:
+        if self._master == address:
+            self._master = None
+
+    def _read(self, sentinel: Address, reply: Any) -> bool:
+        match reply:
+            case [bytes(host), bytes(port)] if port.isdigit():
+                self._master = (host.decode(), int(port))
+                self._keep_only([self._master])
+                return True
+        return False
+
+
+class Cluster(_Learnt):
+    """The nodes of a cluster, by slot."""
+
+    def __init__(
+        self, seeds: Iterable[Address], ask: Ask, keep_only: Callable[[Iterable[Address]], None]
+    ) -> None:
+        super().__init__(seeds, ask, keep_only)
+        self._seeds = list(self._known_to)
+        self._slots: list[Address | None] | None = None
+
+    def home(self, key: bytes, until: float) -> Address:
+        if (slots := self._slots) is None:
+            with self._turn(until):
+                if self._slots is None:
+                    self._learn(("CLUSTER", "SLOTS"), until, self._read)
+                slots = self._slots
+        address = slots[slot_of(key)] if slots else None
+        if address is None:
+            self._slots = None
+            raise ConnectionError("no node of the cluster has this slot")
+        return address
+
+    def homes(self, until: float) -> Sequence[Address]:
+        """Slot by slot."""
+        with self._turn(until):
+            self._learn(("CLUSTER", "SLOTS"), until, self._read)
+            slots = self._slots or ()
+        homes = tuple(address for address in slots if address is not None)
+        if len(homes) < SLOTS:
+            raise ConnectionError("some slots are on no node of the cluster")
+        return homes
+
+    def onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
+        match said.split():
+            case ["MOVED" | "ASK" as word, _, where]:
+                host, _, port = where.rpartition(":")
+                host = host or address[0]
+                if not port.isdigit():
+                    return None
+                if word == "MOVED" and (slots := self._slots):
+                    slots[slot_of(key)] = (host, int(port))
+                return (host, int(port)), word == "ASK"
+        return None
+
+    def forget(self, address: Address) -> None:
+        self._slots = None
+        self._doubtful = address
+
+    def _read(self, asked: Address, reply: Any) -> bool:
+        if not isinstance(reply, list) or not reply:
+            return False
+        slots: list[Address | None] = [None] * SLOTS
+        for run in reply:
+            match run:
+                case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
+                    name = host.decode() if isinstance(host, bytes) and host not in (b"", b"?") else asked[0]
+                    slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+                case _:
+                    raise BadReply(f"not a run of slots: {run!r}")
+        self._slots = slots
+        nodes = {address for address in slots if address is not None}
+        self._known_to = [*nodes, *(seed for seed in self._seeds if seed not in nodes)]
+        self._keep_only(nodes)  # a seed may be one of them with another name
+        return True
+
+
+def slot_of(key: bytes) -> int:
+    start = key.find(b"{") + 1
+    end = key.find(b"}", start) if start else -1
+    return crc_hqx(key[start:end] if end > start else key, 0) % SLOTS

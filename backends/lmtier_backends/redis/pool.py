@@ -1,0 +1,186 @@
+"""A pool of connections to each server, and commands about keys that use them."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from lmtier.format.objects import CorruptObject
+from lmtier.wire.resp import Argument, Buffer, Error, pieces
+from lmtier_backends.redis.homes import Homes
+from lmtier_backends.redis.wire import Address, ErrorReply, Login, Wire, dial, left
+
+_HOPS = 5  # a slot moves once, or once more while we look
+
+
+class Connections:
+    """A limited number of connections to each server.
+
+    They are made on demand, each for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        login: Callable[[], Login],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._most = most
+        self._login = login
+        self._tls = tls
+        self.lost: Callable[[Address], None] = lambda address: None
+        """Called when a call to a server has failed."""
+        self._lock = threading.Lock()
+        self._idle: dict[Address, SimpleQueue[Wire | None]] = {}
+        self._closed = False
+
+    @contextmanager
+    def borrow(self, address: Address, until: float) -> Iterator[Wire]:
+        """Lend a connection. After an exception it is closed, and the next borrower gets a new one."""
+        idle = self._of(address)
+        try:
+            wire = idle.get(timeout=left(until))
+        except Empty:
+            raise TimeoutError("all connections were busy") from None
+        try:
+            if wire is not None and wire.is_stale():
+                wire.close()
+                wire = None
+            if wire is None:
+                wire = self._dial(address, until)
+            yield wire
+        except BaseException as error:
+            if wire is not None:
+                wire.close()
+            if isinstance(error, OSError):
+                self.lost(address)
+            raise
+        finally:
+            idle.put(wire if wire is not None and not wire.is_closed else None)
+            if self._idle.get(address) is not idle:  # this address is no longer in use
+                _drain(idle)
+
+    def ask(self, address: Address, args: Sequence[Argument], until: float) -> Any:
+        """The reply to a command about a server, not about a key."""
+        with self.borrow(address, until) as wire:
+            wire.send(pieces(*args), until)
+            return wire.reply(until)
+
+    def _dial(self, address: Address, until: float) -> Wire:
+        try:
+            return dial(address, until, self._login(), self._tls)
+        # Of a socket or a password file; in a tier this exception would mean a miss.
+        except FileNotFoundError as error:
+            raise ConnectionError(f"{error.filename or address} does not exist") from None
+
+    def keep_only(self, addresses: Iterable[Address]) -> None:
+        keep = set(addresses)
+        with self._lock:
+            gone = [self._idle.pop(address) for address in [*self._idle] if address not in keep]
+        for idle in gone:
+            _drain(idle)
+
+    def close(self) -> None:
+        self._closed = True
+        self.keep_only(())
+
+    def _of(self, address: Address) -> SimpleQueue[Wire | None]:
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("closed")
+            if address not in self._idle:
+                self._idle[address] = SimpleQueue()
+                for _ in range(self._most):
+                    self._idle[address].put(None)
+            return self._idle[address]
+
+
+def _drain(idle: SimpleQueue[Wire | None]) -> None:
+    with suppress(Empty):
+        while True:
+            if (wire := idle.get_nowait()) is not None:
+                wire.close()
+
+
+class Question(NamedTuple):
+    """A command about one key, as it is sent."""
+
+    key: bytes
+    written: Sequence[Buffer]
+
+    @classmethod
+    def of(cls, word: str, key: bytes, *args: Argument) -> Question:
+        return cls(key, pieces(word, key, *args))
+
+    def sent(self, *, asking: bool) -> Sequence[Buffer]:
+        """The bytes to send. With ASKING first for a node that a slot is moving to."""
+        return (*pieces("ASKING"), *self.written) if asking else self.written
+
+
+class Asker:
+    """Sends commands about keys to the servers that `homes` names."""
+
+    def __init__(self, connections: Connections, homes: Homes) -> None:
+        self._connections = connections
+        self._homes = homes
+
+    def ask(self, questions: Sequence[Question], until: float) -> list[Any]:
+        """The replies to commands on keys: one round trip to all nodes at once, and one more for each
+        move."""
+        replies: list[Any] = [None] * len(questions)
+        homes = {i: (self._homes.home(each.key, until), False) for i, each in enumerate(questions)}
+        for _ in range(_HOPS):
+            batches: dict[Address, list[int]] = {}
+            for i, (address, _asking) in homes.items():
+                batches.setdefault(address, []).append(i)
+            with ExitStack() as stack:
+                # All threads borrow in the same order, so that they cannot deadlock.
+                wires = [
+                    (stack.enter_context(self._connections.borrow(address, until)), batches[address])
+                    for address in sorted(batches, key=str)
+                ]
+                for wire, numbers in wires:
+                    wire.send([p for i in numbers for p in questions[i].sent(asking=homes[i][1])], until)
+                for wire, numbers in wires:
+                    said = iter(wire.replies(sum(1 + homes[i][1] for i in numbers), until))
+                    for i in numbers:
+                        if homes[i][1]:
+                            next(said)
+                        replies[i] = next(said)
+            onward = {}
+            for i, (address, _asking) in homes.items():
+                if isinstance(reply := replies[i], Error) and (
+                    new := self._onward(reply, questions[i].key, address)
+                ):
+                    onward[i] = new
+            if not (homes := onward):
+                break
+        return replies
+
+    def fetch(self, ask: Question, into: Sequence[memoryview], likely: int, until: float) -> int | None:
+        """Read a string directly into memory. Returns its length, or None if it does not exist."""
+        address, asking = self._homes.home(ask.key, until), False
+        for _ in range(_HOPS):
+            with self._connections.borrow(address, until) as wire:
+                wire.send(ask.sent(asking=asking), until)
+                if asking:
+                    wire.reply(until)
+                got = wire.bulk(into, likely, until)
+            if not isinstance(got, Error):
+                return got
+            if got.code == "WRONGTYPE":
+                raise CorruptObject("not a string")
+            if (new := self._onward(got, ask.key, address)) is None:
+                raise ErrorReply(got)
+            address, asking = new
+        raise ConnectionError(f"sent from node to node {_HOPS} times")
+
+    def _onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
+        # Another server is the master, or soon will be.
+        if said.code in ("READONLY", "MASTERDOWN", "CLUSTERDOWN"):
+            self._homes.forget(address)
+        return self._homes.onward(said, key, address)

@@ -1,0 +1,491 @@
+"""Objects in Redis, Valkey or another lmtier server, shared by many hosts. Each call has a deadline.
+
+    lmtier:<namespace>:{<key>.<shard>}               card, header page; then the payload if it is small
+    lmtier:<namespace>:{<key>.<shard>}:<nonce>:<n>   part n of a larger payload
+
+A payload is split into parts of 1020 KiB. Larger values halve the rate, because the server allocates new
+memory for each, and a value of 1024 KiB with its overhead takes 1280 KiB. Each write has its own nonce, in
+its card and in the names of its parts. The card is written last. So two writers never mix, and a reader sees
+one whole write or a miss. A part that was evicted, or has another size, makes the object a miss, and
+`codec.unseal` checks the rest. The braces are a cluster's hash tag: the parts of an object are on one node,
+and objects are spread over the nodes.
+
+One request at a time is in flight on a connection, because pipelined payloads are slower. The threads share
+`connections` of them, and each call ends by `deadline`. That is also why lmtier has its own connections
+(wire.py) and does not use redis-py, whose time-outs are per read and restart with every byte.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmtier.errors import ConfigError, TierError, log
+from lmtier.format.layout import Name
+from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
+from lmtier.tiers.base import Item, Stat
+from lmtier.tiers.blocking import BlockingTier
+from lmtier.wire.resp import Argument, Buffer, Error, pieces
+from lmtier_backends.redis.homes import Cluster, Homes, Sentinels
+from lmtier_backends.redis.pool import Asker, Connections, Question
+from lmtier_backends.redis.wire import Address, BadReply, ErrorReply, Login, accepted, dial
+
+PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
+PORT = 6379
+_SENTINEL_PORT = 26379
+_MOST_LITTER = 4096
+_SCANNED = 1000  # names per step: some .2 ms of the server's single thread
+_MOST_PARTS = 1 << 16
+_MAGIC = b"lmtier-1"
+_CARD = struct.Struct("<8s8sQQ")
+CARD_BYTES = _CARD.size
+_CARD_ASKED = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%b\r\n$1\r\n0\r\n$2\r\n%d\r\n" % (CARD_BYTES - 1)
+"""The encoded request, ten times faster than the encoder. A lookup sends it for each key."""
+
+
+class Card(NamedTuple):
+    """The first bytes under the name of an object: how it was written."""
+
+    nonce: bytes
+    nbytes: int
+    """Payload bytes, whole pages."""
+    part: int
+    """Payload bytes in each part except the last; 0: the payload follows the header."""
+
+    def pack(self) -> bytes:
+        return _CARD.pack(_MAGIC, *self)
+
+    @classmethod
+    def read(cls, data: Buffer) -> Card | None:
+        """None: not a card, or an impossible one."""
+        if len(data) < CARD_BYTES:
+            return None
+        magic, nonce, nbytes, part = _CARD.unpack_from(data)
+        if magic != _MAGIC or nbytes % PAGE or part % PAGE or nbytes > part * _MOST_PARTS > 0:
+            return None
+        return cls(nonce, nbytes, part)
+
+    def spans(self) -> range:
+        """Where the parts begin."""
+        return range(0, self.nbytes, self.part) if self.part else range(0)
+
+    def names(self, key: bytes) -> list[bytes]:
+        return [b"%s:%s:%d" % (key, self.nonce.hex().encode(), n) for n in range(len(self.spans()))]
+
+
+class RedisTier(BlockingTier):
+    """redis://[user[:password]@]host[:port][/db]"""
+
+    keeps = False
+    scheme = "redis"
+
+    def __init__(
+        self,
+        location: str,
+        *,
+        username: str = "",
+        password_file: str = "",
+        db: int = 0,
+        namespace: str = "default",
+        connections: int = 4,
+        deadline: float = 1.0,
+        part: int = 1020 << 10,
+        ssl: bool = False,
+        ssl_ca_certs: str = "",
+        ssl_certfile: str = "",
+        ssl_keyfile: str = "",
+        ssl_check_hostname: bool = True,
+        sentinel_username: str = "",
+        sentinel_password_file: str = "",
+    ) -> None:
+        self._need(connections >= 1, f"connections={connections}: must be 1 or more")
+        self._need(deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
+        self._need(part >= PAGE and part % PAGE == 0, f"part={part}: must be whole pages of {PAGE} bytes")
+        self._need(part <= 256 << 20, f"part={part}: a server takes values of 512 MiB; 1MiB is fastest")
+        self._need(
+            re.fullmatch(r"[A-Za-z0-9._-]{1,64}", namespace) is not None,
+            f"namespace={namespace!r}: up to 64 letters, digits and . _ -",
+        )
+        is_tls = ssl or self.scheme == "rediss"
+        self._need(
+            is_tls or not (ssl_ca_certs or ssl_certfile or ssl_keyfile),
+            "certificates are for rediss://, or with ssl=true",
+        )
+        self._need(
+            self.scheme == "redis-sentinel" or not (sentinel_username or sentinel_password_file),
+            "sentinel_username and sentinel_password_file are for redis-sentinel://",
+        )
+        user, password, place = split_login(location, self.scheme)
+        self._need(not (user and username), "the user is given twice, before the @ and as username=")
+        self._need(
+            not (password and password_file), "the password is given twice, before the @ and as a file"
+        )
+        self._need(bool(place), f"which server? write it like {self.scheme}://{self.EXAMPLE}")
+        hosts, path = self._split_path(place)
+        db = self._db_in(path, db)
+        self._prefix = f"lmtier:{namespace}:".encode()
+        self._deadline = deadline
+        self._part = part
+        self._whole = part * 5 // 4  # a second part does not pay for a few more bytes
+        self._where = f"{self.scheme}://{place} namespace {namespace}"
+        self._litter: deque[bytes] = deque(maxlen=_MOST_LITTER)
+        """Parts that belong to no object, to be deleted with the next write."""
+        tls = tls_context(ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname) if is_tls else None
+
+        def login() -> Login:  # read for each connection, because a password may change
+            secret = password or secret_in(password_file) or os.environ.get(PASSWORD_VARIABLE, "")
+            return Login(user or username, secret, db)
+
+        def sentinel_login() -> Login:
+            return Login(sentinel_username, secret_in(sentinel_password_file))
+
+        for read in (login, sentinel_login):
+            try:
+                read()
+            except OSError as error:
+                raise TierError(f"{self.scheme} tier: password file: {error}") from None
+        self._connections = Connections(connections, login, tls)
+        self._homes = self._find_homes(hosts, path, sentinel_login, tls)
+        self._connections.lost = self._homes.forget
+        self._asker = Asker(self._connections, self._homes)
+        super().__init__(self.scheme, connections, connections, askers=1)
+        self._try_first()
+
+    EXAMPLE = "cache.example:6379/0"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._where}>"
+
+    # ---- the functions of a tier
+
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
+        until = time.monotonic() + self._deadline
+        key = self._key(item.name)
+        written = memoryview(bytearray(CARD_BYTES))
+        payload = buffers[1] if len(buffers) > 1 else None
+        if payload is None:
+            ask = Question.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1)
+            likely = 0
+        else:
+            ask = Question.of("GET", key)
+            likely = len(payload) if len(payload) <= self._whole else 0
+        got = self._asker.fetch(ask, (written, *buffers), CARD_BYTES + PAGE + likely, until)
+        if not got:
+            raise FileNotFoundError(item.name)
+        card = Card.read(written) if got >= CARD_BYTES else None
+        if card is None:
+            raise CorruptObject("no object of lmtier")
+        if payload is None or not card.part:
+            return int(got) - CARD_BYTES
+        if got != CARD_BYTES + PAGE:
+            raise CorruptObject(f"{got} bytes under the name of an object in parts")
+        if card.nbytes <= len(payload):
+            self._read_parts(item.name, card, payload[: card.nbytes], until)
+        return PAGE + card.nbytes
+
+    def _read_parts(self, name: Name, card: Card, payload: memoryview, until: float) -> None:
+        for number, (part, at) in enumerate(zip(card.names(self._key(name)), card.spans(), strict=True)):
+            room = payload[at : at + card.part]
+            got = self._asker.fetch(Question.of("GET", part), (room,), len(room), until)
+            if got is None:  # evicted or expired; the rest of the object is useless
+                with suppress(OSError):
+                    self._forget(self._key(name), card, until)
+                raise FileNotFoundError(name)
+            if got != len(room):
+                raise CorruptObject(f"part {number} has {got} bytes, not {len(room)}")
+
+    def _forget(self, key: bytes, card: Card, until: float) -> None:
+        """Delete an object, unless it was written again since."""
+        (now,) = self._asker.ask([_card_of(key)], until)
+        if now == card.pack():
+            self._unlink([key], until)
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        until = time.monotonic() + self._deadline
+        page, payload = buffers
+        key = self._key(item.name)
+        if item.replaces is not None:
+            self._unlink([self._key(item.replaces)], until)
+        self._tidy(until)
+        card = Card(os.urandom(8), len(payload), 0 if len(payload) <= self._whole else self._part)
+        names = card.names(key)
+        expiry: tuple[Argument, ...] = ("PX", max(1, round(item.lives * 1000))) if item.lives else ()
+        try:
+            for name, at in zip(names, card.spans(), strict=True):
+                part = payload[at : at + card.part]
+                _need_ok(self._asker.ask([Question.of("SET", name, part, *expiry)], until)[0])
+            whole = (card.pack(), page) if names else (card.pack(), page, payload)
+            old, done = self._asker.ask([_card_of(key), Question.of("SET", key, whole, *expiry)], until)
+            _need_ok(done)
+        except BaseException:
+            self._litter.extend(names)
+            raise
+        if isinstance(old, bytes) and (before := Card.read(old)):
+            self._litter.extend(before.names(key))
+            with suppress(OSError):
+                self._tidy(until)
+
+    def delete(self, names: Sequence[Name]) -> None:
+        self._unlink([self._key(name) for name in names], time.monotonic() + self._deadline)
+
+    def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
+        until = time.monotonic() + self._deadline
+        found = {}
+        for name, reply in zip(
+            names, self._asker.ask([_card_of(self._key(n)) for n in names], until), strict=True
+        ):
+            if isinstance(reply, Error) and reply.code != "WRONGTYPE":
+                raise ErrorReply(reply)
+            if isinstance(reply, bytes) and (card := Card.read(reply)):
+                found[name] = Stat(padded(card.nbytes))
+        return found
+
+    def clear(self, prefix: bytes) -> Iterator[None]:
+        """Also deletes parts that belong to no object. Each step ends by `deadline`."""
+        return self._search(prefix, self._clear_all)
+
+    def sift(self, suspect: Suspect) -> Iterator[None]:
+        return self._search(suspect.prefix, partial(self._clear_some, suspect))
+
+    def _search(self, prefix: bytes, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
+        searched: Sequence[Address] = ()
+        # Keys that move between nodes during a search may be missed on both, so search again.
+        while (homes := self._homes.homes(self._by())) != searched:
+            searched = homes
+            for address in dict.fromkeys(homes):
+                pattern = b"%s{%s*" % (self._prefix, prefix.hex().encode())
+                yield from self._search_node(address, pattern, clear)
+
+    def _search_node(
+        self, address: Address, pattern: bytes, clear: Callable[[list[bytes], float], None]
+    ) -> Iterator[None]:
+        cursor = b"0"
+        while True:
+            until = self._by()
+            match self._connections.ask(
+                address, ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED), until
+            ):
+                case [bytes(cursor), list(names)]:
+                    pass
+                case Error() as error:
+                    raise ErrorReply(error)
+                case reply:
+                    raise BadReply(f"a SCAN was answered {reply!r:.80}")
+            clear([name for name in names if isinstance(name, bytes)], until)
+            yield
+            if cursor == b"0":
+                return
+
+    def _clear_all(self, keys: list[bytes], until: float) -> None:
+        for reply in self._asker.ask([Question.of("UNLINK", key) for key in keys], until):
+            accepted(reply)
+
+    def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
+        """Delete the objects whose headers are suspect, with their parts."""
+        objects = [(key, name) for key in keys if (name := self._name(key)) is not None]
+        asked = [Question.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
+        doomed = []
+        for (key, name), reply in zip(objects, self._asker.ask(asked, until), strict=True):
+            with suppress(CorruptObject):  # a reader will find that out
+                if isinstance(reply, bytes) and suspect.covers(
+                    name.key, peek(memoryview(reply)[CARD_BYTES:], name)[0].made
+                ):
+                    doomed.append(key)
+        self._unlink(doomed, until)
+
+    def _name(self, key: bytes) -> Name | None:
+        """The name of the object with this key. None: it is the key of a part."""
+        stem = key[len(self._prefix) :]
+        return Name.parse(stem[1:-1].decode(errors="replace")) if stem.endswith(b"}") else None
+
+    def _by(self) -> float:
+        return time.monotonic() + self._deadline
+
+    def close(self) -> None:
+        super().close()
+        self._connections.close()
+
+    def _key(self, name: Name) -> bytes:
+        return b"%s{%s}" % (self._prefix, str(name).encode())
+
+    def _unlink(self, keys: Sequence[bytes], until: float) -> None:
+        """Delete objects: one round trip, and one more if they have parts."""
+        questions: list[Question] = []
+        for key in keys:
+            questions += (_card_of(key), Question.of("UNLINK", key))
+        replies = self._asker.ask(questions, until)
+        for key, reply in zip(keys, replies[::2], strict=True):
+            if isinstance(reply, bytes) and (card := Card.read(reply)):
+                self._litter.extend(card.names(key))
+        for reply in replies[1::2]:
+            accepted(reply)
+        self._tidy(until)
+
+    def _tidy(self, until: float) -> None:
+        parts: list[bytes] = []
+        with suppress(IndexError):  # several threads may do this at once
+            while True:
+                parts.append(self._litter.popleft())
+        if not parts:
+            return
+        try:
+            for reply in self._asker.ask([Question.of("UNLINK", part) for part in parts], until):
+                accepted(reply)
+        except BaseException:
+            self._litter.extend(parts)
+            raise
+
+    def _try_first(self) -> None:
+        until = time.monotonic() + self._deadline
+        try:
+            accepted(self._asker.ask([_card_of(self._prefix + b"{}")], until)[0])
+        except OSError as error:
+            log.warning("lmtier: %s cannot be used now, going on without it: %s", self._where, error)
+
+    # ---- the differences between the schemes
+
+    def _find_homes(
+        self,
+        hosts: str,
+        path: str,
+        sentinel_login: Callable[[], Login],
+        tls: ssl.SSLContext | None,
+    ) -> Homes:
+        del path, sentinel_login, tls
+        return Homes(self._address(hosts, PORT))
+
+    def _split_path(self, place: str) -> tuple[str, str]:
+        hosts, _, path = place.partition("/")
+        return hosts, path
+
+    def _db_in(self, path: str, db: int) -> int:
+        self._need(path.isdecimal() or not path, f"/{path} is not the number of a database")
+        self._need(not (path and db), "the database is given twice, after the / and as db=")
+        return int(path or db)
+
+    def _address(self, text: str, port: int) -> Address:
+        found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]@/\s]+))(?::(\d{1,5}))?", text)
+        self._need(found is not None, f"{text!r} is not a host and port")
+        assert found is not None
+        number = int(found[3] or port)
+        self._need(0 < number < 65536, f"{text!r} is not a host and port")
+        return (found[1] or found[2], number)
+
+    def _addresses(self, text: str, port: int) -> list[Address]:
+        return [self._address(each, port) for each in text.split(",")]
+
+    def _need(self, condition: bool, otherwise: str) -> None:
+        if not condition:
+            raise ConfigError(f"{self.scheme} tier: {otherwise}")
+
+
+# ---- the other schemes
+
+
+class TlsTier(RedisTier):
+    """rediss://[user[:password]@]host[:port][/db]"""
+
+    scheme = "rediss"
+
+
+class UnixTier(RedisTier):
+    """unix://[user[:password]@]/path?db=0"""
+
+    scheme = "unix"
+    EXAMPLE = "/run/redis/redis.sock"
+
+    def _split_path(self, place: str) -> tuple[str, str]:
+        self._need(place.startswith("/"), f"write it like unix://{self.EXAMPLE}")
+        return place, ""
+
+    def _address(self, text: str, port: int) -> Address:
+        return text
+
+
+class SentinelTier(RedisTier):
+    """redis-sentinel://[user[:password]@]sentinel[:port],sentinel[:port]/master[/db]"""
+
+    scheme = "redis-sentinel"
+    EXAMPLE = "host1:26379,host2:26379/mymaster"
+
+    def _find_homes(
+        self, hosts: str, path: str, sentinel_login: Callable[[], Login], tls: ssl.SSLContext | None
+    ) -> Homes:
+        def ask(address: Address, args: Sequence[Argument], until: float) -> Any:
+            with closing(dial(address, until, sentinel_login(), tls)) as wire:
+                wire.send(pieces(*args), until)
+                return wire.reply(until)
+
+        sentinels = self._addresses(hosts, _SENTINEL_PORT)
+        return Sentinels(sentinels, path.split("/")[0], ask, self._connections.keep_only)
+
+    def _db_in(self, path: str, db: int) -> int:
+        master, _, number = path.partition("/")
+        self._need(bool(master), f"which master? write it like redis-sentinel://{self.EXAMPLE}")
+        return super()._db_in(number, db)
+
+
+class ClusterTier(RedisTier):
+    """redis-cluster://[user[:password]@]node[:port],node[:port]"""
+
+    scheme = "redis-cluster"
+    EXAMPLE = "host1:6379,host2:6379"
+
+    def _find_homes(
+        self, hosts: str, path: str, sentinel_login: Callable[[], Login], tls: ssl.SSLContext | None
+    ) -> Homes:
+        return Cluster(self._addresses(hosts, PORT), self._connections.ask, self._connections.keep_only)
+
+    def _db_in(self, path: str, db: int) -> int:
+        self._need(not path and not db, "a cluster has database 0 only")
+        return 0
+
+
+# ---- requests and replies
+
+
+def _card_of(key: bytes) -> Question:
+    return Question(key, (_CARD_ASKED % (len(key), key),))
+
+
+def _need_ok(reply: Any) -> None:
+    if accepted(reply) != "OK":
+        raise BadReply(f"a SET was answered {reply!r}")
+
+
+# ---- credentials
+
+
+def split_login(location: str, scheme: str) -> tuple[str, str, str]:
+    """User, password, and the rest."""
+    if scheme == "unix" and location.startswith("/"):
+        return "", "", location
+    login, at, place = location.rpartition("@/" if scheme == "unix" else "@")
+    place = at[1:] + place
+    user, _, password = login.partition(":")
+    return user, password, place
+
+
+def secret_in(file: str) -> str:
+    text = Path(file).expanduser().read_text("utf-8", "surrogateescape") if file else ""
+    return text.partition("\n")[0].strip()
+
+
+def tls_context(ca: str, cert: str, key: str, check_hostname: bool) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        context.check_hostname = check_hostname
+        if cert or key:
+            context.load_cert_chain(cert, key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise TierError(f"redis tier: certificates {ca} {cert} {key}: {error}") from None
+    return context

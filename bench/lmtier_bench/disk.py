@@ -1,0 +1,172 @@
+"""Slab ◄► disk through the cache, beside as many bare threads that move the same bytes.
+
+Both write over files that exist: the tier is kept full, so that each store takes the file of an evicted
+chunk, and the bare threads have files of their own. Both use O_DIRECT where the file system has it. The
+limit takes no checksum, makes no name visible and keeps no books.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from lmtier.config import Config
+from lmtier.copy.crew import Crew
+from lmtier.core.cache import Cache
+from lmtier.core.match import Entry, Match
+from lmtier.format.keys import Identity, KeyChain, seed
+from lmtier.format.layout import PAGE, ChunkForm, form_of, stored_size
+from lmtier_bench import Samples, Scale
+from lmtier_bench.copies import CHUNK_TOKENS, large_layout, paired, seconds
+
+READERS, WRITERS = 8, 8
+SETS = 5
+PATIENCE = 120.0
+
+
+def store_and_load(scale: Scale) -> Samples:
+    layout = large_layout(scale.large_layers)
+    form = form_of(layout, [layout.whole])
+    chunks, room = scale.disk_chunks, form.room
+    nbytes = chunks * room
+    # The slab holds two sets, the disk SETS. A set is loaded two rounds after it was stored: it has left
+    # the slab by then, and of the disk's sets it is the least recently used.
+    tiers = (
+        f"cpu://?capacity={2 * nbytes}&policy=lru",
+        f"disk://{scale.directory}/tier?capacity={SETS * chunks * stored_size(room)}"
+        f"&policy=lru&readers={READERS}&writers={WRITERS}",
+    )
+    config = Config(chunk_tokens=CHUNK_TOKENS, tiers=tiers, prefault=False, load_deadline=PATIENCE)
+    with Cache(config) as cache:
+        cache.slab.prefault()
+        tier = ChunkSets(cache, form, chunks)
+        tier.store()
+        bare = BareFiles(scale.directory / "bare", tier, room)
+        try:
+            for _ in range(SETS + 2):  # the slab and the disk are full, and every file is there
+                tier.store()
+                bare.write()
+            for _ in range(scale.disk_rounds):  # ours first: the limit then takes the same memory
+                yield paired("store to disk, 32 MiB objects", nbytes, 0, tier.store, bare.write)
+                yield paired("load from disk, 32 MiB objects", nbytes, 0, tier.load, bare.read)
+        finally:
+            bare.close()
+
+
+class ChunkSets:
+    """Sets of chunks through a cache; what the slab holds is whatever it held."""
+
+    def __init__(self, cache: Cache, form: ChunkForm, chunks: int) -> None:
+        self._cache = cache
+        self._form = form
+        self._chunks = chunks
+        self._stored: deque[list[bytes]] = deque()
+        self._sets = 0
+        self.extents: list[memoryview] = []
+        """The memory of the set that is about to be stored, or was loaded last."""
+
+    def store(self) -> float:
+        """From commit until the disk has it."""
+        cache = self._cache
+        self._sets += 1
+        start = seed(Identity(model="bench", weights="bench"), CHUNK_TOKENS, salt=str(self._sets))
+        keys = KeyChain(start, CHUNK_TOKENS, [0] * (CHUNK_TOKENS * self._chunks)).keys
+        reservation = cache.reserve(keys, self._form)
+        assert len(reservation.entries) == self._chunks, "the slab had no room"
+
+        self.extents = self._extents(reservation.entries.values())
+
+        def work() -> None:
+            cache.commit(reservation)
+            assert cache.flush(PATIENCE), "the disk did not take it"
+
+        self._stored.append(keys)
+        return seconds(work)
+
+    def load(self) -> float:
+        """From the lookup until the chunks are leased and verified in the slab."""
+        cache = self._cache
+        while len(self._stored) > 3:
+            self._stored.popleft()
+        keys = self._stored[0]
+        found: list[Match] = []
+
+        def work() -> None:
+            found.append(cache.wait(cache.match(keys, self._form)))
+
+        took = seconds(work)
+        assert found[0].sources == ["disk"] * self._chunks, (
+            f"{found[0]!r} came from {found[0].sources}, {found[0].cut}"
+        )
+        self.extents = self._extents(found[0].run)
+        cache.release(found[0])
+        return took
+
+    def _extents(self, entries: Iterable[Entry]) -> list[memoryview]:
+        return [self._cache.slab.view(entry.offsets[0], self._form.room) for entry in entries]
+
+
+class BareFiles:
+    """The limit: threads that take the next file from a list and move it in one call.
+
+    Its memory is the tier's own, because how contiguous that happens to be in the machine decides the
+    speed of direct I/O by a factor of 1.5. What it reads there is not looked at again.
+    """
+
+    def __init__(self, directory: Path, tier: ChunkSets, room: int) -> None:
+        directory.mkdir(parents=True)
+        self._direct = _direct(directory)
+        self._tier = tier
+        self._size = PAGE + room
+        self._paths = [directory / str(number) for number in range(len(tier.extents))]
+        self._pages = [memoryview(mmap.mmap(-1, PAGE)) for _ in self._paths]
+        self._readers, self._writers = Crew(READERS - 1), Crew(WRITERS - 1)
+        for path in self._paths:
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, self._size)
+
+    def write(self) -> float:
+        return self._all(self._writers, WRITERS, partial(self._one, os.pwritev, os.O_WRONLY))
+
+    def read(self) -> float:
+        return self._all(self._readers, READERS, partial(self._one, os.preadv, os.O_RDONLY))
+
+    def close(self) -> None:
+        self._readers.close()
+        self._writers.close()
+
+    def _all(self, crew: Crew, threads: int, one: Callable[[int], None]) -> float:
+        left = deque(range(len(self._paths)))
+
+        def work() -> None:
+            while left:
+                try:
+                    number = left.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                one(number)
+
+        return seconds(lambda: crew.run([work] * threads))
+
+    def _one(self, move: Callable[[int, list[memoryview], int], int], flags: int, number: int) -> None:
+        fd = os.open(self._paths[number], flags | self._direct)
+        try:
+            moved = move(fd, [self._pages[number], self._tier.extents[number]], 0)
+            assert moved == self._size, f"moved {moved} of {self._size} bytes"
+        finally:
+            os.close(fd)
+
+
+def _direct(directory: Path) -> int:
+    try:
+        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+    return os.O_DIRECT

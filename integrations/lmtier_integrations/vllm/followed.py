@@ -1,0 +1,129 @@
+"""The state of one followed request: its keys, its match, and its stored chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.v1.request import Request
+
+from lmtier.client.client import Asked, Client
+from lmtier.core.match import Match
+from lmtier.format.keys import KeyChain
+from lmtier_integrations.vllm.copying import Copying
+from lmtier_integrations.vllm.events import Events
+from lmtier_integrations.vllm.identity import lora_of, ttl_of
+from lmtier_integrations.vllm.media import Contents
+from lmtier_integrations.vllm.messages import Adapter
+from lmtier_integrations.vllm.names import Names
+from lmtier_integrations.vllm.stats import Stats
+
+NEVER = float("-inf")
+
+
+class Parts(NamedTuple):
+    """The parts of the scheduler's half that every request uses."""
+
+    client: Client
+    names: Names
+    copying: Copying
+    stats: Stats
+    events: Events | None
+
+
+@dataclass(eq=False, slots=True)
+class FollowedRequest:
+    request: Request
+    media: Contents
+    """Images, audio and video behind its tokens."""
+    adapter: Adapter | None
+    """The adapter in its keys."""
+    client: Client
+    names: Names
+    ttl: float | None = field(init=False)
+    """Of what is stored."""
+    match: Match | None = None
+    looked_at: float = NEVER
+    computed: int = 0
+    """The tokens that the engine had when it got the promise."""
+    promise: tuple[Match, list[list[int]]] | None = None
+    """The match that the engine has taken for its next step, with its blocks."""
+    taken: int = -1
+    """The number of preemptions when the engine last took a promise. It takes at most one after each."""
+    asked: Asked | None = None
+    """A requested reservation for its chunks from number `stored` on."""
+    stored: int = 0
+    """Leading chunks that are stored or reserved."""
+    due: int = field(init=False)
+    """The number of tokens at which something is stored next."""
+    since: int = 0
+    """The first step that may have computed any of its KV."""
+    _chain: KeyChain | None = None
+    _told: int = 0
+    """The number of leading chunks whose tokens were sent to the server."""
+
+    def __post_init__(self) -> None:
+        self.ttl = ttl_of(self.request)
+        self.due = self.client.chunk_tokens
+
+    def keys(self, tokens: int = 0) -> KeyChain:
+        """Of its first `tokens` tokens at least, as far as whole chunks go."""
+        chain = self._chain
+        if chain is None:
+            first = self.names.seed(self._lora, self._salt)
+            chain = self._chain = KeyChain(first, self.client.chunk_tokens, (), self.media)
+        if tokens > chain.tokens:
+            chain.extend(self.request.all_token_ids[chain.tokens : tokens])
+        return chain
+
+    @property
+    def _lora(self) -> str:
+        return lora_of(self.request, self.adapter[1] if self.adapter is not None else "")
+
+    @property
+    def _salt(self) -> str:
+        return self.request.cache_salt or ""
+
+    def tell(self) -> None:
+        """Send its new tokens to the server, if the user wants that. Placeholders are not sent."""
+        if not self.names.tells_tokens or self.media:
+            return
+        keys: Sequence[bytes] = self.keys().keys
+        first, size = self._told, self.client.chunk_tokens
+        if new := keys[first:]:
+            tokens = self.request.all_token_ids[first * size : len(keys) * size]
+            self.names.tell(new, tokens, self._lora, self._salt, keys[first - 1] if first else b"")
+            self._told = len(keys)
+
+    def drop(self) -> None:
+        """End the leases of its match."""
+        if self.match is not None:
+            self.client.release(self.match)
+            self.match = None
+
+    def take_asked(self) -> Asked | None:
+        """The requested reservation, which the caller must use or withdraw now."""
+        asked, self.asked = self.asked, None
+        return asked
+
+    def withdraw(self) -> None:
+        if (asked := self.take_asked()) is not None:
+            self.client.withdraw(asked)
+
+    def go_back(self, computed: int) -> None:
+        """It was preempted, or a load failed: recomputed chunks are stored again if they are missing."""
+        size = self.client.chunk_tokens
+        self.stored = min(self.stored, computed // size)
+        self.due = (computed // size + 1) * size
+
+    def begin_anew(self) -> bool:
+        """Give it new keys. False: a part of it is computed already, so it gets none."""
+        self.drop()
+        self.withdraw()
+        self.adapter = self.names.adapter_of(self.request)
+        if self.request.num_computed_tokens or (self.adapter is not None and not self.adapter[1]):
+            return False
+        self._chain, self.looked_at = None, NEVER
+        self.stored, self.due, self._told = 0, self.client.chunk_tokens, 0
+        return True

@@ -1,0 +1,142 @@
+"""The names of this engine's KV: from the weights and adapters in the ranks' memory, and from media.
+
+Only ranks know what they have in memory. So each plan contains the inputs of its names. A rank with other
+weights loads and stores nothing of the plan, and reports that.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from vllm.config import VllmConfig
+from vllm.v1.request import Request
+
+from lmtier.client.client import Client
+from lmtier.copy.mover import fill_identity
+from lmtier.format.keys import seed
+from lmtier.format.layout import ChunkForm, Layout
+from lmtier.observe.prompts import Origin
+from lmtier_integrations.identity import adapter_in
+from lmtier_integrations.vllm.identity import identity_of, why_private
+from lmtier_integrations.vllm.media import Media
+from lmtier_integrations.vllm.memory import origin_of
+from lmtier_integrations.vllm.messages import Adapter, RankReport
+from lmtier_integrations.vllm.settings import Settings, log
+
+_SEEDS = 4096  # of adapters and salts
+
+
+class Names:
+    def __init__(self, config: VllmConfig, settings: Settings, client: Client) -> None:
+        self._client = client
+        self.tells_tokens = settings.tell_tokens
+        self._ranks = config.parallel_config.world_size
+        files = origin_of(config)
+        self._identity = identity_of(config, settings.model)
+        self._files = files if origin_of(config) == files else ""  # else they change just now
+        self._is_own = bool(why_private(config))
+        """Whether no other run of the engine may ever find what is stored."""
+        self.media = Media(config, trusts_ids=settings.trust_media_ids)
+        self.form: ChunkForm | None = None
+        """Of what this engine stores; None: workers have not said what they hold."""
+        self.count = 0
+        """Counts what the model was called by, as the ranks do."""
+        self._before_reset = ""
+        """The weights' name before the engine forgot, if it did so since they were compared."""
+        self._seeds: dict[tuple[str, str], bytes] = {}
+        self._adapters: dict[int, str] = {}
+        """Of each adapter in the ranks' memory, by its number, what it is; empty: they do not agree."""
+        self._adapters_of: dict[int, dict[int, str]] = {}
+        """The same of each rank."""
+
+    def meet(self, layout: Layout, form: ChunkForm, files: set[str], *, is_watched: bool) -> None:
+        """Workers have said what they hold, and of which files. `is_watched`: a change of it will be seen."""
+        if files != {self._files} or not is_watched:
+            self._identity = replace(self._identity, weights="")
+            log.warning(
+                "lmtier: the weights' files have changed since the engine began to load them, or the engine "
+                "does not show changes of its weights: only this run of it finds the stored KV"
+            )
+        self.form = form
+        self._identity = fill_identity(self._identity, layout, self._client.approximation)
+        self._seeds.clear()
+        self._client.declare(self._identity, form)
+
+    def seed(self, lora: str, salt: str) -> bytes:
+        """Where keys begin, of requests with this adapter and salt."""
+        found = self._seeds.get((lora, salt))
+        if found is None:
+            if len(self._seeds) > _SEEDS:
+                self._seeds.clear()
+            found = seed(self._identity, self._client.chunk_tokens, lora=lora, salt=salt)
+            self._seeds[lora, salt] = found
+            if lora and self.form is not None:
+                self._client.declare(self._identity, self.form, lora)
+        return found
+
+    def tell(self, keys: Sequence[bytes], tokens: Sequence[int], lora: str, salt: str, parent: bytes) -> None:
+        """Say to the server what these keys stand for."""
+        self._client.tell(keys, tokens, Origin.of(asdict(self._identity), lora, salt), parent)
+
+    # ---- weights
+
+    def change(self, report: RankReport) -> None:
+        """Ranks have other weights than before. All of them know from where: then that is their name."""
+        self.count = report.names
+        files = {files for files, _ in report.origins.values()}
+        digest = max((digest for _, digest in report.origins.values()), default="")
+        if len(report.origins) < self._ranks or len(files) > 1 or "" in files or self._is_own:
+            digest = ""
+        log.info("lmtier: the weights have changed; they are %s", digest[:16] or "known to this run only")
+        self._rename(digest or f"since a change {secrets.token_hex(16)}")
+
+    def reset(self) -> None:
+        """The engine has reset its prefix cache: its weights may have changed.
+
+        From here on keys are private to this run of the engine, unless it turns out that it has only slept.
+        The files no longer describe the weights, and a later start from those files must not find this KV.
+        Chunks under the old keys stay until they are evicted: other engines may still have those weights.
+        """
+        self._before_reset = self._identity.weights
+        self._rename(f"since a reset {secrets.token_hex(16)}")
+
+    def compared(self, report: RankReport) -> bool:
+        """A doubt has ended. True: the engine has only slept, and its weights have their old name again."""
+        before, self._before_reset = self._before_reset, ""
+        has_slept = report.slept == self._ranks and not report.names  # it forgets all, and keeps the weights
+        if has_slept and before:
+            self._rename(before)
+        return has_slept and bool(before)
+
+    def _rename(self, weights: str) -> None:
+        """From here on the model's weights are called this."""
+        self._identity = replace(self._identity, weights=weights)
+        self._seeds.clear()
+        if self.form is not None:
+            self._client.declare(self._identity, self.form)
+
+    # ---- adapters
+
+    def adapter_of(self, request: Request) -> Adapter | None:
+        """What the ranks have read. Of one that they have not, its files: they tell if it was another."""
+        lora = request.lora_request
+        if lora is None:
+            return None
+        known = self._adapters.get(lora.lora_int_id)
+        return lora.lora_int_id, adapter_in(lora.lora_path) if known is None else known
+
+    def learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:
+        """What ranks have read."""
+        self._adapters_of |= told
+        ranks = list(self._adapters_of.values())
+        self._adapters = {
+            number: content if all(each.get(number) == content for each in ranks) else ""
+            for rank in ranks
+            for number, content in rank.items()
+        }
+
+    def is_current(self, adapter: Adapter | None) -> bool:
+        """Whether ranks have nothing else under that number."""
+        return adapter is None or self._adapters.get(adapter[0], adapter[1]) == adapter[1]

@@ -1,0 +1,408 @@
+"""One rank in a step: its weights, its blocks, its loads and saves, and its report.
+
+If a load fails, the engine computes the tokens instead. A layer that the engine reads without calling its
+hook would be read before it is loaded. So loads only rely on the hooks of layers that have called them
+before, and only in steps that are not one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+
+from lmtier.client.client import Client
+from lmtier.copy.mover import Load, Save
+from lmtier.core.match import Match, Reservation
+from lmtier.errors import DeviceError, LayoutError, MisuseError
+from lmtier.rules.worth import Prefill
+from lmtier.wire.verbs import RUN_SHIFT
+from lmtier_integrations.vllm.kv import Declared
+from lmtier_integrations.vllm.memory import LoadedModel
+from lmtier_integrations.vllm.messages import NULL_BLOCK, Adapter, LoadPlan, Plan, RankReport, SavePlan
+from lmtier_integrations.vllm.places import OnCpu, OnGpu
+from lmtier_integrations.vllm.settings import log
+from lmtier_integrations.vllm.stats import Stats
+
+
+class Rank:
+    def __init__(
+        self,
+        config: VllmConfig,
+        client: Client,
+        declared: Declared,
+        place: OnCpu | OnGpu,
+        memory: LoadedModel | None,
+        stats: Stats,
+    ) -> None:
+        self.number = config.parallel_config.rank
+        self.block_tokens = config.cache_config.block_size
+        self.client, self.declared, self.stats = client, declared, stats
+        self.place, self.mover = place, place.mover
+        self._memory = memory
+        self.plan = Plan()
+        self.report = RankReport()
+        self.epoch = 0
+        """Counts failed loads: what an older plan computes may stand on blocks that were not loaded."""
+        self._names = 0
+        """Counts names of the model: plans with older ones are of other weights."""
+        self.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
+        """What this step has spent on copies, on this thread."""
+
+    # ---- what is in memory
+
+    def look(self, memory: LoadedModel, plan: Plan) -> None:
+        """Check that memory holds the weights and adapters of the plan's names."""
+        report = self.report
+        has_changed, was_unnoticed = memory.begin(compares=plan.compares)
+        if has_changed:
+            report.names = self._names = max(self._names, plan.names) + 1
+            report.origins[self.number] = memory.origin
+            report.was_unnoticed = was_unnoticed
+        if plan.compares:
+            report.compared[plan.step] = 1
+        if memory.has_slept:
+            report.slept, memory.has_slept = 1, False
+        if (adapters := memory.adapters()) is not None:
+            report.adapters[self.number] = adapters
+
+    def is_named_right(self, names: int, adapter: Adapter | None, since: int | None = None) -> bool:
+        """Whether names that count `names` are of what is in memory; if asked, since that step."""
+        memory = self._memory
+        if memory is None:
+            return True
+        return (
+            names >= self._names and (since is None or memory.since <= since) and memory.holds(adapter, since)
+        )
+
+    # ---- copies
+
+    def adopt(self, thing: Match | Reservation) -> bool:
+        """This may bring another slab, but only while nothing of the one before is held, and so copied."""
+        is_adopted = self.client.adopt(thing)
+        self.place.follow(self.client)
+        return is_adopted
+
+    def kernel_blocks(self, tables: list[list[int]]) -> list[list[int]]:
+        """As the tensors number them; the null block, which stands for those that left a window, as -1."""
+        ratio = self.declared.ratio
+        if ratio == 1 and not any(NULL_BLOCK in table for table in tables):
+            return tables
+        return [
+            [block * ratio + part if block != NULL_BLOCK else -1 for block in table for part in range(ratio)]
+            for table in tables
+        ]
+
+    def nbytes(self, tokens: int) -> int:
+        return self.mover.kv.nbytes * tokens // self.client.chunk_tokens
+
+    def spent(self, what: str, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self.seconds[what] += seconds
+        self.stats.add(what, seconds)
+
+    # ---- what it reports
+
+    @property
+    def has_news(self) -> bool:
+        report = self.report
+        return bool(
+            report.facts
+            or report.loaded
+            or report.saved
+            or report.runs
+            or report.epoch != self.epoch
+            or report.names
+            or report.compared
+            or report.slept
+            or report.adapters
+        )
+
+    def take_report(self, under_way: int) -> RankReport:
+        report = self.report
+        report.epoch, report.under_way = self.epoch, under_way
+        self.report = RankReport(epoch=self.epoch)
+        return report
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    plan: LoadPlan
+    match: Match
+    load: Load
+    names: int
+    """Of the plan: what the model was called by."""
+    has_failed: bool = False
+
+
+class RankLoads:
+    """From the slab into blocks of requests."""
+
+    def __init__(self, rank: Rank, prefill: Prefill, *, layerwise: bool) -> None:
+        self._rank, self._prefill = rank, prefill
+        self.is_layerwise = layerwise
+        self.of_step: list[_Loading] = []
+        self.landing: list[_Loading] = []
+        """On their way, and nothing in a step has to be done for them any more."""
+        self.copied = 0
+        """Tokens that this step has loaded, on this thread."""
+        self._hooked: set[int] = set()
+        """Layers that have called their hooks so far."""
+        self._first_hooked: int | None = None
+        """The one that was first. A draft model's come later, and not in every step."""
+        self.listens = False
+        """Whether loads of this step rely on hooks."""
+        self._is_due, self._is_seen = False, False
+        """Whether the first must call in this step, because loads are left to hooks; whether it has."""
+        self._failed_blocks: set[int] = set()
+        self._arrived: set[str] = set()
+        self._lost: set[str] = set()
+        """Waiting requests whose load has ended; and those of them whose load has failed."""
+
+    @property
+    def are_in_step(self) -> bool:
+        """Whether the step computes on its own loads."""
+        return any(not each.plan.request for each in self.of_step)
+
+    def prepare(self, plan: LoadPlan) -> None:
+        rank = self._rank
+        match = Match.elsewhere(plan.id, plan.placement)
+        # It is adopted first: a load is bound to a slab.
+        if not rank.adopt(match) or not rank.is_named_right(rank.plan.names, plan.adapter):
+            self._fail(plan)
+            self._end(plan, match)
+            return
+        blocks = rank.kernel_blocks(plan.block_ids)
+        try:
+            load = rank.place.load(match, blocks, plan.computed_tokens, plan.near)
+        except (LayoutError, DeviceError) as error:
+            log.error("lmtier: a load could not begin, and is computed instead: %s", error)
+            self._fail(plan)
+            self._end(plan, match)
+            return
+        self.of_step.append(_Loading(plan, match, load, rank.plan.names))
+
+    def start(self, *, calls_hooks: bool) -> None:
+        """Those that requests wait for; of others, layers whose hooks are not relied upon."""
+        began = time.perf_counter()
+        waited_for = [each for each in self.of_step if each.plan.request]
+        for each in waited_for:
+            each.load.start()
+        self.landing += waited_for
+        self.of_step = [each for each in self.of_step if not each.plan.request]
+        self.listens = self.is_layerwise and calls_hooks and bool(self.of_step)
+        self._is_due, self._is_seen = self.listens and bool(self._hooked), False
+        for each in self.of_step:
+            if not self._is_due:
+                each.load.all()
+                continue
+            for layer in self._rank.mover.kv.layers:
+                if layer not in self._hooked:
+                    each.load.layer(layer)
+        self.land()
+        self._rank.spent("load_seconds", began)
+
+    def layer(self, number: int) -> None:
+        """Its hook calls."""
+        if self._first_hooked is None:
+            self._first_hooked = number
+        self._is_seen |= number == self._first_hooked
+        self._hooked.add(number)
+        began = time.perf_counter()
+        for each in self.of_step:
+            each.load.layer(number)
+        self._rank.spent("load_seconds", began)
+
+    def finish(self) -> None:
+        """What was computed on them counts from here on, so what is compared is compared now."""
+        is_bad = self._is_due and not self._is_seen
+        if is_bad:
+            log.error("lmtier: the engine has stopped calling the hooks of its layers: from now on mode=step")
+            self.is_layerwise = False
+        for each in self.of_step:
+            each.load.all()  # of layers that did not run in this step: of a draft model, say
+            if is_bad:
+                self._fail(each.plan)
+                each.has_failed = True
+            else:
+                each.load.confirm()
+        self.listens = False
+        self.landing += self.of_step
+        self.of_step = []
+        self.land()
+
+    def land(self) -> None:
+        """End those that the device is done with."""
+        self._rank.mover.poll()
+        if not self.landing:  # most steps
+            return
+        done = [each for each in self.landing if each.load.done]
+        if done:
+            self.landing = [each for each in self.landing if not each.load.done]
+            for each in done:
+                self._finish(each)
+
+    def _finish(self, loading: _Loading) -> None:
+        rank, plan, load = self._rank, loading.plan, loading.load
+        if not loading.has_failed:
+            whole = load.tokens
+            believed = load.finish()
+            if not rank.is_named_right(loading.names, plan.adapter):
+                believed = 0
+            if believed < whole:
+                self._fail(plan, believed)
+            copied = whole - plan.computed_tokens
+            rank.stats.add("load_bytes", rank.nbytes(copied))
+            if load.seconds is None:
+                self.copied += copied
+            else:
+                rank.stats.add("load_seconds", load.seconds)
+                self._prefill.copied(copied, load.seconds)
+        self._end(plan, loading.match)
+
+    def _end(self, plan: LoadPlan, match: Match) -> None:
+        """Nothing of it is under way, so its leases may end."""
+        self._rank.report.loaded[plan.id] = 1
+        if plan.request:
+            self._arrived.add(plan.request)
+        self._rank.client.disown(match)
+
+    def _fail(self, plan: LoadPlan, believed: int = 0) -> None:
+        """Tell the engine what to compute after all; nothing that was computed on it is stored."""
+        rank = self._rank
+        rank.stats.add("load_failures")
+        rank.report.failed.add(plan.id)
+        if plan.request:  # nothing was computed on it: it still waits, and starts anew
+            self._lost.add(plan.request)
+            return
+        rank.epoch = max(rank.epoch, rank.plan.epoch) + 1
+        size = rank.block_tokens
+        first = max(believed, plan.computed_tokens) // size
+        end = len(plan.placement.keys) * rank.client.chunk_tokens // size
+        (blocks,) = plan.block_ids
+        self._failed_blocks.update(blocks[first:end])
+
+    def failed_blocks(self) -> set[int]:
+        """What the engine must compute after all.
+
+        An engine with a draft model asks before it calls wait_for_save. It must be known by then: otherwise
+        the engine keeps the token that was computed from it.
+        """
+        if self.of_step:
+            self.finish()
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def arrivals(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended, and those of them that have to be computed."""
+        arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
+        return arrived, lost
+
+
+class RankSaves:
+    """From blocks into room that was reserved, layer by layer or whole; then it is committed."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.of_step: list[tuple[SavePlan, Save]] = []
+        self.leaving: list[tuple[SavePlan, Save]] = []
+        """Saves that fill places in GPU memory too, and may be under way."""
+        self.left_over: list[Reservation] = []
+        """Reservations that could not be ended, because the server did not answer just then."""
+
+    def prepare(self, plan: SavePlan) -> None:
+        rank = self._rank
+        mover, place = rank.mover, rank.place
+        reservation = Reservation.elsewhere(plan.id, plan.chunks, plan.placement, {mover.kv.shard})
+        if not rank.adopt(reservation):
+            rank.stats.add("save_failures")
+            self.left_over.append(reservation)
+            self._end(plan, is_good=False)
+        elif rank.plan.epoch < rank.epoch or not rank.is_named_right(
+            rank.plan.names, plan.adapter, plan.since
+        ):
+            self._drop(plan, reservation)
+        elif not place.can_save(reservation):
+            self._drop(plan, reservation, "unpinned_saves")
+        else:
+            try:
+                blocks = mover.kv.check(rank.kernel_blocks(plan.block_ids))
+                save = place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)), plan.near)
+            except (LayoutError, DeviceError) as error:
+                log.error("lmtier: a save could not begin: %s", error)
+                self._drop(plan, reservation)
+                return
+            self.of_step.append((plan, save))
+
+    def _drop(self, plan: SavePlan, reservation: Reservation, why: str = "save_failures") -> None:
+        """Before anything of it was copied."""
+        self._rank.stats.add(why)
+        self._rank.client.abort(reservation, self._rank.mover.kv.shard)
+        self._end(plan, is_good=False)
+
+    def end_left_over(self) -> None:
+        """Give back what was reserved while the server stalled. Another run of it knows nothing of that."""
+        client = self._rank.client
+        waiting, self.left_over = self.left_over, []
+        for reservation in waiting:
+            if client.adopt(reservation):
+                with suppress(MisuseError):  # given up already, if the connection was lost in between
+                    client.abort(reservation, self._rank.mover.kv.shard)
+            elif reservation.id >> RUN_SHIFT == client.run:
+                self.left_over.append(reservation)
+
+    def layer(self, number: int) -> None:
+        began = time.perf_counter()
+        self._each(lambda save: save.layer(number))
+        self._rank.spent("save_seconds", began)
+
+    def _each(self, work: Callable[[Save], None]) -> None:
+        """What the driver refuses costs that save only. That the device is broken the engine finds out."""
+        for each in list(self.of_step):
+            plan, save = each
+            try:
+                work(save)
+            except DeviceError as error:
+                log.error("lmtier: a save is given up: %s", error)
+                self.of_step.remove(each)
+                self._abort(plan, save)
+
+    def _abort(self, plan: SavePlan, save: Save) -> None:
+        save.abort()
+        self._rank.stats.add("save_failures")
+        if plan.near is not None:
+            self.leaving.append((plan, save))
+
+    def finish(self) -> None:
+        """The step has computed. What a load has failed below is not stored."""
+        rank = self._rank
+        began = time.perf_counter()
+        if rank.plan.epoch >= rank.epoch:
+            self._each(lambda save: save.all())
+        for plan, save in self.of_step:
+            if rank.plan.epoch < rank.epoch:
+                self._abort(plan, save)
+                continue
+            save.commit()
+            rank.stats.add("save_bytes", rank.nbytes(save.tokens))
+            if plan.near is not None:
+                self.leaving.append((plan, save))
+        self.of_step = []
+        rank.spent("save_seconds", began)
+
+    def land(self) -> None:
+        """End those that the device is done with."""
+        for plan, save in [each for each in self.leaving if each[1].done]:
+            self.leaving.remove((plan, save))
+            self._end(plan, is_good=not save.reservation.aborted)
+
+    def _end(self, plan: SavePlan, *, is_good: bool) -> None:
+        """Its places in GPU memory are written no more."""
+        if plan.near is not None:
+            report = self._rank.report
+            report.saved[plan.id] = 1
+            if not is_good:
+                report.failed.add(plan.id)

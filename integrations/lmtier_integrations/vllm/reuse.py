@@ -1,0 +1,187 @@
+"""The reuse of stored chunks: lookups, waits until a deadline, and promises once chunks are in the slab.
+
+Every lease belongs to a request, or to a load that not all ranks have finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+from lmtier.core.match import CPU, Match, State
+from lmtier_integrations.vllm.followed import NEVER, FollowedRequest, Parts
+from lmtier_integrations.vllm.messages import LoadPlan, Plan
+
+_ASK = 0.001  # seconds between questions to a server that reads: an engine that waits asks in a loop
+_FRESH = 0.1  # seconds until a lookup that found less than everything is made again
+_LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
+_IN_VAIN = 5.0  # seconds for which a request is not looked up again that has waited until its deadline
+_AHEAD = 0.5  # of the slab may be leased by requests that the engine has not come to
+
+
+class Reuse:
+    def __init__(self, parts: Parts, *, waits: bool, shares: bool) -> None:
+        """`waits`: loads are asynchronous; `shares`: the engine shares a request's blocks with others."""
+        self._client, self._names, self._copying, self._stats, self._events = parts
+        self._chunk_tokens = parts.client.chunk_tokens
+        self._waits, self._joins = waits, waits and shares
+        self._arriving: Counter[bytes] = Counter()
+        """Chunks that requests wait for: who needs the same waits with them, and then shares their blocks."""
+        self._promised: list[FollowedRequest] = []
+        """Requests that the engine has taken something for, since the last plan."""
+        self._asked_at = NEVER
+
+    def has_room(self, requests: Iterable[FollowedRequest]) -> bool:
+        """For what one more request may lease before the engine comes to it."""
+        assert self._names.form is not None
+        leased = sum(len(each.match.run) for each in requests if each.match is not None)
+        return leased * self._names.form.room < _AHEAD * self._client.slab.capacity
+
+    def look(self, known: FollowedRequest) -> None:
+        """Match anew; what an older match holds is given back only if the new one has more."""
+        assert self._names.form is not None
+        known.looked_at = time.monotonic()
+        tokens = known.request.num_tokens
+        whole = (tokens - 1) // self._chunk_tokens  # something is left to compute
+        if not whole:
+            return
+        chain = known.keys(tokens)
+        match = self._client.match(chain.keys[:whole], self._names.form, tokens=tokens)
+        self._client.trace(match, known.request.trace_headers)
+        known.tell()
+        self._bring_up(match)
+        if self._events is not None:
+            ready = {number for number, entry in enumerate(match.run) if entry.state is State.READY}
+            there = [
+                "" if source == CPU and number not in ready else source
+                for number, source in enumerate(match.sources)
+            ]
+            self._events.saw(known.request, chain, there)
+        old = known.match
+        if (match.chunks or match.asking) and (old is None or match.chunks > old.chunks):
+            known.drop()
+            known.match = match
+        else:
+            self._client.release(match)
+
+    def _bring_up(self, match: Match) -> None:
+        """Once all tiers have said what they have."""
+        if not match.asking and match.below:
+            self._client.prefetch(match)
+
+    def matched(self, known: FollowedRequest, computed_tokens: int) -> int | None:
+        """How many tokens beyond those computed can be loaded; None: not known yet."""
+        request = known.request
+        if known.taken == request.num_preemptions:
+            known.drop()  # what was loaded has failed: now it is computed
+            return 0
+        match = known.match
+        is_short = match is None or (
+            match.ready
+            and match.cut != "deadline"
+            and match.chunks < (request.num_tokens - 1) // self._chunk_tokens
+        )
+        if is_short and time.monotonic() - known.looked_at > _FRESH:
+            self.look(known)
+            match = known.match
+        if match is None:
+            return 0
+        if not self._has_arrived(match):
+            if computed_tokens > match.has and not match.asking:
+                match.has = computed_tokens
+                self._client.prefetch(match, has=computed_tokens)
+            if not match.ready and time.monotonic() < match.deadline + _LATE:
+                return None
+        if not match.ready:
+            known.drop()
+            return 0
+        if match.cut == "deadline":
+            known.looked_at = time.monotonic() + _IN_VAIN
+        known.stored, known.due = match.chunks, (match.chunks + 1) * self._chunk_tokens
+        more = match.chunks * self._chunk_tokens - computed_tokens
+        if more <= 0:
+            # What the engine had itself is young again by the match, in every tier.
+            known.drop()
+            return 0
+        if match.run[computed_tokens // self._chunk_tokens].key in self._arriving:
+            return None
+        known.computed = computed_tokens
+        return more
+
+    def _has_arrived(self, match: Match) -> bool:
+        """One question is for all requests that wait."""
+        if not match.ready and (now := time.monotonic()) - self._asked_at >= _ASK:
+            self._asked_at = now
+            self._client.step()
+        self._bring_up(match)
+        return match.ready
+
+    def allocated(self, known: FollowedRequest, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The engine has blocks for the request, and takes so many of the tokens that it was promised."""
+        match = known.match
+        if match is None:
+            return
+        if not external_tokens:
+            known.drop()
+            return
+        known.match = None
+        known.taken = known.request.num_preemptions
+        known.looked_at = NEVER  # should it be preempted, another look is due
+        known.promise = match, list(blocks.get_block_ids())
+        self._promised.append(known)
+        if self._joins:
+            self._arriving.update(entry.key for entry in match.run)
+        self._stats.add("loaded_tokens", external_tokens)
+
+    def sources(self, known: FollowedRequest, external_tokens: int) -> dict[str, int]:
+        """Which tiers the tokens come from that were promised just now."""
+        if known.promise is None:
+            return {}
+        match, _ = known.promise
+        found: dict[str, int] = {}
+        first, inside = divmod(known.computed, self._chunk_tokens)
+        for source in match.sources[first:]:
+            tier = source if source == CPU else source.partition("-")[0]
+            found[tier] = found.get(tier, 0) + self._chunk_tokens - inside
+            inside = 0
+        return found if sum(found.values()) == external_tokens else {}
+
+    def plan(self, plan: Plan, scheduled: Collection[str]) -> dict[str, int]:
+        """Load what was promised. From which token on requests of this step are loaded."""
+        loaded_from: dict[str, int] = {}
+        if not self._promised:  # most steps
+            return loaded_from
+        promised, self._promised = self._promised, []
+        for known in promised:
+            if known.promise is None:  # forgotten
+                continue
+            (match, tables), known.promise = known.promise, None
+            request_id = known.request.request_id
+            if not self._waits and request_id not in scheduled:
+                self.release(match)
+                continue
+            computed = loaded_from[request_id] = known.computed
+            near, there = self._copying.load(match, computed // self._chunk_tokens)
+            self._stats.add("gpu_hit_tokens", there * self._chunk_tokens)
+            waits = request_id if self._waits else ""
+            placement, adapter = match.placement, known.adapter
+            plan.loads.append(LoadPlan(match.id, placement, tables, computed, waits, near, adapter))
+        return loaded_from
+
+    def release(self, match: Match) -> None:
+        """One that the engine has taken."""
+        for entry in match.run if self._joins else ():
+            if self._arriving[entry.key] > 1:
+                self._arriving[entry.key] -= 1
+            else:
+                del self._arriving[entry.key]
+        self._client.release(match)
+
+    def forget(self, known: FollowedRequest) -> None:
+        known.drop()
+        if known.promise is not None:
+            self.release(known.promise[0])
+            known.promise = None

@@ -1,0 +1,133 @@
+"""Plans the saves of a step: the chunks of requests whose KV is complete after the step.
+
+Room is requested in one step and filled in the next, so that no step waits for the server's answer. If the
+next step may not have these blocks, room is filled in the same step. A request that ends early loses its last
+requested chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from lmtier.client.client import Asked
+from lmtier_integrations.vllm.followed import FollowedRequest, Parts
+from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
+from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, tables_of
+
+_TOGETHER = 256  # generated tokens that are stored at once, where they do not leave a window meanwhile
+
+
+class Storing:
+    def __init__(
+        self, parts: Parts, *, block_tokens: int, step_tokens: int, has_windows: bool, saves_decode: bool
+    ) -> None:
+        """`step_tokens`: the most in a step; `has_windows`: blocks may leave a request before it ends."""
+        self._client, self._names, self._copying, self._stats, self._events = parts
+        self._chunk_tokens = parts.client.chunk_tokens
+        self._chunk_blocks = self._chunk_tokens // block_tokens
+        self._step_tokens = step_tokens
+        self._has_windows, self._saves_decode = has_windows, saves_decode
+        self._ahead: tuple[FollowedRequest, Asked] | None = None
+        """The request that has asked for room before the first step that computes it, and what it asked."""
+
+    def ask_ahead(self, known: FollowedRequest) -> None:
+        """Nothing of it is stored, so it will be. In one message with the lookup: each may wake the server.
+
+        For one request at a time: who comes after many others waits long, and must not hold room meanwhile.
+        """
+        assert self._names.form is not None
+        if self._ahead is not None and self._ahead[0].asked is self._ahead[1]:
+            return
+        tokens = known.request.num_prompt_tokens
+        keys = known.keys(tokens).keys[: tokens // self._chunk_tokens]
+        if keys and tokens <= self._step_tokens:
+            known.asked = self._client.ask_to_reserve(keys, self._names.form, ttl=known.ttl)
+            self._ahead = known, known.asked
+
+    def plan(self, plan: Plan, output: SchedulerOutput, requests: Mapping[str, FollowedRequest]) -> None:
+        """Save what is complete of those requests that the step computes."""
+        scheduled, size = output.num_scheduled_tokens, self._chunk_tokens
+        for request_id, computed in computed_before(output):
+            known = requests.get(request_id)
+            if known is None:
+                continue
+            if computed < known.stored * size:
+                known.go_back(computed)
+            # two comparisons: almost always the first says no, and it is cheap
+            after = computed + scheduled[request_id]
+            if after >= known.due and (tokens := self._tokens(known, after)) >= known.due:
+                self._plan_save(plan, output, known, computed, tokens)
+
+    def _tokens(self, known: FollowedRequest, after: int) -> int:
+        """Of those that have KV after the step, without speculative ones, which may be taken back."""
+        request = known.request
+        return min(after, request.num_tokens if self._saves_decode else request.num_prompt_tokens)
+
+    def _plan_save(
+        self, plan: Plan, output: SchedulerOutput, known: FollowedRequest, computed: int, tokens: int
+    ) -> None:
+        assert self._names.form is not None
+        tables = tables_of(output, known.request.request_id)
+        if not tables:
+            return  # not shown in this step; the one that takes another block will
+        will_be_back = self._will_be_back(known, tokens)
+        if (asked := known.asked) is not None:
+            end = len(asked.keys) * self._chunk_tokens
+            if asked.first != known.stored or (tokens < end and not will_be_back):
+                known.withdraw()  # it was preempted; or the step computes less of it
+            elif computed < end and will_be_back:
+                return
+            elif not self._shows(tables, asked.first, len(asked.keys)):
+                known.withdraw()  # the engine had these itself, and some have left a window
+            else:
+                self._fill(plan, known, tables)
+        if tokens < known.due:
+            return
+        full = tokens // self._chunk_tokens
+        if not self._shows(tables, known.stored, full):
+            self._stored_to(known, full, known.stored)
+            return
+        keys = known.keys(full * self._chunk_tokens).keys[:full]
+        with self._client.together():
+            known.asked = self._client.ask_to_reserve(
+                keys, self._names.form, first=known.stored, ttl=known.ttl
+            )
+            known.tell()
+        if not will_be_back:
+            self._fill(plan, known, tables)
+
+    def _will_be_back(self, known: FollowedRequest, tokens: int) -> bool:
+        """Whether another step will compute some of it in the same blocks, as far as can be known."""
+        last = known.request.num_prompt_tokens + known.request.max_tokens - 1
+        return SHOWS_TABLES and not self._has_windows and tokens < last
+
+    def _shows(self, tables: Sequence[Sequence[int]], first: int, end: int) -> bool:
+        """Whether all blocks of these chunks are there still."""
+        part = slice(first * self._chunk_blocks, end * self._chunk_blocks)
+        return not any(len(table) < part.stop or NULL_BLOCK in table[part] for table in tables)
+
+    def _stored_to(self, known: FollowedRequest, end: int, stored: int) -> None:
+        """Its first `end` chunks are dealt with. Generated ones are stored several at once."""
+        size = self._chunk_tokens
+        is_prompt = end < known.request.num_prompt_tokens // size
+        known.stored = stored
+        known.due = end * size + (size if is_prompt or self._has_windows else max(size, _TOGETHER))
+
+    def _fill(self, plan: Plan, known: FollowedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Save what was asked for."""
+        asked = known.take_asked()
+        assert asked is not None
+        reservation = self._client.reserved(asked)
+        self._stored_to(known, len(asked.keys), len(asked.keys) - reservation.dropped)
+        if self._events is not None:
+            self._events.saw(known.request, known.keys(), ())
+        if reservation.entries:
+            self._client.trace(reservation, known.request.trace_headers)
+            near = self._copying.save(reservation)
+            plan.saves.append(
+                SavePlan.of(reservation, tables, self._chunk_blocks, near, known.since, known.adapter)
+            )
+            self._stats.add("saved_tokens", len(reservation.entries) * self._chunk_tokens)
+            self._client.disown(reservation)

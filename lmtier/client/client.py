@@ -1,0 +1,511 @@
+"""The typed client: the calls of an in-process `Cache`, on a server's slab.
+
+If a server is down, dies, stalls or restarts, the only cost is missed hits: calls find nothing and store
+nothing until it is back. This is safe because of four rules:
+
+    bytes     a match stays readable after its server died: the mapping keeps the memory, which is not written
+    leases    a socket is not closed while it holds anything: the server would end its matches
+    stalls    a late reply is still read, and everything that it granted is given back
+    restarts  offsets of one slab are never used with the mapping of another: while anything is held from the
+              old server there is no new connection, and ids of one run of a server are invalid in the next
+
+One owner calls it, as with a `Cache`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from lmtier import forks
+from lmtier.client.link import Answer, Argument, Link, Window
+from lmtier.client.remote import RemoteServer
+from lmtier.config import Config
+from lmtier.core.match import Entry, Match, Reservation, State, unplaced
+from lmtier.errors import MisuseError, log
+from lmtier.format.keys import Identity, as_tokens
+from lmtier.format.layout import ChunkForm, Shard
+from lmtier.observe.journal import Change
+from lmtier.observe.prompts import Origin
+from lmtier.rules.lifetimes import MAX_TTL, Pinned
+from lmtier.rules.worth import Cost
+from lmtier.wire.resp import Error
+from lmtier.wire.verbs import (
+    MAX_MS,
+    RUN_SHIFT,
+    arguments,
+    fields_of,
+    read_changes,
+    read_match,
+    read_reservation,
+)
+
+_NEWS = 0.05  # a cost that has changed by this part is sent again
+_TOKENS_AN_ARGUMENT = 131_072
+_LOST = "tier_down"
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A reservation that was requested."""
+
+    keys: list[bytes]
+    form: ChunkForm
+    first: int
+    link: Link | None = None
+    """The connection of the request; None: it was not sent."""
+    answer: Answer | None = None
+
+
+class Client:
+    """The calls of a `Cache` in another process. If there is no server, only the constructor raises.
+
+    `engine` names the session that the ranks and the scheduler of one engine share. If it is empty, this
+    connection has its own session. `shard` is the shard of this process: if the process dies, others do not
+    wait for it. `waits`: committed chunks are visible to all when `commit` returns, not some moments later.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        engine: str = "",
+        shard: Shard | None = None,
+        name: str = "",
+        timeout: float = 2.0,
+        token: str | None = None,
+        waits: bool = True,
+    ) -> None:
+        options = {"ENGINE": engine, "SHARD": str(shard or ""), "NAME": name}
+        hello = [word for pair in options.items() if pair[1] for word in pair]
+        self._server = RemoteServer(address, hello, token, timeout)
+        self._waits = waits
+        self._read_to: tuple[int, int] | None = None
+        """The position up to which `changes` were read, with the server's run."""
+        self.chunk_tokens = self.config.chunk_tokens
+        self.approximation = self._server.link.approximation
+        forks.call_in_child(self)
+
+    def __repr__(self) -> str:
+        server = self._server
+        state = "closed" if server.is_closed else "no server" if server.outage else "connected"
+        return f"<Client of {server.address}, {state}, {len(server.held)} matches and reservations>"
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def slab(self) -> Window:
+        """The slab of the connected run of the server."""
+        return self._server.link.window
+
+    @property
+    def config(self) -> Config:
+        return self._server.link.config
+
+    @property
+    def run(self) -> int:
+        """The run of the server to which `slab` belongs. Offsets of one run are invalid in another."""
+        return self._server.link.run
+
+    @property
+    def traffic(self) -> int:
+        """Bytes on this connection, both ways. They are metadata only, never KV."""
+        return self._server.link.traffic
+
+    @property
+    def lost(self) -> int:
+        """The number of lost connections."""
+        return self._server.lost
+
+    @property
+    def unserved(self) -> int:
+        """The number of calls that found nothing because no server answered."""
+        return self._server.unserved
+
+    # ---- load
+
+    def match(
+        self,
+        keys: Sequence[bytes],
+        form: ChunkForm,
+        *,
+        tokens: int | None = None,
+        deadline: float | None = None,
+    ) -> Match:
+        """As Cache.match; empty if no server answers."""
+        names = tuple(keys)
+        whole = len(names) * self.chunk_tokens
+        asked = whole if tokens is None else tokens
+        if asked < whole:
+            raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
+        seconds = self.config.load_deadline if deadline is None else deadline
+        match = Match(0, names, form, asked, time.monotonic() + seconds)
+        link, number = self._server.number_of(form)
+        if link is not None:
+            milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
+            # A server that traces is always asked: without its answer the lookup is missing in the trace.
+            if names and not link.traces and link.look is not None and link.look.lacks(names[0]):
+                if len(set(names)) < len(names):
+                    raise MisuseError("a key occurs twice in one request")
+                # Only for the server's counters, without waiting.
+                self._server.post("LMTIER.MISSED", number, asked, *arguments(names))
+                return match
+            request: list[Argument] = ["LMTIER.MATCH", number, asked, milliseconds, *arguments(names)]
+            entries: list[Entry] = []
+
+            def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
+                entries.extend(unplaced(names, form, State.READY))
+
+            reply = self._server.call(*request, link=link, undo=self._server.unmatch, meanwhile=meanwhile)
+            if self._fill(match, reply, entries):
+                self._server.held[match.id] = match
+        return match
+
+    def costs(self, cost: Cost) -> None:
+        """Set the cost of computing for this engine's matches from now on. Never waits or connects."""
+        link = self._server.link
+        if link.is_lost or link.stalled:  # do not connect during an engine's step
+            return
+        old = link.cost or Cost(0.0, 0.0, 0.0, 0.0)
+        if any(abs(new - told) > _NEWS * told for new, told in zip(cost, old, strict=True)):
+            link.cost = cost
+            self._server.post("LMTIER.COST", *map(repr, cost))
+
+    def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
+        """As Cache.prefetch."""
+        if match.released:
+            raise MisuseError("prefetch of a match that was released")
+        if match.id and (not match.ready or (chunks is not None and chunks < match.chunks)):
+            limit = () if chunks is None else (chunks,)
+            knows_has = "HAS" in self._server.link.options
+            has_some: tuple[Argument, ...] = ("HAS", has) if has and knows_has else ()
+            reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_some)
+            if not self._fill(match, reply):
+                _cut(match, *limit)
+
+    def wait(self, match: Match) -> Match:
+        """As Cache.wait: until the match is ready, or its deadline has passed."""
+        if match.released:
+            raise MisuseError("wait for a match that was released")
+        if not match.ready:
+            left = max(0.0, match.deadline - time.monotonic())
+            if not self._fill(match, self._call_for(match, "LMTIER.WAIT", match.id, seconds=left)):
+                _cut(match)
+        return match
+
+    def step(self) -> int:
+        """Update the matches that are not ready. Returns how many have changed."""
+        unready = [each for each in self._server.held.values() if isinstance(each, Match) and not each.ready]
+        before = [_outline(match) for match in unready]
+        replies = self._server.call_all([("LMTIER.POLL", match.id) for match in unready])
+        for match, reply in zip(unready, replies, strict=True):
+            if not self._fill(match, reply):
+                _cut(match)
+        return sum(old != _outline(match) for old, match in zip(before, unready, strict=True))
+
+    def release(self, match: Match) -> None:
+        """End the match's leases. Idempotent; does not wait for the server."""
+        if match.released:
+            return
+        match.released = True
+        match.run = []
+        if self._server.held.pop(match.id, None) is not None:
+            self._server.post("LMTIER.RELEASE", match.id)
+
+    def seen(self, keys: Sequence[bytes]) -> None:
+        """As Cache.seen; does not wait for the server."""
+        if self._server.reach() is not None:
+            self._server.post("LMTIER.SEEN", *arguments(keys))
+
+    def tell(self, keys: Sequence[bytes], tokens: Any, origin: Origin, parent: bytes = b"") -> None:
+        """Send the tokens of these chunks, and the chunk before them. Does not wait for the server.
+
+        Only `lmtier explain` and KV events need them. An engine that uses neither need not send them.
+        """
+        step = max(1, _TOKENS_AN_ARGUMENT // self.chunk_tokens)  # chunks in one command
+        ids, size = as_tokens(tokens), self.chunk_tokens
+        for at in range(0, len(keys), step):
+            some = keys[at : at + step]
+            words = ids[at * size : (at + step) * size].tobytes()
+            self._server.post("LMTIER.TELL", origin.to_json(), parent, b"".join(some), words)
+            parent = some[-1]
+
+    def trace(self, thing: Match | Reservation, headers: Mapping[str, str] | None) -> None:
+        """Send the trace of `thing`, from the request's W3C headers, if the server traces. Does not wait."""
+        if not headers or not self._server.link.traces or "traceparent" not in headers:
+            return
+        if thing.id in self._server.held:
+            parts = [headers[name] for name in ("traceparent", "tracestate") if name in headers]
+            self._server.post("LMTIER.TRACE", thing.id, *parts)
+
+    # ---- save
+
+    def reserve(
+        self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
+    ) -> Reservation:
+        """As Cache.reserve; everything is dropped if no server answers."""
+        return self.reserved(self.ask_to_reserve(keys, form, first=first, ttl=ttl))
+
+    def ask_to_reserve(
+        self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
+    ) -> Asked:
+        """Send the request of `reserve` without waiting. `reserved` or `withdraw` must follow."""
+        if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
+            raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
+        asked = Asked(list(keys), form, first)
+        lifetime = _lifetime(ttl)
+        link, number = self._server.number_of(form)
+        if link is not None and (not lifetime or self._can_end(link)):
+            asked.link, asked.answer = link, Answer(self._server.unreserve)
+            request: list[Argument] = [number, first, *lifetime, *arguments(asked.keys)]
+            self._server.post("LMTIER.RESERVE", *request, then=asked.answer)
+        return asked
+
+    def reserved(self, asked: Asked) -> Reservation:
+        """The result of `reserve`. Everything is dropped also if the server was restarted meanwhile."""
+        reply = reservation = None
+        if asked.link is not None and asked.answer is not None:
+            reply = self._server.hear(asked.link, asked.answer, "LMTIER.RESERVE")
+        if reply is not None:
+            reservation = self._server.understood(
+                lambda: read_reservation(fields_of(reply), asked.keys, asked.form)
+            )
+        if reservation is None:
+            known = min(asked.first, len(asked.keys))
+            return Reservation(0, asked.form, {}, known, len(asked.keys) - known, set())
+        if reservation.entries:
+            self._server.held[reservation.id] = reservation
+        return reservation
+
+    def withdraw(self, asked: Asked) -> None:
+        """Give the reservation up. Does not wait for the server."""
+        if asked.link is self._server.link and asked.answer is not None:
+            asked.answer.give_up()
+
+    def _can_end(self, link: Link) -> bool:
+        """Whether the server knows TTL.
+
+        If not, chunks with a ttl are not stored: they would stay for ever.
+        """
+        if "TTL" not in link.options and not link.has_warned_of_ttl:
+            link.has_warned_of_ttl = True
+            log.warning(
+                "lmtier: the server at %s is too old for TTL: KV with a ttl is not stored; update the server",
+                self._server.address,
+            )
+        return "TTL" in link.options
+
+    def commit(
+        self,
+        reservation: Reservation,
+        shard: Shard | None = None,
+        prints: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """As Cache.commit. With no server, nothing becomes visible."""
+        if reservation.entries:
+            done = self._finish(reservation, shard)
+            marks = [word for chunk, mark in (prints or {}).items() for word in (chunk, mark.hex())]
+            self._end(reservation, "LMTIER.COMMIT", reservation.id, str(done), *marks)
+
+    def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
+        """As Cache.abort."""
+        if reservation.entries:
+            done = self._finish(reservation, shard)
+            reservation.aborted = True
+            self._end(reservation, "LMTIER.ABORT", reservation.id, str(done))
+
+    def _finish(self, reservation: Reservation, shard: Shard | None) -> Shard:
+        if shard is None:
+            if len(reservation.form.shards) != 1:
+                raise MisuseError(
+                    f"this reservation has {len(reservation.form.shards)} shards: pass the one that is done"
+                )
+            shard = reservation.form.shards[0]
+        if shard not in reservation.left:
+            raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
+        if reservation.id not in self._server.held:
+            raise MisuseError(
+                f"{reservation!r} was made by another process: adopt it before you use its extents"
+            )
+        reservation.left.remove(shard)
+        return shard
+
+    def _end(self, reservation: Reservation, *request: Argument) -> None:
+        try:
+            if self._server.link.stalled or not self._waits:
+                # The bytes are in place, so the commit counts as soon as the server reads it.
+                self._server.post(*request, then=self._ended)
+            elif not self._server.link.is_lost:
+                self._server.call(*request)
+        finally:
+            if not reservation.left:  # only now: while it is held, no other connection can get this call
+                del self._server.held[reservation.id]
+
+    # ---- matches and reservations of other processes of this engine
+
+    def adopt(self, thing: Match | Reservation) -> bool:
+        """Use what another process of this session holds. False: its slab is not mapped here.
+
+        A release counts for all processes. Call `disown` instead if others still use it.
+        """
+        if self._server.reach() is None or thing.id >> RUN_SHIFT != self._server.link.run:
+            return False
+        self._server.held[thing.id] = thing
+        return True
+
+    def disown(self, thing: Match | Reservation) -> None:
+        """This process stops using its extents. Others finish it; it does not end by this."""
+        self._server.held.pop(thing.id, None)
+
+    # ---- lifetimes
+
+    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match:
+        """As Cache.bring, prefetched."""
+        match = Match(0, tuple(keys), form, 0, time.monotonic() + deadline)
+        link, number = self._server.number_of(form)
+        if link is not None:
+            milliseconds = int(1000 * min(max(0.0, deadline), MAX_MS / 1000))
+            request: list[Argument] = [number, milliseconds, *arguments(match.keys)]
+            reply = self._server.call("LMTIER.BRING", *request, link=link, undo=self._server.unmatch)
+            if self._fill(match, reply):
+                self._server.held[match.id] = match
+        return match
+
+    def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
+        """As Cache.pin. The pin outlives this client, but not the server. Empty if no server answers."""
+        reply = self._server.call("LMTIER.PIN", name, *_lifetime(ttl), *arguments(keys))
+        return (self._server.understood(lambda: fields_of(reply)) if reply is not None else None) or {}
+
+    def unpin(self, name: str) -> bool:
+        """As Cache.unpin."""
+        return bool(self._server.call("LMTIER.UNPIN", name) == 1)
+
+    def pinned(self) -> list[Pinned]:
+        """As Cache.pinned. Empty if no server answers."""
+        reply = self._server.call("LMTIER.PINS")
+        if reply is None:
+            return []
+        return self._server.understood(lambda: [Pinned(**each) for each in json.loads(reply)]) or []
+
+    def declare(self, identity: Identity, form: ChunkForm, lora: str = "") -> None:
+        """Send how this engine makes its keys, so that users can name prompts by their tokens.
+
+        It is sent again to each new run of the server.
+        """
+        self._server.declare(identity, form, lora)
+
+    # ---- the whole cache
+
+    def compared(self, chunks: int, differing: int) -> None:
+        """As Cache.compared. It is sent with the next request."""
+        self._server.compared += chunks
+        self._server.differing += differing
+
+    def discard(self, entry: Entry) -> None:
+        self.delete([entry.key])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete these chunks in every tier."""
+        self._server.call("LMTIER.DISCARD", *keys)
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """As Cache.flush. False if no server answers."""
+        milliseconds = int(1000 * min(max(0.0, timeout), MAX_MS / 1000))
+        return bool(self._server.call("LMTIER.FLUSH", milliseconds, seconds=timeout) == 1)
+
+    def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
+        prefix = ("PREFIX", namespace.hex()) if namespace else ()
+        self._server.call("LMTIER.CLEAR", *prefix, *(("FORCE",) if force else ()))
+
+    def changes(self) -> list[Change] | None:
+        """The changes on the server since the last call. The first call starts it.
+
+        None: some changes are not known, so any chunk may be gone.
+        """
+        link, before = self._server.reach(), self._read_to
+        if link is None:
+            return []
+        is_new = before is None or before[0] != link.run
+        position = () if before is None or is_new else (before[1],)
+        reply = self._server.call("LMTIER.CHANGES", *position, link=link)
+        found = self._server.understood(lambda: read_changes(reply)) if isinstance(reply, list) else None
+        if found is None:
+            return []
+        end, is_lost, changes = found
+        self._read_to = link.run, end
+        return None if is_lost or (is_new and before is not None) else changes
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """As Cache.stats. Empty if no server answers."""
+        reply = self._server.call("LMTIER.STATS")
+        if reply is None:
+            return {}
+        read = self._server.understood(
+            lambda: {tier: fields_of(each) for tier, each in fields_of(reply).items()}
+        )
+        return read or {}
+
+    def check(self) -> None:
+        """As Cache.check: AssertionError if an invariant of the server does not hold."""
+        reply = self._server.call("LMTIER.CHECK", errors=True)
+        if isinstance(reply, Error):
+            raise AssertionError(reply)
+
+    def close(self) -> None:
+        """Close the connection.
+
+        With a session's last connection, the server ends all that it held. Idempotent.
+        """
+        self._server.close()
+
+    def forked(self) -> None:
+        """A child needs its own connection and holds nothing of its parent's."""
+        self._server.forked()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Send all requests of this block that need no reply at once: each send may have to wake the
+        server."""
+        return self._server.together()
+
+    def _ended(self, reply: Any) -> None:
+        if isinstance(reply, Error):
+            log.warning("lmtier: the server at %s refused the end of a save: %s", self._server.address, reply)
+
+    def _call_for(self, match: Match, *request: Argument, seconds: float = 0.0) -> Any:
+        """A call about a match. Only the server that made it knows it."""
+        return self._server.call(*request, seconds=seconds) if match.id in self._server.held else None
+
+    def _fill(self, match: Match, reply: Any, entries: list[Entry] | None = None) -> bool:
+        """Update a match from the server's reply. False: the reply does not contain it."""
+        if not isinstance(reply, list):
+            return False
+        return self._server.understood(lambda: read_match(match, fields_of(reply), entries)) is not None
+
+
+def _lifetime(ttl: float | None) -> tuple[Argument, ...]:
+    if ttl is not None and not 0 < ttl <= MAX_TTL:
+        raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
+    return () if ttl is None else ("TTL", max(1, int(ttl * 1000)))
+
+
+def _outline(match: Match) -> tuple[object, ...]:
+    return match.chunks, len(match.run), match.waiting, match.asking, match.cut
+
+
+def _cut(match: Match, limit: int | None = None) -> None:
+    """Keep the complete chunks, at most the first `limit`. The rest will not be loaded."""
+    complete = [entry.state is State.READY for entry in match.run[:limit]]
+    chunks = complete.index(False) if False in complete else len(complete)
+    if chunks < match.chunks and not match.cut:
+        match.cut, match.found = _LOST, match.chunks
+    del match.run[chunks:]
+    del match.sources[chunks:]
+    match.waiting = match.asking = 0

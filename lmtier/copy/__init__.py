@@ -1,0 +1,1 @@
+"""Copies between an engine's memory and the extents of a cache."""

@@ -1,0 +1,127 @@
+"""Chunks that are copied between a GPU's blocks and payloads, and the staging memory on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmtier.copy.cuda.kernels import Ids
+from lmtier.copy.cuda.streams import Event, Rows, Stream
+from lmtier.errors import LayoutError
+from lmtier.format.layout import Array
+
+_FARTHEST = 1 << 30  # the largest distance of rows in one copy: drivers accept less than 2 GiB
+
+
+@dataclass(eq=False, slots=True)
+class Chunks:
+    """Chunks that are copied between blocks and payloads, as arrays with one row per chunk."""
+
+    addresses: Array
+    """The addresses of their payloads."""
+    ids: Sequence[Ids]
+    """For each block table: engine blocks [chunks, blocks]; -1: no block."""
+    near: Array
+    """The addresses of their places in GPU memory; 0: no place."""
+    is_there: Array
+    """Whether that place already holds the payload."""
+    is_whole: bool
+    """Whether all blocks of all chunks are present."""
+    memory: tuple[Array, ...]
+    """The memory of the payloads, kept alive as long as this object."""
+    copy: Callable[[Chunks, int | None, bool], None]
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __add__(self, others: Chunks) -> Chunks:
+        return Chunks(
+            np.concatenate([self.addresses, others.addresses]),
+            [np.concatenate(each) for each in zip(self.ids, others.ids, strict=True)],
+            np.concatenate([self.near, others.near]),
+            np.concatenate([self.is_there, others.is_there]),
+            self.is_whole and others.is_whole,
+            self.memory + others.memory,
+            self.copy,
+        )
+
+    def part(self, which: slice | Array) -> Chunks:
+        places = self.near[which], self.is_there[which]
+        ids = [each[which] for each in self.ids]
+        return Chunks(self.addresses[which], ids, *places, self.is_whole, self.memory, self.copy)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """All engine blocks of these chunks."""
+        return frozenset().union(*[each.reshape(-1).tolist() for each in self.ids]) - {-1}
+
+    def check_whole(self) -> None:
+        if not self.is_whole:
+            raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
+
+    def gather(self, layer: int | None) -> None:
+        """Copy out of the blocks. Like `scatter`, it waits for the device."""
+        self.check_whole()
+        self.copy(self, layer, True)
+
+    def scatter(self, layer: int | None) -> None:
+        self.copy(self, layer, False)
+
+
+class Marks:
+    """The marks of a few chunks, [layers, chunks]. The device writes them and the host reads them."""
+
+    def __init__(self, values: Array, offsets: tuple[int, ...]) -> None:
+        self.values, self.offsets = values, offsets
+        self.chunks = values.shape[1]
+
+    def prints(self, chunk: int) -> list[bytes]:
+        """The fingerprint of each layer, as `PagedKV.raw_fingerprint` returns it."""
+        return [int(value).to_bytes(8, "big") for value in self.values[:, chunk]]
+
+
+class Staging:
+    """Device memory in slots that are used in turn. The next use of a slot waits for the end of its last."""
+
+    def __init__(self, slots: Sequence[int], slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._slots: list[tuple[int, Event | None]] = [(address, None) for address in slots]
+
+    def take(self, stream: Stream) -> int:
+        """The address of the next slot, which `stream` fills."""
+        address, end = self._slots[0]
+        if end is not None:
+            stream.wait(end)
+        return address
+
+    def turn(self, stream: Stream) -> None:
+        """`stream` has emptied the slot."""
+        address, _ = self._slots.pop(0)
+        self._slots.append((address, stream.record()))
+
+
+def rows_of(to: Array, source: Array, width: int) -> Iterator[Rows]:
+    """The fewest copies of `width` bytes each: extents of a prompt are usually equally far apart."""
+    there, here = to.tolist(), source.tolist()
+    first, number = 0, len(there)
+    while first < number:
+        end, steps = first + 1, (width, width)
+        apart = (there[end] - there[first], here[end] - here[first]) if end < number else (0, 0)
+        if min(apart) >= width and max(apart) <= _FARTHEST:
+            steps = apart
+            end = first + min(_alike(there, first, apart[0]), _alike(here, first, apart[1]))
+        yield Rows(there[first], steps[0], here[first], steps[1], width, end - first)
+        first = end
+
+
+def _alike(places: list[int], first: int, step: int) -> int:
+    """How many places from `first` on are equally far apart. Mostly all, which is found at once."""
+    number = len(places) - first
+    if places[first:] == list(range(places[first], places[first] + number * step, step)):
+        return number
+    end = first + 1
+    while places[end] - places[end - 1] == step:
+        end += 1
+    return end - first

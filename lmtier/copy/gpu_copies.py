@@ -1,0 +1,170 @@
+"""Copies of chunks in an engine's own GPU memory: which chunks, and at which offsets. No memory, no I/O.
+
+Every chunk here comes from a match, so the slab has it too, and it is leased there. A copy only saves the
+PCIe transfer; losing it is harmless. For a transfer, each chunk has one of these:
+
+    a complete copy     the transfer reads it; it does not move until `done`
+    a place to fill     the transfer writes it; it can be read after `done`, if it was verified
+    neither             no room, or another transfer is filling it: the chunk goes over PCIe
+
+All ranks use the same offsets. A chunk takes as much room as the largest shard of its form.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lmtier.core.index import Index
+from lmtier.core.match import Entry, State
+from lmtier.core.slab import Extents
+from lmtier.errors import MisuseError
+from lmtier.format.layout import ChunkForm, padded
+from lmtier.rules.policy import make_policy
+
+
+class GpuPlace(NamedTuple):
+    """The place of one chunk's copy. Two plain values, for messages."""
+
+    offset: int
+    is_there: bool
+    """True: the copy is complete, so read it. False: fill it."""
+
+
+@dataclass(eq=False, slots=True)
+class GpuPlaces:
+    """The places that one load or save uses until `GpuCopies.done`."""
+
+    near: tuple[GpuPlace | None, ...]
+    """The place of each chunk, in order."""
+    held: list[tuple[Entry, Entry]]
+    """Pairs (our entry, the slab's entry) of the chunks that have a place. Our entry is leased."""
+
+    @property
+    def there(self) -> int:
+        """The number of chunks that need no PCIe transfer."""
+        return sum(place is not None and place.is_there for place in self.near)
+
+
+class GpuCopies:
+    """Manages `capacity` bytes on every rank. Only the owner of the engine's matches calls it."""
+
+    def __init__(self, capacity: int, policy: str = "lru") -> None:
+        self.extents = Extents(capacity)
+        self.index = Index(self.extents.capacity, make_policy(policy))
+        self._open: set[GpuPlaces] = set()
+
+    def __repr__(self) -> str:
+        return f"<GpuCopies {self.index!r} in use by {len(self._open)}>"
+
+    def load(self, run: Sequence[Entry], form: ChunkForm) -> GpuPlaces:
+        """Places for these chunks of a match, head first, as payloads of `form`, the reader's form."""
+        ready = [self._ready(source, form) for source in run]
+        for copy in ready:
+            if copy is not None:
+                self.index.lease(copy)  # before room is made for others
+        self.index.touch([copy for copy in ready if copy is not None])
+        return self._give(run, ready, form)
+
+    def save(self, entries: Sequence[Entry], form: ChunkForm) -> GpuPlaces:
+        """Places for chunks that were just reserved, head first. Older copies of them are deleted."""
+        self.forget(entry.key for entry in entries)
+        return self._give(entries, [None] * len(entries), form)
+
+    def done(self, places: GpuPlaces, *, believed: bool = True) -> None:
+        """No rank reads or writes these places any more. Filled places can be read from now on.
+
+        `believed`: everything arrived, and all compared fingerprints agree. Otherwise these copies are
+        deleted.
+        """
+        if places not in self._open:
+            raise MisuseError("these places were given back before")
+        self._open.remove(places)
+        for copy, source in places.held:
+            if believed and copy.state is State.FILLING:
+                copy.prints = source.prints
+                self.index.ready(copy)
+                continue
+            if not believed and copy.state is not State.GONE:
+                self.index.remove(copy)
+            if self.index.release(copy):
+                self.extents.free(copy.offsets)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget these copies. It is allowed at any time: a place in use stays reserved until `done`."""
+        for key in keys:
+            copy = self.index.get(key)
+            if copy is not None and self.index.remove(copy):
+                self.extents.free(copy.offsets)
+
+    def clear(self) -> None:
+        self.forget([copy.key for copy in self.index.entries()])
+
+    def _ready(self, source: Entry, form: ChunkForm) -> Entry | None:
+        copy = self.index.get(source.key)
+        if copy is None or copy.state is not State.READY:
+            return None
+        # Other marks: the chunk was computed again, by another engine. The KV is the same except for its last
+        # bits.
+        if copy.form is form and _marks(copy) == _marks(source):
+            return copy
+        self.forget([copy.key])
+        return None
+
+    def _give(self, run: Sequence[Entry], ready: Sequence[Entry | None], form: ChunkForm) -> GpuPlaces:
+        near: list[GpuPlace | None] = []
+        held: list[tuple[Entry, Entry]] = []
+        parent: Entry | None = None
+        for source, there in zip(run, ready, strict=True):
+            copy = there or self._put(source.key, form)
+            near.append(None if copy is None else GpuPlace(copy.offsets[0], there is not None))
+            if copy is not None:
+                held.append((copy, source))
+            here = self.index.get(source.key)
+            if here is not None:
+                if parent is not None:
+                    self.index.link(here, parent)
+                parent = here
+        self.index.refresh([copy for copy, _ in held])
+        places = GpuPlaces(tuple(near), held)
+        self._open.add(places)
+        return places
+
+    def _put(self, key: bytes, form: ChunkForm) -> Entry | None:
+        if key in self.index:  # being filled
+            return None
+        nbytes = padded(max(form.sizes))
+        while (offsets := self.extents.allocate([nbytes])) is None:
+            # Enough may be free, but in pieces. Then evict one more.
+            victims = self.index.evict(max(1, nbytes - self.index.free))
+            if not victims:
+                return None
+            for victim in victims:
+                self.extents.free(victim.offsets)
+        copy = self.index.add(key, form, nbytes, State.FILLING, None)
+        copy.offsets = offsets
+        return copy
+
+    def check(self) -> None:
+        """Check every invariant; raises AssertionError."""
+        self.index.check()
+        self.extents.check()
+        leases = Counter(copy for places in self._open for copy, _ in places.held)
+        indexed = self.index.entries()
+        for copy in indexed:
+            assert copy.leases == leases[copy], f"{copy!r} is in use by {leases[copy]}"
+        for copy in leases.keys() - set(indexed):
+            assert copy.state is State.GONE, f"{copy!r} is not indexed"
+        at = 0
+        for copy in sorted({*indexed, *leases}, key=lambda copy: copy.offsets):
+            assert copy.offsets[0] >= at, f"{copy!r} overlaps another"
+            at = copy.offsets[0] + copy.nbytes
+        held = sum(copy.nbytes for copy in {*indexed, *leases})
+        assert self.extents.used == self.index.used == held, "the extents and the index differ"
+
+
+def _marks(entry: Entry) -> tuple[bytes, ...]:
+    """Its fingerprints, if it has any."""
+    return entry.prints if any(entry.prints) else ()

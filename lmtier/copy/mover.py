@@ -1,0 +1,469 @@
+"""Per-layer save and load between an engine's KV memory and the extents of a cache.
+
+A mover belongs to one rank. It looks nothing up: a match or a reservation names the extents, and the engine
+names the blocks. Before the first copy a canary proves that save followed by load returns the engine's own
+bytes. Later, fingerprints of the raw blocks are stored with the chunks and compared after a load. They are
+computed by code that shares nothing with the copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from lmtier.copy.blocks import BlockIds
+from lmtier.copy.store import Store
+from lmtier.core.match import Match, Reservation
+from lmtier.errors import CanaryError, LayoutError, MisuseError, log
+from lmtier.format.keys import Extra, Identity, KeyChain, check_skip, seed
+from lmtier.format.layout import ChunkForm, Layout, Shard, cover, form_of, padded
+from lmtier.format.objects import NO_MARK
+
+if TYPE_CHECKING:
+    from lmtier.copy.cuda.paging import CudaKV
+    from lmtier.copy.paging import PagedKV
+
+RankKV: TypeAlias = "PagedKV | CudaKV"
+"""The KV memory of one rank."""
+Blocks: TypeAlias = "Sequence[int] | Sequence[Sequence[int]]"
+"""A request's engine blocks, in token order. With several block tables, one row for each."""
+
+_SAMPLE = 64  # verify=sample compares the chunks whose key is 0 modulo this
+
+
+class Mover:
+    """Moves KV between one rank's engine blocks and a store: a `Cache`, or the `Client` of a server.
+
+    `ranks` lists the shards that the ranks of this engine store, including this rank's; replicas are listed
+    once. By default this rank holds all. Empty fields of `identity` are filled from the layout.
+    `spare_blocks` are unused engine blocks; the canary runs on them at once. Without them, call `prove`
+    before the first copy, which raises MisuseError otherwise.
+    """
+
+    def __init__(
+        self,
+        cache: Store,
+        kv: RankKV,
+        identity: Identity,
+        *,
+        ranks: Sequence[Shard] | None = None,
+        spare_blocks: Sequence[int] | None = None,
+    ) -> None:
+        if kv.layout.chunk_tokens != cache.chunk_tokens:
+            raise LayoutError(
+                f"the layout has chunk_tokens={kv.layout.chunk_tokens}, the cache {cache.chunk_tokens}"
+            )
+        self.cache = cache
+        self.kv = kv
+        self.identity = fill_identity(identity, kv.layout, cache.approximation)
+        self.form = form_of(kv.layout, dict.fromkeys(ranks or (kv.shard,)))
+        if kv.shard not in self.form.shards:
+            raise LayoutError(f"this rank's shard {kv.shard} is not among ranks {self.form.shards}")
+        self.number = self.form.shards.index(kv.shard)
+        self._proven = False
+        if spare_blocks is not None:
+            self.prove(spare_blocks)
+
+    def chain(self, tokens: Any, *, lora: str = "", salt: str = "", extras: Sequence[Extra] = ()) -> KeyChain:
+        """The keys of a request; `extend` it as the request grows."""
+        start = seed(self.identity, self.cache.chunk_tokens, lora=lora, salt=salt)
+        return KeyChain(start, self.cache.chunk_tokens, tokens, extras)
+
+    def match(self, chain: KeyChain, *, deadline: float | None = None) -> Match:
+        """Load the longest stored prefix into the slab. At least one token is left to compute."""
+        whole = max(0, chain.tokens - 1) // chain.chunk_tokens
+        keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
+        match = self.cache.match(keys, self.form, tokens=chain.tokens, deadline=deadline)
+        try:
+            return self.cache.wait(match)
+        except BaseException:
+            self.cache.release(match)
+            raise
+
+    def load(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
+        """Begin to load a match into the request's blocks. The slots of `computed_tokens` are not changed.
+
+        The match's leases end with the load, or here if it cannot begin.
+        """
+        try:
+            return self.begin(match, block_ids, computed_tokens=computed_tokens)
+        except BaseException:
+            self.cache.release(match)
+            raise
+
+    def begin(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
+        """Like `load`, but the caller ends the match's leases, after this load is `done`."""
+        self._need(match.form)
+        return Load(self, match, block_ids, computed_tokens)
+
+    def save(
+        self,
+        chain: KeyChain,
+        block_ids: Blocks,
+        *,
+        skip_leading_tokens: int = 0,
+        reservation: Reservation | None = None,
+    ) -> Save:
+        """Begin to save the full chunks of `chain` that are not stored yet.
+
+        The blocks of the first `skip_leading_tokens` are never read. If several ranks store one form, one
+        caller reserves with `cache.reserve(chain.keys, mover.form)`, and each rank saves its shard of that
+        `reservation`.
+        """
+        self._need_proof()
+        if reservation is None and len(self.form.shards) > 1:
+            raise MisuseError("several ranks store this form: reserve once, pass it to each as reservation=")
+        first = check_skip(skip_leading_tokens, self.cache.chunk_tokens)
+        # Every argument is checked before anything is reserved, so a bad call leaves nothing behind.
+        blocks = dict(enumerate(self.blocks_of(block_ids, first, len(chain.keys)), start=first))
+        save = self.fill(reservation or self.cache.reserve(chain.keys, self.form, first=first), blocks)
+        log.info(
+            "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
+            save.tokens,
+            chain.tokens,
+            save.skip_leading_tokens,
+        )
+        return save
+
+    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
+        """Begin to save this rank's shard of a scheduler's reservation.
+
+        `blocks` has the blocks of each chunk.
+        """
+        self._need(reservation.form)
+        return Save(self, reservation, blocks)
+
+    @property
+    def under_way(self) -> int:
+        """The number of unfinished saves and loads. On a CPU they finish before the calls return."""
+        return 0
+
+    def reuse(self, block_ids: Blocks) -> None:
+        """The engine reuses these blocks. On a CPU no copy is unfinished, so nothing must be done."""
+
+    def poll(self) -> int:
+        """End the finished saves and loads, and return their number. On a CPU they end by themselves."""
+        return 0
+
+    def drain(self) -> None:
+        """Wait for all saves and loads, and end them. For when the engine stops."""
+
+    def sampled(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether these chunks have fingerprints. The keys decide, so that writer and reader agree."""
+        verify = self.cache.config.verify
+        if verify != "sample":
+            return [verify == "always"] * len(keys)
+        return [key[-1] % _SAMPLE == 0 for key in keys]
+
+    def blocks_of(self, block_ids: Blocks, first: int, end: int) -> list[BlockIds]:
+        """The engine blocks of chunks [first, end) of a request, checked."""
+        per_chunk, ids = self.kv.layout.blocks, np.asarray(block_ids)
+        ids = ids[..., first * per_chunk : end * per_chunk]
+        if (chunk := first + ids.shape[-1] // per_chunk) < end:
+            raise LayoutError(
+                f"chunk {chunk} needs blocks {chunk * per_chunk} to {(chunk + 1) * per_chunk} of the "
+                f"request, which has {first * per_chunk + ids.shape[-1]}"
+            )
+        return self.kv.check(ids)
+
+    def prove(self, spare_blocks: Sequence[int], *, block_bytes: int | None = None) -> None:
+        """The canary: sends random bytes through save and load, layer by layer and whole, and compares.
+
+        Half of `spare_blocks` are source and target. The rest are guards, which must not change.
+        `block_bytes` is the engine's own size of a block over all layers of this rank. It detects a tensor
+        that shows only part of a block. Contents are restored.
+        """
+        self._proven = False
+        kv = self.kv
+        size = kv.tables * kv.layout.blocks  # layers of different tables may share memory, but never a block
+        spare = list(spare_blocks)
+        if len(set(spare)) != len(spare) or len(spare) < 2 * size:
+            raise CanaryError(f"the canary needs {2 * size} different spare blocks, got {len(set(spare))}")
+        source, target, guards = spare[:size], spare[size : 2 * size], spare[2 * size :]
+        (taken,) = kv.check(np.reshape(source, (kv.tables, -1)))
+        (given,) = kv.check(np.reshape(target, (kv.tables, -1)))
+        before = kv.raw_blocks(spare)
+        if block_bytes is not None and len(before) != block_bytes * len(spare):
+            raise CanaryError(
+                f"the engine says a block takes {block_bytes} bytes over all layers, the tensors show "
+                f"{len(before) // len(spare)}: part of the KV would be lost"
+            )
+        extent = memoryview(bytearray(kv.nbytes))  # not in the slab, which may be full after a warm start
+        layers = kv.layers
+        try:
+            for way, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
+                kv.write_raw(spare, os.urandom(len(before)))
+                wanted, untouched = kv.raw_blocks(taken), kv.raw_blocks(guards)
+                unread = kv.raw_blocks(source)
+                for step in steps:
+                    kv.gather(step, taken, extent)
+                for step in steps:
+                    kv.scatter(step, extent, given)
+                if kv.raw_blocks(given) != wanted:
+                    raise CanaryError(
+                        f"canary ({way}): loading what was saved does not return the engine's bytes; "
+                        f"the declared layout does not fit {kv!r}"
+                    )
+                if kv.raw_blocks(source) != unread or kv.raw_blocks(guards) != untouched:
+                    raise CanaryError(f"canary ({way}): blocks outside of the copy were changed")
+        finally:
+            kv.write_raw(spare, before)
+        self._proven = True
+
+    def _need(self, form: ChunkForm) -> None:
+        """Raise if a match or reservation has another form: its extents have other sizes."""
+        self._need_proof()
+        if form is not self.form:
+            raise MisuseError(f"this mover is for {self.form}, but the match or reservation is for {form}")
+
+    def _need_proof(self) -> None:
+        if not self._proven:
+            raise MisuseError(
+                "the canary has not run on this engine's tensors; pass spare_blocks=… or call prove(…) "
+                "with blocks that no request uses"
+            )
+
+
+class Load:
+    """The load of one match into engine blocks. Call `layer` for each layer, or `all`; then `finish`.
+
+    As a context manager it finishes by itself and ends the match's leases. KV that was computed on top of a
+    load may be committed only after `finish` has confirmed the load.
+    """
+
+    done = True
+    """Whether all of its copies have ended."""
+    seconds: float | None = None
+    """The time that the device needed, once `done`. None: this thread copied during the calls."""
+
+    def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
+        if match.released or not match.ready:
+            state = "was released" if match.released else "is not ready: wait for it"
+            raise MisuseError(f"load of a match that {state}")
+        kv, size = mover.kv, mover.cache.chunk_tokens
+        if computed_tokens % kv.layout.block_tokens:
+            raise LayoutError(
+                f"computed_tokens={computed_tokens} is not whole blocks of {kv.layout.block_tokens}"
+            )
+        self._mover = mover
+        self._match = match
+        self.tokens = len(match.run) * size
+        """The number of leading tokens whose KV is in the engine when the load is finished."""
+        first, inside = divmod(computed_tokens, size)
+        self._finished = False
+        self._missing = set(kv.layers)
+        self._placed, self._run = match.placement, match.run
+        blocks = enumerate(mover.blocks_of(block_ids, first, len(match.run)), start=first)
+        skipped = inside // kv.layout.block_tokens
+        self._chunks = [(chunk, ids, skipped if chunk == first else 0) for chunk, ids in blocks]
+        """For each chunk: its number, its blocks, and how many of these are computed already."""
+        offsets, others = self._placed.offsets, self._placed.others
+        number = mover.number
+        own = [(ids, offsets[n][number], at) for n, ids, at in self._chunks if n not in others]
+        self._foreign = [each for each in self._chunks if each[0] in others]
+        self._bound = kv.bind_all(own, mover.cache.slab.view)
+
+    def layer(self, layer: int) -> None:
+        """Load one layer of every chunk, once. Ready for the engine's attention when this returns."""
+        if layer not in self._missing:
+            return
+        self._bound.scatter(layer)
+        self._convert_all(layer)
+        self._missing.discard(layer)
+
+    def all(self) -> None:
+        """Load the layers that are missing, usually all of them at once."""
+        if len(self._missing) < len(self._mover.kv.layers):
+            for layer in sorted(self._missing):
+                self.layer(layer)
+            return
+        self._bound.scatter(None)
+        self._convert_all(None)
+        self._missing.clear()
+
+    def _convert_all(self, layer: int | None) -> None:
+        for chunk, ids, first_block in self._foreign:
+            for payload, stored, held, part in self._parts_of(chunk):
+                if layer is None or part.first_layer <= layer < part.end_layer:
+                    self._mover.kv.convert(
+                        layer, payload, stored, held, ids, part=part, first_block=first_block
+                    )
+
+    def _parts_of(self, chunk: int) -> Iterator[tuple[memoryview, Layout, Shard, Shard]]:
+        """The pieces that this rank needs of a chunk in another form: payload, layout, shard, and part."""
+        form, offsets = self._placed.others[chunk], self._placed.offsets[chunk]
+        assert form.layout is not None  # the chunk's header was read, so it is known
+        for held, part in cover(self._mover.kv.shard, form.shards) or ():
+            n = form.shards.index(held)
+            yield self._mover.cache.slab.view(offsets[n], padded(form.sizes[n])), form.layout, held, part
+
+    def start(self) -> None:
+        """Load everything, for an engine that uses none of it before it is `done`."""
+        self.all()
+
+    def confirm(self) -> None:
+        """Block this thread until the load is `done`, if `finish` has fingerprints to compare."""
+
+    def finish(self) -> int:
+        """Compare fingerprints according to `verify`. Returns the number of leading tokens that are correct.
+
+        Fewer than `tokens`: a chunk did not arrive as it was saved. The engine must compute from there, also
+        if it has used some layers already. All chunks that differ are deleted, so that the recomputed ones
+        are stored instead.
+        """
+        if self._finished:
+            return self.tokens
+        self._finished = True
+        if self._missing and self._chunks:
+            raise MisuseError(f"finish of a load that lacks layers {sorted(self._missing)}")
+        cache, keys = self._mover.cache, [self._placed.keys[chunk] for chunk, _, _ in self._chunks]
+        sampled = self._mover.sampled(keys)
+        for (chunk, ids, first_block), key, is_sampled in zip(self._chunks, keys, sampled, strict=True):
+            if not is_sampled or not self._differs(chunk, ids, first_block):
+                continue
+            log.error(
+                "lmtier: chunk %s differs from what was saved and was deleted; recompute from token %d",
+                key.hex()[:16],
+                chunk * cache.chunk_tokens,
+            )
+            cache.discard(self._run[chunk])
+            self.tokens = min(self.tokens, chunk * cache.chunk_tokens)
+        return self.tokens
+
+    def _differs(self, chunk: int, ids: BlockIds, first_block: int) -> bool:
+        """Whether these blocks are known to differ from the saved ones. Not every chunk can be compared."""
+        if not self._is_comparable(chunk, ids, first_block):
+            return False
+        is_different = self._placed.marks[chunk][self._mover.number][8:] != self._fingerprint(chunk, ids)
+        self._mover.cache.compared(1, int(is_different))
+        return is_different
+
+    def _is_comparable(self, chunk: int, ids: BlockIds, first_block: int) -> bool:
+        mover, placed = self._mover, self._placed
+        if first_block or not ids.is_whole or chunk not in placed.marks or chunk in placed.others:
+            return False
+        mark = placed.marks[chunk][mover.number]
+        return mark != NO_MARK and mark[:8] == mover.kv.raw_tag
+
+    def _fingerprint(self, chunk: int, ids: BlockIds) -> bytes:
+        return self._mover.kv.raw_fingerprint(ids)
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self._mover.cache.release(self._match)
+
+
+class Save:
+    """The save of new chunks from engine blocks. Call `layer` for each layer, or `all`; then `commit`.
+
+    As a context manager it commits by itself, and aborts if the block raises. Chunks are visible only after
+    the commit.
+    """
+
+    done = True
+    """Whether all of its copies have ended, after commit or abort."""
+
+    def __init__(self, mover: Mover, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> None:
+        cache = mover.cache
+        self._mover = mover
+        self.reservation = reservation
+        placed, number = reservation.placement, mover.number
+        self._chunks = [(chunk, blocks[chunk]) for chunk in reservation.entries]
+        places = zip(self._chunks, placed.offsets, strict=True)
+        own = [(ids, offsets[number], 0) for (_, ids), offsets in places]
+        self._bound = mover.kv.bind_all(own, cache.slab.view)
+        self.tokens = len(self._chunks) * cache.chunk_tokens
+        """The number of tokens that are being stored."""
+        self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
+        self._missing = set(mover.kv.layers)
+        sampled = mover.sampled(placed.keys)
+        self._prints: dict[int, dict[int, bytes]] = {
+            chunk: {} for chunk, is_sampled in zip(reservation.entries, sampled, strict=True) if is_sampled
+        }
+        """Maps chunk -> layer -> fingerprint."""
+
+    def layer(self, layer: int) -> None:
+        """Save one layer of every new chunk."""
+        kv = self._mover.kv
+        self._bound.gather(layer)
+        for chunk, ids in self._chunks:
+            if chunk in self._prints:
+                self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+        self._missing.discard(layer)
+
+    def all(self) -> None:
+        """Save the layers that are missing, usually all of them at once."""
+        kv = self._mover.kv
+        if len(self._missing) < len(kv.layers):
+            for layer in sorted(self._missing):
+                self.layer(layer)
+            return
+        self._bound.gather(None)
+        for chunk, ids in self._chunks:
+            if chunk in self._prints:
+                for layer in self._missing:
+                    self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+        self._missing.clear()
+
+    def commit(self) -> None:
+        """Make the chunks visible. Every layer must have been saved."""
+        kv = self._mover.kv
+        if self._missing and self._chunks:
+            raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
+        prints = {
+            chunk: kv.raw_tag + kv.fold([marks[layer] for layer in sorted(marks)])
+            for chunk, marks in self._prints.items()
+        }
+        self._mover.cache.commit(self.reservation, kv.shard, prints)
+
+    def abort(self) -> None:
+        self._mover.cache.abort(self.reservation, self._mover.kv.shard)
+
+    def __enter__(self) -> Save:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+
+def fill_identity(identity: Identity, layout: Layout, approximation: str) -> Identity:
+    """Fill the empty fields of `identity` from the layout, so that different KV never shares a key.
+
+    An opaque packing is included, because only engines with the same packing can read it. Known packings are
+    not, because they can be converted. The `approximation` of a store with lossy tiers is included too. So
+    its KV, and KV computed on top of it, is never found by users who did not choose lossy tiers.
+    """
+    first = layout.layers[0]
+    attention = [identity.attention] if identity.attention else []
+    if len(set(layout.layers)) > 1:
+        attention.append(f"layers={[tuple(shape) for shape in layout.layers]}")
+    if layout.is_opaque:
+        attention.append(f"packing={layout.packing},{layout.block_tokens}")
+    if approximation:
+        attention.append(f"approximation={approximation}")
+    return replace(
+        identity,
+        dtype=identity.dtype or layout.dtype,
+        layers=identity.layers or len(layout.layers),
+        kv_heads=identity.kv_heads or first.heads,
+        head_dim=identity.head_dim or first.k,
+        planes=2 if first.v else 1,
+        attention=";".join(attention),
+    )

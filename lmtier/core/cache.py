@@ -1,0 +1,530 @@
+"""The orchestrator: match, prefetch, reserve, commit, release, step, flush, close.
+
+One owner calls it; it has no locks. State changes happen in these calls, at once and briefly; bytes
+move elsewhere. Results of I/O change state only in `step`. Nothing here knows tensors: an engine
+adapter moves KV between its memory and the extents of a match or a reservation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from lmtier import forks
+from lmtier.config import Config
+from lmtier.core import ram
+from lmtier.core.gauges import Gauges, places
+from lmtier.core.index import Index, no_record
+from lmtier.core.lower import Above
+from lmtier.core.lower_tiers import LowerTiers
+from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State, check_chain
+from lmtier.core.matches import Matches
+from lmtier.core.pinning import NamedPins
+from lmtier.core.presence import Presence
+from lmtier.core.reservations import Reservations
+from lmtier.core.room import Room
+from lmtier.core.slab import Slab
+from lmtier.core.weighing import Weighing
+from lmtier.errors import ConfigError, MisuseError, log
+from lmtier.format.layout import ChunkForm, Shard
+from lmtier.format.objects import Suspect
+from lmtier.observe.follower import Followers
+from lmtier.observe.metrics import Metrics
+from lmtier.observe.miss_curve import Outlook
+from lmtier.rules.lifetimes import FOREVER, MAX_TTL, Pinned
+from lmtier.rules.policy import make_policy
+from lmtier.rules.worth import Cost
+from lmtier.threads import start_thread
+from lmtier.tiers.base import Tier
+
+# The part of the slab that loads and stores may hold together. Tiers that hang must not take all of it.
+_WAITING_SHARE = 15 / 16
+_WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
+_CLEARED_AT_ONCE = 1024  # chunks
+
+
+class Cache:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        metrics: Metrics | None = None,
+        tiers: Mapping[str, Tier] | None = None,
+        wait_until_warm: bool = True,
+        shared: bool = False,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        is_record: Callable[[bytes], bool] = no_record,
+    ) -> None:
+        """Open the tiers of `config`. `tiers` maps some of its URLs to tiers that are already open.
+
+        `shared` makes a slab that other processes can map. `wake` is called, from any thread, when `step`
+        would find something to do. `is_record` tells the keys of records from the keys of KV.
+
+        Returns when the lower tiers know what they hold, unless `wait_until_warm` is false. It waits for at
+        most a minute; a tier that takes longer, or fails, is used as soon as it is ready.
+        """
+        self.config = config
+        self.chunk_tokens = config.chunk_tokens
+        self.approximation = config.approximation
+        self.metrics = metrics or Metrics()
+        self.followers = Followers()
+        self._wake = threading.Event()
+        self._tell = wake
+        self._clock = clock
+        self._lost_at_flush = 0
+        """How many of `lost` `flush` has reported."""
+        self._closed = threading.Event()
+        top, *lower = config.stores
+        assert top.capacity is not None
+        ram.check(str(top), top.capacity)
+        try:
+            self.slab = Slab(top.capacity, hugepages=config.hugepages, shared=shared)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"{top}: this machine does not give that much memory: {error}") from None
+        self.index = Index(
+            self.slab.capacity, make_policy(top.policy), shares=config.shares, is_record=is_record
+        )
+        self.index.label, self.index.followers = CPU, self.followers
+        self.lower = LowerTiers()
+        self._gauges = Gauges(self.metrics, self.index, self.lower, self.chunk_tokens)
+        self.room = Room(self.slab, self.index, self.metrics, self._gauges.evict, clock, top.ttl)
+        above = Above(
+            slab=self.index,
+            view=self.slab.view,
+            release=self.room.release,
+            metrics=self.metrics,
+            followers=self.followers,
+            chunk_tokens=self.chunk_tokens,
+            queue_length=config.queue_length,
+            patience=config.load_deadline,
+            clock=clock,
+            shares=config.shares,
+        )
+        self.lower.open(lower, tiers or {}, self._woken, above)
+        of_both = self.room, self.lower, self._gauges, self.followers
+        self._reservations = Reservations(*of_both)
+        weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
+        self._matches = Matches(*of_both, weighing)
+        self.presence: Presence | None = None
+        """The table that other processes read. It exists only if no tier must be asked what it holds."""
+        if shared and not self.lower.shared:
+            self.presence = Presence()
+        indexes = {CPU: self.index, **{tier.label: tier.index for tier in self.lower.owned}}
+        self.pinning = NamedPins(indexes, clock)
+        for index in indexes.values():
+            index.presence = self.presence
+        self.outlook = Outlook(places(self.index, self.lower), self.chunk_tokens)
+        self.followers.add(self.outlook)
+        self._gauges.declare(self.outlook, self.pinning.pins)
+        forks.call_in_child(self)
+        self._prefault = None
+        if config.prefault:
+            self._prefault = start_thread("lmtier-prefault", self.slab.prefault, self._closed.is_set)
+        until = time.monotonic() + _WARM_PATIENCE
+        while wait_until_warm and time.monotonic() < until:
+            if not any(tier.has_jobs and not tier.is_warm for tier in self.lower):
+                break
+            self._wait(until)
+            for tier in self.lower:
+                tier.poll()
+
+    def __repr__(self) -> str:
+        return f"<Cache {self.index!r} below {self.lower!r}>"
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def forked(self) -> None:
+        """In a child: the tiers belong to the parent, and the threads do not exist here."""
+        forks.bury(self, "cache")
+
+    def _woken(self) -> None:
+        self._wake.set()
+        self._tell()
+
+    @property
+    def lost(self) -> int:
+        """How many chunks should have been written to lower tiers and were not."""
+        return sum(tier.lost for tier in self.lower)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether every lower tier knows what it holds."""
+        return all(tier.is_warm for tier in self.lower)
+
+    # ---- load: match, prefetch, release
+
+    def match(
+        self,
+        keys: Sequence[bytes],
+        form: ChunkForm,
+        *,
+        tokens: int | None = None,
+        deadline: float | None = None,
+        cost: Cost | None = None,
+    ) -> Match:
+        """Find the longest stored prefix of `keys` that a reader of `form` can use.
+
+        Leases its part in the slab.
+
+        `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is the time that
+        computing would take: with `worth=auto` the match ends where loading would take longer.
+        """
+        began = time.monotonic()
+        self._need_open()
+        names = tuple(keys)  # the caller's list grows with its request
+        check_chain(names)
+        whole = self._gauges.tokens(names[:1]) * len(names)
+        asked = whole if tokens is None else tokens
+        if asked < whole:
+            raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
+        seconds = self.config.load_deadline if deadline is None else deadline
+        match = self._matches.begin(names, form, asked, began + seconds, cost, began)
+        self.index.touch(match.run)
+        self.lower.see(names, match.run)
+        if whole:
+            for hear in self.followers.asked:
+                hear(names, asked, form)
+            self.metrics.looked_up(time.monotonic() - began)
+        return match
+
+    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match:
+        """Like `match`, but before any request: it is not counted, and costs are ignored."""
+        self._need_open()
+        match = self._matches.begin(tuple(keys), form, 0, time.monotonic() + deadline)
+        self.index.touch(match.run)
+        return match
+
+    def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
+        """Load the chunks found so far into leased extents. `chunks` limits the match to its first chunks.
+
+        `has` is the number of tokens that the engine has itself. They may make the rest not worth loading.
+        Returns at once. The match is ready when `step` has seen the last chunk arrive or fail.
+        """
+        self._need_open()
+        self._matches.prefetch(match, chunks, has)
+
+    def release(self, match: Match) -> None:
+        """End the match's leases. Idempotent."""
+        self._matches.release(match)
+
+    def seen(self, keys: Sequence[bytes]) -> None:
+        """The engine has this prefix itself. Mark it as used here too: the engine will evict it first."""
+        run = []
+        for key in keys:
+            entry = self.index.get(key)
+            if entry is None:
+                break
+            run.append(entry)
+        self.index.touch(run)
+        self.lower.see(keys, run)
+        for hear in self.followers.used:
+            hear(keys)
+
+    # ---- save: reserve, commit, abort
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        form: ChunkForm,
+        *,
+        first: int = 0,
+        ttl: float | None = None,
+        by: str = "",
+        most: int | None = None,
+    ) -> Reservation:
+        """Reserve extents for those chunks of `keys`, from number `first` on, that no tier holds or receives.
+
+        A chunk gets all its extents or none, and chunks get them in order. If room ends, or `most` chunks
+        are new, the reserved ones are a usable prefix; the rest is dropped and counted. Only `commit` makes
+        chunks visible.
+
+        New chunks can be used for `ttl` seconds. Chunks that are already stored keep their ttl. `by` names
+        the writer, for `purge`.
+        """
+        self._need_open()
+        end = len(keys) if most is None else most
+        reservation = self._reservations.reserve(keys, form, first, self._seconds(ttl), by, end)
+        self.lower.seen.append(tuple(keys))
+        return reservation
+
+    def commit(
+        self,
+        reservation: Reservation,
+        shard: Shard | None = None,
+        prints: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """The bytes of `shard` (None: the only one) are in place. With the last shard chunks become visible.
+
+        `prints` maps chunk numbers to the fingerprint of this shard.
+        """
+        self._reservations.commit(reservation, shard, prints)
+
+    def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
+        """`shard` will not be written. Its chunks never become visible.
+
+        Their room is freed when no shard is being written.
+        """
+        self._reservations.abort(reservation, shard)
+
+    # ---- I/O results
+
+    def step(self) -> int:
+        """Apply the results of the tiers, and give them new work. Returns the number of results."""
+        results = 0
+        for tier in self.lower:
+            results += tier.poll()
+        if self.presence is not None and self.is_warm:
+            self.presence.trust()
+        self._end_lifetimes()
+        if self.lower:
+            self.lower.touch()
+            self._write_ahead()
+            self._matches.weighing.explore()
+            for tier in self.lower:
+                waiting = self._matches.waiting_bytes
+                spare = self.index.capacity * _WAITING_SHARE - waiting if waiting else self.index.capacity
+                tier.pump(spare)
+            self._matches.expire()
+        self.room.begin_step()
+        self.metrics.count()
+        for hear in self.followers.stepped:
+            hear()
+        return results
+
+    def _write_ahead(self) -> None:
+        """For tiers with write=evicted: write the next chunks to be evicted, before their room is needed."""
+        if self.lower.written_ahead:
+            entries = self.room.next_to_leave()
+            for tier in self.lower.written_ahead:
+                tier.leaves(entries)
+
+    def wait(self, match: Match) -> Match:
+        """For owners without a loop: prefetch, then step until the match is ready or its deadline passes."""
+        while match.asking:
+            self._wait(match.deadline)
+            self.step()
+        self.prefetch(match)
+        while not match.ready:
+            self._wait(match.deadline)
+            self.step()
+        return match
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Step until the lower tiers have written and deleted everything that they should.
+
+        The rule and the budget of a tier decide what it should write. False: it was not done in time; or
+        since the last call some chunks were lost, because a tier failed, was full, or was too slow. As with
+        fsync, a loss is reported once.
+        """
+        before = self._lost_at_flush
+        ended = self._drain(timeout)
+        self._lost_at_flush = self.lost
+        return ended and self._lost_at_flush == before
+
+    def _drain(self, timeout: float) -> bool:
+        """Step until nothing waits to be written or deleted. False: the time ran out."""
+        until = time.monotonic() + timeout
+        self.step()
+        while any(tier.is_busy for tier in self.lower) and time.monotonic() < until:
+            self._wait(until)
+            self.step()
+        return not any(tier.backlog for tier in self.lower)
+
+    def _wait(self, until: float | None = None) -> None:
+        # At most 50 ms: an open breaker and a passed deadline do not wake this thread.
+        seconds = 0.05 if until is None else min(0.05, max(0.0, until - time.monotonic() + 1e-3))
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def purge(self, suspect: Suspect, *, force: bool = False) -> None:
+        """Delete the chunks that `suspect` covers, except leased ones; with `force` those too.
+
+        In lower tiers headers are read one by one to find them; `flush` waits for that. Until then lookups
+        still find such chunks, but they are not loaded.
+        """
+        suspect = replace(suspect, until=min(suspect.until, time.time_ns() // 1_000_000))
+        for tier in self.lower:
+            tier.let_leave(suspect.prefix)
+        for entry in self.index.entries():
+            if suspect.covers(entry.key, entry.made) and (force or not entry.leases):
+                self.room.take_out(entry, CLEARED)
+        for tier in self.lower:
+            tier.purge(suspect)
+
+    def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
+        """Delete everything that is not leased; with `force` leased chunks too. Later releases are harmless.
+
+        `namespace`, from `keys.namespace`, limits it to a model. Shared tiers are searched for its chunks,
+        which are deleted for all users of the tier. `flush` waits for that; until then this cache finds none
+        of them there.
+        """
+        for tier in self.lower:
+            tier.let_leave(namespace)
+        for entry in self.index.entries():
+            if entry.key.startswith(namespace) and (force or not entry.leases):
+                self.room.take_out(entry, CLEARED)
+        for tier in self.lower:
+            tier.clear(namespace, force=force)
+
+    def clearing(self, namespace: bytes = b"", *, force: bool = False) -> Iterator[None]:
+        """`clear` in small steps, so that the owner can serve others: a million chunks take seconds."""
+        for tier in self.lower:
+            tier.let_leave(namespace)
+        places: list[tuple[Index, Callable[[Entry], None]]] = [
+            (self.index, lambda entry: self.room.take_out(entry, CLEARED)),
+            *((tier.index, tier.clear_one) for tier in self.lower.owned),
+        ]
+        for index, clear_one in places:
+            for number, entry in enumerate(index.entries(), 1):
+                is_there = entry.state is not State.GONE and entry.key.startswith(namespace)
+                if is_there and (force or not entry.leases):
+                    clear_one(entry)
+                if not number % _CLEARED_AT_ONCE:
+                    yield
+        self.clear(namespace, force=force)  # chunks that were stored again in the meantime
+
+    def compared(self, chunks: int, differing: int) -> None:
+        """Count the chunks whose fingerprints were compared after a load, and how many of them differed."""
+        self.metrics.verified.inc(chunks)
+        self.metrics.verify_failures.inc(differing)
+
+    def discard(self, entry: Entry) -> None:
+        """Delete a chunk in every tier, because its content cannot be trusted. Leases on it stay.
+
+        What was stored under its key since then is deleted too: a server and lower tiers know only the key.
+        """
+        known = self.index.get(entry.key)
+        if entry.state is not State.GONE and known is not entry:
+            raise MisuseError(f"discard of {entry!r}, which belongs to another cache")
+        if known is not None:
+            self.room.take_out(known, DIFFERED)
+        forms = {entry.form} if known is None else {entry.form, known.form}
+        for tier in self.lower:
+            tier.discard(entry.key, forms, DIFFERED)
+
+    # ---- lifetimes
+
+    def _seconds(self, ttl: float | None) -> float:
+        if ttl is not None and not 0 < ttl <= MAX_TTL:
+            raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
+        return FOREVER if ttl is None else ttl
+
+    def _end_lifetimes(self) -> None:
+        """Delete some expired chunks in every tier; the next step continues."""
+        self.pinning.expire()
+        more = self.room.expire()
+        for tier in self.lower:
+            more |= tier.expire()
+        if more:
+            self._woken()
+
+    def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
+        """Protect `keys` from eviction in every tier that has or gets them.
+
+        The pin lasts until `unpin` or for `ttl` seconds. It replaces an earlier pin of this name. Returns how
+        many of them each tier has pinned; nothing is loaded. Pins may take half of a tier's capacity: a pin
+        that does not fit now is refused, and a chunk that comes later and does not fit is not pinned.
+        """
+        self._need_open()
+        self.room.expire_among(keys)
+        return self.pinning.pin(name, keys, self._seconds(ttl))
+
+    def unpin(self, name: str) -> bool:
+        """Returns whether such a pin existed."""
+        return self.pinning.unpin(name)
+
+    def pinned(self) -> list[Pinned]:
+        return self.pinning.pinned()
+
+    # ---- named values: chunks that may be replaced
+
+    def forget(self, key: bytes, form: ChunkForm) -> None:
+        """Delete the value under `key` in every tier. When `is_leaving` is false, it is gone permanently."""
+        if (entry := self.index.get(key)) is not None:
+            self.room.take_out(entry)
+        for tier in self.lower.owned:  # shared tiers never got it
+            tier.discard(key, (form,))
+
+    def replace(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
+        """Commit the one chunk of `reservation`, which was made under a temporary key, under `key`.
+
+        The old value is deleted first, so a restart finds the new one or none.
+        """
+        (entry,) = reservation.entries.values()
+        self.forget(key, reservation.form)
+        self.index.rekey(entry, key)
+        self.commit(reservation, prints={0: mark})
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a new value should wait: it could not be written now, but a little later it could."""
+        return any(tier.is_behind for tier in self.lower)
+
+    def is_leaving(self, key: bytes) -> bool:
+        """Whether a restart now could still find an old value under this key."""
+        return any(tier.is_leaving(key) for tier in self.lower)
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write the waiting chunks to the tiers and release everything, within `timeout`. Idempotent."""
+        if self._closed.is_set():
+            return
+        until = time.monotonic() + timeout
+        for owned in self.lower.owned:
+            owned.offer_records()
+        if not self._drain(timeout):
+            log.warning("lmtier: the cache was closed before all chunks were written to the lower tiers")
+        for tier in self.lower:
+            tier.persist_order()
+        self._drain(until - time.monotonic())
+        self._closed.set()
+        for tier in self.lower:
+            tier.close(until - time.monotonic())
+        if self._prefault is not None:
+            self._prefault.join()
+
+    def _need_open(self) -> None:
+        if self._closed.is_set():
+            raise MisuseError("this cache is closed")
+
+    # ---- books
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Chunks, bytes used and capacity per tier, as they are now."""
+        tiers: dict[str, dict[str, int]] = {
+            CPU: {"chunks": len(self.index), "used": self.index.used, "capacity": self.index.capacity}
+        }
+        for tier in self.lower.owned:
+            index, used = tier.index, tier.index.used + tier.deleting
+            tiers[tier.label] = {"chunks": len(index), "used": used, "capacity": index.capacity}
+        return tiers
+
+    def check(self) -> None:
+        """Check every invariant; raises AssertionError. It is cheap enough to run after every test."""
+        self.slab.check()
+        self.index.check()
+        self.pinning.pins.check()
+        assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
+        leases: dict[Entry, int] = {}
+        self._matches.check()
+        for match in self._matches.open.values():
+            for entry in match.run:
+                leases[entry] = leases.get(entry, 0) + 1
+        for reservation in self._reservations.open.values():
+            for entry in reservation.entries.values():
+                leases[entry] = leases.get(entry, 0) + len(reservation.left)
+        for entry in (*self.index.pinned, *(entry for tier in self.lower for entry in tier.leased)):
+            leases[entry] = leases.get(entry, 0) + 1
+        for entry in self.index.entries():
+            assert entry.leases >= leases.get(entry, 0), f"{entry!r} has lost a lease"
+        if not any(tier.has_jobs for tier in self.lower):
+            for entry in self.index.entries():
+                assert entry.leases == leases.get(entry, 0), f"{entry!r} has a lease without a holder"
+        for tier in self.lower:
+            tier.check()

@@ -1,0 +1,105 @@
+"""The metrics of a cache: the content of its slab, the hits and misses of lookups, and dropped chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from lmtier.core.index import Index
+from lmtier.core.lower import count_dropped, count_shares
+from lmtier.core.lower_tiers import LowerTiers
+from lmtier.core.match import CPU, Entry, Match, State
+from lmtier.format.layout import ChunkForm
+from lmtier.observe.metrics import Metrics
+from lmtier.observe.miss_curve import FACTORS, BoundedTier, Outlook
+from lmtier.rules.fullness import UNBOUNDED
+from lmtier.rules.lifetimes import Pins
+
+
+class Gauges:
+    """The metrics of the slab and of lookups. A lower tier has its own."""
+
+    def __init__(self, metrics: Metrics, index: Index, lower: LowerTiers, chunk_tokens: int) -> None:
+        self._metrics, self._index, self._lower, self.chunk_tokens = metrics, index, lower, chunk_tokens
+        self._stored = metrics.stored_tokens.labels(CPU)
+        self._evicted = metrics.evictions.labels(CPU, "capacity")
+        self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
+
+    def declare(self, outlook: Outlook, pins: Pins) -> None:
+        """Call it once all lower tiers are open."""
+        metrics, index = self._metrics, self._index
+        count_shares(metrics, CPU, index)
+        metrics.capacity_bytes.labels(CPU).set(index.capacity)
+        metrics.used_bytes.labels(CPU).set_function(lambda: index.used)
+        metrics.chunks.labels(CPU).set_function(lambda: len(index))
+        metrics.leased_bytes.set_function(lambda: index.leased_bytes)
+        metrics.pinned_bytes.labels(CPU).set_function(lambda: index.pinned_bytes)
+        metrics.pins.set_function(lambda: len(pins))
+        for label in (CPU, *(each.label for each in self._lower)):
+            metrics.expired.labels(label)  # starts at 0, so that the first one shows as a rise
+        for place in outlook.places:
+            for factor in FACTORS:
+                gauge = metrics.mrc_hit_ratio.labels(place.tier, f"{factor:g}")
+                gauge.set_function(partial(outlook.hit_ratio, place, factor))
+
+    def tokens(self, keys: Sequence[bytes]) -> int:
+        """The number of tokens in these chunks. Records have no tokens and are not counted."""
+        return (len(keys) - sum(map(self._index.is_record, keys))) * self.chunk_tokens
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        self._stored.inc(self.tokens(keys))
+
+    def skip(self, chunks: int) -> None:
+        """Count chunks that need not be stored because they already are."""
+        self._metrics.skipped_tokens.inc(chunks * self.chunk_tokens)
+
+    def drop(self, keys: Sequence[bytes], why: str, form: ChunkForm) -> None:
+        count_dropped(self._metrics, CPU, why, [form.room] * len(keys), self.tokens(keys))
+
+    def evict(self, entries: Sequence[Entry]) -> None:
+        """Count chunks that leave the slab to make room for others."""
+        lower, unwritten = self._lower, 0
+        if lower:
+            unwritten = sum(not any(each.has(entry.key, entry.form) for each in lower) for entry in entries)
+        self._evicted.inc(len(entries) - unwritten)
+        self._evicted_unwritten.inc(unwritten)
+
+    def settle(self, match: Match) -> dict[str, int] | None:
+        """Count a lookup: each token was hit in one tier or missed for one reason. Returns these numbers.
+
+        None: no request made the lookup, or it was for a record.
+        """
+        size = self.chunk_tokens
+        if not match.asked_tokens and match.keys:
+            for label in {*match.sources} - {CPU} if not self._index.is_record(match.keys[0]) else ():
+                self._metrics.prefetched_tokens.labels(label).inc(match.sources.count(label) * size)
+            return None
+        hits = {label: match.sources.count(label) * size for label in set(match.sources)}
+        missed: dict[str, int] = {}
+        for i in range(match.chunks, len(match.keys)):
+            reason = match.cut if i < match.found else self._why_missing(match.keys[i])
+            missed[reason] = missed.get(reason, 0) + size
+        if tail := match.asked_tokens - len(match.keys) * size:
+            missed["partial_chunk"] = tail
+        self._metrics.settle(match.asked_tokens, hits, missed)
+        return missed
+
+    def _why_missing(self, key: bytes) -> str:
+        entry = self._index.get(key)
+        if entry is not None and entry.state is State.FILLING:
+            return "being_filled"
+        reason = self._index.why_gone(key) or "never_stored"
+        for tier in self._lower.owned:
+            if key in tier.index:
+                return "tier_down" if tier.up.is_open else "behind_a_gap"
+            reason = tier.index.why_gone(key) or reason
+        return reason if entry is None else "behind_a_gap"
+
+
+def places(index: Index, lower: LowerTiers) -> list[BoundedTier]:
+    """The bounded tiers."""
+    owned = [BoundedTier(tier.label, tier.index.capacity, True) for tier in lower.owned]
+    return [
+        BoundedTier(CPU, index.capacity, False),
+        *(place for place in owned if place.capacity < UNBOUNDED),
+    ]

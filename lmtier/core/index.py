@@ -1,0 +1,379 @@
+"""Key to entry for one bounded place (the slab, a disk): states, leases, parents, eviction. No I/O.
+
+Every place that can fill up has its own index and its own policy. An entry is
+
+    FILLING   an engine writes it (slab), or it is being written to the tier (lower tiers): invisible
+    LOADING   it is being loaded from a lower tier (slab only): visible as "coming"
+    READY     complete; evictable unless leased or the parent of another entry here
+    GONE      removed while it was leased; its room is freed with the last lease
+
+With shares (shares.py) each of their pools has its own policy. All operations are O(1) except `evict`,
+which is O(victims × pools + skipped entries).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import closing
+from heapq import merge
+from itertools import groupby
+from typing import NamedTuple
+
+from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
+from lmtier.core.presence import Presence
+from lmtier.errors import MisuseError
+from lmtier.format.layout import ChunkForm
+from lmtier.observe.follower import Followers
+from lmtier.rules.fullness import UNBOUNDED
+from lmtier.rules.lifetimes import Ends
+from lmtier.rules.policy import Keyed, Policy
+from lmtier.rules.shares import Pool, Pools, Share
+
+
+class Occupancy(NamedTuple):
+    """What a place holds, for display. None: the number is not known, or there is no limit."""
+
+    chunks: int | None = None
+    used: int | None = None
+    capacity: int | None = None
+    pinned: int | None = None
+    pools: tuple[Pool, ...] = ()
+
+
+def no_record(key: bytes) -> bool:
+    """The `is_record` of an owner that stores only KV."""
+    return False
+
+
+class Index:
+    def __init__(
+        self,
+        capacity: int,
+        policy: Policy[Keyed],
+        ghosts: int = 65_536,
+        shares: Sequence[Share] = (),
+        is_record: Callable[[bytes], bool] = no_record,
+    ) -> None:
+        """`is_record` tells whether a key holds a record or a chunk of KV.
+
+        A record has no tokens and belongs to no prompt. Its owner may replace it but cannot compute it again.
+        """
+        self.capacity = capacity
+        self.is_record = is_record
+        self.used = 0
+        self.leased_bytes = 0
+        """Bytes that cannot leave now: leased or not READY. They let `evict` give up early."""
+        self._entries: dict[bytes, Entry] = {}
+        self._policy = policy
+        self.pools = Pools(shares, capacity, policy) if shares else None
+        self._max_ghosts = ghosts
+        self.records: set[bytes] = set()
+        """The keys of complete records."""
+        self._ghosts: OrderedDict[bytes, str] = OrderedDict()
+        """Why past entries left, if they were evicted or expired."""
+        self.ends: Ends[Entry] = Ends()
+        self.wanted: Container[bytes] = ()
+        """Keys whose entries are pinned as soon as they are READY."""
+        self.pinned: set[Entry] = set()
+        """The pinned entries. The pin holds a lease on each."""
+        self.pinned_bytes = 0
+        self.label = ""
+        self.followers = Followers()
+        """Notified of the keys that become READY, or leave after that, in the tier of this label."""
+        self.presence: Presence | None = None
+        """Updated with every key that is added or removed, if other processes read it."""
+        self.get = self._entries.get
+
+    def __repr__(self) -> str:
+        return f"<Index {len(self._entries)} entries, used {self.used} of {self.capacity}>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def add(
+        self, key: bytes, form: ChunkForm, nbytes: int, state: State, parent: Entry | None, makers: int = 1
+    ) -> Entry:
+        """Add an entry. Unless READY, it gets a lease for each of its makers. The caller makes room first."""
+        if key in self._entries:
+            raise MisuseError(f"chunk {key.hex()[:8]} is here already")
+        entry = self._entries[key] = Entry(key, form, nbytes, state)
+        if self.presence is not None:
+            self.presence.add(key)
+        entry.seen = self._ghosts.pop(key, None) is not None
+        self.link(entry, parent)
+        leased = 0
+        if state is not State.READY:
+            entry.leases = makers
+            leased = nbytes
+        self._count(entry, nbytes, leased)
+        self._policy_of(entry).insert(entry)
+        return entry
+
+    def _count(self, entry: Entry, used: int, leased: int) -> None:
+        self.used += used
+        self.leased_bytes += leased
+        if self.pools is not None:
+            self.pools.of(entry.key).count(used, leased)
+
+    def _policy_of(self, entry: Entry) -> Policy[Keyed]:
+        return self._policy if self.pools is None else self.pools.of(entry.key).policy
+
+    def rekey(self, entry: Entry, key: bytes) -> None:
+        """Move an entry from its key to `key`, which must be free."""
+        if key in self._entries:
+            raise MisuseError(f"chunk {key.hex()[:8]} is here already")
+        if self.pools is not None and self.pools.of(key) is not self.pools.of(entry.key):
+            raise MisuseError(f"chunk {key.hex()[:8]} belongs to the share of another tenant")
+        del self._entries[entry.key]
+        self._entries[key] = entry
+        if self.presence is not None:
+            self.presence.drop(entry.key)
+            self.presence.add(key)
+        self._ghosts.pop(key, None)
+        entry.key = key
+
+    def adopt(self, entry: Entry) -> None:
+        """Add an entry that a scan found, the oldest first. Its parent is not known."""
+        self._entries[entry.key] = entry
+        if self.presence is not None:
+            self.presence.add(entry.key)
+        self._count(entry, entry.nbytes, 0)
+        self._policy_of(entry).insert(entry)
+        if self.is_record(entry.key):
+            self.records.add(entry.key)
+        if entry.key in self.wanted:
+            self.pin(entry)
+
+    def resize(self, entry: Entry, nbytes: int) -> None:
+        """The entry takes less room than was reserved for it."""
+        more = nbytes - entry.nbytes
+        self._count(entry, more, more if entry.leases else 0)
+        entry.nbytes = nbytes
+
+    def ready(self, entry: Entry) -> None:
+        """The maker is done. The entry is visible from now on, and the maker's lease ends."""
+        entry.state = State.READY
+        if self.is_record(entry.key):
+            self.records.add(entry.key)
+        for hear in self.followers.changed:
+            hear(self.label, True, (entry.key,), "")
+        if entry.key in self.wanted:
+            self.pin(entry)
+        self.release(entry)
+
+    def link(self, entry: Entry, parent: Entry | None) -> None:
+        if entry.parent is not parent:
+            if entry.parent is not None:
+                entry.parent.kids -= 1
+            entry.parent = parent
+            if parent is not None:
+                parent.kids += 1
+
+    def lease(self, entry: Entry) -> None:
+        if not entry.leases:
+            self.leased_bytes += entry.nbytes
+            if self.pools is not None:
+                self.pools.of(entry.key).count(0, entry.nbytes)
+        entry.leases += 1
+
+    def pin(self, entry: Entry) -> bool:
+        """Never evict the entry. False: pins would take more than half of this place."""
+        if entry in self.pinned:
+            return True
+        if self.pinned_bytes + entry.nbytes > self.capacity // 2:
+            return False
+        self.pinned.add(entry)
+        self.pinned_bytes += entry.nbytes
+        self.lease(entry)
+        return True
+
+    def unpin(self, entry: Entry) -> None:
+        if entry in self.pinned:
+            self.pinned.remove(entry)
+            self.pinned_bytes -= entry.nbytes
+            self.release(entry)
+
+    def release(self, entry: Entry) -> bool:
+        """End one lease. True: it was the last lease of an entry that is GONE, so its room is free now."""
+        if not entry.leases:
+            raise MisuseError(f"{entry!r} is not leased: released twice?")
+        entry.leases -= 1
+        if entry.leases:
+            return False
+        nbytes, is_gone = entry.nbytes, entry.state is State.GONE
+        self.leased_bytes -= nbytes
+        if is_gone:
+            self.used -= nbytes
+        if self.pools is not None:
+            self.pools.of(entry.key).count(-nbytes if is_gone else 0, -nbytes)
+        return is_gone
+
+    def remove(self, entry: Entry, why: str = DELETED) -> bool:
+        """Remove the entry, so that no lookup finds it. True: it has no lease, so its room is free now."""
+        self._take_out([entry], why)
+        return not entry.leases
+
+    def _take_out(self, entries: Sequence[Entry], why: str) -> None:
+        evicted = why == EVICTED
+        for entry in entries if self.pinned else ():
+            self.unpin(entry)
+        if self.pools is None:
+            self._policy.remove(entries, evicted)
+        else:
+            parts: dict[Pool, list[Entry]] = {}
+            for entry in entries:
+                parts.setdefault(self.pools.of(entry.key), []).append(entry)
+            for pool, mine in parts.items():
+                pool.policy.remove(mine, evicted)
+                pool.used -= sum(entry.nbytes for entry in mine if not entry.leases)
+                if evicted:
+                    pool.evicted(len(mine))
+        if self.followers.changed:
+            keys = [entry.key for entry in entries if entry.state is State.READY]
+            for hear in self.followers.changed:
+                hear(self.label, False, keys, why)
+        for entry in entries:
+            del self._entries[entry.key]
+            if self.presence is not None:
+                self.presence.drop(entry.key)
+            self.ends.forget(entry)
+            self.link(entry, None)
+            entry.state = State.GONE
+            if not entry.leases:
+                self.used -= entry.nbytes
+            if evicted or why == EXPIRED:
+                self._ghosts[entry.key] = why
+        while len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        if self.records:
+            self.records.difference_update(entry.key for entry in entries)
+
+    def touch(self, run: Sequence[Entry]) -> None:
+        """A new request used this prefix. `run` is given head first."""
+        for policy, part in self._by_policy(run):
+            policy.touch(part)
+
+    def refresh(self, run: Sequence[Entry]) -> None:
+        """The request that used this prefix still uses it."""
+        for policy, part in self._by_policy(run):
+            policy.refresh(part)
+
+    def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[Policy[Keyed], Iterable[Entry]]]:
+        """Tail first. Nearly always all entries belong to one tenant."""
+        if self.pools is None:
+            return ((self._policy, reversed(run)),)
+        of = self.pools.of
+        return ((pool.policy, part) for pool, part in groupby(reversed(run), key=lambda entry: of(entry.key)))
+
+    def why_gone(self, key: bytes) -> str:
+        """Why the key left, if it was evicted or expired. Only a bounded number of keys is remembered."""
+        return self._ghosts.get(key, "")
+
+    def order(self) -> list[Entry]:
+        """All entries in the policy's order of eviction. Pools are merged by last use."""
+        policies = [self._policy] if self.pools is None else [pool.policy for pool in self.pools]
+        orders = ([each for each in policy.order() if isinstance(each, Entry)] for policy in policies)
+        return list(merge(*orders, key=lambda entry: entry.used))
+
+    def pool(self, key: bytes) -> Pool | None:
+        """The pool of the share to which this key counts, if there are shares."""
+        return None if self.pools is None else self.pools.of(key)
+
+    def next_to_leave(self, need: int, asker: Pool | None = None, claim: int = 0) -> tuple[list[Entry], int]:
+        """The next victims, tails before their heads, until `need` bytes are free; and the bytes they free.
+
+        With shares the victims depend on `asker`, which wants the room, and on `claim`, its total.
+        """
+        victims: list[Entry] = []
+        freed = 0
+        if self.used == self.leased_bytes:
+            return victims, freed
+        childless: dict[Entry, int] = {}  # parents of victims -> how many of their kids go
+        turns = self._policy.order() if self.pools is None else self.pools.order(victims, asker, claim)
+        with closing(turns) as order:
+            for entry in order:
+                assert isinstance(entry, Entry)
+                if entry.leases or entry.kids != childless.get(entry, 0):
+                    continue
+                victims.append(entry)
+                freed += entry.nbytes
+                if freed >= need:
+                    break
+                if entry.parent is not None:
+                    childless[entry.parent] = childless.get(entry.parent, 0) + 1
+        return victims, freed
+
+    def evict(
+        self, need: int, keep: Entry | None = None, asker: Pool | None = None, claim: int = 0
+    ) -> list[Entry] | None:
+        """Remove just enough entries to free `need` bytes, or none. The prefix that ends in `keep` stays.
+
+        With shares, `asker` wants `claim` bytes, and entries within the shares of other tenants stay too.
+        """
+        if keep is not None:
+            self.lease(keep)
+        victims: list[Entry] = []
+        freed = 0
+        if need <= self.used - self.leased_bytes:
+            victims, freed = self.next_to_leave(need, asker, claim)
+        if keep is not None:
+            self.release(keep)
+        if freed < need:
+            return None
+        self._take_out(victims, EVICTED)
+        return victims
+
+    def occupancy(self, leaving: int = 0) -> Occupancy:
+        """`leaving`: bytes that have left the index, but whose deletion is not confirmed yet."""
+        capacity = self.capacity if self.capacity < UNBOUNDED else None
+        pools = tuple(self.pools or ())
+        return Occupancy(len(self), self.used + leaving, capacity, self.pinned_bytes, pools)
+
+    def check(self) -> None:
+        """Check every invariant; raises AssertionError."""
+        entries = self._entries.values()
+        kids: dict[Entry, int] = {}
+        for entry in entries:
+            assert entry.state is not State.GONE, f"{entry!r} is indexed"
+            assert entry.leases >= (entry.state is not State.READY), f"{entry!r} lost its maker's lease"
+            assert entry in self._policy_of(entry), f"{entry!r} is unknown to the policy"
+            if entry.parent is not None:
+                kids[entry.parent] = kids.get(entry.parent, 0) + 1
+        for entry in entries:
+            assert entry.kids == kids.get(entry, 0), f"{entry!r} has {kids.get(entry, 0)} kids"
+        policies = [self._policy] if self.pools is None else [pool.policy for pool in self.pools]
+        assert sum(map(len, policies)) == len(self._entries), "the policy holds more than the index"
+        for pool in self.pools or ():
+            mine = [entry for entry in entries if self.pool(entry.key) is pool]
+            taken = pool.used - sum(entry.nbytes for entry in mine)
+            leased = sum(entry.nbytes for entry in mine if entry.leases)
+            assert taken >= 0, f"{pool!r} has more than is counted"
+            assert pool.leased_bytes == leased + taken, f"{pool!r}: leased_bytes is wrong"
+        if self.pools is not None:
+            assert self.used == sum(pool.used for pool in self.pools), "the pools do not add up to the index"
+        held = sum(entry.nbytes for entry in entries)
+        assert self.used >= held, f"used {self.used} is less than the bytes held, {held}"
+        leased = sum(entry.nbytes for entry in entries if entry.leases)
+        assert self.leased_bytes == leased + (self.used - held), "leased_bytes is wrong"
+        assert self.used <= self.capacity, f"used {self.used} of {self.capacity}"
+        assert not self._ghosts.keys() & self._entries.keys(), "a ghost is also an entry"
+        pinned = [entry for entry in entries if entry in self.pinned]
+        assert len(pinned) == len(self.pinned), "a pinned entry has left"
+        assert all(entry.leases and entry.state is State.READY for entry in pinned), "a pinned one may leave"
+        assert self.pinned_bytes == sum(entry.nbytes for entry in pinned) <= self.capacity // 2, (
+            "pinned_bytes"
+        )
+        self.ends.check()
+        complete = {entry.key for entry in entries if entry.state is State.READY}
+        assert self.records == set(filter(self.is_record, complete)), "records are wrong"

@@ -1,0 +1,132 @@
+"""The unfinished jobs of a tier: the callback of each, which are late, and whether the tier is trusted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import NamedTuple
+
+from lmtier.errors import log
+from lmtier.format.layout import Name
+from lmtier.format.objects import Suspect
+from lmtier.observe.metrics import Metrics
+from lmtier.rules.breaker import Breaker
+from lmtier.tiers.base import Done, Item, Job, Op, Reason, Tier
+
+_OLDEST = 64
+"""Only this many of the oldest jobs are checked for being late: there may be a deletion for every chunk."""
+
+
+class _Unfinished(NamedTuple):
+    op: Op
+    names: tuple[Name, ...]
+    then: Callable[[Done], None]
+    since: float
+
+
+class Jobs:
+    def __init__(
+        self,
+        label: str,
+        tier: Tier,
+        metrics: Metrics,
+        patience: float,
+        is_excused: Callable[[Op, Done], bool],
+    ) -> None:
+        """`is_excused`: the job failed because the storage is full, which is no fault of the tier."""
+        self._label = label
+        self._tier = tier
+        self._metrics = metrics
+        self._patience = patience
+        self._is_excused = is_excused
+        self.up, self.down, self.clearing = Breaker(), Breaker(), Breaker()
+        self._jobs: dict[int, _Unfinished] = {}
+        self.last = 0
+        """The number of the last submitted job."""
+        self._overdue = 0
+        """The last late job that was counted as a failure."""
+        self._heard = time.monotonic()
+        """When the tier last finished something."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the oldest job may still come back in time."""
+        oldest = next(iter(self._jobs.values()), None)
+        return oldest is not None and time.monotonic() - oldest.since <= self._patience
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._heard >= self._patience
+
+    def submit(
+        self,
+        op: Op,
+        items: tuple[Item, ...],
+        then: Callable[[Done], None],
+        deadline: float | None = None,
+        prefix: bytes = b"",
+        suspect: Suspect | None = None,
+    ) -> None:
+        self.last += 1
+        job = Job(self.last, op, items, deadline, prefix, suspect)
+        names = tuple(item.name for item in items)
+        self._jobs[job.id] = _Unfinished(op, names, then, time.monotonic())
+        self._breaker(op).sent()
+        self._tier.submit(job)
+
+    def poll(self) -> int:
+        """Apply the results of the tier. Returns the number of jobs."""
+        finished = self._tier.poll()
+        if finished:
+            self._heard = time.monotonic()
+        for done in finished:
+            job = self._jobs.pop(done.id)
+            if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
+                for name in job.names:  # a name that is not ok is a miss, also if the tier gave no reason
+                    if name not in done.ok:
+                        done.failed.setdefault(name, Reason.ERROR)
+            self._record(job, done)
+            job.then(done)
+        return len(finished)
+
+    def blame_late_ones(self) -> None:
+        """Each late job counts as a failure of the tier, once."""
+        now = time.monotonic()
+        for number, job in islice(self._jobs.items(), _OLDEST):
+            if now - job.since < self._patience:
+                break
+            # A write may wait for other writes of its size, so it gets more time.
+            late = now - job.since > self._patience * (1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10)
+            if late and number > self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
+                self._overdue = number
+                self._metrics.tier_failures.labels(self._label, job.op.value, "overdue").inc()
+                self._judge(job.op, False, "jobs do not come back")
+
+    def _breaker(self, op: Op) -> Breaker:
+        if op is Op.CLEAR:  # a user may lack the permission for it
+            return self.clearing
+        return self.up if op in (Op.LOAD, Op.PEEK, Op.LOOKUP, Op.SCAN) else self.down
+
+    def _record(self, job: _Unfinished, done: Done) -> None:
+        """Count failures and update the breaker. Absent and corrupt objects are no fault of the tier."""
+        for reason in done.failed.values():
+            self._metrics.tier_failures.labels(self._label, job.op.value, reason).inc()
+        faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())
+        if Reason.FULL in faults and self._is_excused(job.op, done):
+            faults.discard(Reason.FULL)
+        self._judge(job.op, not (faults or (done.error and not done.failed)), done.error)
+
+    def _judge(self, op: Op, ok: bool, error: str) -> None:
+        breaker = self._breaker(op)
+        was_open = breaker.is_open
+        breaker.record(ok)
+        if breaker.is_open and not was_open:
+            log.warning(
+                "lmtier: tier %s: %s keeps failing and is paused for now: %s", self._label, op.value, error
+            )
+        elif was_open and not breaker.is_open:
+            log.info("lmtier: tier %s: %s works again", self._label, op.value)

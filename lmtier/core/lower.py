@@ -1,0 +1,600 @@
+"""A lower tier, as the cache sees it: the parts that owned and shared tiers have in common.
+
+The cache decides which chunks are written and loaded. A lower tier keeps account of its I/O: the chunks
+that wait to be written, the jobs in flight, and whether the tier is trusted now. It runs on the owner's
+thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from lmtier.config import TierSpec
+from lmtier.core.index import Index, Occupancy
+from lmtier.core.jobs import Jobs
+from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
+from lmtier.core.writes import Writes
+from lmtier.errors import log
+from lmtier.format.compression import AUTO, RAW, WORDS
+from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
+from lmtier.format.objects import NO_MARK, Header, Suspect
+from lmtier.observe.follower import Followers
+from lmtier.observe.metrics import Metrics
+from lmtier.rules.lifetimes import FOREVER, Stamps
+from lmtier.rules.shares import Share
+from lmtier.rules.worth import Speed
+from lmtier.rules.writing import Budget, Choice, Pace
+from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
+
+MAX_STORING = 12
+"""The most chunks that are written to a tier at a time: enough to keep its threads busy, few to lose."""
+_LOG_PAUSE = 60.0
+"""Seconds between two lines of the log about what is dropped."""
+_INTENDED = {"write_budget", "expired", "cleared"}
+"""Reasons that a setting or a user intends. The log does not mention chunks dropped for them."""
+_SUSPECTS = 16  # the most that are remembered; a search ends before so many new ones arrive
+
+LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.EXPIRED, Reason.CLEARED}
+"""Reasons for which a part can never be read. Then the rest of its chunk is useless too."""
+
+Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason, float], None]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Above:
+    """What a lower tier knows about the cache above it."""
+
+    slab: Index
+    view: Callable[[int, int], memoryview]
+    """Returns the bytes of an extent of the slab."""
+    release: Callable[[Entry], None]
+    """Ends a lease in the slab."""
+    metrics: Metrics
+    followers: Followers
+    chunk_tokens: int
+    queue_length: int
+    patience: float
+    """Seconds that a load may take."""
+    clock: Callable[[], float] = time.monotonic
+    shares: Sequence[Share] = ()
+
+
+class Spot(NamedTuple):
+    """Where a chunk is written, and for how long."""
+
+    entry: Entry | None
+    """The entry in the tier's index, if it has one."""
+    replaces: Sequence[Name | None]
+    """The object that each shard overwrites, if any."""
+    end: float
+    """When the chunk expires."""
+
+
+class NoSpot(Enum):
+    LATER = auto()
+    """Room is being made. This chunk waits, and so do those behind it."""
+    SKIPPED = auto()
+    """This chunk waits, or is not written at all. The next one may get a spot."""
+
+
+class LowerTier(ABC):
+    """The base of OwnedTier and SharedTier."""
+
+    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above) -> None:
+        self.label = label
+        self.tier = tier
+        self.write = spec.write
+        self.ttl = spec.ttl
+        self._above = above
+        self._clock = clock = above.clock
+        self._metrics = above.metrics
+        self.stamps = Stamps(clock(), time.time())
+        self.budget = Budget(spec.writes_per_day, clock()) if spec.writes_per_day else None
+        self.pace = Pace(clock())
+        self.choice: Choice | None = None
+        """With write=auto, this chooses the rule."""
+        self._has_codec = spec.codec != RAW
+        self._jobs = Jobs(label, tier, above.metrics, above.patience, self._is_excused)
+        self.up, self.down, self.clearing = self._jobs.up, self._jobs.down, self._jobs.clearing
+        self.speed = Speed()
+        """The speed of loads."""
+        self.is_warm = True
+        """Whether the content of the tier is known, if it can be. Until then nothing is written."""
+        self.deleting = 0
+        """Bytes of objects whose deletion has not been confirmed. They still take room."""
+        self._deletions = 0
+        """Unfinished deletion jobs."""
+        self._undeleted: list[tuple[list[Name], int]] = []
+        """Deletions that failed, to be tried again."""
+        self._going: set[bytes] = set()
+        """Chunks that are being written, deleted or overwritten. A name is in one such job at a time."""
+        self.storing = 0
+        self._storing_bytes = 0
+        self._writes = Writes(above.slab, above.release, above.queue_length)
+        self._suspects: list[Suspect] = []
+        """A chunk that one of these covers is not loaded. It is deleted as soon as its header is read."""
+        self.why_uncleared = ""
+        """The last error of a clear."""
+        self.lost = 0
+        """Chunks that should have been written here and were not."""
+        self._dropped: Counter[str] = Counter()
+        """Objects dropped since the last line in the log, by reason."""
+        self._dropped_logged = float("-inf")
+        self._declare(spec.endurance)
+
+    def __repr__(self) -> str:
+        return f"<{self.label} backlog {self.backlog}, breakers up {self.up}, down {self.down}>"
+
+    # ---- what it holds
+
+    @abstractmethod
+    def holds(self, key: bytes, form: ChunkForm) -> bool:
+        """Whether the chunk is known to be stored here, in a form that a reader of `form` can use."""
+
+    @abstractmethod
+    def supplies(self, key: bytes, form: ChunkForm) -> bool:
+        """Whether the chunk is known to be stored or being written, and readable, so need not be stored
+        again."""
+
+    @abstractmethod
+    def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+        """The form in which to load a chunk. None: it is not stored here, or is being deleted."""
+
+    @abstractmethod
+    def occupancy(self) -> Occupancy:
+        """What the tier holds, as far as it is known."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """A request asked for these chunks. Mark them as used."""
+
+    @abstractmethod
+    def expire(self) -> bool:
+        """Delete some expired chunks. Returns whether there may be more."""
+
+    def has(self, key: bytes, form: ChunkForm) -> bool:
+        """Whether the chunk is stored, being written, or waiting to be written, in a form that serves
+        `form`."""
+        return key in self._writes
+
+    def is_leaving(self, key: bytes) -> bool:
+        """Whether a restart now could find a chunk that was discarded under this key."""
+        return key in self._going
+
+    # ---- unfinished work
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def backlog(self) -> int:
+        """Chunks that are still to be written or deleted, and namespaces to be cleared."""
+        return len(self._writes) + self.storing + self._deletions + len(self._undeleted)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the tier has unfinished work that waiting can finish."""
+        return self._jobs.is_moving or (self.backlog > 0 and not self._is_stuck)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """A tier behind an open breaker gets nothing done."""
+        return self.down.is_open
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the slab that cannot leave until this tier has written them."""
+        return self._storing_bytes + self._writes.leased_bytes
+
+    @property
+    def leased(self) -> Iterable[Entry]:
+        """The entries of the slab that are leased while they wait to be written here."""
+        return self._writes.leased
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the most records allowed wait to be written here, and their number is going down."""
+        return self._writes.is_full_of_records and not self.down.is_open and not self._jobs.is_silent
+
+    @property
+    def uncleared(self) -> int:
+        """The namespaces that are still to be cleared, and the unfinished searches for suspect chunks."""
+        return 0
+
+    @property
+    @abstractmethod
+    def is_clear(self) -> bool:
+        """Whether every clear is done."""
+
+    # ---- writing
+
+    @property
+    def rule(self) -> str:
+        """The rule in use now: the option `write`, or the rule that `auto` chose."""
+        return self.write if self.choice is None else self.choice.rule
+
+    @property
+    def watches(self) -> bool:
+        """Whether writes here depend on which chunks are asked for again."""
+        return self.write in ("reused", "auto") or self.budget is not None
+
+    def came(self, entry: Entry, source: LowerTier | None = None) -> None:
+        """A chunk is complete in the slab: it came from an engine, or from a tier."""
+        if self.choice is not None:
+            self.choice.came(entry.key, entry.seen, entry.form.at_rest, self._clock())
+        if source is not self and (self.rule == "always" or (self.rule == "reused" and entry.seen)):
+            self.offer(entry)
+
+    def missed(self, keys: Sequence[bytes]) -> None:
+        """A request asked for these chunks, and the slab does not have them."""
+        if self.choice is not None:
+            self.choice.asked(keys)
+
+    def saw(self, run: Sequence[Entry]) -> None:
+        """A request asked for these chunks, and the slab has them."""
+        if self.choice is not None and run:
+            self.choice.seen([entry.key for entry in run], run[0].form.at_rest, self._clock())
+        if self.rule == "reused":
+            for entry in run:
+                if entry.state is State.READY:
+                    self.offer(entry)
+
+    def leaves(self, entries: Iterable[Entry]) -> None:
+        """These chunks leave the slab next. The chunks before them in their prompts are written first.
+
+        A chunk is useless without those before it, and the budget may end, or a restart may lose the slab.
+        """
+        met: set[Entry] = set()
+        for entry in entries:
+            run: list[Entry] = []
+            above: Entry | None = entry
+            while above is not None and above not in met:
+                if self.choice is None and self.has(above.key, above.form):
+                    break
+                met.add(above)
+                run.append(above)
+                above = above.parent
+            for each in reversed(run):
+                if self.choice is not None:
+                    self.choice.leaves(each.key, each.seen, each.form.at_rest, self._clock())
+                if self.rule == "evicted" and each.state is State.READY:
+                    self.offer(each)
+
+    def offer(self, entry: Entry) -> None:
+        """Write this chunk when its turn comes, if the slab still has it then."""
+        if self.write == "never" or self.has(entry.key, entry.form):
+            return
+        if self._writes.has_room_for(entry):
+            self._writes.add(entry)
+        else:
+            self._drop(entry, "queue_full")
+
+    def let_leave(self, prefix: bytes) -> None:
+        """Waiting chunks whose keys begin with `prefix` may leave the slab before they are written."""
+        self._writes.let_leave(prefix)
+
+    def pump(self, spare: float = float("inf")) -> None:
+        """Submit waiting writes, as far as the tier, its room and its breaker allow.
+
+        Each chunk is leased in the slab until its write is done. At most `spare` bytes are leased in addition
+        to those that are leased now.
+        """
+        self._look_after()
+        slab, writes, postponed = self._above.slab, self._writes, 0
+        while len(writes) > postponed and self.storing < MAX_STORING and self.is_warm and self.down.allows():
+            key = writes.next()
+            if self._must_wait(key):
+                writes.postpone(key)
+                postponed += 1
+                continue
+            entry = slab.get(key)
+            if entry is None or entry.state is not State.READY:
+                why = slab.why_gone(key)
+                reason = EXPIRED if why == EXPIRED else "evicted_before_write"
+                self._drop(writes.take(key), reason, is_lost=why == EVICTED)
+                continue
+            if not entry.leases and entry.nbytes > spare:
+                break  # writes that hang must not take all of the slab
+            if self.budget is not None and not self.budget.allows(
+                entry.form.at_rest, entry.seen, self._clock()
+            ):
+                writes.take(key)
+                self._drop(entry, "write_budget")
+                continue
+            spot = self._spot_for(entry)
+            if spot is NoSpot.LATER:
+                break
+            if spot is NoSpot.SKIPPED:
+                continue
+            spare -= 0 if entry.leases else entry.nbytes
+            slab.lease(entry)
+            writes.take(key)
+            self._store(entry, spot)
+
+    def _must_wait(self, key: bytes) -> bool:
+        """Whether a running job for this chunk has to end first."""
+        return key in self._going
+
+    @abstractmethod
+    def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+        """Where to write this chunk. A chunk that should not be written is removed from the queue."""
+
+    def _store(self, entry: Entry, spot: Spot) -> None:
+        form = entry.form
+        self._going.update((entry.key, *(name.key for name in spot.replaces if name)))
+        assert form.layout is not None  # every chunk in the slab was declared, or loaded with its header
+        prints = entry.prints or (NO_MARK,) * len(form.shards)
+        used = self._use(spot.entry)
+        expires = self.stamps.stamp(spot.end)
+        lives = 0.0 if spot.end == FOREVER else max(1e-3, spot.end - self._clock())
+        items = tuple(
+            Item(
+                name := Name(entry.key, shard),
+                self._above.view(offset, padded(size)),
+                Header(name, form.layout, size, mark, expires=expires, made=entry.made),
+                old,
+                used,
+                lives,
+            )
+            for shard, size, offset, mark, old in zip(
+                form.shards, form.sizes, entry.offsets, prints, spot.replaces, strict=True
+            )
+        )
+        self.storing += 1
+        self._storing_bytes += entry.nbytes
+        if self.budget is not None:
+            self.budget.reserve(form.at_rest)
+        self._jobs.submit(Op.STORE, items, partial(self._end_store, entry, spot))
+
+    def _end_store(self, entry: Entry, spot: Spot, done: Done) -> None:
+        self.storing -= 1
+        self._storing_bytes -= entry.nbytes
+        self._going.difference_update((entry.key, *(name.key for name in spot.replaces if name)))
+        self._above.release(entry)
+        nbytes = _stored_bytes(entry.form, done)
+        # A failed store may have written any part of an object.
+        written, now = entry.form.at_rest if done.failed else nbytes, self._clock()
+        self.pace.wrote(written, now)
+        if self.budget is not None:
+            self.budget.spend(entry.form.at_rest, written, now)
+        if not done.failed:
+            self._metrics.stored_tokens.labels(self.label).inc(self._tokens(entry.key))
+            self._count_transfer("down", nbytes, done.seconds)
+            if self._has_codec:
+                headers = len(entry.form.shards) * PAGE
+                self._metrics.codec_bytes.labels(self.label, "given").inc(entry.form.at_rest - headers)
+                self._metrics.codec_bytes.labels(self.label, "stored").inc(nbytes - headers)
+        elif not self._is_excused(Op.STORE, done):
+            self._drop(entry, next(iter(done.failed.values())))
+        self._note_stored(entry, spot, nbytes, done)
+
+    @abstractmethod
+    def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
+        """Update this kind of tier after a store."""
+
+    def _is_excused(self, op: Op, done: Done) -> bool:
+        """Whether this job failed for a reason that could not be known before, and is tried again."""
+        return False
+
+    def _use(self, mine: Entry | None) -> int:
+        """The time to record for a use now, in ns. It is never later than that of the parent."""
+        return time.time_ns()
+
+    def _end_of(self, entry: Entry) -> float:
+        """When a chunk of the slab would expire here, if it were written now."""
+        return min(self._above.slab.ends.end(entry), self._clock() + self.ttl)
+
+    # ---- loading
+
+    def load(self, key: bytes, form: ChunkForm, payloads: Sequence[memoryview], then: Heard) -> None:
+        """Read one chunk into `payloads`.
+
+        `then` gets its headers or the reason of a miss, and when it expires.
+        """
+        mine, known_end = self._begin_read(key)
+        used = self._use(mine)
+        items = tuple(
+            Item(Name(key, shard), payload, used=used)
+            for shard, payload in zip(form.shards, payloads, strict=True)
+        )
+        now = time.monotonic()
+        self.speed.asked(form.at_rest, now)
+        end_load = partial(self._end_load, mine, known_end, form, then)
+        self._jobs.submit(Op.LOAD, items, end_load, now + self._above.patience)
+
+    def _end_load(
+        self, mine: Entry | None, known_end: float, form: ChunkForm, then: Heard, done: Done
+    ) -> None:
+        end, reason = self._judge_read(mine, known_end, done)
+        took = reason is None or reason is Reason.DEADLINE
+        self.speed.ended(form.at_rest, time.monotonic(), counts=took)
+        if reason is None:
+            headers = {name.shard: each for name, each in done.ok.items() if isinstance(each, Header)}
+            nbytes = sum(stored_size(header.at_rest) for header in headers.values())
+            self._count_transfer("up", nbytes, done.seconds)
+            then(headers, end)
+        else:
+            then(reason, end)
+
+    def _judge_read(self, mine: Entry | None, known_end: float, done: Done) -> tuple[float, Reason | None]:
+        """When a chunk that was read expires; and why reading failed, if it did."""
+        headers = [(name.key, each) for name, each in done.ok.items() if isinstance(each, Header)]
+        end = min([known_end, *(self.stamps.end(header.expires) for _, header in headers)])
+        reasons = set(done.failed.values())
+        if any(each.covers(key, header.made) for each in self._suspects for key, header in headers):
+            reasons.add(Reason.CLEARED)
+        if end <= self._clock():
+            reasons.add(Reason.EXPIRED)
+            if mine is None or mine.state is not State.GONE:  # otherwise it was counted when it left
+                self._metrics.expired.labels(self.label).inc()
+        self._end_read(mine, end, reasons, done)
+        return end, worst(reasons) if reasons else None
+
+    @abstractmethod
+    def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
+        """The entry of the chunk to read, leased; and when it expires, as far as that is known."""
+
+    @abstractmethod
+    def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
+        """End that lease. If a part of the chunk is lost, delete the whole chunk."""
+
+    # ---- deleting
+
+    @abstractmethod
+    def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
+        """Delete one chunk: now, or when the job that writes or reads it is done.
+
+        A tier that does not know in which form it holds the chunk deletes it in each of `forms`.
+        """
+
+    def clear(self, namespace: bytes, *, force: bool) -> None:
+        """Delete everything except chunks that are leased here, or in the slab while they wait to be
+        written."""
+        self._writes.forget_missing()
+
+    def purge(self, suspect: Suspect) -> None:
+        """Delete the chunks that `suspect` covers.
+
+        Their headers must be read first; until then none is loaded.
+        """
+        self._writes.forget_missing()
+        self._suspects = [*self._suspects[1 - _SUSPECTS :], suspect]
+
+    def _delete(self, names: list[Name], nbytes: int = 0) -> None:
+        if names:
+            self.deleting += nbytes
+            self._going.update(name.key for name in names)
+            self._deletions += 1
+            items = tuple(Item(name) for name in names)
+            self._jobs.submit(Op.DELETE, items, partial(self._end_delete, names, nbytes))
+
+    def _end_delete(self, names: list[Name], nbytes: int, done: Done) -> None:
+        self._deletions -= 1
+        if done.failed:
+            self._undeleted.append((names, nbytes))
+        else:
+            self.deleting -= nbytes
+            self._going.difference_update(name.key for name in names)
+
+    # ---- books
+
+    def poll(self) -> int:
+        """Apply the results of the tier. Returns the number of jobs."""
+        return self._jobs.poll()
+
+    @abstractmethod
+    def persist_order(self) -> None:
+        """Give the tier the order of eviction where its own differs. A restart needs it."""
+
+    def close(self, timeout: float = 5.0) -> None:
+        self.tier.patience = timeout
+        self.tier.close()
+        self.poll()
+        self._writes.close()
+        self._log_dropped()
+
+    def _look_after(self) -> None:
+        """Retry failed deletions, and count late jobs as failures of the tier."""
+        if self._undeleted and self.down.allows():
+            names, nbytes = self._undeleted.pop()
+            self.deleting -= nbytes
+            self._delete(names, nbytes)
+        if self._dropped and time.monotonic() - self._dropped_logged > _LOG_PAUSE:
+            self._log_dropped()
+        self._jobs.blame_late_ones()
+
+    def _tokens(self, key: bytes) -> int:
+        return 0 if self._above.slab.is_record(key) else self._above.chunk_tokens
+
+    def _drop(self, entry: Entry, reason: str, *, is_lost: bool = True) -> None:
+        """Count a chunk that should be written here and is not."""
+        count_dropped(self._metrics, self.label, reason, [entry.form.at_rest], self._tokens(entry.key))
+        if reason not in _INTENDED:
+            self._dropped[reason] += 1
+            self.lost += is_lost
+        for hear in self._above.followers.not_stored:
+            hear(self.label, (entry.key,), reason)
+
+    def _log_dropped(self) -> None:
+        if self._dropped:
+            what = ", ".join(f"{count} {reason}" for reason, count in sorted(self._dropped.items()))
+            log.warning("lmtier: tier %s: some objects were dropped instead of written: %s", self.label, what)
+            self._dropped.clear()
+            self._dropped_logged = time.monotonic()
+
+    def _count_transfer(self, direction: str, nbytes: int, seconds: float) -> None:
+        self._metrics.transfer_bytes.labels(self.label, direction).observe(nbytes)
+        self._metrics.transfer_seconds.labels(self.label, direction).observe(seconds)
+
+    def _declare(self, endurance: float | None) -> None:
+        metrics, label = self._metrics, self.label
+        for direction, breaker in (("up", self.up), ("down", self.down)):
+            gauge = metrics.breaker_open.labels(label, direction)
+            gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]  # mypy: lambdas
+        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
+            # Starts at 0, so that the first one shows as a rise.
+            metrics.tier_failures.labels(label, op.value, reason)
+        metrics.dropped_tokens.labels(label, "queue_full")
+        if (budget := self.budget) is not None:
+            metrics.dropped_tokens.labels(label, "write_budget")
+            metrics.write_budget_bytes.labels(label).set_function(lambda: budget.left(self._clock()))
+        if endurance is not None:
+            metrics.life_days.labels(label).set_function(
+                lambda: endurance / pace if (pace := self.pace.per_day(self._clock())) else float("inf")
+            )
+        metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._writes) + self.storing)
+        metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
+        for word in WORDS if self._has_codec else ():
+            if word != AUTO:
+                gauge = metrics.codec.labels(label, word)
+                gauge.set_function(lambda word=word: float(self.tier.codec == word))  # type: ignore[misc]  # mypy: lambdas
+
+    def check(self) -> None:
+        """Check every invariant; raises AssertionError."""
+        self._writes.check()
+        assert self.budget is None or self.budget.left(self._clock()) >= -1, "over budget"
+
+
+def count_dropped(metrics: Metrics, tier: str, reason: str, nbytes: Collection[int], tokens: int) -> None:
+    """Count objects that should have been written to a tier and were not. `nbytes` has the size of each."""
+    metrics.dropped_tokens.labels(tier, reason).inc(tokens)
+    metrics.dropped_objects.labels(tier, reason).inc(len(nbytes))
+    metrics.dropped_bytes.labels(tier, reason).inc(sum(nbytes))
+
+
+def count_shares(metrics: Metrics, tier: str, index: Index) -> None:
+    for pool in index.pools or ():
+        labels = (tier, pool.name)
+        metrics.share_bytes.labels(*labels).set(pool.room)
+        used = metrics.share_used_bytes.labels(*labels)
+        used.set_function(lambda pool=pool: pool.used)  # type: ignore[misc]  # mypy: lambdas
+        pool.evicted = metrics.share_evictions.labels(*labels).inc
+
+
+def names_of(entry: Entry) -> list[Name]:
+    """The names of the objects of a chunk."""
+    return [Name(entry.key, shard) for shard in entry.form.shards]
+
+
+def worst(reasons: set[Reason]) -> Reason:
+    return Reason.CORRUPT if Reason.CORRUPT in reasons else min(reasons)
+
+
+def _stored_bytes(form: ChunkForm, done: Done) -> int:
+    """The bytes that the stored parts of a chunk take in the tier."""
+    fewer = {name: PAGE + stat.nbytes for name, stat in done.ok.items() if isinstance(stat, Stat)}
+    return sum(fewer.values()) + bytes_at_rest(form, done.ok.keys() - fewer)
+
+
+def bytes_at_rest(form: ChunkForm, names: Iterable[Name]) -> int:
+    """The bytes that the parts `names` of a chunk take in the tier, without a codec."""
+    sizes = dict(zip(form.shards, form.sizes, strict=True))
+    return sum(stored_size(sizes[name.shard]) for name in names)

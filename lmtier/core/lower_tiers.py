@@ -1,0 +1,71 @@
+"""All lower tiers of a cache, the nearest first: owned tiers and shared tiers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from lmtier.config import TierSpec
+from lmtier.core.lower import Above, LowerTier
+from lmtier.core.match import Entry
+from lmtier.core.owned import OwnedTier
+from lmtier.core.shared import SharedTier
+from lmtier.tiers.base import Tier
+from lmtier.tiers.registry import open_tier
+
+_SEEN = 64
+
+
+class LowerTiers(list[LowerTier]):
+    def __init__(self) -> None:
+        self.owned: list[OwnedTier] = []
+        self.shared: list[SharedTier] = []
+        self.named: dict[str, LowerTier] = {}
+        """The tiers by label."""
+        self.watching: list[LowerTier] = []
+        """The tiers whose writes depend on which chunks are asked for again."""
+        self.written_ahead: list[LowerTier] = []
+        """The tiers that get chunks when they are about to leave the slab."""
+        self.seen: deque[tuple[bytes, ...]] = deque(maxlen=_SEEN)
+        """Prefixes that `touch` will mark as used."""
+
+    def open(
+        self, specs: Sequence[TierSpec], opened: Mapping[str, Tier], wake: Callable[[], None], above: Above
+    ) -> None:
+        """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open."""
+        try:
+            for number, spec in enumerate(specs):
+                tier = opened.get(spec.url) or open_tier(spec)
+                tier.wake = wake
+                twins = sum(each.scheme == spec.scheme for each in specs[:number])
+                label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
+                if tier.keeps:
+                    self.owned.append(OwnedTier(label, spec, tier, above))
+                    self.append(self.owned[-1])
+                else:
+                    self.shared.append(SharedTier(label, spec, tier, above))
+                    self.append(self.shared[-1])
+        except BaseException:
+            for each in self:
+                each.close(0.0)
+            raise
+        self.named = {tier.label: tier for tier in self}
+        self.watching = [tier for tier in self if tier.watches]
+        self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]
+
+    def see(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
+        """A request asked for this prefix; the slab has `run` of it."""
+        if self:
+            self.seen.append(tuple(keys))
+        if self.watching:
+            for entry in run:
+                entry.seen = True
+            for tier in self.watching:
+                tier.saw(run)
+
+    def touch(self) -> None:
+        """Mark the prefixes as used that were seen since the last call."""
+        while self.seen:
+            keys = self.seen.popleft()
+            for tier in self:
+                tier.touch(keys)

@@ -1,0 +1,228 @@
+"""The objects that users of a cache hold: entries, matches and reservations. They decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import repeat
+
+from lmtier.core.placement import Placement
+from lmtier.errors import MisuseError
+from lmtier.format.layout import ChunkForm, Shard
+from lmtier.format.objects import Made
+from lmtier.rules.lifetimes import FOREVER
+from lmtier.rules.worth import Cost
+
+CPU = "cpu"
+"""The name of the slab among the tiers."""
+
+EVICTED, DELETED, CLEARED, DIFFERED, REPLACED = "evicted", "deleted", "cleared", "differed", "replaced"
+EXPIRED = "expired"
+"""Why a chunk left. A `Reason` stands there instead if it could not be read."""
+
+
+_UNSAID = Made()
+
+
+class State(IntEnum):
+    FILLING = 0
+    LOADING = 1
+    READY = 2
+    GONE = 3
+
+
+class Entry:
+    """One chunk in one place. It has slots, because there may be a million entries."""
+
+    __slots__ = (
+        "form",
+        "key",
+        "kids",
+        "leases",
+        "made",
+        "nbytes",
+        "offsets",
+        "parent",
+        "prints",
+        "seen",
+        "state",
+        "used",
+    )
+
+    def __init__(self, key: bytes, form: ChunkForm, nbytes: int, state: State, used: int = 0) -> None:
+        self.key = key
+        self.form = form
+        self.nbytes = nbytes
+        self.state = state
+        self.leases = 0
+        self.kids = 0
+        self.parent: Entry | None = None
+        self.seen = False
+        """It was asked for at least twice: it is remembered from before, or was found since it came."""
+        self.offsets: tuple[int, ...] = ()
+        """In the slab: the offset of each shard."""
+        self.prints: tuple[bytes, ...] = ()
+        """In the slab: the fingerprint of each shard, if its writer took one."""
+        self.made = _UNSAID
+        """In the slab: who stored it, and when."""
+        self.used = used
+        """In a lower tier: the time of last use that the tier has recorded, in ns."""
+
+    def __repr__(self) -> str:
+        return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.kids}>"
+
+
+def entries_of(placement: Placement, state: State, made: list[Entry] | None = None) -> list[Entry]:
+    """Entries made from a placement, in another process. `made` holds the leading ones that exist already."""
+    if placement.others:
+        pairs = zip(placement.keys, placement.forms, strict=True)
+        entries = [Entry(key, form, form.room, state) for key, form in pairs]
+    else:
+        entries = (made or list(unplaced(placement.keys, placement.form, state)))[: len(placement.keys)]
+    for entry, offsets in zip(entries, placement.offsets, strict=True):
+        entry.offsets = offsets
+    for chunk, marks in placement.marks.items():
+        entries[chunk].prints = marks
+    return entries
+
+
+def unplaced(keys: Sequence[bytes], form: ChunkForm, state: State) -> Iterator[Entry]:
+    """Makes entries whose offsets are not known yet."""
+    return map(Entry, keys, repeat(form), repeat(form.room), repeat(state))
+
+
+@dataclass(eq=False, slots=True)
+class Match:
+    """The longest prefix of `keys` that the tiers can supply. It holds leases, so it must be released.
+
+        asking   shared tiers have not answered yet: `chunks` may still grow
+        found    `chunks` is known; chunks in lower tiers stay there until `prefetch`
+        ready    `run` holds all of `chunks`: leased, complete, verified
+
+    If a chunk fails to load, the match ends before it: `chunks` shrinks, and the rest is recomputed.
+    """
+
+    id: int
+    keys: tuple[bytes, ...]
+    form: ChunkForm
+    asked_tokens: int
+    deadline: float
+    run: list[Entry] = field(default_factory=list)
+    """The leading chunks in the slab, each leased by this match. Some of them may be LOADING."""
+    sources: list[str] = field(default_factory=list)
+    """Where each chunk was found. It is longer than `run` until the rest is prefetched. Beyond `run`, "cpu"
+    means that the slab has the chunk, but a lower tier has one before it."""
+    waiting: int = 0
+    """Chunks of `run` that are LOADING."""
+    asking: int = 0
+    cut: str = ""
+    """Why the match ends before the last found chunk, if it does."""
+    found: int = 0
+    """How many chunks were found before it was cut."""
+    settled: bool = False
+    released: bool = False
+    asker: str = ""
+    """Who asked, for display."""
+    limit: float = field(init=False)
+    """The requested deadline. `deadline` is earlier if computing takes less time."""
+    patience: float = float("inf")
+    """Seconds after `prefetch` until the engine computes instead."""
+    cost: Cost | None = None
+    """The engine's time to compute, if only chunks that are worth it should be loaded."""
+    has: int = 0
+    """The number of tokens that the engine has itself."""
+    decision: tuple[str, str] | None = None
+    """How much of the chunks in lower tiers is loaded, and why."""
+    decided: float = 0.0
+    expected: float | None = None
+    """How long the load was expected to take, from `decided` on."""
+
+    def __post_init__(self) -> None:
+        self.limit = self.deadline
+
+    @classmethod
+    def elsewhere(cls, number: int, placement: Placement) -> Match:
+        """A match that another process of this engine holds, with all that a copy needs."""
+        run = entries_of(placement, State.READY)
+        return cls(number, placement.keys, placement.form, 0, 0.0, run=run, sources=[""] * len(run))
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of `run`."""
+        form, run = self.form, self.run
+        return Placement(
+            form,
+            self.keys[: len(run)],
+            [entry.offsets for entry in run],
+            {chunk: entry.prints for chunk, entry in enumerate(run) if entry.prints},
+            {chunk: entry.form for chunk, entry in enumerate(run) if entry.form is not form},
+        )
+
+    @property
+    def chunks(self) -> int:
+        return len(self.sources)
+
+    @property
+    def complete(self) -> int:
+        """How many leading chunks are in the slab, complete."""
+        states = enumerate(self.run)
+        return next((i for i, entry in states if entry.state is not State.READY), len(self.run))
+
+    @property
+    def ready(self) -> bool:
+        beyond = len(self.sources) > len(self.run) and not self.released
+        return not (self.asking or self.waiting or beyond)
+
+    @property
+    def below(self) -> list[str]:
+        """The places of the chunks beyond `run`."""
+        return [] if self.released else self.sources[len(self.run) :]
+
+    def __repr__(self) -> str:
+        state = "asking" if self.asking else "ready" if self.ready else "found"
+        return f"<Match {self.chunks} of {len(self.keys)} chunks, {len(self.run)} in the slab, {state}>"
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Extents for chunks that are not stored yet. Commit or abort each shard exactly once."""
+
+    id: int
+    form: ChunkForm
+    entries: dict[int, Entry]
+    """Maps a chunk's number to its entry, which is FILLING. Shard n goes to `entry.offsets[n]`."""
+    known: int
+    """The number of leading chunks that are stored, or that the caller skipped (skip_leading_tokens)."""
+    dropped: int
+    """The number of chunks that are neither stored nor in `entries`."""
+    left: set[Shard]
+    prints: dict[int, list[bytes]] = field(default_factory=dict)
+    aborted: bool = False
+    ttl: float = FOREVER
+    """Seconds for which its chunks may be used, from the commit of the last shard."""
+
+    @classmethod
+    def elsewhere(
+        cls, number: int, chunks: Sequence[int], placement: Placement, left: set[Shard]
+    ) -> Reservation:
+        """A reservation that another process of this engine holds, with all that a copy needs."""
+        entries = dict(zip(chunks, entries_of(placement, State.FILLING), strict=True))
+        return cls(number, placement.form, entries, 0, 0, left)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of `entries`, in their order."""
+        entries = self.entries.values()
+        return Placement(
+            self.form, tuple(entry.key for entry in entries), [entry.offsets for entry in entries]
+        )
+
+    def __repr__(self) -> str:
+        return f"<Reservation {sorted(self.entries)} known={self.known} left={len(self.left)}>"
+
+
+def check_chain(keys: Sequence[bytes]) -> None:
+    """Raise if a key occurs twice: its entry would be its own parent."""
+    if len(set(keys)) < len(keys):
+        raise MisuseError("a key occurs twice in one request; give each key of the prompt once, in order")

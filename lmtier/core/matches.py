@@ -1,0 +1,303 @@
+"""Matches: finds a prompt's chunks in the slab and in lower tiers, leases them, loads them, releases them."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from itertools import count
+
+from lmtier.core.gauges import Gauges
+from lmtier.core.lower import LowerTier
+from lmtier.core.lower_tiers import LowerTiers
+from lmtier.core.match import CPU, Entry, Match, State
+from lmtier.core.room import Room
+from lmtier.core.weighing import Weighing
+from lmtier.errors import MisuseError
+from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded
+from lmtier.format.objects import Header
+from lmtier.observe.follower import Followers
+from lmtier.rules.worth import Cost
+from lmtier.tiers.base import Reason, Stat
+
+_LOADING_SHARE = 7 / 8
+"""The part of the slab that loads may fill. Tiers that hang must not take all of it."""
+
+
+class Matches:
+    def __init__(
+        self, room: Room, lower: LowerTiers, gauges: Gauges, followers: Followers, weighing: Weighing
+    ) -> None:
+        self.open: dict[int, Match] = {}
+        self.waiters: dict[Entry, list[Match]] = {}
+        """The matches that wait for each chunk that is being loaded."""
+        self.loading = 0
+        """Bytes of extents that wait for lower tiers."""
+        self.weighing = weighing
+        self._room, self._index, self._slab = room, room.index, room.slab
+        self._lower = lower
+        self._gauges = gauges
+        self._followers = followers
+        self._ids = count(1)
+
+    def begin(
+        self,
+        keys: tuple[bytes, ...],
+        form: ChunkForm,
+        tokens: int,
+        deadline: float,
+        cost: Cost | None = None,
+        began: float = 0.0,
+    ) -> Match:
+        """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
+        record."""
+        match = Match(next(self._ids), keys, form, tokens, deadline)
+        self.open[match.id] = match
+        is_weighed = bool(tokens and keys)
+        if is_weighed and self.weighing.is_never:
+            match.cut, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
+        else:
+            if is_weighed and cost is not None:
+                self.weighing.begin(match, cost, began)
+            self._extend(match, len(keys))
+            self._find_below(match)
+            self._weigh(match)
+        self._settle_if_ready(match)
+        return match
+
+    def _extend(self, match: Match, end: int) -> None:
+        """Lease the chunks from `run` to `end` that are in the slab now, or are being loaded into it."""
+        index, form, run, keys = self._index, match.form, match.run, match.keys
+        self._room.expire_among(keys[len(run) : end])
+        get, ready = index.get, State.READY
+        parent = run[-1] if run else None
+        is_shared, leased = index.pools is not None, 0
+        for i in range(len(run), end):
+            entry = get(keys[i])
+            if entry is None or (entry.form is not form and not entry.form.serves(form)):
+                break
+            if entry.state is not ready:
+                if entry.state is not State.LOADING:
+                    break
+                match.waiting += 1
+                self.waiters.setdefault(entry, []).append(match)
+            if entry.parent is not parent:
+                index.link(entry, parent)
+            if is_shared:
+                index.lease(entry)
+            else:  # the same, without the call: this loop is the cost of a long hit
+                if not entry.leases:
+                    leased += entry.nbytes
+                entry.leases += 1
+            run.append(entry)
+            parent = entry
+        index.leased_bytes += leased
+        match.sources.extend([CPU] * (len(run) - len(match.sources)))
+
+    def _find_below(self, match: Match) -> None:
+        """Add the chunks beyond `run` whose place is known, and ask the shared tiers for the rest."""
+        keys, form = match.keys, match.form
+        known = [tier for tier in self._lower.owned if tier.up.allows() and len(tier.index)]
+        for each in self._lower.watching:
+            each.missed(keys[len(match.run) :])
+        asked = [tier for tier in self._lower.shared if tier.up.allows()]
+        for i in range(match.chunks, len(keys)):
+            entry = self._index.get(keys[i])
+            if entry is not None and entry.state >= State.LOADING and entry.form.serves(form):
+                match.sources.append(CPU)  # the slab again, after a chunk that a lower tier has
+                continue
+            owned = next((tier for tier in known if tier.holds(keys[i], form)), None)
+            if owned is None:
+                break
+            match.sources.append(owned.label)
+        first = match.chunks
+        if asked and first < len(keys):
+            names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
+            for tier in asked:
+                match.asking += tier.lookup(
+                    names, match.deadline, partial(self._answered, match, tier, first)
+                )
+
+    def _answered(self, match: Match, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
+        """A tier has answered which of the keys from `first` on it has."""
+        sizes = [padded(size) for size in match.form.sizes]
+        there = first
+        for key in match.keys[first:]:
+            stats = (found.get(Name(key, shard)) for shard in match.form.shards)
+            if not all(stat and stat.nbytes <= size for stat, size in zip(stats, sizes, strict=True)):
+                break  # a smaller size is possible: a codec shrank the chunk
+            there += 1
+        if not match.asking or match.released:  # no request waits for the answer
+            if match.cut == "not_worth_it":
+                self.weighing.overlook(tier, match.keys[:there], first, match.form)
+            return
+        match.asking -= 1
+        new = there - match.chunks
+        match.sources.extend([tier.label] * new)
+        self._weigh(match)
+        self._settle_if_ready(match)
+
+    def _weigh(self, match: Match) -> None:
+        """Cut the match where loading takes longer than computing."""
+        chunks = self.weighing.weigh(match)
+        if chunks < match.chunks:
+            self._truncate(match, chunks, "not_worth_it")
+
+    def prefetch(self, match: Match, chunks: int | None, has: int) -> None:
+        if self.open.get(match.id) is not match:
+            raise MisuseError("prefetch of a match that was released, or that another cache made")
+        if match.asking or has > match.has:
+            match.asking = 0  # late answers are not waited for
+            match.has = min(has, match.asked_tokens)
+            self._weigh(match)
+        if chunks is not None and chunks < match.chunks:
+            self._truncate(match, chunks, "not_worth_it")
+        if match.below:  # some time may have passed since the match
+            match.decided = time.monotonic()
+            match.deadline = min(match.limit, match.decided + match.patience)
+        while match.below:
+            self._extend(match, match.chunks)  # chunks that came into the slab meanwhile for another request
+            if match.below:
+                self._fetch(match)
+        self._settle_if_ready(match)
+
+    def _fetch(self, match: Match) -> None:
+        """Start loading the chunk that follows `run` into a new entry, or end the match here."""
+        at = len(match.run)
+        key, tier = match.keys[at], self._lower.named.get(match.sources[at])
+        form = tier.form(key, match.form) if tier is not None else None
+        if tier is None or form is None or not tier.up.allows():
+            self._truncate(match, at, "left_meanwhile" if form is None else "tier_down")
+            return
+        if (entry := self._index.get(key)) is not None:
+            self._truncate(match, at, "being_filled" if entry.state is State.FILLING else "foreign")
+            return
+        started = self._load(key, form, tier, match.run[-1] if match.run else None)
+        if started is None:
+            self._truncate(match, at, "no_room")
+            return
+        self._index.lease(started)
+        match.run.append(started)
+        match.waiting += 1
+        self.waiters[started] = [match]
+
+    def _load(self, key: bytes, form: ChunkForm, tier: LowerTier, parent: Entry | None) -> Entry | None:
+        """Start loading a chunk into a new entry. Matches may wait for it. None: there is no room."""
+        if self.waiting_bytes + form.room > self._index.capacity * _LOADING_SHARE:
+            return None
+        offsets = self._room.allocate(key, form, parent)
+        if offsets is None:
+            return None
+        entry = self._index.add(key, form, form.room, State.LOADING, parent)
+        entry.offsets = offsets
+        self.loading += form.room
+        self.weighing.coming[entry] = tier
+        payloads = [
+            self._slab.view(offset, padded(size)) for offset, size in zip(offsets, form.sizes, strict=True)
+        ]
+        tier.load(key, form, payloads, partial(self._arrived, entry, tier))
+        return entry
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the slab that wait for lower tiers."""
+        return self.loading + sum(tier.leased_bytes for tier in self._lower)
+
+    def _arrived(
+        self, entry: Entry, tier: LowerTier, result: dict[Shard, Header] | Reason, end: float
+    ) -> None:
+        """A load from a lower tier has ended or failed."""
+        self.loading -= entry.nbytes
+        del self.weighing.coming[entry]
+        waiters = self.waiters.pop(entry, [])
+        failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
+        if not isinstance(result, Reason):
+            self._room.live_until(entry, end)
+        if failure == "foreign" and not isinstance(result, Reason):
+            tier.discard(entry.key, (entry.form,), failure)
+        if not failure:
+            self._index.ready(entry)
+            for each in self._lower:
+                each.came(entry, tier)
+        elif entry.state is not State.GONE:
+            self._index.remove(entry)
+        for match in waiters:
+            match.waiting -= 1
+            if match.released:
+                continue
+            if failure or not entry.form.serves(match.form):
+                self._truncate(match, match.run.index(entry), failure or "foreign")
+            self._settle_if_ready(match)
+        if failure:
+            self._room.release(entry)  # the lease of the load itself
+
+    def _adopt(self, entry: Entry, headers: dict[Shard, Header]) -> str:
+        """Take the chunk's layout from its verified headers. Returns why that is impossible, or nothing."""
+        if entry.state is State.GONE:
+            return "cleared"
+        each = [headers[shard] for shard in entry.form.shards]
+        layout = each[0].layout
+        if any(header.layout is not layout and header.layout != layout for header in each):
+            return "foreign"
+        form = form_of(layout, entry.form.shards)
+        if [padded(size) for size in form.sizes] != [padded(size) for size in entry.form.sizes]:
+            return "foreign"
+        entry.form = form
+        entry.prints = tuple(header.mark for header in each)
+        entry.made = each[0].made
+        return ""
+
+    def release(self, match: Match) -> None:
+        if match.released:
+            return
+        if self.open.get(match.id) is not match:
+            raise MisuseError("release of a match that another cache made")
+        was_ready, match.released = match.ready, True
+        del self.open[match.id]
+        if not match.settled:
+            if not was_ready:
+                self._truncate(match, match.complete, "cancelled")
+            self._settle(match)
+        for entry in match.run:
+            self._room.release(entry)
+        match.run = []
+
+    def _truncate(self, match: Match, chunks: int, reason: str) -> None:
+        """Keep the first `chunks` of the match; end the leases of the rest."""
+        for entry in match.run[chunks:]:
+            waiters = self.waiters.get(entry, [])
+            if match in waiters:
+                waiters.remove(match)
+                match.waiting -= 1
+            self._room.release(entry)
+        if not match.cut:
+            match.cut, match.found = reason, match.chunks
+        del match.run[chunks:]
+        del match.sources[chunks:]
+
+    def expire(self) -> None:
+        """End the waits whose deadlines have passed. Those requests compute the rest instead."""
+        now = time.monotonic()
+        for match in [match for match in self.open.values() if now > match.deadline]:
+            if match.waiting or match.asking:
+                match.asking = 0
+                self._truncate(match, match.complete, "deadline")
+                self._settle_if_ready(match)
+
+    def _settle_if_ready(self, match: Match) -> None:
+        if match.ready and not match.settled:
+            self._settle(match)
+
+    def _settle(self, match: Match) -> None:
+        match.settled = True
+        missed = self._gauges.settle(match)
+        if missed is None:
+            return
+        self.weighing.settle(match)
+        for hear in self._followers.settled:
+            hear(match, missed)
+
+    def check(self) -> None:
+        for match in self.open.values():
+            waiting = sum(match in waiters for waiters in self.waiters.values())
+            assert match.waiting == waiting, f"{match!r} waits for {waiting}"
+            assert len(match.run) <= match.chunks, f"{match!r} lost count"

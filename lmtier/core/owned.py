@@ -1,0 +1,471 @@
+"""A lower tier that only this process writes. It keeps objects until they are deleted, so its index is exact.
+
+The tier evicts by a policy, deletes expired chunks, and reads headers to find suspect chunks, a few at a
+time. At its start it scans the storage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+
+from lmtier.config import TierSpec
+from lmtier.core.index import Index, Occupancy
+from lmtier.core.lower import (
+    LOST,
+    Above,
+    LowerTier,
+    NoSpot,
+    Spot,
+    bytes_at_rest,
+    count_shares,
+    names_of,
+    worst,
+)
+from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State
+from lmtier.errors import log
+from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded
+from lmtier.format.objects import Header, Suspect
+from lmtier.rules.fullness import UNBOUNDED, Fullness
+from lmtier.rules.lifetimes import AT_ONCE, FOREVER
+from lmtier.rules.policy import make_policy
+from lmtier.rules.writing import Choice
+from lmtier.threads import collector_paused
+from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
+
+_HEADERS = 8  # read at once in a search for suspect chunks, so that loads continue
+
+
+class OwnedTier(LowerTier):
+    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above) -> None:
+        super().__init__(label, spec, tier, above)
+        capacity, shares = _capacity(spec, tier), above.shares if spec.capacity else ()
+        self.index = Index(capacity, make_policy(spec.policy), shares=shares, is_record=above.slab.is_record)
+        self.index.label, self.index.followers = label, above.followers
+        if spec.write == "auto":
+            self.choice = Choice(capacity, spec.writes_per_day, self._clock())
+        self._fullness = Fullness(self._clock)
+        self._found = 0
+        """Bytes that the scan found. They exceed the capacity if a user has reduced it."""
+        self._unwanted: set[bytes] = set()
+        self._unwanted_prefixes: tuple[bytes, ...] = ()
+        """Chunks, and prefixes of keys, that were deleted before the scan was done. The scan finds their
+        parts, also those of other forms; until then they stay in the storage."""
+        self._unread: dict[bytes, None] = {}
+        """Chunks whose headers are still to be read in a search for suspect chunks."""
+        self._reading = 0
+        self._added: list[Entry] = []
+        """The entries that this `pump` added."""
+        self._declare_index()
+        self.is_warm = False
+        self._scan()
+
+    # ---- what it holds
+
+    def holds(self, key: bytes, form: ChunkForm) -> bool:
+        entry = self._live(key)
+        return entry is not None and entry.state is State.READY and entry.form.serves(form)
+
+    def has(self, key: bytes, form: ChunkForm) -> bool:
+        entry = self._live(key)
+        return super().has(key, form) or (entry is not None and entry.form.serves(form))
+
+    def supplies(self, key: bytes, form: ChunkForm) -> bool:
+        entry = self._live(key)
+        return entry is not None and entry.form.serves(form) and not self.up.is_open
+
+    def _live(self, key: bytes) -> Entry | None:
+        """The entry under this key. An expired one is deleted."""
+        entry = self.index.get(key)
+        if entry is None or not self.index.ends.is_over(entry, self._clock()):
+            return entry
+        self._expire(entry)
+        return None
+
+    def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+        entry = self.index.get(key)
+        if entry is None or entry.state is not State.READY:
+            return None
+        form, layout = entry.form, asked.layout
+        if form.layout is None and layout is not None:  # a scan found it: its sizes are those after encoding
+            sizes = (
+                max(size, layout.nbytes(shard)) if shard.overlap(layout.whole) == shard else size
+                for shard, size in zip(form.shards, form.sizes, strict=True)
+            )
+            form = form_of(None, form.shards, sizes)
+        return form
+
+    def occupancy(self) -> Occupancy:
+        return self.index.occupancy(self.deleting)
+
+    def is_leaving(self, key: bytes) -> bool:
+        return super().is_leaving(key) or self._is_unwanted(key)
+
+    def _is_unwanted(self, key: bytes) -> bool:
+        return key in self._unwanted or key.startswith(self._unwanted_prefixes)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if len(self.index):
+            get = self.index.get
+            self.index.touch([entry for key in keys if (entry := get(key))])
+
+    def expire(self) -> bool:
+        if not self.index.ends:
+            return False
+        over = self.index.ends.over(self._clock(), AT_ONCE)
+        for entry in over:
+            self._expire(entry)
+        return len(over) == AT_ONCE
+
+    def _expire(self, entry: Entry) -> None:
+        self._metrics.expired.labels(self.label).inc()
+        self._remove(entry, EXPIRED)
+
+    # ---- unfinished work
+
+    @property
+    def backlog(self) -> int:
+        unread = len(self._unread) + self._reading
+        return super().backlog + len(self._unwanted) + len(self._unwanted_prefixes) + unread
+
+    @property
+    def is_clear(self) -> bool:
+        return not (self._unwanted_prefixes or self._unread or self._reading)
+
+    def _look_after(self) -> None:
+        super()._look_after()
+        self._read_headers()
+        if not self.is_warm and not self._jobs and self.up.allows():
+            self._scan()
+
+    # ---- writing
+
+    def offer_records(self) -> None:
+        """At the end: offer the records that were not written because they came too fast, or the tier
+        failed."""
+        slab = self._above.slab
+        for key in list(slab.records) if self.write != "never" else ():
+            entry = slab.get(key)
+            if entry is not None and not self.has(key, entry.form):
+                self._writes.add(entry)
+
+    def pump(self, spare: float = float("inf")) -> None:
+        super().pump(spare)
+        added, self._added = self._added, []
+        for tail in set(added) - {entry.parent for entry in added}:
+            self.index.refresh(_ancestry(tail))
+
+    def _must_wait(self, key: bytes) -> bool:
+        self._live(key)  # if it has expired, its deletion has to end first
+        return super()._must_wait(key)
+
+    def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+        key, form = entry.key, entry.form
+        there = self.index.get(key)
+        if there is not None and there.form.serves(form):
+            self._writes.take(key)
+            return NoSpot.SKIPPED
+        if there is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
+            self._remove(there, REPLACED)
+            return NoSpot.SKIPPED
+        parent = self._nearest(entry)
+        replaces = self._room_for(key, form, parent)
+        if replaces is None:
+            return NoSpot.LATER
+        if isinstance(replaces, str):
+            self._writes.take(key)
+            self._drop(entry, replaces)
+            return NoSpot.SKIPPED
+        mine = self.index.add(key, form, form.at_rest, State.FILLING, parent)
+        end = self._end_of(entry)
+        self.index.ends.set(mine, end)
+        self._added.append(mine)
+        return Spot(mine, replaces, end)
+
+    def _room_for(
+        self, key: bytes, form: ChunkForm, parent: Entry | None
+    ) -> Sequence[Name | None] | str | None:
+        """The object that each shard may overwrite; or the reason why there is no room. None: wait."""
+        index, need = self.index, form.at_rest
+        if need > index.capacity:
+            return "larger_than_tier"
+        room = min(index.capacity, self._fullness.nbytes)
+        if need > room:
+            return "full"
+        short = need - (room - index.used)
+        if short <= 0:
+            return None if self.deleting > -short else (None,) * len(form.shards)
+        if self.choice is not None:
+            self.choice.full()
+        # The parent must not be evicted to make room for its child: the prefix would have a hole.
+        victims = index.evict(short, parent, index.pool(key), need)
+        if victims is None:  # chunks that are being written can be evicted later
+            return None if self.storing else "no_room"
+        self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
+        if len(victims) == 1 and not self.deleting and _rooms(victims[0].form) == _rooms(form):
+            return names_of(victims[0])
+        for victim in victims:
+            self._delete(names_of(victim), victim.nbytes)
+        return None
+
+    def _nearest(self, entry: Entry) -> Entry | None:
+        """The entry here of the nearest ancestor that this tier holds."""
+        above = entry.parent
+        while above is not None:
+            if (mine := self.index.get(above.key)) is not None:
+                return mine
+            above = above.parent
+        return None
+
+    def _use(self, mine: Entry | None) -> int:
+        now = super()._use(mine)
+        if mine is None:
+            return now
+        mine.used = now if mine.parent is None else min(now, mine.parent.used - 1000)
+        return mine.used
+
+    def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
+        mine = spot.entry
+        assert mine is not None
+        # A victim that could neither be overwritten nor deleted must not come back after a restart.
+        self._delete([old for old in spot.replaces if old in done.failed])
+        if not done.failed:
+            self._fullness.fit()
+        if not done.failed and mine.state is not State.GONE:
+            if self.index.is_record(mine.key):
+                mine.prints = entry.prints
+            self.index.resize(mine, nbytes)
+            self.index.ready(mine)
+            return
+        if mine.state is not State.GONE:
+            self.index.remove(mine)
+        self.index.release(mine)
+        self._delete(list(done.ok), bytes_at_rest(mine.form, done.ok))  # delete the parts that were written
+        if Reason.FULL in done.failed.values():
+            self._note_full(entry, done)
+
+    def _note_full(self, entry: Entry, done: Done) -> None:
+        """The storage has less room than the capacity.
+
+        A chunk that was submitted before may try once more.
+        """
+        again = self._is_excused(Op.STORE, done)
+        if not self._fullness.is_known:
+            log.warning(
+                "lmtier: the storage of tier %s is full with %d of %d bytes: new chunks replace old ones",
+                *(self.label, self.index.used, self.index.capacity),
+            )
+        self._fullness.meet(done.id, self.index.used, self._jobs.last + 1)
+        if again and entry.state is State.READY:
+            self.offer(entry)
+
+    def _is_excused(self, op: Op, done: Done) -> bool:
+        is_full = op is Op.STORE and Reason.FULL in done.failed.values()
+        return is_full and self._fullness.is_news_to(done.id)
+
+    # ---- loading
+
+    def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
+        mine = self.index.get(key)
+        if mine is None:
+            return None, FOREVER
+        self.index.lease(mine)
+        return mine, self.index.ends.end(mine)
+
+    def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
+        if mine is None:
+            return
+        if self.index.release(mine):  # discarded while it was read
+            self._delete(names_of(mine), mine.nbytes)
+        elif self.index.get(mine.key) is mine:
+            if lost := reasons & LOST:  # the other parts of a chunk that lost one are useless
+                self._remove(mine, worst(lost).value)
+            else:
+                self.index.ends.set(mine, end)  # a scan does not find out when a chunk expires
+
+    def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
+        """Read the mark of a chunk with one shard, and store it in the entry."""
+        mine = self.index.get(key)
+        if mine is None or mine.state is not State.READY:
+            then(Reason.ABSENT)
+            return
+        _, known_end = self._begin_read(key)
+        item = Item(Name(key, mine.form.shards[0]), used=mine.used)
+        deadline = time.monotonic() + self._above.patience
+        self._jobs.submit(Op.PEEK, (item,), partial(self._end_peek, mine, known_end, then), deadline)
+
+    def _end_peek(
+        self, mine: Entry, known_end: float, then: Callable[[bytes | Reason], None], done: Done
+    ) -> None:
+        _, reason = self._judge_read(mine, known_end, done)
+        if reason is None:
+            (header,) = done.ok.values()
+            assert isinstance(header, Header)
+            mine.prints = (header.mark,)
+            then(header.mark)
+        else:
+            then(reason)
+
+    # ---- deleting
+
+    def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
+        if key in self._writes and self.index.is_record(key):
+            self._writes.take(key)
+        if not self.is_warm:
+            self._unwanted.add(key)
+        elif (entry := self.index.get(key)) is not None:
+            self._remove(entry, why)
+
+    def _remove(self, entry: Entry, why: str) -> None:
+        self._going.add(entry.key)
+        if self.index.remove(entry, why):
+            self._delete(names_of(entry), entry.nbytes)
+
+    def clear_one(self, entry: Entry) -> None:
+        self.discard(entry.key, (), CLEARED)
+
+    def clear(self, namespace: bytes, *, force: bool) -> None:
+        super().clear(namespace, force=force)
+        for entry in self.index.entries():
+            if entry.key.startswith(namespace) and (force or not entry.leases):
+                self.clear_one(entry)
+        if not self.is_warm and namespace not in self._unwanted_prefixes:
+            self._unwanted_prefixes += (namespace,)
+
+    def purge(self, suspect: Suspect) -> None:
+        super().purge(suspect)
+        for entry in self.index.entries():
+            if entry.key.startswith(suspect.prefix) and not self.index.is_record(entry.key):
+                self._unread[entry.key] = None
+        self._read_headers()
+
+    def _read_headers(self) -> None:
+        """Read the headers of chunks that may be suspect, a few at a time, so that loads continue."""
+        for key in list(islice(self._unread, _HEADERS - self._reading)) if self.up.allows() else ():
+            entry = self.index.get(key)
+            if entry is not None and entry.state is not State.READY:
+                continue  # it is being written
+            del self._unread[key]
+            if entry is not None:
+                self._reading += 1
+                self.peek(key, partial(self._end_header, key))
+
+    def _end_header(self, key: bytes, mark: bytes | Reason) -> None:
+        self._reading -= 1
+        if mark in (Reason.ERROR, Reason.DEADLINE):
+            self._unread[key] = None
+
+    # ---- start and end
+
+    def _scan(self) -> None:
+        self._jobs.submit(Op.SCAN, (), self._end_scan)
+
+    def _end_scan(self, done: Done) -> None:
+        """A warm start: add all objects that the scan found, the oldest first, up to the capacity."""
+        index = self.index
+        if done.error:  # stay cold: writing beside unknown objects would take twice the capacity
+            log.error("lmtier: tier %s: the scan for a warm start failed: %s", self.label, done.error)
+            return
+        parts: dict[bytes, tuple[tuple[Shard, int], ...]] = {}
+        used: dict[bytes, int] = {}
+        with collector_paused():
+            for (key, shard), stat in done.ok.items():
+                if isinstance(stat, Stat):
+                    others = parts.get(key, ())
+                    parts[key] = (*others, (shard, stat.nbytes))
+                    used[key] = max(stat.used, used[key]) if others else stat.used
+            forms = {cut: _form_of_parts(cut) for cut in set(parts.values())}
+            now = self._clock()
+            lost: list[bytes] = []
+            for key in sorted(parts, key=used.__getitem__):
+                form = forms[parts[key]]
+                if form is None or form.at_rest > index.capacity or self._is_unwanted(key):
+                    lost.append(key)
+                else:
+                    entry = Entry(key, form, form.at_rest, State.READY, used[key])
+                    index.adopt(entry)
+                    if self.ttl < FOREVER:  # an upper limit, because it was stored before its last use
+                        last = min(now, self.stamps.end(used[key] // 1_000_000))
+                        index.ends.set(entry, last + self.ttl)
+        for key in lost:
+            self._delete([Name(key, shard) for shard, _ in parts[key]])
+        self._found = index.used
+        if index.used > index.capacity:
+            for victim in index.evict(index.used - index.capacity) or ():
+                self._metrics.evictions.labels(self.label, "capacity").inc()
+                self._delete(names_of(victim), victim.nbytes)
+        self._unwanted.clear()
+        self._unwanted_prefixes = ()
+        self.is_warm = True
+        if len(index):
+            log.info("lmtier: tier %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
+
+    def persist_order(self) -> None:
+        items: list[Item] = []
+        newest = 0
+        for entry in self.index.order():
+            if entry.used <= newest:
+                entry.used = newest + 1000
+                items.extend(Item(name, used=entry.used) for name in names_of(entry))
+            newest = entry.used
+        if items and not self.down.is_open:
+            self._jobs.submit(Op.TOUCH, tuple(items), lambda done: None)
+
+    # ---- books
+
+    def _declare_index(self) -> None:
+        metrics, label, index = self._metrics, self.label, self.index
+        metrics.written_bytes_per_day.labels(label).set_function(lambda: self.pace.per_day(self._clock()))
+        for rule in Choice.RULES if self.choice is not None else ():
+            metrics.write_rule.labels(label, rule).set_function(
+                lambda rule=rule: float(self.rule == rule)  # type: ignore[misc]  # mypy: lambdas
+            )
+        if index.capacity < UNBOUNDED:
+            metrics.capacity_bytes.labels(label).set(index.capacity)
+        metrics.used_bytes.labels(label).set_function(lambda: index.used + self.deleting)
+        metrics.pinned_bytes.labels(label).set_function(lambda: index.pinned_bytes)
+        metrics.chunks.labels(label).set_function(lambda: len(index))
+        count_shares(metrics, label, index)
+
+    def check(self) -> None:
+        super().check()
+        self.index.check()
+        assert self.index.used <= self.index.capacity, "over capacity"
+        most = max(self.index.capacity, self._found)
+        assert self.index.used + self.deleting <= most, "over capacity, with the bytes being deleted"
+
+
+def _capacity(spec: TierSpec, tier: Tier) -> int:
+    """The configured capacity, or the size of the storage if that is less."""
+    if spec.capacity is None:
+        return UNBOUNDED
+    if tier.most is not None and tier.most < spec.capacity:
+        log.warning(
+            "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes",
+            *(spec, spec.capacity, tier.most),
+        )
+        return max(1, tier.most)
+    return spec.capacity
+
+
+def _form_of_parts(cut: Iterable[tuple[Shard, int]]) -> ChunkForm | None:
+    """The form of a chunk whose parts a scan found. None: they overlap, so no part can be trusted."""
+    shards, sizes = zip(*sorted(cut), strict=True)
+    if overlapping(shards) is not None:
+        return None
+    return form_of(None, shards, sizes)
+
+
+def _rooms(form: ChunkForm) -> list[int]:
+    return [padded(size) for size in form.sizes]
+
+
+def _ancestry(entry: Entry | None) -> list[Entry]:
+    """An entry and those of its ancestors that still exist, head first."""
+    run: list[Entry] = []
+    while entry is not None and entry.state is not State.GONE:
+        run.append(entry)
+        entry = entry.parent
+    return run[::-1]

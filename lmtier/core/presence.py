@@ -1,0 +1,73 @@
+"""A table of counts in shared memory. It shows other processes which keys are surely absent.
+
+Many keys share a count. A count of 0 means that a chunk is in no tier; any other count means "maybe". The
+owner writes, and readers look without a lock. A racing reader may see a false "maybe", or miss a key added
+at that moment. Rejected: a Bloom filter of several hashes. Its reader touches one page per hash, and pages
+are the cost of a cold look.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+
+from lmtier import forks
+from lmtier.core.slab import SEALS, SHARED, Memory
+
+SLOTS = 1 << 22
+"""Bytes. With a million chunks, the table identifies four of five absent keys."""
+NBYTES = SLOTS + 4096
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which Python does not name
+_FULL = 255  # the count has overflowed and stays at this value
+
+
+def slot(key: bytes) -> int:
+    """Taken from the middle of the hash, because the first bytes are the model's and the tenant's."""
+    return int.from_bytes(key[16:19], "little") % SLOTS
+
+
+class Presence:
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("lmtier-presence", SHARED)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        os.truncate(self.fd, NBYTES)
+        self._memory = Memory(NBYTES, self.fd)
+        self._counts = self._memory.view
+        # From here on no other process can write. A stray write of one reader would make all others miss.
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
+        except OSError:  # an older kernel has no such seal; readers still map it read-only
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+
+        forks.call_in_child(self)
+
+    def forked(self) -> None:
+        self._memory.forget()
+        self._close()
+
+    def add(self, key: bytes) -> None:
+        counts, at = self._counts, slot(key)
+        if counts[at] < _FULL:
+            counts[at] += 1
+
+    def drop(self, key: bytes) -> None:
+        counts, at = self._counts, slot(key)
+        if counts[at] < _FULL:
+            counts[at] -= 1
+
+    def trust(self) -> None:
+        """Every tier knows what it holds now, so a count of 0 can be trusted."""
+        self._counts[SLOTS] = 1
+
+
+class Look:
+    """The table, as another process sees it."""
+
+    def __init__(self, fd: int) -> None:
+        self._counts = Memory(NBYTES, fd, is_writable=False).view
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether this chunk is certainly in no tier."""
+        counts = self._counts
+        return not counts[slot(key)] and bool(counts[SLOTS])

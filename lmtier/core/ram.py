@@ -1,0 +1,93 @@
+"""How much memory this process may use: that of the machine, or less if control groups limit it.
+
+The kernel also grants a slab that is too large. It kills the process with SIGKILL when the slab fills.
+The size of /dev/shm does not matter: a slab is not in a file system, whether others map it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lmtier.errors import ConfigError, log
+
+_UNLIMITED = 1 << 60
+"""In version 1 of control groups a number near 2**63 means that there is no limit."""
+_TAKEN = {False: ("total_rss", "total_shmem"), True: ("anon", "shmem")}
+"""The memory that a group cannot give back, in version 1 and 2."""
+
+
+class Limit(NamedTuple):
+    nbytes: int
+    taken: int
+    """The bytes of these that are in use and cannot be reclaimed."""
+    whose: str
+
+
+def check(what: str, nbytes: int, root: Path = Path("/")) -> None:
+    """Raise ConfigError if a slab of `nbytes` cannot be filled, and warn if it barely can.
+
+    Other processes may free their memory, so that is no reason to refuse.
+    """
+    facts = _sizes(root / "proc/meminfo")
+    total = facts.get("MemTotal", _UNLIMITED)
+    machine = Limit(total, total - facts.get("MemAvailable", total), "this machine has")
+    limits = [machine, *_groups(root)]
+    lowest, mine = min(limits), _sizes(root / "proc/self/status").get("RssAnon", 0)
+    most = lowest.nbytes + facts.get("SwapTotal", 0) - mine
+    if nbytes > most:
+        raise ConfigError(
+            f"{what}: {nbytes} bytes are more than the {lowest.nbytes} that {lowest.whose}, of which this "
+            f"process uses {mine} already: it would be killed when the slab fills; choose a smaller capacity"
+        )
+    least = min(limits, key=lambda limit: limit.nbytes - limit.taken)
+    if nbytes > least.nbytes - least.taken:
+        log.warning(
+            "lmtier: %s: of the %d bytes that %s, %d are in use now, which leaves less than the slab needs: "
+            "this process may be killed when the slab fills",
+            *(what, least.nbytes, least.whose, least.taken),
+        )
+
+
+def _groups(root: Path) -> Iterator[Limit]:
+    """The limits of the control groups that this process is in and can see."""
+    paths: dict[bool, str] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            paths[not controllers] = path
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, system = line.partition(" - ")
+        kind, _, options = system.split(" ", 2)
+        is_unified = kind == "cgroup2"
+        if is_unified in paths and (is_unified or (kind == "cgroup" and "memory" in options.split(","))):
+            top, place = mount.split(" ")[3:5]
+            # Of a group in another name space only its mount point is visible.
+            mine = Path(paths[is_unified])
+            inside = mine.relative_to(top) if mine.is_relative_to(top) else Path()
+            folder = root / place.lstrip("/")
+            for each in [inside, *inside.parents]:
+                yield from _limit(folder / each, is_unified)
+
+
+def _limit(group: Path, is_unified: bool) -> Iterator[Limit]:
+    file = group / ("memory.max" if is_unified else "memory.limit_in_bytes")
+    word = "".join(_lines(file))
+    if word.isdigit() and int(word) < _UNLIMITED:
+        stat = dict(line.split() for line in _lines(group / "memory.stat"))
+        taken = sum(int(stat.get(name, 0)) for name in _TAKEN[is_unified])
+        yield Limit(int(word), taken, f"{file} allows")
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Reads lines like `MemTotal:  24684092 kB`."""
+    words = (line.split() for line in _lines(file))
+    return {each[0].rstrip(":"): int(each[1]) << 10 for each in words if each[2:] == ["kB"]}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:  # the file does not exist here
+        return []

@@ -1,0 +1,164 @@
+"""Reservations: extents for chunks that no tier holds, from the request to save them until the commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from lmtier.core.gauges import Gauges
+from lmtier.core.lower import LowerTier
+from lmtier.core.match import CPU, Entry, Reservation, State, check_chain
+from lmtier.core.room import Room
+from lmtier.errors import MisuseError
+from lmtier.format.layout import ChunkForm, Shard
+from lmtier.format.objects import NO_MARK, Made, mark_room
+from lmtier.observe.follower import Followers
+
+
+class Reservations:
+    def __init__(self, room: Room, lower: Sequence[LowerTier], gauges: Gauges, followers: Followers) -> None:
+        self.open: dict[int, Reservation] = {}
+        self._room, self._index, self._slab = room, room.index, room.slab
+        self._lower = lower
+        self._gauges = gauges
+        self._followers = followers
+        self._ids = count(1)
+
+    def reserve(
+        self, keys: Sequence[bytes], form: ChunkForm, first: int, ttl: float, by: str, most: int
+    ) -> Reservation:
+        """Reserve extents for at most `most` missing chunks, from number `first` on.
+
+        They live `ttl` seconds.
+        """
+        made = Made(by, time.time_ns() // 1_000_000)
+        check_chain(keys)
+        if form.layout is None or form.layout.chunk_tokens != self._gauges.chunk_tokens:
+            raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
+        self._room.expire_among(keys)
+        wanted = [number >= first and not self._is_stored(key, form) for number, key in enumerate(keys)]
+        self._room.make(keys, min(sum(wanted), most) * form.room)
+        new: dict[int, Entry] = {}
+        run: list[Entry] = []
+        known = 0
+        dropped: list[bytes] = []
+        why = ""  # a first chunk that could not be stored makes all later ones useless
+        parent: Entry | None = None
+        for number, key in enumerate(keys):
+            entry = self._index.get(key)
+            if entry is None and wanted[number]:
+                why = why or ("too_many" if len(new) == most else "")
+                if not why and (offsets := self._room.allocate(key, form, parent)) is not None:
+                    entry = self._index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
+                    entry.offsets, entry.made = offsets, made
+                    new[number] = entry
+                else:
+                    why = why or "no_room"
+                    dropped.append(key)
+                    continue
+            elif entry is not None and not entry.form.serves(form):
+                why = why or "foreign"  # this engine cannot read the chunk that has its key
+                dropped.append(key)
+                continue
+            else:
+                known += not new and not dropped
+                if entry is None:
+                    continue
+                self._index.link(entry, parent)
+            run.append(entry)
+            parent = entry
+        self._index.refresh(run)
+        self._gauges.skip(len(keys) - len(dropped) - len(new))
+        self._drop(dropped, why, form)
+        left = set(form.shards) if new else set()
+        reservation = Reservation(next(self._ids), form, new, known, len(dropped), left, ttl=ttl)
+        if new:
+            self.open[reservation.id] = reservation
+        return reservation
+
+    def _is_stored(self, key: bytes, form: ChunkForm) -> bool:
+        """Whether the slab has it in any form, or a lower tier has or gets it in a form that `form` can
+        read."""
+        if key in self._index:
+            return True
+        return bool(self._lower) and any(tier.supplies(key, form) for tier in self._lower)
+
+    def commit(
+        self, reservation: Reservation, shard: Shard | None, prints: Mapping[int, bytes] | None
+    ) -> None:
+        layout = reservation.form.layout
+        longest = max(map(len, (prints or {}).values()), default=0)
+        if layout is not None and longest > (room := mark_room(layout)):
+            raise MisuseError(
+                f"a mark has {longest} bytes, but a header with this layout has room for {room}; shorten it"
+            )
+        number = self._finish(reservation, shard)
+        for chunk, mark in (prints or {}).items():
+            marks = reservation.prints.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
+            marks[number] = mark
+        self._close_if_finished(reservation)
+
+    def abort(self, reservation: Reservation, shard: Shard | None) -> None:
+        self._finish(reservation, shard)
+        if not reservation.aborted:
+            reservation.aborted = True
+            for entry in reservation.entries.values():
+                if entry.state is not State.GONE:
+                    self._index.remove(entry)
+            self._drop([entry.key for entry in reservation.entries.values()], "aborted", reservation.form)
+        self._close_if_finished(reservation)
+
+    def _drop(self, keys: Sequence[bytes], why: str, form: ChunkForm) -> None:
+        """Count chunks that should be stored in the slab and are not."""
+        if keys:
+            self._gauges.drop(keys, why, form)
+            for hear in self._followers.not_stored:
+                hear(CPU, keys, why)
+
+    def _finish(self, reservation: Reservation, shard: Shard | None) -> int:
+        shards = reservation.form.shards
+        if shard is None:
+            if len(shards) != 1:
+                raise MisuseError(f"this reservation has {len(shards)} shards: pass the one that is done")
+            shard = shards[0]
+        if not reservation.entries:
+            return 0
+        if shard not in reservation.left:
+            raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
+        if self.open.get(reservation.id) is not reservation:
+            raise MisuseError("commit or abort of a reservation that another cache made")
+        reservation.left.remove(shard)
+        return shards.index(shard)
+
+    def _close_if_finished(self, reservation: Reservation) -> None:
+        """Each entry was leased once per shard; end one of them, and with the last one make it visible."""
+        if not reservation.entries:
+            return
+        if reservation.left or reservation.aborted:
+            for entry in reservation.entries.values():
+                self._room.release(entry)
+        else:
+            self._publish(reservation)
+        if not reservation.left:
+            del self.open[reservation.id]
+
+    def _publish(self, reservation: Reservation) -> None:
+        form = reservation.form
+        stored: list[bytes] = []
+        for chunk, entry in reservation.entries.items():
+            if entry.state is State.GONE:  # a clear with `force` removed it while it was written
+                self._room.release(entry)
+                self._drop([entry.key], "cleared", form)
+                continue
+            if chunk in reservation.prints:
+                entry.prints = tuple(reservation.prints[chunk])
+            if not form.is_whole_pages:
+                for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
+                    self._slab.clear_padding(offset, nbytes)
+            self._room.live_until(entry, self._room.clock() + reservation.ttl)
+            self._index.ready(entry)
+            stored.append(entry.key)
+            for tier in self._lower:
+                tier.came(entry)
+        self._gauges.store(stored)

@@ -1,0 +1,188 @@
+"""The slab and its index: finds extents for new chunks and frees those of expired ones.
+
+It evicts chunks to make room for new ones and moves chunks that lie in their way. It does no I/O and knows
+nothing about lower tiers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from lmtier.core.index import Index
+from lmtier.core.match import CPU, DELETED, EXPIRED, Entry, State
+from lmtier.core.slab import Slab
+from lmtier.format.layout import ChunkForm
+from lmtier.observe.metrics import Metrics
+from lmtier.rules.lifetimes import AT_ONCE
+from lmtier.rules.shares import Pool
+
+_AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at least
+_TRIES = 4  # evictions for one chunk before its room is given up as too fragmented
+_SLID = 4  # bytes that may be moved for a chunk, as a multiple of its size; or
+_SLID_BYTES = 32 << 20
+_COMPACTING = 0.05  # seconds that compaction may take in a step; a single move may take longer
+
+
+class Room:
+    def __init__(
+        self,
+        slab: Slab,
+        index: Index,
+        metrics: Metrics,
+        evicted: Callable[[Sequence[Entry]], None],
+        clock: Callable[[], float],
+        ttl: float,
+    ) -> None:
+        """`evicted` is called with the victims. `ttl` is the longest time a chunk may stay, by `clock`."""
+        self.slab, self.index = slab, index
+        self.no_room_at = float("-inf")
+        """When a request last found no room, because all of it was leased; in time.monotonic()."""
+        self._metrics = metrics
+        self._evicted = evicted
+        self.clock = clock
+        self._ttl = ttl
+        self._largest = 0  # bytes of the largest chunk so far
+        self._compacting = 0.0  # seconds spent since the last step
+        self._took = 0  # bytes allocated since the last step
+        self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a recent step took
+        self._takers: set[Pool | None] = set()
+        """The pools of the chunks that took them, if there are shares."""
+
+    # ---- a place for a chunk
+
+    def make(self, keys: Sequence[bytes], need: int) -> None:
+        """Evict in one go the room that the missing chunks of a prompt need, if that much can leave.
+
+        `allocate` would do the same chunk by chunk. This is only for speed.
+        """
+        if need > self.index.free:
+            get = self.index.get
+            tail = next((entry for key in reversed(keys) if (entry := get(key)) is not None), None)
+            self._evict(need - self.index.free, tail, self.index.pool(keys[0]), need)
+
+    def allocate(self, key: bytes, form: ChunkForm, parent: Entry | None) -> tuple[int, ...] | None:
+        """Extents for one chunk; evicts if needed. None: the rest is leased or belongs to other shares."""
+        self._largest = max(self._largest, form.room)
+        self._took += form.room
+        asker = self.index.pool(key)
+        self._takers.add(asker)
+        # Enough bytes may be free, but in pieces. Then unleased chunks are moved together; evicting more
+        # would
+        # rarely join the pieces. Leased chunks in between can make it impossible.
+        short = form.room - self.index.free
+        for _ in range(_TRIES):
+            if (offsets := self.slab.allocate(form.sizes)) is not None:
+                return offsets
+            if short > 0 and not self._evict(short, parent, asker, form.room):
+                break
+            if (offsets := self.slab.allocate(form.sizes)) is not None:
+                return offsets
+            if (short := self._compact(form.room)) < 0:
+                break
+        self.no_room_at = time.monotonic()
+        return None
+
+    def _evict(self, need: int, tail: Entry | None, asker: Pool | None, claim: int) -> bool:
+        """Free at least `need` bytes, or nothing. The prefix that ends in `tail` always stays."""
+        victims = self.index.evict(need, tail, asker, claim)
+        if not victims:
+            return False
+        self._evicted(victims)
+        self._free(victims)
+        return True
+
+    def _compact(self, nbytes: int) -> int:
+        """Make `nbytes` free in a row, if so many are free, by moving chunks that are not leased.
+
+        Returns how many more bytes must be freed for it. Less than 0: it is impossible now.
+        """
+        began = time.monotonic()
+        if self._compacting > _COMPACTING:
+            return -1
+        movable = {
+            offset: entry
+            for entry in self.index.entries()
+            if not entry.leases and entry.state is State.READY
+            for offset in entry.offsets
+        }
+        window = self.slab.window(nbytes, movable)
+        if window is None:
+            return -1
+        start, offsets = window
+        places = self.slab.vacate(start, nbytes, offsets)
+        self._move(places, movable)
+        self.slab.free(places)
+        short = sum(movable[offset].nbytes for offset in offsets if offset not in places)
+        if short:  # large chunks find no other room, but can slide together
+            places = self.slab.slide(nbytes, movable, max(_SLID * nbytes, _SLID_BYTES))
+            self._move(places, movable)
+            short = 0 if places else short
+        self._compacting += time.monotonic() - began
+        return short
+
+    def _move(self, places: Mapping[int, int], entries: dict[int, Entry]) -> None:
+        """Move the bytes of extents to their new places, in this order, and update their entries."""
+        for offset, place in places.items():
+            self._metrics.moved_bytes.inc(self.slab.move(offset, place))
+        moved = {entries.pop(offset) for offset in places}
+        for entry in moved:  # once each: the new place of one may be the old one of another
+            entry.offsets = tuple(places.get(each, each) for each in entry.offsets)
+            entries.update(dict.fromkeys(entry.offsets, entry))
+
+    def next_to_leave(self) -> list[Entry]:
+        """After a step that took room: the chunks to save before later steps take as much again."""
+        takers, self._takers = self._takers, set()
+        took, self._took = self._took, 0
+        if took:
+            self._ahead = max(2 * took, _AHEAD * self._largest, self._ahead - self._ahead // 256)
+        short = self._ahead - self.index.free
+        # Only after room was taken. Otherwise a tier with little room would swap such chunks for ever.
+        return [e for taker in takers for e in self.index.next_to_leave(short, taker, short)[0] if short > 0]
+
+    def begin_step(self) -> None:
+        self._compacting = 0.0
+
+    # ---- leaving
+
+    def release(self, entry: Entry) -> None:
+        """End one lease."""
+        if self.index.release(entry):
+            self._free([entry])
+
+    def take_out(self, entry: Entry, why: str = DELETED) -> None:
+        """Remove the entry. Lookups no longer find it; a running read continues."""
+        if self.index.remove(entry, why):
+            self._free([entry])
+
+    def _free(self, entries: Sequence[Entry]) -> None:
+        self.slab.free([offset for entry in entries for offset in entry.offsets])
+        for entry in entries:
+            entry.offsets = ()
+
+    # ---- lifetimes
+
+    def live_until(self, entry: Entry, end: float) -> None:
+        if entry.state is not State.GONE:
+            self.index.ends.set(entry, min(end, self.clock() + self._ttl))
+
+    def expire_among(self, keys: Sequence[bytes]) -> None:
+        """Remove those of `keys` that have expired. A running read continues."""
+        if ends := self.index.ends:
+            now = self.clock()
+            for key in keys:
+                if (entry := self.index.get(key)) is not None and ends.is_over(entry, now):
+                    self._expire(entry)
+
+    def expire(self) -> bool:
+        """Remove some expired chunks. Returns whether there may be more."""
+        if not self.index.ends:
+            return False
+        over = self.index.ends.over(self.clock(), AT_ONCE)
+        for entry in over:
+            self._expire(entry)
+        return len(over) == AT_ONCE
+
+    def _expire(self, entry: Entry) -> None:
+        self._metrics.expired.labels(CPU).inc()
+        self.take_out(entry, EXPIRED)

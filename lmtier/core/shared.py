@@ -1,0 +1,237 @@
+"""A lower tier that other processes write too, or that may drop objects: it must be asked what it holds.
+
+Its content is never known for certain. So a clear searches it, and a chunk is deleted in every form.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+
+from lmtier.config import WRITES, TierSpec
+from lmtier.core.index import Occupancy
+from lmtier.core.lower import LOST, Above, LowerTier, NoSpot, Spot
+from lmtier.core.match import DELETED, Entry
+from lmtier.errors import ConfigError
+from lmtier.format.layout import ChunkForm, Name
+from lmtier.format.objects import Suspect
+from lmtier.rules.lifetimes import FOREVER
+from lmtier.rules.worth import Line, Speed
+from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
+
+MAX_LOOKUPS = 64
+"""The most unanswered lookups of a tier. Beyond that it is not asked."""
+
+
+class SharedTier(LowerTier):
+    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above) -> None:
+        if spec.write == "auto":
+            raise ConfigError(
+                f"{spec}: write=auto is only for tiers that keep what they store;"
+                f" for this one choose {', '.join(word for word in WRITES if word != 'auto')}"
+            )
+        super().__init__(label, spec, tier, above)
+        self._answers = Speed()
+        """The speed of lookups. They are answered one after the other, whatever their size."""
+        self._lookups = 0
+        self._afterwards: dict[bytes, set[Name]] = {}
+        """The objects to delete of chunks that are being written or deleted now."""
+        self._uncleared: tuple[bytes, ...] = ()
+        """Prefixes of keys that the tier must still delete. If `_is_clearing`, it is deleting the first one.
+        Until it is done, chunks with this prefix are neither read nor written."""
+        self._is_clearing = False
+        self._unsifted: list[tuple[Suspect, set[bytes]]] = []
+        """The suspects that the tier is still to be searched for, and the writes that were in flight then."""
+        self._is_sifting = False
+        self.cleared = 0
+        """The number of clears and searches that have ended."""
+
+    # ---- what it holds
+
+    def holds(self, key: bytes, form: ChunkForm) -> bool:
+        return False
+
+    def supplies(self, key: bytes, form: ChunkForm) -> bool:
+        return False
+
+    def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+        # A read may overtake a concurrent deletion and return a chunk that must not be seen again.
+        return None if key in self._going or key.startswith(self._uncleared) else asked
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The tier itself sees which objects are read."""
+
+    def expire(self) -> bool:
+        return False
+
+    def persist_order(self) -> None:
+        """The tier has its own order."""
+
+    def _tell(self, came: bool, keys: Collection[bytes]) -> None:
+        """Notify the followers: these chunks were written to the tier, or were found missing."""
+        for hear in self._above.followers.changed_elsewhere:
+            hear(self.label, came, keys)
+
+    # ---- asking
+
+    def lookup(
+        self, names: Iterable[Name], deadline: float, then: Callable[[dict[Name, Stat]], None]
+    ) -> bool:
+        """Ask the tier which of these it has. False: it has too many open lookups, or a clear covers them.
+
+        Also False if it would hardly answer in time. An idle tier is asked even then, to measure whether it
+        has become faster; the answer is not used.
+        """
+        now = time.monotonic()
+        line = self._answers.line(now)
+        is_late = line is not None and line.start + line.byte > deadline - now
+        if self._lookups >= (1 if is_late else MAX_LOOKUPS):
+            return False
+        items = tuple(Item(name) for name in names if not name.key.startswith(self._uncleared))
+        if not items:
+            return False
+        self._lookups += 1
+        self._answers.asked(1, now)
+        heard = (lambda found: None) if is_late else then
+        # A request may wait for less time than this. Then a late answer is no fault of the tier.
+        end_lookup = partial(self._end_lookup, heard)
+        self._jobs.submit(Op.LOOKUP, items, end_lookup, now + self._above.patience)
+        return not is_late
+
+    def _end_lookup(self, then: Callable[[dict[Name, Stat]], None], done: Done) -> None:
+        self._lookups -= 1
+        took = set(done.failed.values()) <= {Reason.DEADLINE}
+        self._answers.ended(1, time.monotonic(), counts=took)
+        then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
+
+    def prospect(self, now: float) -> Line | None:
+        """When the tier could deliver chunks, after its open lookups. None: it is not measured yet."""
+        line, answer = self.speed.line(now), self._answers.line(now)
+        if line is None or answer is None:
+            return None
+        return Line(answer.start + line.start, line.byte)
+
+    # ---- unfinished work
+
+    @property
+    def backlog(self) -> int:
+        return super().backlog + self.uncleared
+
+    @property
+    def uncleared(self) -> int:
+        return len(self._uncleared) + len(self._unsifted)
+
+    @property
+    def is_clear(self) -> bool:
+        return not self.uncleared
+
+    @property
+    def _is_stuck(self) -> bool:
+        return super()._is_stuck or (bool(self._uncleared) and self.clearing.is_open)
+
+    def _look_after(self) -> None:
+        super()._look_after()
+        self._clear_next()
+        self._sift()
+
+    # ---- writing and loading
+
+    def offer(self, entry: Entry) -> None:
+        if not self._above.slab.is_record(entry.key):  # a record may change, and others would not notice
+            super().offer(entry)
+
+    def _must_wait(self, key: bytes) -> bool:
+        return super()._must_wait(key) or key.startswith(self._uncleared)
+
+    def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+        return Spot(None, (None,) * len(entry.form.shards), self._end_of(entry))
+
+    def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
+        if unwanted := self._afterwards.pop(entry.key, set()):
+            self._delete(sorted(unwanted | {Name(entry.key, shard) for shard in entry.form.shards}))
+        elif not done.failed:
+            self._tell(True, (entry.key,))
+
+    def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
+        return None, FOREVER
+
+    def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
+        if not reasons & LOST:
+            return
+        if reasons & {Reason.EXPIRED, Reason.CLEARED}:
+            for name in done.ok:
+                self._delete_soon(name.key, {name})
+        self._tell(False, {name.key for name in (*done.ok, *done.failed)})
+
+    # ---- deleting
+
+    def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
+        names = {Name(key, shard) for form in forms for shard in form.shards}
+        if names:
+            self._delete_soon(key, names)
+            self._tell(False, (key,))
+
+    def _delete_soon(self, key: bytes, names: set[Name]) -> None:
+        """Delete the objects after the running job that writes or deletes the chunk: no job may overtake
+        it."""
+        if key in self._going:
+            self._afterwards.setdefault(key, set()).update(names)
+        else:
+            self._delete(sorted(names))
+
+    def _end_delete(self, names: list[Name], nbytes: int, done: Done) -> None:
+        super()._end_delete(names, nbytes, done)
+        for key in {name.key for name in names} & self._afterwards.keys() - self._going:
+            self._delete(sorted(self._afterwards.pop(key)))
+
+    def clear(self, namespace: bytes, *, force: bool) -> None:
+        """Delete the chunks of `namespace`. From now on this cache finds none of them.
+
+        A failed clear is repeated until it is done or this process ends.
+        """
+        super().clear(namespace, force=force)
+        if namespace not in self._uncleared[self._is_clearing :]:
+            self._uncleared += (namespace,)
+            self._clear_next()
+
+    def _clear_next(self) -> None:
+        """Begin the next clear once earlier writes have ended: the search would miss their objects."""
+        if self._is_clearing or not self._uncleared or not self.clearing.allows():
+            return
+        if not any(key.startswith(self._uncleared[0]) for key in self._going):
+            self._is_clearing = True
+            self._jobs.submit(Op.CLEAR, (), self._end_clear, prefix=self._uncleared[0])
+
+    def _end_clear(self, done: Done) -> None:
+        self._is_clearing = False
+        self.why_uncleared = done.error
+        if not done.error:
+            self._uncleared = self._uncleared[1:]
+            self.cleared += 1
+            return
+        # Other writes must not wait behind writes that may wait for ever.
+        for key in self._writes.under(self._uncleared):
+            self._drop(self._writes.take(key), "cleared")
+
+    def purge(self, suspect: Suspect) -> None:
+        super().purge(suspect)
+        self._unsifted.append((suspect, set(self._going)))
+        self._sift()
+
+    def _sift(self) -> None:
+        """Search the tier for suspect chunks, once the writes that were in flight then have ended."""
+        suspect, before = self._unsifted[0] if self._unsifted else (None, set())
+        if suspect and not self._is_sifting and self._going.isdisjoint(before) and self.clearing.allows():
+            self._is_sifting = True
+            self._jobs.submit(Op.CLEAR, (), self._end_sift, suspect=suspect)
+
+    def _end_sift(self, done: Done) -> None:
+        self._is_sifting = False
+        self.why_uncleared = done.error
+        if not done.error:
+            del self._unsifted[0]
+            self.cleared += 1

@@ -1,0 +1,143 @@
+"""Decides how much of a match is worth loading, and keeps measuring tiers that were not worth it."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from typing import NamedTuple
+
+from lmtier.core.lower import LowerTier
+from lmtier.core.lower_tiers import LowerTiers
+from lmtier.core.match import Entry, Match
+from lmtier.format.layout import ChunkForm, padded
+from lmtier.observe.metrics import Metrics
+from lmtier.rules.worth import ALWAYS, EXPLORED_AT_LAST, NEVER, PATIENCE, Cost, Line, cut
+
+_EXPLORED_BYTES = 32 << 20  # read at a time to measure a tier; or one chunk, if that is larger
+
+
+class _Skipped(NamedTuple):
+    """Chunks that were found but not loaded."""
+
+    since: float
+    keys: tuple[bytes, ...]
+    first: int
+    """The number of the first skipped key."""
+    form: ChunkForm
+
+
+class Weighing:
+    def __init__(self, worth: str, chunk_tokens: int, lower: LowerTiers, metrics: Metrics) -> None:
+        self._is_always = worth == ALWAYS
+        self.is_never = worth == NEVER
+        """No request is given anything."""
+        self._chunk_tokens = chunk_tokens
+        self._lower = lower
+        self.coming: dict[Entry, LowerTier] = {}
+        """The tier of each chunk that is being loaded."""
+        self._metrics = metrics
+        self._computing = 0.0
+        """When engines finish computing the chunks they did not get, according to their own costs."""
+        self._skipped: dict[LowerTier, _Skipped] = {}
+        """The latest skipped chunks of each tier."""
+
+    def begin(self, match: Match, cost: Cost, began: float) -> None:
+        """Limit the wait of a match by `cost`, the time that computing would take."""
+        if not self._is_always:
+            match.cost = cost
+            match.patience = PATIENCE * cost.prefill(0, len(match.keys) * self._chunk_tokens)
+            match.deadline = min(match.limit, began + match.patience)
+
+    def weigh(self, match: Match) -> int:
+        """How many leading chunks to keep: only those that load sooner than they are computed.
+
+        It decides once all tiers have answered. It decides earlier if no outstanding answer could make more
+        chunks worth loading; then these answers are not waited for.
+        """
+        if not (match.asking or match.below or match.waiting):
+            return match.chunks
+        if match.cost is None:
+            if not match.asking:
+                match.decision = "all", "always" if self._is_always else "unmeasured"
+            return match.chunks
+        now, size, there = time.monotonic(), self._chunk_tokens, match.complete
+        named = self._lower.named
+        coming = [self.coming.get(entry) if i >= there else None for i, entry in enumerate(match.run)]
+        rest = [named.get(label) for label in match.below]
+        tiers = list(dict.fromkeys(tier for tier in (*coming, *rest) if tier is not None))
+        places = [-1 if tier is None else -2 - tiers.index(tier) for tier in coming]
+        places += [-1 if tier is None else tiers.index(tier) for tier in rest]
+        lines = [tier.speed.line(now) for tier in tiers]
+        if match.asking:  # assume that one tier has all the rest and is as fast as the fastest
+            asked = [tier.prospect(now) for tier in self._lower.shared]
+            known = [line for line in asked if line is not None]
+            lines.append(Line(*map(min, zip(*known, strict=True))) if len(known) == len(asked) else None)
+            places += [len(tiers)] * (len(match.keys) - match.chunks)
+        measured = [line for line in lines if line is not None]
+        if len(measured) < len(lines):
+            if not match.asking:
+                match.decision = "all", "unmeasured"
+            return match.chunks
+        tokens, nbytes = match.asked_tokens, match.form.at_rest
+        chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, measured)
+        if match.asking and chunks > match.chunks:
+            return match.chunks
+        if match.asking:
+            match.asking = 0
+            match.cut, match.found = "not_worth_it", len(match.keys)
+        match.decided, match.expected = now, arrival if chunks > there else None
+        why = match.cut
+        if chunks < match.chunks:
+            self._skip(match, chunks)
+            why = why or "not_worth_it"
+        match.decision = "all", "faster"
+        if why == "not_worth_it":
+            match.decision = "part" if chunks > there else "none", "slower"
+        instead = match.cost.prefill(max(match.has, min(there, chunks) * size), max(match.has, chunks * size))
+        match.patience = PATIENCE * instead
+        match.deadline = min(match.limit, now + match.patience)
+        return chunks
+
+    def _skip(self, match: Match, chunks: int) -> None:
+        """Remember chunks that are not worth loading, to measure the tier again later."""
+        first = max(chunks, len(match.run))
+        skipped = match.sources[first:]
+        if skipped and (tier := self._lower.named.get(skipped[0])) is not None:
+            same = next((i for i, label in enumerate(skipped) if label != tier.label), len(skipped))
+            self.overlook(tier, match.keys[: first + same], first, match.form)
+
+    def overlook(self, tier: LowerTier, keys: tuple[bytes, ...], first: int, form: ChunkForm) -> None:
+        """Remember that the tier has the keys from `first` on, and that they are not loaded."""
+        if len(keys) > first:
+            tier.speed.skipped((len(keys) - first) * form.at_rest)
+            since = self._skipped[tier].since if tier in self._skipped else time.monotonic()
+            self._skipped[tier] = _Skipped(since, keys, first, form)
+
+    def explore(self) -> None:
+        """Read some of the skipped chunks only to measure the tier, if possible while no engine computes.
+
+        They are read into separate memory. By then the engine has mostly stored the computed chunks, so the
+        slab has no place for them and needs none.
+        """
+        now = time.monotonic()
+        for tier, (since, keys, first, form) in list(self._skipped.items()):
+            if now < self._computing and now - since < EXPLORED_AT_LAST:
+                continue
+            del self._skipped[tier]
+            most = min(len(keys) - first, max(1, _EXPLORED_BYTES // form.room))
+            for key in keys[first : first + tier.speed.explores(most, form.at_rest, now)]:
+                if (held := tier.form(key, form)) is not None:
+                    payloads = [memoryview(mmap.mmap(-1, padded(size))) for size in held.sizes]
+                    tier.load(key, held, payloads, lambda result, end: None)
+                    self._metrics.worth_explored.labels(tier.label).inc()
+
+    def settle(self, match: Match) -> None:
+        """The engine computes the rest now. Compare the expected and the actual time of the load."""
+        if match.cost is not None:
+            took = match.cost.prefill(max(match.has, match.chunks * self._chunk_tokens), match.asked_tokens)
+            self._computing = max(self._computing, time.monotonic()) + took
+        if match.decision is not None:
+            self._metrics.worth_decisions.labels(*match.decision).inc()
+        if match.expected is not None and match.ready:
+            self._metrics.worth_seconds.labels("expected").observe(match.expected)
+            self._metrics.worth_seconds.labels("actual").observe(time.monotonic() - match.decided)

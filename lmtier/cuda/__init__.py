@@ -1,1 +1,0 @@
-"""The same copies on CUDA: kernels, streams and events, pinned memory, and a twin of `PagedKV`."""

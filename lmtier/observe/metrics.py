@@ -1,0 +1,322 @@
+"""Every metric, declared once; the only importer of prometheus_client.
+
+Base units, `_total` on counters, few and bounded labels: never a request, a key or a prompt. Only the
+cache's owner updates them, so sums are exact.
+
+A lookup does not wait for its counters: it is noted, and counted when the cache steps or metrics are read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from lmtier._version import __version__
+
+_SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10)
+_BYTES = tuple(4.0**n for n in range(6, 18))  # 4 KiB to 16 GiB
+_WINDOW = 1000
+_LATER = 64  # the most lookups that wait to be counted: an owner may never step
+
+
+MISS_REASONS = {
+    "never_stored": "no tier had it, as far as the journal goes back",
+    "evicted": "a tier had it, and it left to make room",
+    "expired": "its time to live was over",
+    "behind_a_gap": "a tier has it, but not the chunk before it; or it is being stored now",
+    "partial_chunk": "the tokens after the last whole chunk, and the one that is always computed",
+    "absent": "it was gone when it was to be loaded",
+    "corrupt": "it was damaged or not what its name says, and was deleted",
+    "foreign": "its layout cannot be read by this engine, or its codec's library is not installed",
+    "error": "its tier failed to read it",
+    "full": "its tier had no room",
+    "deadline": "it did not come in time",
+    "closed": "its tier was closed",
+    "tier_down": "its tier keeps failing and is paused",
+    "no_room": "everything in the cpu tier was leased, or within the shares of others",
+    "being_filled": "an engine was storing it",
+    "left_meanwhile": "it was evicted below between lookup and load",
+    "cleared": "the cache was cleared",
+    "cancelled": "the request ended before it was loaded",
+    "not_worth_it": "computing it was expected to be sooner, or the caller asked for less",
+}
+"""Why a requested token was not supplied. These are all values of the label."""
+
+DROP_REASONS = {
+    "no_room": "everything that could leave was leased, or within the shares of others",
+    "too_many": "one request wanted to store more chunks than a server reserves at a time",
+    "aborted": "the engine that stores it gave up, or died",
+    "cleared": "the cache was cleared while it was written",
+    "queue_full": "too many chunks waited to be written there",
+    "evicted_before_write": "it left the slab before its turn came",
+    "expired": "its time to live was over by then",
+    "larger_than_tier": "it is larger than the whole tier",
+    "full": "the tier had no room below its capacity, and evicting others did not help",
+    "error": "the tier failed to write it",
+    "deadline": "it was not written in time",
+    "write_budget": "the tier's bytes for the day were spent, or reserved for chunks asked for twice",
+    "closed": "the tier was closed",
+}
+"""Why a token that should have been stored in a tier was not."""
+
+LABELS = {
+    "tier": "`cpu`, then the scheme of each tier below: `disk`, `redis`; a second one is `disk-2`",
+    "tenant": "the names in `shares=`, and `other` for all other tenants. Only if there are shares",
+    "reason": "see below",
+    "direction": "`down` is storing, `up` is loading",
+    "event": "`hit`, `missed`, `set`, `deleted`, `expired`, `refused`",
+    "op": "what the tier was asked to do: `store`, `load`, `peek`, `lookup`, `delete`, `scan`, `touch`, "
+    "`clear`. Of a queue: `store` is what is to be written, `all` every job in hand",
+    "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below had it",
+    "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
+    "kind": "who is connected: `engine`, `redis`, `http`",
+    "rule": "of `write=auto`: `reused`, `evicted`",
+    "codec": "the words of `codec=`; for `auto` the codec that it chose",
+    "stage": "of a codec: `given` to the tier, and `stored` by it, header pages not included. "
+    "Of a load: `expected` and `actual`",
+    "decision": "`all`, `part` or `none` of what was found",
+    "why": "`faster` to load, `slower`; `unmeasured`: the tier or the engine; as set: `always`, `never`",
+    "version": "of lmtier",
+}
+"""Every label and its values. All are bounded, by the settings or by a list in the source."""
+
+
+class Metric(NamedTuple):
+    """One metric, as Prometheus sees it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
+class Metrics:
+    """One cache's metrics, in a new registry unless one is given.
+
+    `process` adds those of the whole process: memory, CPU, open files.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, process: bool = False) -> None:
+        self.registry = registry or CollectorRegistry()
+        if process:
+            ProcessCollector(registry=self.registry)
+
+        self.declared: list[Metric] = []
+        """All metrics, for docs/METRICS.md."""
+
+        def declare(name: str, kind: str, labels: tuple[str, ...], text: str) -> str:
+            full = f"lmtier_{name}"
+            self.declared.append(Metric(f"{full}_total" if kind == "counter" else full, kind, labels, text))
+            return full
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(declare(name, "counter", labels, text), text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(declare(name, "gauge", labels, text), text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            full = declare(name, "histogram", labels, text)
+            return Histogram(full, text, labels, buckets=buckets, registry=self.registry)
+
+        # tokens: asked = hit, over tiers, + missed, over reasons
+        self.lookups = counter("lookups", "Prefix lookups that were settled.")
+        self.asked_tokens = counter("asked_tokens", "Tokens of prompts that were looked up.")
+        self.hit_tokens = counter("hit_tokens", "Tokens supplied, by the tier that had them.", "tier")
+        self.missed_tokens = counter("missed_tokens", "Tokens not supplied, by reason.", "reason")
+        self.stored_tokens = counter("stored_tokens", "Tokens whose KV became readable in a tier.", "tier")
+        self.skipped_tokens = counter(
+            "skipped_tokens", "Tokens not saved because they were stored already (skip_leading_tokens)."
+        )
+        self.dropped_tokens = counter(
+            "dropped_tokens", "Tokens that should have been stored in a tier and were not.", "tier", "reason"
+        )
+        self.moved_bytes = counter("moved_bytes", "Bytes moved within memory to join free pieces of it.")
+        self.dropped_objects = counter(
+            "dropped_objects", "Chunks and named values that should have been stored in a tier and were not.",
+            *("tier", "reason"),
+        )  # fmt: skip
+        self.dropped_bytes = counter("dropped_bytes", "Their bytes, as far as known.", "tier", "reason")
+        self.values = counter(
+            "values", "Named values: hit, missed, set, deleted, expired, refused for want of room.", "event"
+        )
+        # bytes and seconds
+        self.transfer_bytes = histogram(
+            "transfer_bytes", "Bytes of one finished transfer.", _BYTES, "tier", "direction"
+        )
+        self.transfer_seconds = histogram(
+            "transfer_seconds", "Seconds of one finished transfer, queueing included.",
+            *(_SECONDS, "tier", "direction"),
+        )  # fmt: skip
+        self.worth_decisions = counter(
+            "worth_decisions", "Lookups that found something below the slab, by how much of it was loaded.",
+            *("decision", "why"),
+        )  # fmt: skip
+        self.worth_explored = counter(
+            "worth_explored", "Chunks loaded though not worth it, to learn whether that is still so.", "tier"
+        )
+        self.worth_seconds = histogram(
+            "worth_seconds", "Seconds from the decision until all of it was in the slab, or given up.",
+            *(_SECONDS, "stage"),
+        )  # fmt: skip
+        self.lookup_seconds = histogram("lookup_seconds", "Seconds of the owner for one lookup.", _SECONDS)
+        self.codec_bytes = counter(
+            "codec_bytes", "Payload bytes of chunks that a tier with a codec took.", "tier", "stage"
+        )
+        # state
+        self.codec = gauge("codec", "1: how this tier encodes what it stores now.", "tier", "codec")
+        self.write_rule = gauge("write_rule", "1: when `write=auto` writes to this tier now.", "tier", "rule")
+        self.write_budget_bytes = gauge(
+            "write_budget_bytes",
+            "Bytes that may be written now. It fills up to an hour's worth; below half of that, only chunks "
+            "that are asked for twice are written.",
+            "tier",
+        )
+        self.written_bytes_per_day = gauge(
+            "written_bytes_per_day",
+            "Bytes written a day: what was written a day ago weighs a third of what is written now.",
+            "tier",
+        )
+        self.life_days = gauge(
+            "life_days",
+            "Days until `endurance=` bytes are written, at the pace of `written_bytes_per_day`.",
+            "tier",
+        )
+        self.used_bytes = gauge("used_bytes", "Bytes in use.", "tier")
+        self.capacity_bytes = gauge("capacity_bytes", "Bytes that may be used.", "tier")
+        self.share_bytes = gauge(
+            "share_bytes", "Bytes that a tenant does not lose to others.", "tier", "tenant"
+        )
+        self.share_used_bytes = gauge("share_used_bytes", "Bytes in use, by tenant.", "tier", "tenant")
+        self.chunks = gauge("chunks", "Chunks held.", "tier")
+        self.queue_depth = gauge("queue_depth", "Jobs waiting or running.", "tier", "op")
+        self.leased_bytes = gauge(
+            "leased_bytes", "Bytes in the slab that cannot leave now: leased, loading or being filled."
+        )
+        self.pins = gauge("pins", "Prefixes that are pinned, by name.")
+        self.pinned_bytes = gauge("pinned_bytes", "Bytes that stay because they are pinned.", "tier")
+        self.breaker_open = gauge(
+            "breaker_open", "1 while a tier is paused because it fails.", "tier", "direction"
+        )
+        self.hit_ratio = gauge(
+            "recent_hit_ratio", f"Hit tokens over asked tokens of the last {_WINDOW} lookups."
+        )
+        self.mrc_hit_ratio = gauge(
+            "mrc_hit_ratio",
+            "What the hit ratio would be if this tier were alone, LRU, and of size_factor times its size. "
+            "History fades with a half-life of an hour. NaN: nothing was asked.",
+            *("tier", "size_factor"),
+        )
+        # the server
+        self.ready = gauge("ready", "1 while the server is up and knows what its tiers hold.")
+        self.clients = gauge("clients", "Open connections to the server.", "kind")
+        self.owner_seconds = counter(
+            "owner_seconds",
+            "CPU seconds of the thread that owns the cache. Near 1 per second it is the bottleneck.",
+        )
+        self.request_log_dropped = counter(
+            "request_log_dropped", "Lookups missing in the request log: its disk was too slow, or failed."
+        )
+        # trouble
+        self.expired = counter(
+            "expired_chunks", "Chunks deleted because their time to live was over.", "tier"
+        )
+        self.prefetched_tokens = counter(
+            "prefetched_tokens",
+            "Tokens that were loaded before a request asked for them, by the tier that had them.",
+            "tier",
+        )
+        self.evictions = counter("evictions", "Chunks that left a tier to make room.", "tier", "cause")
+        self.share_evictions = counter(
+            "share_evictions", "Chunks that left a tier to make room, by tenant.", "tier", "tenant"
+        )
+        self.tier_failures = counter("tier_failures", "Objects that failed.", "tier", "op", "reason")
+        self.verify_failures = counter(
+            "verify_failures", "Chunks whose raw blocks in the engine differ from those saved."
+        )
+        self.verified = counter("verified", "Chunks whose raw blocks in the engine were compared.")
+        self.build = gauge("build_info", "1; the version in the label.", "version")
+        self.build.labels(__version__).set(1)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW)
+        self._recent_asked = 0
+        self._recent_hit = 0
+        self.hit_ratio.set_function(
+            lambda: self._recent_hit / self._recent_asked if self._recent_asked else 0.0
+        )
+        self._hit: dict[str, Counter] = {}  # a child costs less than labels(), which every lookup would call
+        self._missed = {reason: self.missed_tokens.labels(reason) for reason in MISS_REASONS}
+        self._settled: list[tuple[int, dict[str, int], dict[str, int]]] = []
+        self._looked_up: list[float] = []
+
+    def looked_up(self, seconds: float) -> None:
+        """Note the owner's time for one lookup."""
+        self._looked_up.append(seconds)
+        if len(self._looked_up) >= _LATER:
+            self.count()
+
+    def settle(self, asked: int, hits: dict[str, int], missed: dict[str, int]) -> None:
+        """Account for one lookup. Every token asked is hit in one tier or missed for one reason."""
+        self._settled.append((asked, hits, missed))
+        if len(self._settled) >= _LATER:
+            self.count()
+
+    def count(self) -> None:
+        """Count the noted lookups."""
+        took, self._looked_up = self._looked_up, []
+        for seconds in took:
+            self.lookup_seconds.observe(seconds)
+        settled, self._settled = self._settled, []
+        if not settled:
+            return
+        everything = 0
+        hit_by: dict[str, int] = {}
+        missed_by: dict[str, int] = {}
+        for asked, hits, missed in settled:
+            hit = sum(hits.values())
+            assert asked == hit + sum(missed.values()), "a token was neither hit nor missed"
+            for tier, tokens in hits.items():
+                hit_by[tier] = hit_by.get(tier, 0) + tokens
+            for reason, tokens in missed.items():
+                missed_by[reason] = missed_by.get(reason, 0) + tokens
+            if len(self._recent) == _WINDOW:
+                old_asked, old_hit = self._recent[0]
+                self._recent_asked -= old_asked
+                self._recent_hit -= old_hit
+            self._recent.append((asked, hit))
+            self._recent_asked += asked
+            self._recent_hit += hit
+            everything += asked
+        self.lookups.inc(len(settled))
+        self.asked_tokens.inc(everything)
+        for tier, tokens in hit_by.items():
+            if tier not in self._hit:
+                self._hit[tier] = self.hit_tokens.labels(tier)
+            self._hit[tier].inc(tokens)
+        for reason, tokens in missed_by.items():
+            self._missed[reason].inc(tokens)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The current value of a sample, 0 if it never moved. Names are as in the exposition."""
+        self.count()
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def sums(self, metric: Counter | Gauge | Histogram, *labels: str) -> dict[str, float]:
+        """The values of one metric (of a histogram: its sum), by these labels, joined by a space.
+
+        Much cheaper than `value`, which collects the whole registry.
+        """
+        self.count()
+        sums: dict[str, float] = {}
+        for family in metric.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_created", "_bucket", "_count")):
+                    key = " ".join(sample.labels[label] for label in labels)
+                    sums[key] = sums.get(key, 0.0) + sample.value
+        return sums
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        self.count()
+        return generate_latest(self.registry)

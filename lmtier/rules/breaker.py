@@ -1,0 +1,45 @@
+"""A circuit breaker: pauses a tier that keeps failing, and tries it again later. No I/O; it reads a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Breaker:
+    """Pauses a tier that keeps failing, and tries it again after a pause that grows to 4 s."""
+
+    FAILURES = 5
+    PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._opened = 0
+        self._retry_at = 0.0
+        self._probing = False
+
+    def __str__(self) -> str:
+        return "open" if self.is_open else "closed"
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= self.FAILURES
+
+    def allows(self) -> bool:
+        """Whether a job may be sent. While the breaker is open: one probe after each pause."""
+        return not self.is_open or (not self._probing and self._clock() >= self._retry_at)
+
+    def sent(self) -> None:
+        self._probing = self.is_open
+
+    def record(self, ok: bool) -> None:
+        if ok:
+            self._failures = self._opened = 0
+            self._probing = False
+        else:
+            self._failures += 1
+            if self.is_open:
+                self._retry_at = self._clock() + self.PAUSES[min(self._opened, len(self.PAUSES) - 1)]
+                self._opened += 1
+                self._probing = False

@@ -1,0 +1,100 @@
+"""Decides about each command: it is refused, queued for EXEC, or run. Gives payloads their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmtier.core.cache import Cache
+from lmtier.errors import log
+from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table
+from lmtier.server.transactions import Transactions
+from lmtier.server.values import Values
+from lmtier.wire.commands import DROP
+from lmtier.wire.resp import Error, ProtocolError
+
+_UNTRUSTED_ARGS = 10
+_UNTRUSTED_BYTES = 16 << 10
+
+_NO_AUTH = Error("NOAUTH Authentication required.")
+_LOADING = Error("LOADING lmtier is still scanning its tiers; try again")
+
+
+class Dispatch:
+    """The connections' host."""
+
+    def __init__(self, cache: Cache, values: Values, transactions: Transactions, table: Table) -> None:
+        self._cache = cache
+        self._values = values
+        self._transactions = transactions
+        self._table = table
+
+    def place(self, caller: Caller, args: list[Argument], argc: int, length: int) -> memoryview | None:
+        if not caller.is_trusted and (argc > _UNTRUSTED_ARGS or length > _UNTRUSTED_BYTES):
+            raise ProtocolError(
+                "unauthenticated " + ("bulk" if length > _UNTRUSTED_BYTES else "multibulk") + " length"
+            )
+        command = self._table.get(bytes(args[0]).upper())
+        if command is None or len(args) not in command.payloads:
+            return None
+        if not caller.is_trusted or not self._cache.is_warm:
+            return DROP  # the command is refused when it is complete
+        draft = self._values.draft(length)
+        if draft is None:
+            return DROP
+        caller.drafts.append(draft)
+        return draft.view
+
+    def drop_drafts(self, caller: Caller) -> None:
+        while caller.drafts:
+            self._values.drop(caller.drafts.pop())
+
+    def answer(self, caller: Caller, args: list[Argument]) -> Any:
+        name = bytes(args[0]).upper()
+        caller.asked += 1
+        command = self._table.get(name)
+        if command is None:
+            if name in (b"POST", b"HOST:"):  # an attack: a web page made a browser send to this port
+                log.warning("lmtier: %s sends HTTP to the Redis port and was closed", caller.address)
+                caller.closing = True
+                return Nothing
+            self._transactions.spoil(caller)
+            return _unknown(args)
+        caller.last = name.decode().lower()
+        if (refused := self._refusal(caller, name, command, args)) is not None:
+            self._transactions.spoil(caller)
+            return refused
+        if self._transactions.takes(caller, name):
+            return self._transactions.keep(caller, name, command, args)
+        if name == b"RESET":
+            self._transactions.gone(caller)
+        try:
+            return self._transactions.behind(caller, command, args) or command.handler(caller, args)
+        except Refused as error:
+            return error.error
+
+    def _refusal(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> Error | None:
+        """Why a command is refused before it runs."""
+        if len(args) != command.arity if command.arity > 0 else len(args) < -command.arity:
+            wrong = f"wrong number of arguments for '{caller.last}' command"
+            if name == b"EXEC" and caller.queue is not None:
+                self._transactions.gone(caller)
+                return Error(f"EXECABORT Transaction discarded because of: {wrong}")
+            return Error(f"ERR {wrong}")
+        if len(args) > command.most:
+            return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
+        if not caller.is_trusted and "no_auth" not in command.flags:
+            return _NO_AUTH
+        if "loading" not in command.flags and not self._cache.is_warm and not name.startswith(b"LMTIER."):
+            return _LOADING
+        return None
+
+
+def _unknown(args: list[Argument]) -> Error:
+    """The error of redis, with as little of the arguments as redis shows."""
+    name, *words = (bytes(arg[:128]).split(b"\0")[0] for arg in args[:50])
+    shown = b""
+    for word in words:
+        if len(shown) < 128:
+            shown += b"'%s' " % word[: 128 - len(shown)]
+    text = b"ERR unknown command '%s', with args beginning with: %s" % (name, shown)
+    return Error(text.decode("utf-8", "surrogateescape"))

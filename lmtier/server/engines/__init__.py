@@ -1,0 +1,91 @@
+"""The verbs `LMTIER.*`, in one table with their handlers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmtier.core.cache import Cache
+from lmtier.errors import LayoutError, MisuseError
+from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
+from lmtier.server.engines.operating import Operating
+from lmtier.server.engines.sessions import Sessions
+from lmtier.server.engines.transfers import Transfers
+from lmtier.server.explain import Explain
+from lmtier.server.request_log import RequestLog
+from lmtier.server.tracing import Tracing
+from lmtier.wire.resp import Error
+from lmtier.wire.verbs import MAX_KEYS
+
+_MOST = 2 * MAX_KEYS + 16
+"""The most arguments: two per chunk."""
+_LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "COMMIT", "DISCARD", "RELEASE"}
+
+
+class Engines:
+    """The verbs `LMTIER.*` over one cache. The cache's owner calls them."""
+
+    def __init__(self, cache: Cache, log: RequestLog | None = None, tracing: Tracing | None = None) -> None:
+        self.cache = cache
+        self.explain = Explain(cache)
+        self._sessions = Sessions(cache, tracing)
+        self._transfers = Transfers(cache, self._sessions, tracing, log)
+        self._operating = Operating(cache, self.explain)
+        self.gone = self._sessions.gone
+
+    def table(self) -> Table:
+        sessions, transfers, operating = self._sessions, self._transfers, self._operating
+        verbs: dict[str, tuple[Handler, int, str]] = {
+            "HELLO": (sessions.hello, -2, "fast"),
+            "SLAB": (sessions.slab, 1, "fast"),
+            "PRESENCE": (sessions.presence, 1, "fast"),
+            "FORM": (sessions.form, -3, "fast"),
+            "COST": (sessions.cost, 5, "fast"),
+            "TRACE": (sessions.trace, -3, "readonly"),
+            "MATCH": (transfers.match, -5, "readonly"),
+            "MISSED": (transfers.missed, -4, "readonly"),
+            "BRING": (transfers.bring, -4, "readonly"),
+            "SEEN": (transfers.seen, -2, "readonly"),
+            "PREFETCH": (transfers.prefetch, -2, "readonly"),
+            "POLL": (transfers.poll, 2, "readonly"),
+            "WAIT": (transfers.wait, 2, "readonly"),
+            "RELEASE": (transfers.release, -2, "readonly"),
+            "VERIFIED": (transfers.verified, 3, "fast"),
+            "DISCARD": (transfers.discard, -2, "write"),
+            "RESERVE": (transfers.reserve, -4, "write"),
+            "COMMIT": (transfers.commit, -3, "write"),
+            "ABORT": (transfers.abort, 3, "write"),
+            "MODEL": (operating.model, -3, "fast"),
+            "MODELS": (operating.models, 1, "readonly"),
+            "TELL": (operating.tell, -5, "readonly"),
+            "EXPLAIN": (operating.explain, -1, "readonly"),
+            "CHANGES": (operating.changes, -1, "readonly"),
+            "STATS": (operating.stats, 1, "readonly"),
+            "CHECK": (operating.check, 1, "admin"),
+            "PIN": (operating.pin, -3, "write"),
+            "UNPIN": (operating.unpin, 2, "write"),
+            "PINS": (operating.pins, 1, "readonly"),
+            "CLEAR": (operating.clear, -1, "write"),
+            "FLUSH": (operating.flush, 2, "write"),
+        }
+        return {
+            f"LMTIER.{name}".encode(): Command(
+                _answering(handler), arity, (flag, "loading"), most=_MOST if name in _LONG else MOST
+            )
+            for name, (handler, arity, flag) in verbs.items()
+        }
+
+
+def _answering(handler: Handler) -> Handler:
+    """Answers misuse with an error. A refused call changes nothing."""
+
+    def answer(caller: Caller, arguments: list[Argument]) -> Any:
+        try:
+            return handler(caller, arguments)
+        except Refused as refused:
+            return refused.error
+        except MisuseError as error:
+            return Error(f"MISUSE {error}")
+        except LayoutError as error:
+            return Error(f"ERR {error}")
+
+    return answer

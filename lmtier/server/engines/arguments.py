@@ -1,0 +1,122 @@
+"""Parses the arguments of `LMTIER.*`. An invalid one is refused with a sentence that says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+
+from lmtier.format.keys import KEY_BYTES, VALUES, Identity, is_value
+from lmtier.format.layout import Shard
+from lmtier.server.commands import Argument, Refused
+from lmtier.wire.verbs import MAX_KEYS, MAX_MS
+
+MAX_TOKENS = 1 << 40
+"""The most tokens of one prompt. Larger numbers would spoil the counters."""
+MAX_NAME = 128
+MAX_IDENTITY = 1 << 14
+"""The most bytes of an identity as JSON."""
+_IDENTITY = {each.name: type(each.default) if each.name != "model" else str for each in fields(Identity)}
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+_HEX_KEY = re.compile(rb"[0-9a-f]{64}")
+_DIGITS = re.compile(rb"[0-9]{1,19}")
+
+
+def read_number(argument: Argument, what: str, most: int = (1 << 63) - 1) -> int:
+    digits = bytes(argument)
+    if not _DIGITS.fullmatch(digits):
+        raise Refused(f"ERR {_quoted(argument)} is not {what}: digits only")
+    number = int(digits)
+    if number > most:
+        raise Refused(f"ERR {number} is more than {most}, the most for {what}")
+    return number
+
+
+def read_seconds(argument: Argument, what: str) -> float:
+    """Reads milliseconds and returns seconds."""
+    return read_number(argument, f"{what} in milliseconds", MAX_MS) / 1000
+
+
+def read_text(argument: Argument) -> str:
+    try:
+        return bytes(argument).decode()
+    except UnicodeDecodeError:
+        raise Refused(f"ERR {_quoted(argument)} is not UTF-8") from None
+
+
+def read_name(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= MAX_NAME:
+        raise Refused(f"ERR a name has 1 to {MAX_NAME} printable characters")
+    return text
+
+
+def read_shard(text: str) -> Shard:
+    shard = Shard.parse(text)
+    if shard is None:
+        raise Refused(f"ERR {text[:40]!r} is not a shard: write it like L0-32H0-4")
+    return shard
+
+
+def read_hex(argument: Argument) -> bytes:
+    try:
+        return bytes.fromhex(read_text(argument))
+    except ValueError:
+        raise Refused(f"ERR {_quoted(argument)} is not hexadecimal") from None
+
+
+def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
+    """Reads keys: each argument has many concatenated keys, or one in hexadecimal. No key may occur twice."""
+    parts = [
+        each if len(each) != 64 or not _HEX_KEY.fullmatch(each) else read_hex(each) for each in arguments
+    ]
+    nbytes = sum(map(len, parts))
+    if nbytes > MAX_KEYS * KEY_BYTES:
+        raise Refused(f"ERR {nbytes // KEY_BYTES} keys: at most {MAX_KEYS} in one request")
+    for part in parts:
+        if len(part) % KEY_BYTES:
+            raise Refused(f"ERR keys have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits; got {len(part)}")
+    data = b"".join(parts)
+    keys = [key for (key,) in _KEY.iter_unpack(data)]
+    if len(set(keys)) != len(keys):
+        raise Refused("MISUSE a key occurs twice in one request")
+    if VALUES in data and any(map(is_value, keys)):
+        raise Refused("MISUSE a key belongs to a named value: engines store KV, SET stores values")
+    return keys
+
+
+def read_lifetime(arguments: list[Argument]) -> tuple[float | None, list[bytes]]:
+    """Reads `[TTL milliseconds] keys…`."""
+    if len(arguments[0]) == 3 and bytes(arguments[0]).upper() == b"TTL":
+        milliseconds = read_number(arguments[1], "a time in milliseconds") if len(arguments) > 1 else 0
+        return milliseconds / 1000, read_keys(arguments[2:])
+    return None, read_keys(arguments)
+
+
+def read_identity(argument: Argument) -> Identity:
+    try:
+        if len(argument) > MAX_IDENTITY:
+            raise TypeError
+        found = json.loads(bytes(argument))
+        if any(type(value) is not _IDENTITY[name] for name, value in found.items()):
+            raise TypeError
+        return Identity(**found)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        raise Refused(
+            "ERR an identity is JSON: an object of the fields of lmtier.format.keys.Identity"
+        ) from None
+
+
+def take_option(words: list[str], name: str) -> str:
+    """Takes an option out of `words` and returns its value; empty if it is missing."""
+    for at, word in enumerate(words[:-1]):
+        if word.upper() == name:
+            value = words[at + 1]
+            del words[at : at + 2]
+            return value
+    return ""
+
+
+def _quoted(argument: Argument) -> str:
+    return repr(bytes(argument[:32]))[1:]

@@ -1,0 +1,183 @@
+"""Verbs for operators and their tools: pin, clear, flush, follow, explain and check."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from lmtier.core.cache import Cache
+from lmtier.core.placement import write_form
+from lmtier.format.keys import KEY_BYTES, Identity, namespace
+from lmtier.format.layout import ChunkForm
+from lmtier.format.objects import Suspect
+from lmtier.observe.prompts import Origin
+from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
+from lmtier.server.engines.arguments import (
+    MAX_IDENTITY,
+    read_hex,
+    read_identity,
+    read_keys,
+    read_lifetime,
+    read_name,
+    read_number,
+    read_seconds,
+    read_text,
+    take_option,
+)
+from lmtier.server.engines.sessions import OK, Session, session_of
+from lmtier.server.explain import MAX_LOOKUPS, Explain
+from lmtier.wire.resp import Error
+from lmtier.wire.verbs import MAX_MODELS, write_changes
+
+MAX_CHANGES = 4096
+"""The most changes in one reply."""
+MAX_CLEARINGS = 64
+"""The most clears that wait for one shared tier."""
+
+
+class Operating:
+    def __init__(self, cache: Cache, explain: Explain) -> None:
+        self._cache = cache
+        self._explain = explain
+        self._models: OrderedDict[tuple[Identity, str], ChunkForm] = OrderedDict()
+        """The models and adapters that engines have sent, the youngest last. They outlive sessions."""
+
+    # ---- data from engines, and questions about it
+
+    def model(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """Store how an engine makes its keys, and its form, so that users can name prompts by tokens."""
+        form = session_of(caller).form(arguments[1])
+        identity = read_identity(arguments[2])
+        lora = read_text(b"".join(arguments[3:])[:MAX_IDENTITY])
+        self._models[identity, lora] = form
+        for model in (identity, lora), (identity, ""):  # the entry without an adapter becomes the youngest
+            if model in self._models:
+                self._models.move_to_end(model)
+        if len(self._models) > MAX_MODELS:
+            self._models.popitem(last=False)
+        return OK
+
+    def models(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return json.dumps(
+            [
+                # in hexadecimal, because the names of adapters are not always printable
+                {
+                    "identity": asdict(identity),
+                    "lora": lora.encode().hex(),
+                    "form": [part.decode() for part in write_form(form)],
+                }
+                for (identity, lora), form in self._models.items()
+            ]
+        )
+
+    def tell(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session_of(caller)
+        origin, parent = Origin.from_json(bytes(arguments[1])), read_keys(arguments[2:3])[-1:]
+        tokens = b"".join(map(bytes, arguments[4:]))
+        self._explain.prompts.tell(read_keys(arguments[3:4]), tokens, origin, *parent)
+        return OK
+
+    def explain(self, caller: Caller, arguments: list[Argument]) -> Any:
+        words = [read_text(each).upper() for each in arguments[1:]]
+        tokens = bool(words) and words[-1] == "TOKENS"
+        if len(words) - tokens > 1:
+            raise Refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
+        most = read_number(arguments[1], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
+        return json.dumps(self._explain.recent(most, tokens=tokens))
+
+    def changes(self, caller: Caller, arguments: list[Argument]) -> Any:
+        journal = self._explain.journal
+        position = read_number(arguments[1], "a position") if len(arguments) > 1 else journal.end
+        changes = journal.since(position, MAX_CHANGES)
+        if changes is None:
+            return [journal.end, 1]
+        return write_changes(position + len(changes), changes)
+
+    def stats(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return self._cache.stats()
+
+    def check(self, caller: Caller, arguments: list[Argument]) -> Any:
+        try:
+            self._cache.check()
+        except AssertionError as error:
+            return Error(f"ERR an invariant of the cache does not hold: {error}")
+        return OK
+
+    # ---- pins
+
+    def pin(self, caller: Caller, arguments: list[Argument]) -> Any:
+        ttl, keys = read_lifetime(arguments[2:])
+        return self._cache.pin(read_name(read_text(arguments[1])), keys, ttl)
+
+    def unpin(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return int(self._cache.unpin(read_text(arguments[1])))
+
+    def pins(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return json.dumps([pin._asdict() for pin in self._cache.pinned()])
+
+    # ---- clear
+
+    def clear(self, caller: Caller, arguments: list[Argument]) -> Any:
+        words = [read_text(each) for each in arguments[1:]]
+        until = None
+        if len(words) > 1 and words[-2].upper() == "WAIT":
+            until = time.monotonic() + read_seconds(arguments[-1], "a timeout")
+            del words[-2:]
+        force = bool(words) and words[-1].upper() == "FORCE"
+        words = words[:-1] if force else words
+        by, since = take_option(words, "STOREDBY"), take_option(words, "SINCE")
+        match words:
+            case []:
+                prefix = b""
+            case [option, model] if option.upper() == "NAMESPACE":
+                prefix = namespace(model)
+            case [option, digits] if option.upper() == "PREFIX" and len(digits) <= 2 * KEY_BYTES:
+                prefix = read_hex(digits.encode())
+            case _:
+                raise Refused(
+                    "ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [STOREDBY pattern] [SINCE ms] "
+                    "[FORCE] [WAIT ms]"
+                )
+        if not self._cache.is_warm:
+            raise Refused("LOADING the tiers are still being scanned, so they cannot be cleared; try again")
+        if full := [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]:
+            raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
+        if by or since:
+            moment = read_number(since.encode(), "a time in milliseconds", 1 << 53) if since else 0
+            self._cache.purge(Suspect(prefix, by or "*", moment), force=force)
+            return OK if until is None else self._cleared(until)
+        return self._clearing(prefix, force, until)
+
+    def _clearing(self, prefix: bytes, force: bool, until: float | None) -> Waiting:
+        for _ in self._cache.clearing(prefix, force=force):
+            yield PAUSE
+        return OK if until is None else (yield from self._cleared(until))
+
+    def _cleared(self, until: float) -> Waiting:
+        """Wait until everything is deleted. It does not wait for a tier that fails."""
+        tiers = self._cache.lower
+        while (
+            any(not (each.is_clear or each.clearing.is_open) for each in tiers) and time.monotonic() < until
+        ):
+            yield None
+        left = [f"{each.label} {each.why_uncleared}".strip() for each in tiers if not each.is_clear]
+        if not left:
+            return OK
+        return Error(f"TRYAGAIN not everything is deleted yet; the rest is not used: {', '.join(left)}")
+
+    # ---- flush
+
+    def flush(self, caller: Caller, arguments: list[Argument]) -> Any:
+        until = time.monotonic() + read_seconds(arguments[1], "a timeout")
+        self._cache.step()
+        return self._flushing(until, caller.session or Session("", lost_at_flush=self._cache.lost))
+
+    def _flushing(self, until: float, session: Session) -> Waiting:
+        below = self._cache.lower
+        while any(each.is_busy for each in below) and time.monotonic() < until:
+            yield None
+        before, session.lost_at_flush = session.lost_at_flush, self._cache.lost
+        return int(session.lost_at_flush == before and not any(each.backlog for each in below))

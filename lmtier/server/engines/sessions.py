@@ -1,0 +1,232 @@
+"""Sessions: the properties of an engine, and its matches and reservations, which end with it.
+
+A session is one engine: its scheduler and its ranks, each with separate connections. Matches and reservations
+belong to the session, so a rank can commit a reservation of the scheduler. They end with the session's last
+connection. If a rank dies before that, only its shard is lost, and nothing else is freed: another rank may
+still be copying. docs/PROTOCOL.md describes this for authors of clients.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from lmtier._version import __version__
+from lmtier.core.cache import Cache
+from lmtier.core.match import Match, Reservation
+from lmtier.format.keys import KEY_BYTES
+from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
+from lmtier.rules.worth import Cost
+from lmtier.server.commands import Argument, Caller, Refused, WithDescriptor
+from lmtier.server.engines.arguments import read_name, read_number, read_shard, read_text
+from lmtier.server.tracing import MAX_HEADER, Tracing
+from lmtier.wire.resp import Simple
+from lmtier.wire.verbs import PROTOCOL, RUN_SHIFT
+
+OK = Simple("OK")
+MAX_HELD = 65_536
+"""The most matches in a session, and the most reservations."""
+MAX_HELD_KEYS = 1 << 20
+"""The most keys of all matches in a session: some 100 MB."""
+MAX_FORMS = 64
+MAX_SHARDS = 256
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """The state of one engine, over all of its connections."""
+
+    name: str
+    members: dict[Caller, Shard | None] = field(default_factory=dict)
+    """Its connections, and the shard of each."""
+    forms: list[ChunkForm] = field(default_factory=list)
+    matches: dict[int, Match] = field(default_factory=dict)
+    held_keys: int = 0
+    """The number of keys of its matches."""
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    cost: Cost | None = None
+    """Its cost of computing, once it has sent it."""
+    lost_at_flush: int = 0
+    """How many of the cache's lost chunks were reported to this session."""
+
+    def form(self, argument: Argument) -> ChunkForm:
+        number = read_number(argument, "a form")
+        if number >= len(self.forms):
+            raise Refused(f"NOSUCH form {number}: LMTIER.FORM gives the number of one")
+        return self.forms[number]
+
+    def need_room_for_match(self, arguments: Iterable[Argument]) -> None:
+        _need_room(self.matches, "matches: release some")
+        if self.held_keys + sum(map(len, arguments)) // KEY_BYTES > MAX_HELD_KEYS:
+            raise Refused(f"ERR the matches of this session hold {MAX_HELD_KEYS} keys: release some")
+
+    def need_room_for_reservation(self) -> None:
+        _need_room(self.reservations, "reservations: commit or abort some")
+
+    def hold(self, number: int, match: Match) -> None:
+        self.matches[number] = match
+        self.held_keys += len(match.keys)
+
+
+class Sessions:
+    """All sessions, and how their matches and reservations end."""
+
+    def __init__(self, cache: Cache, tracing: Tracing | None) -> None:
+        self._cache = cache
+        self._tracing = tracing
+        self._run = secrets.randbits(63 - RUN_SHIFT)
+        self.ids = count((self._run << RUN_SHIFT) + 1)
+        """The ids of matches and reservations."""
+        self._shared: dict[str, Session] = {}
+
+    # ---- properties of an engine
+
+    def hello(self, caller: Caller, arguments: list[Argument]) -> Any:
+        version = read_number(arguments[1], "a protocol version")
+        if version != PROTOCOL:
+            raise Refused(
+                f"LMTIERVERSION this server speaks {PROTOCOL}, the client asked for {version}: "
+                "install the same lmtier on both sides"
+            )
+        if caller.session is not None:
+            raise Refused("MISUSE this connection has sent LMTIER.HELLO before")
+        engine, name, shard = "", caller.name, None
+        rest = list(map(read_text, arguments[2:]))
+        if len(rest) % 2:
+            raise Refused("ERR LMTIER.HELLO takes pairs: ENGINE id, SHARD L0-32H0-4, NAME text")
+        for option, value in zip(rest[::2], rest[1::2], strict=True):
+            match option.upper():
+                case "ENGINE":
+                    engine = read_name(value)
+                case "SHARD":
+                    shard = read_shard(value)
+                case "NAME":
+                    name = read_name(value)
+                case _:
+                    raise Refused(f"ERR unknown option {option[:32]!r}: ENGINE, SHARD and NAME are known")
+        session = Session(engine, lost_at_flush=self._cache.lost)
+        if engine:
+            session = self._shared.setdefault(engine, session)
+        session.members[caller] = shard
+        caller.session, caller.name, caller.kind = session, name, "engine"
+        config = self._cache.config
+        return {
+            "version": __version__,
+            "protocol": PROTOCOL,
+            "run": self._run,
+            "chunk_tokens": self._cache.chunk_tokens,
+            "capacity": self._cache.slab.capacity,
+            "verify": config.verify,
+            "approximation": config.approximation,
+            "load_deadline": config.load_deadline,
+            "traces": self._tracing is not None,
+            "options": "HAS TTL PRESENCE",  # of verbs that older servers of this protocol have without them
+            "slab": caller.is_local and self._cache.slab.fd is not None,
+        }
+
+    def slab(self, caller: Caller, arguments: list[Argument]) -> Any:
+        fd = self._cache.slab.fd
+        if not caller.is_local:
+            raise Refused("ERR only a Unix socket hands out the slab: start the server with --unix PATH")
+        if fd is None:
+            raise Refused("ERR this server's slab is private memory: start it with --unix PATH")
+        return WithDescriptor(self._cache.slab.capacity, fd)
+
+    def presence(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """The table of absent keys. Nothing, if there is a shared tier, which must be asked each time."""
+        presence = self._cache.presence
+        return WithDescriptor(1, presence.fd) if caller.is_local and presence is not None else 0
+
+    def form(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = session_of(caller)
+        if len(arguments) - 2 > MAX_SHARDS:
+            raise Refused(f"ERR a form has at most {MAX_SHARDS} shards")
+        layout = Layout.from_json(bytes(arguments[1]))
+        form = form_of(layout, (read_shard(read_text(each)) for each in arguments[2:]))
+        if form in session.forms:
+            return session.forms.index(form)
+        if len(session.forms) == MAX_FORMS:
+            raise Refused(f"ERR a session has at most {MAX_FORMS} forms")
+        session.forms.append(form)
+        return len(session.forms) - 1
+
+    def cost(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """Set this engine's cost of computing, for matches from now on: fixed, token, position, copy."""
+        session = session_of(caller)
+        try:
+            cost = Cost(*(float(bytes(each)) for each in arguments[1:]))
+        except ValueError:
+            cost = Cost(-1.0, 0.0, 0.0, 0.0)
+        if not cost.is_sane:
+            raise Refused("ERR LMTIER.COST takes four numbers of seconds: fixed, token, position, copy")
+        session.cost = cost
+        return OK
+
+    def trace(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """Set the trace of a match or a reservation."""
+        session, number = session_of(caller), read_number(arguments[1], "a match or a reservation")
+        headers = [read_text(each[:MAX_HEADER]) for each in arguments[2:4]]
+        if self._tracing is not None and (number in session.matches or number in session.reservations):
+            self._tracing.belongs(number, dict(zip(("traceparent", "tracestate"), headers, strict=False)))
+        return OK
+
+    # ---- ends of matches and reservations
+
+    def release(self, session: Session, number: int) -> None:
+        match = session.matches.pop(number, None)
+        if match is not None:
+            session.held_keys -= len(match.keys)
+            if self._tracing is not None:
+                self._tracing.released(number, match)
+            self._cache.release(match)
+
+    def abort(self, session: Session, number: int, shards: Sequence[Shard]) -> None:
+        reservation = session.reservations[number]
+        for shard in shards:
+            self._cache.abort(reservation, shard)
+        self.finish(session, number)
+
+    def finish(self, session: Session, number: int) -> None:
+        """End a reservation when no shard of it is left."""
+        reservation = session.reservations[number]
+        if not reservation.left:
+            del session.reservations[number]
+            if self._tracing is not None:
+                self._tracing.stored(number, reservation)
+
+    def gone(self, caller: Caller) -> None:
+        """A connection was closed."""
+        session: Session | None = caller.session
+        if session is None:
+            return
+        caller.session = None
+        shard = session.members.pop(caller)
+        if not session.members:
+            self._end(session)
+        elif shard is not None:
+            for number, reservation in list(session.reservations.items()):
+                if shard in reservation.left:
+                    self.abort(session, number, [shard])
+
+    def _end(self, session: Session) -> None:
+        if self._shared.get(session.name) is session:
+            del self._shared[session.name]
+        for number in list(session.matches):
+            self.release(session, number)
+        for number, reservation in list(session.reservations.items()):
+            self.abort(session, number, list(reservation.left))
+
+
+def session_of(caller: Caller) -> Session:
+    session: Session | None = caller.session
+    if session is None:
+        raise Refused(f"NOSESSION send LMTIER.HELLO {PROTOCOL} first")
+    return session
+
+
+def _need_room(held: dict[int, Any], what: str) -> None:
+    if len(held) >= MAX_HELD:
+        raise Refused(f"ERR this session has {MAX_HELD} {what}")

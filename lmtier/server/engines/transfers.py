@@ -1,0 +1,234 @@
+"""Verbs that load and save.
+
+To load: look up a prompt, prefetch chunks of lower tiers, wait for them, release, report wrong chunks. To
+save: reserve room in the slab, fill it, and commit or abort.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lmtier.core.cache import Cache
+from lmtier.core.match import Match, Reservation
+from lmtier.format.layout import ChunkForm
+from lmtier.format.objects import MARK_ROOM
+from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
+from lmtier.server.engines.arguments import (
+    MAX_TOKENS,
+    read_hex,
+    read_keys,
+    read_lifetime,
+    read_number,
+    read_seconds,
+    read_shard,
+    read_text,
+)
+from lmtier.server.engines.sessions import OK, Session, Sessions, session_of
+from lmtier.server.request_log import RequestLog
+from lmtier.server.tracing import Tracing
+from lmtier.wire.resp import Error
+from lmtier.wire.verbs import write_match, write_reservation
+
+MAX_RESERVED = 16_384
+"""The most new chunks in one request. Each takes 12 µs, in which no other client has a turn."""
+_HOST = socket.gethostname()
+
+
+class Transfers:
+    def __init__(
+        self, cache: Cache, sessions: Sessions, tracing: Tracing | None, log: RequestLog | None
+    ) -> None:
+        self._cache = cache
+        self._sessions = sessions
+        self._tracing = tracing
+        self._log = log
+
+    # ---- look up
+
+    def match(self, caller: Caller, arguments: list[Argument]) -> Any:
+        began = time.time_ns() if self._tracing is not None else 0
+        session = session_of(caller)
+        session.need_room_for_match(arguments[4:])
+        deadline = read_seconds(arguments[3], "a deadline")
+        match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
+        number = next(self._sessions.ids)
+        session.hold(number, match)
+        if self._tracing is not None:
+            self._tracing.matched(number, began, match, caller.name)
+        return write_match(number, match)
+
+    def missed(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """Count a lookup without a match: the table of LMTIER.PRESENCE shows that it finds nothing."""
+        self._cache.release(self._look_up(caller, arguments[1], arguments[2], arguments[3:]))
+        return OK
+
+    def _look_up(
+        self,
+        caller: Caller,
+        form: Argument,
+        tokens: Argument,
+        keys: list[Argument],
+        deadline: float | None = None,
+    ) -> Match:
+        session = session_of(caller)
+        match = self._cache.match(
+            read_keys(keys),
+            session.form(form),
+            tokens=read_number(tokens, "a number of tokens", MAX_TOKENS) or None,
+            deadline=deadline,
+            cost=session.cost,
+        )
+        match.asker = caller.name
+        if self._log is not None:
+            self._log.note(match.keys, match.asked_tokens)
+        return match
+
+    def bring(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = session_of(caller)
+        session.need_room_for_match(arguments[3:])
+        form = session.form(arguments[1])
+        deadline = read_seconds(arguments[2], "a deadline")
+        match = self._cache.bring(read_keys(arguments[3:]), form, deadline=deadline)
+        if not match.asking:  # start with the chunks that are known; the caller wants them in any case
+            self._cache.prefetch(match)
+        number = next(self._sessions.ids)
+        session.hold(number, match)
+        return self._described(number, match)
+
+    def seen(self, caller: Caller, arguments: list[Argument]) -> Any:
+        self._cache.seen(read_keys(arguments[1:]))
+        return OK
+
+    # ---- prefetch and wait
+
+    def prefetch(self, caller: Caller, arguments: list[Argument]) -> Any:
+        number, match = _held(caller, arguments[1])
+        rest, has = arguments[2:], 0
+        if len(rest) > 1 and read_text(rest[-2]).upper() == "HAS":
+            has = read_number(rest[-1], "a number of tokens", MAX_TOKENS)
+            del rest[-2:]
+        if len(rest) > 1:
+            raise Refused("ERR LMTIER.PREFETCH takes a match, [how many chunks of it], [HAS tokens], no more")
+        chunks = read_number(rest[0], "a number of chunks") if rest else None
+        if self._tracing is not None:
+            self._tracing.wanted(number, match)
+        self._cache.prefetch(match, chunks, has=has)
+        return self._described(number, match)
+
+    def poll(self, caller: Caller, arguments: list[Argument]) -> Any:
+        return self._described(*_held(caller, arguments[1]))
+
+    def wait(self, caller: Caller, arguments: list[Argument]) -> Any:
+        number, match = _held(caller, arguments[1])
+        if self._tracing is not None:
+            self._tracing.wanted(number, match)
+        if not match.asking:
+            self._cache.prefetch(match)
+        return self._described(number, match) if match.ready else self._waiting(number, match)
+
+    def _waiting(self, number: int, match: Match) -> Waiting:
+        """As Cache.wait. The owner steps meanwhile, and a step ends the wait at the match's deadline."""
+        while match.asking:
+            yield None
+        if not match.released:
+            self._cache.prefetch(match)
+        while not match.ready and not match.released:
+            yield None
+        if match.released:
+            return Error(f"NOSUCH match {number} was released meanwhile")
+        return self._described(number, match)
+
+    def _described(self, number: int, match: Match) -> dict[str, Any]:
+        if self._tracing is not None:
+            self._tracing.told(number, match)
+        return write_match(number, match)
+
+    # ---- release
+
+    def release(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = session_of(caller)
+        for number in [read_number(each, "a match") for each in arguments[1:]]:
+            self._sessions.release(session, number)
+        return OK
+
+    def verified(self, caller: Caller, arguments: list[Argument]) -> Any:
+        compared, failed = (read_number(each, "a number of chunks", 1 << 32) for each in arguments[1:])
+        self._cache.compared(compared, failed)
+        return OK
+
+    def discard(self, caller: Caller, arguments: list[Argument]) -> Any:
+        forms = caller.session.forms if caller.session is not None else ()
+        return self._discarding(read_keys(arguments[1:]), tuple(forms))
+
+    def _discarding(self, keys: list[bytes], forms: Sequence[ChunkForm]) -> Waiting:
+        for key in keys:
+            entry = self._cache.index.get(key)
+            if entry is not None:
+                self._cache.discard(entry)
+            for tier in self._cache.lower if entry is None else ():
+                tier.discard(key, forms)
+            yield PAUSE
+        return OK
+
+    # ---- save
+
+    def reserve(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session = session_of(caller)
+        if not caller.is_local:  # it cannot write to the slab, so it would commit old bytes
+            raise Refused("MISUSE only engines on the Unix socket map the slab and can fill a reservation")
+        began = time.time_ns() if self._tracing is not None else 0
+        session.need_room_for_reservation()
+        form = session.form(arguments[1])
+        first = read_number(arguments[2], "a number of chunks")
+        ttl, keys = read_lifetime(arguments[3:])
+        reservation = self._cache.reserve(
+            keys, form, first=first, ttl=ttl, by=f"{caller.name} @{_HOST}", most=MAX_RESERVED
+        )
+        number = 0
+        if reservation.entries:
+            number = next(self._sessions.ids)
+            session.reservations[number] = reservation
+            if self._tracing is not None:
+                self._tracing.reserved(number, began, caller.name)
+        return write_reservation(number, reservation)
+
+    def commit(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session, number, reservation = _reserved(caller, arguments[1])
+        pairs = arguments[3:]
+        if len(pairs) % 2:
+            raise Refused("ERR LMTIER.COMMIT takes marks in pairs: chunk hex")
+        prints = {}
+        for chunk, mark in zip(pairs[::2], pairs[1::2], strict=True):
+            if len(mark) > 2 * MARK_ROOM:
+                raise Refused(f"ERR a mark has at most {MARK_ROOM} bytes")
+            prints[read_number(chunk, "a chunk")] = read_hex(mark)
+        shard = read_text(arguments[2])
+        self._cache.commit(reservation, None if shard == "*" else read_shard(shard), prints)
+        self._sessions.finish(session, number)
+        return OK
+
+    def abort(self, caller: Caller, arguments: list[Argument]) -> Any:
+        session, number, reservation = _reserved(caller, arguments[1])
+        shard = read_text(arguments[2])
+        shards = list(reservation.left) if shard == "*" else [read_shard(shard)]
+        self._sessions.abort(session, number, shards)
+        return OK
+
+
+def _held(caller: Caller, argument: Argument) -> tuple[int, Match]:
+    number = read_number(argument, "a match")
+    match = session_of(caller).matches.get(number)
+    if match is None:
+        raise Refused(f"NOSUCH match {number}: it was released, or belongs to another engine")
+    return number, match
+
+
+def _reserved(caller: Caller, argument: Argument) -> tuple[Session, int, Reservation]:
+    session, number = session_of(caller), read_number(argument, "a reservation")
+    reservation = session.reservations.get(number)
+    if reservation is None:
+        raise Refused(f"NOSUCH reservation {number}: it is finished, or belongs to another engine")
+    return session, number, reservation

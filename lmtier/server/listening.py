@@ -1,0 +1,195 @@
+"""The listening sockets of a server, and its access control: certificates and the token."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmtier import forks
+from lmtier.config import TOKEN_VARIABLE, Serving, host_and_port
+from lmtier.errors import ConfigError, log
+
+
+class Door(NamedTuple):
+    listener: socket.socket
+    kind: str
+    """redis, http or unix."""
+
+
+class Doors:
+    """The open listeners, and their secrets."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self.token = read_token(serving)
+        """None: no token is needed."""
+        check_exposure(serving, self.token)
+        self._tls = _tls(serving)
+        self.by_fd: dict[int, Door] = {}
+        self.where: list[tuple[str, str]] = []
+        """The kind and the address of each listener."""
+
+    def open(self) -> None:
+        serving = self._serving
+        try:
+            if serving.listen:
+                self._add(_tcp(serving.listen), "redis")
+            if serving.http:
+                self._add(_tcp(serving.http), "http")
+            if serving.unix:
+                self._add(_unix(Path(serving.unix)), "unix")
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, listener: socket.socket, kind: str) -> None:
+        forks.close_in_child(listener)
+        self.by_fd[listener.fileno()] = Door(listener, kind)
+        self.where.append((kind, written(listener.getsockname())))
+
+    def secured(self, sock: socket.socket) -> socket.socket:
+        """Wrap a TCP connection in TLS, if it is configured."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setblocking(False)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return sock
+
+    def read_secrets_again(self) -> None:
+        try:
+            self.token, self._tls = read_token(self._serving), _tls(self._serving)
+            log.info("lmtier: token and certificates were read again")
+        except ConfigError as error:
+            log.error("lmtier: the old token and certificates stay in use: %s", error)
+
+    def close(self) -> None:
+        for listener, _ in self.by_fd.values():
+            if listener.family == socket.AF_UNIX:
+                with suppress(OSError):
+                    os.unlink(listener.getsockname())
+            listener.close()
+        self.by_fd.clear()
+
+
+def read_token(serving: Serving) -> str | None:
+    """The token that clients must send. None: no token is needed."""
+    if not serving.token_file:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        lines = Path(serving.token_file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"serve: token_file {serving.token_file}: {error}") from None
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"serve: token_file {serving.token_file} is empty; put a long random word in it")
+    return lines[0].strip()
+
+
+def check_exposure(serving: Serving, token: str | None) -> None:
+    for name in ("listen", "http"):
+        address = getattr(serving, name)
+        if not address or _is_loopback(host_and_port(address, name)[0]):
+            continue
+        if token is None and not serving.tls_ca and not serving.insecure:
+            raise ConfigError(
+                f"serve: {name}={address} can be reached from other hosts, whose users could read and delete "
+                "stored KV; set token_file, or tls_ca for client certificates, or insecure = true"
+            )
+        if not serving.tls_cert:
+            log.warning(
+                "lmtier: %s=%s has no TLS: prompts' KV and the token can be read by others", name, address
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls(serving: Serving) -> ssl.SSLContext | None:
+    if not serving.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(serving.tls_cert, serving.tls_key)
+        if serving.tls_ca:
+            context.load_verify_locations(serving.tls_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"serve: TLS with {serving.tls_cert}, {serving.tls_key}: {error}") from None
+    return context
+
+
+def _tcp(address: str) -> socket.socket:
+    host, port = host_and_port(address, "address")
+    try:
+        family, kind, number, _, place = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, number)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen(1024)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"serve: cannot listen on {address}: {error.strerror or error}") from None
+    return listener
+
+
+def _unix(path: Path) -> socket.socket:
+    """Only this user may open the socket, because it gives access to the slab."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"serve: cannot listen on {path}: {error.strerror or error}") from None
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a killed server, which does not answer."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"serve: {path} exists and is no socket; remove it or choose another path")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConfigError(f"serve: another server listens on {path}; stop it or choose another path")
+
+
+def written(address: Any) -> str:
+    if isinstance(address, tuple):
+        host, port = address[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return address if isinstance(address, str) else ""

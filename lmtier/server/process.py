@@ -1,0 +1,40 @@
+"""The server's requests to the system: scheduling, the limit of open files, and systemd's notification."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from contextlib import suppress
+
+from lmtier.errors import log
+
+
+def give_way() -> None:
+    """Let an engine that wakes this server keep its core; the server takes a free one.
+
+    By default the kernel may run the server in place of the engine, in the middle of a step, although the
+    engine does not wait. A scheduling policy other than the default (chrt) is kept. Threads inherit it.
+    """
+    with suppress(OSError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def allow_files(clients: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = clients + 256  # for the tiers' files, and the files that Python has open
+    if soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(need, hard), hard))
+        if hard < need:
+            log.warning(
+                "lmtier: only %d files may be open, which is less than clients=%d need", hard, clients
+            )
+
+
+def tell_systemd(state: str) -> None:
+    """Send the state that Type=notify waits for."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+            notify.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)

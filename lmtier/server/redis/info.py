@@ -1,0 +1,63 @@
+"""The values of INFO and CONFIG GET."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from lmtier._version import __version__
+from lmtier.config import Serving, host_and_port
+from lmtier.core.cache import Cache
+from lmtier.server.redis.service import REDIS_VERSION
+from lmtier.server.report import Report
+from lmtier.server.roster import Roster
+from lmtier.server.values import Values
+
+
+def info(
+    cache: Cache, serving: Serving, report: Report, roster: Roster, values: Values
+) -> Mapping[str, Mapping[str, object]]:
+    now = report.snapshot()
+    value = cache.metrics.value
+    port = host_and_port(serving.listen, "")[1] if serving.listen else 0
+    keys = len(values)
+    evicted = sum(tier["evictions"] for tier in now["tiers"])
+    return {
+        "Server": {
+            "redis_version": REDIS_VERSION,
+            "redis_mode": "standalone",
+            "lmtier_version": __version__,
+            "process_id": os.getpid(),
+            "tcp_port": port,
+            "uptime_in_seconds": int(now["uptime"]),
+        },
+        "Clients": {"connected_clients": len(roster), "maxclients": serving.clients},
+        "Memory": {"used_memory": cache.index.used, "maxmemory": cache.index.capacity},
+        "Persistence": {"loading": int(not cache.is_warm)},
+        "Stats": {
+            "total_connections_received": roster.accepted,
+            "total_commands_processed": roster.asked,
+            "keyspace_hits": int(value("lmtier_values_total", event="hit")),
+            "keyspace_misses": int(value("lmtier_values_total", event="missed")),
+            "expired_keys": int(value("lmtier_values_total", event="expired")),
+            "evicted_keys": evicted,
+        },
+        "Replication": {"role": "master", "connected_slaves": 0},
+        "Tiers": {
+            tier["tier"]: f"chunks={tier['chunks']},used={tier['used']},capacity={tier['capacity']}"
+            for tier in now["tiers"]
+        },
+        "Keyspace": {"db0": f"keys={keys},expires=0,avg_ttl=0"} if keys else {},
+    }
+
+
+def settings(cache: Cache, serving: Serving) -> Mapping[str, str]:
+    return {
+        "maxmemory": str(cache.index.capacity),
+        "maxmemory-policy": "allkeys-lru",
+        "maxclients": str(serving.clients),
+        "save": "",
+        "appendonly": "no",
+        "databases": "1",
+        "chunk-tokens": str(cache.config.chunk_tokens),
+    }

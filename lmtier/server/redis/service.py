@@ -1,0 +1,214 @@
+"""The Redis commands about the connection and the server: HELLO, AUTH, CLIENT, INFO, COMMAND and others."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lmtier.server.commands import Argument, Caller, Command, Refused, Table
+from lmtier.server.redis.arguments import OK, SYNTAX, compile_glob, need_short, read_integer, read_word, shown
+from lmtier.wire.resp import Error, Simple, Verbatim
+
+REDIS_VERSION = "7.0.15"
+"""The version in INFO and HELLO. Clients choose their commands by it."""
+WRONG_PASS = Error("WRONGPASS invalid username-password pair or user is disabled.")
+NO_PASS = Error(
+    "ERR AUTH <password> called without any password configured for the default user. "
+    "Are you sure your configuration is correct?"
+)
+
+_CLIENT = ("ID", "GETNAME", "SETNAME", "SETINFO", "INFO", "LIST", "NO-EVICT", "NO-TOUCH")
+
+
+class Service:
+    def __init__(
+        self,
+        *,
+        token: Callable[[], str | None],
+        info: Callable[[], Mapping[str, Mapping[str, object]]],
+        settings: Callable[[], Mapping[str, str]],
+        callers: Callable[[], Iterable[Caller]],
+    ) -> None:
+        """`info` returns the sections of INFO, `settings` the values of CONFIG GET, `callers` the clients."""
+        self._token = token
+        self._info = info
+        self._settings = settings
+        self._callers = callers
+        self.everything: Table = {}
+        """All commands of the server, for COMMAND."""
+
+    # ---- the connection
+
+    def ping(self, caller: Caller, args: list[Argument]) -> object:
+        if len(args) > 2:
+            raise Refused("ERR wrong number of arguments for 'ping' command")
+        return bytes(args[1]) if len(args) == 2 else Simple("PONG")
+
+    def echo(self, caller: Caller, args: list[Argument]) -> object:
+        return bytes(args[1])
+
+    def time(self, caller: Caller, args: list[Argument]) -> object:
+        seconds, micros = divmod(time.time_ns() // 1000, 1_000_000)
+        return [str(seconds), str(micros)]
+
+    def select(self, caller: Caller, args: list[Argument]) -> object:
+        if read_integer(args[1]):
+            raise Refused("ERR DB index is out of range")
+        return OK
+
+    def auth(self, caller: Caller, args: list[Argument]) -> object:
+        if len(args) > 3:
+            raise Refused(SYNTAX)
+        if len(args) == 2 and self._token() is None:
+            raise Refused(NO_PASS)
+        self._log_in(caller, args[1] if len(args) == 3 else b"default", args[-1])
+        return OK
+
+    def _log_in(self, caller: Caller, user: Argument, password: Argument) -> None:
+        token = self._token()
+        right = token is None or hmac.compare_digest(bytes(password), token.encode())
+        if bytes(user) != b"default" or not right:
+            raise Refused(WRONG_PASS)
+        caller.is_trusted = True
+
+    def hello(self, caller: Caller, args: list[Argument]) -> object:
+        resp3, name = caller.resp3, caller.name
+        if len(args) > 1:
+            version = read_integer(args[1], "ERR Protocol version is not an integer or out of range")
+            if version not in (2, 3):
+                raise Refused("NOPROTO unsupported protocol version")
+            resp3 = version == 3
+        options = iter(args[2:])
+        for option in options:
+            match read_word(option):
+                case "AUTH":
+                    user, password = next(options, None), next(options, None)
+                    if user is None or password is None:
+                        raise Refused(_bad_hello(option))
+                    self._log_in(caller, user, password)
+                case "SETNAME":
+                    given = next(options, None)
+                    if given is None:
+                        raise Refused(_bad_hello(option))
+                    name = _client_name(given)
+                case _:
+                    raise Refused(_bad_hello(option))
+        if not caller.is_trusted:
+            raise Refused(
+                "NOAUTH HELLO must be called with the client already authenticated, otherwise the "
+                "HELLO AUTH <user> <pass> option can be used to authenticate the client and "
+                "select the RESP protocol version at the same time"
+            )
+        caller.resp3, caller.name = resp3, name
+        return {
+            "server": "redis",
+            "version": REDIS_VERSION,
+            "proto": 3 if resp3 else 2,
+            "id": caller.id,
+            "mode": "standalone",
+            "role": "master",
+            "modules": [],
+        }
+
+    def quit(self, caller: Caller, args: list[Argument]) -> object:
+        caller.closing = True
+        return OK
+
+    def reset(self, caller: Caller, args: list[Argument]) -> object:
+        caller.resp3, caller.name = False, ""
+        caller.is_trusted = caller.is_local or self._token() is None
+        return Simple("RESET")
+
+    def client(self, caller: Caller, args: list[Argument]) -> object:
+        match read_word(args[1]), args[2:]:
+            case "ID", []:
+                return caller.id
+            case "GETNAME", []:
+                return caller.name or None
+            case "SETNAME", [name]:
+                caller.name = _client_name(name)
+                return OK
+            case "SETINFO", [attribute, _]:
+                if read_word(attribute) not in ("LIB-NAME", "LIB-VER"):
+                    raise Refused(f"ERR Unrecognized option '{shown(attribute)}'")
+                return OK
+            case "INFO", []:
+                return Verbatim(_line(caller) + "\n")
+            case "LIST", []:
+                return Verbatim("".join(f"{_line(each)}\n" for each in self._callers()))
+            case (("NO-EVICT" | "NO-TOUCH"), [switch]):
+                if read_word(switch) not in ("ON", "OFF"):
+                    raise Refused(SYNTAX)
+                return OK
+        raise Refused(_no_subcommand(args, *_CLIENT))
+
+    # ---- the server
+
+    def info(self, caller: Caller, args: list[Argument]) -> object:
+        wanted = {read_word(arg).lower() for arg in args[1:]} - {"all", "default", "everything"}
+        sections = [
+            f"# {section}\r\n" + "".join(f"{name}:{value}\r\n" for name, value in fields.items())
+            for section, fields in self._info().items()
+            if not wanted or section.lower() in wanted
+        ]
+        return Verbatim("\r\n".join(sections))
+
+    def config(self, caller: Caller, args: list[Argument]) -> object:
+        match read_word(args[1]), args[2:]:
+            case "GET", [_, *_]:
+                need_short(args[2:])
+                globs = [compile_glob(bytes(arg).lower()) for arg in args[2:]]
+                shown = self._settings().items()
+                return {name: value for name, value in shown if any(g.match(name.encode()) for g in globs)}
+            case "SET", _:
+                raise Refused("ERR a setting cannot be changed while the server runs")
+        raise Refused(_no_subcommand(args, "GET"))
+
+    def command(self, caller: Caller, args: list[Argument]) -> object:
+        match [read_word(arg) for arg in args[1:]]:
+            case []:
+                return [_described(name, each) for name, each in self.everything.items()]
+            case ["COUNT"]:
+                return len(self.everything)
+            case ["LIST"]:
+                return [name.lower() for name in self.everything]
+            case ["DOCS", *_]:
+                return {}
+            case ["INFO", *names]:
+                found = [(name.encode(), self.everything.get(name.encode())) for name in names]
+                return [each and _described(name, each) for name, each in found]
+        raise Refused(_no_subcommand(args, "COUNT", "LIST"))
+
+
+def _client_name(arg: Argument) -> str:
+    if any(byte < 33 or byte > 126 for byte in arg) or len(arg) > 128:
+        raise Refused("ERR Client names cannot contain spaces, newlines or special characters.")
+    return bytes(arg).decode()
+
+
+def _line(caller: Caller) -> str:
+    return (
+        f"id={caller.id} addr={caller.address} name={caller.name} kind={caller.kind} "
+        f"resp={3 if caller.resp3 else 2} tot-cmds={caller.asked} cmd={caller.last}"
+    )
+
+
+def _described(name: bytes, command: Command) -> list[Any]:
+    flags = frozenset(map(Simple, command.flags))
+    none: frozenset[str] = frozenset()
+    # Then: categories, hints, how to find the names, subcommands.
+    return [name.lower(), command.arity, flags, *command.keys, none, [], [], []]
+
+
+def _bad_hello(option: Argument) -> str:
+    return f"ERR Syntax error in HELLO option '{shown(option)}'"
+
+
+def _no_subcommand(args: list[Argument], *known: str) -> str:
+    """Why no subcommand takes these arguments."""
+    if read_word(args[1]) in known:
+        name = f"{read_word(args[0])}|{read_word(args[1])}".lower()
+        return f"ERR wrong number of arguments for '{name}' command"
+    return f"ERR unknown subcommand '{shown(args[1])}'. Try {read_word(args[0])} HELP."

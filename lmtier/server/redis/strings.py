@@ -1,0 +1,281 @@
+"""Commands on named values: read, write, delete, expire, list."""
+
+from __future__ import annotations
+
+import re
+
+from lmtier.server.commands import PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting
+from lmtier.server.redis.arguments import (
+    NEVER,
+    OK,
+    SYNTAX,
+    TIMES,
+    compile_glob,
+    need_short,
+    read_expiry,
+    read_integer,
+    read_name,
+    read_word,
+    shown,
+)
+from lmtier.server.values import Draft, Value, Values, now_ms
+from lmtier.wire.resp import Error, Simple, encode
+
+NO_ROOM = Error("OOM command not allowed when used memory > 'maxmemory'.")
+TRY_AGAIN = Error("TRYAGAIN a tier fails to delete the old value, which a restart might find")
+_CURSOR = re.compile(rb"0|[1-9][0-9]{0,18}")
+
+
+class Strings:
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    # ---- reading
+
+    def get(self, caller: Caller, args: list[Argument]) -> Waiting:
+        value = yield from self._values.get(read_name(args[1]))
+        return self._payload(value)
+
+    def _payload(self, value: Value | None, start: int = 0, end: int | None = None) -> Payload | None:
+        if value is None:
+            return None
+        return Payload(value.view[start:end], lambda: self._values.release(value))
+
+    def mget(self, caller: Caller, args: list[Argument]) -> Waiting:
+        yield b"*%d\r\n" % (len(args) - 1)
+        for arg in args[1:]:
+            # An invalid name is not an error here: such a value does not exist.
+            value = yield from self._values.get(bytes(arg))
+            yield self._payload(value) or encode(None, caller.resp3)
+        return Nothing
+
+    def getrange(self, caller: Caller, args: list[Argument]) -> Waiting:
+        start, end = read_integer(args[2]), read_integer(args[3])
+        value = yield from self._values.get(read_name(args[1]))
+        if value is None:
+            return b""
+        size = len(value.view)
+        first = max(0, start + size) if start < 0 else start
+        last = max(0, end + size) if end < 0 else min(end, size - 1)
+        empty = first > last or (start < 0 and end < 0 and start > end)
+        return self._payload(value, 0, 0) if empty else self._payload(value, first, last + 1)
+
+    def strlen(self, caller: Caller, args: list[Argument]) -> Waiting:
+        mark = yield from self._values.mark(bytes(args[1]))
+        return mark.nbytes if mark else 0
+
+    def exists(self, caller: Caller, args: list[Argument]) -> Waiting:
+        found = 0
+        for arg in args[1:]:
+            found += (yield from self._values.mark(bytes(arg))) is not None
+            yield PAUSE
+        return found
+
+    def type(self, caller: Caller, args: list[Argument]) -> Waiting:
+        mark = yield from self._values.mark(bytes(args[1]))
+        return Simple("string" if mark else "none")
+
+    def ttl(self, caller: Caller, args: list[Argument]) -> Waiting:
+        mark = yield from self._values.mark(bytes(args[1]))
+        if mark is None:
+            return -2
+        if not mark.expires:
+            return -1
+        left = max(0, mark.expires - now_ms())
+        return left if read_word(args[0]) == "PTTL" else (left + 500) // 1000
+
+    def dbsize(self, caller: Caller, args: list[Argument]) -> int:
+        return len(self._values)
+
+    def scan(self, caller: Caller, args: list[Argument]) -> Waiting:
+        if not _CURSOR.fullmatch(bytes(args[1])):
+            raise Refused("ERR invalid cursor")
+        most, matches, kind = 10, re.compile(b""), b"string"
+        need_short(args[2:])
+        options = iter(args[2:])
+        for option in options:
+            given = next(options, None)
+            if given is None:
+                raise Refused(SYNTAX)
+            match read_word(option):
+                case "MATCH":
+                    matches = compile_glob(bytes(given))
+                case "COUNT":
+                    if (most := read_integer(given)) < 1:
+                        raise Refused(SYNTAX)
+                case "TYPE":
+                    kind = bytes(given).lower()
+                case _:
+                    raise Refused(SYNTAX)
+        after, names = yield from self._values.scan(int(bytes(args[1])), min(most, 10_000))
+        return [str(after), [name for name in names if matches.match(name) and kind == b"string"]]
+
+    def keys(self, caller: Caller, args: list[Argument]) -> Waiting:
+        need_short(args[1:])
+        matches = compile_glob(bytes(args[1]))
+        cursor, found = 0, []
+        while True:
+            cursor, names = yield from self._values.scan(cursor, 1000)
+            found += [name for name in names if matches.match(name)]
+            if not cursor:
+                return found
+            yield PAUSE
+
+    # ---- writing
+
+    def _draft(self, caller: Caller, value: Argument) -> Draft:
+        """The draft of the present command's value. It belongs to the caller until it is put."""
+        if isinstance(value, bytes) and (draft := self._values.draft(len(value))):  # an inline command's
+            draft.view[:] = value
+            caller.drafts.append(draft)
+        if not caller.drafts:  # its bytes were dropped when they arrived
+            raise Refused(NO_ROOM)
+        draft = caller.drafts[0]
+        assert isinstance(draft, Draft)
+        return draft
+
+    def _put(self, caller: Caller, draft: Draft, name: bytes, expires: int = 0) -> Waiting:
+        caller.drafts.remove(draft)
+        return OK if (yield from self._values.put(draft, name, expires)) else TRY_AGAIN
+
+    def set(self, caller: Caller, args: list[Argument]) -> Waiting:
+        name = read_name(args[1])
+        words: set[str] = set()
+        time: tuple[str, Argument] | None = None
+        options = iter(args[3:])
+        for option in options:
+            word = read_word(option)
+            given = next(options, None) if word in TIMES else b""
+            if word not in {*TIMES, "NX", "XX", "GET", "KEEPTTL"} or given is None:
+                raise Refused(SYNTAX)
+            words.add(word)
+            if word in TIMES:
+                time = word, given
+        if len(words & {*TIMES, "KEEPTTL"}) > 1 or {"NX", "XX"} <= words:
+            raise Refused(SYNTAX)
+        expires = read_expiry(*time, "set") if time else 0
+        draft = self._draft(caller, args[2])
+        old: Payload | None = None
+        if "GET" in words:
+            old = self._payload((yield from self._values.get(name)))
+        if words & {"NX", "XX", "KEEPTTL"}:
+            try:
+                mark = yield from self._values.mark(name)
+            except GeneratorExit:
+                if old is not None:
+                    old.sent()
+                raise
+            if ("NX" in words and mark is not None) or ("XX" in words and mark is None):
+                return old
+            if mark is not None and "KEEPTTL" in words:
+                expires = mark.expires
+        try:
+            answer = yield from self._put(caller, draft, name, expires)
+        except GeneratorExit:
+            if old is not None:
+                old.sent()
+            raise
+        if "GET" not in words:
+            return answer
+        if answer is not OK and old is not None:
+            old.sent()
+        return old if answer is OK else answer  # only if the new value is stored, which ends the old one
+
+    def setnx(self, caller: Caller, args: list[Argument]) -> Waiting:
+        name, draft = read_name(args[1]), self._draft(caller, args[2])
+        if (yield from self._values.mark(name)) is not None:
+            return 0
+        answer = yield from self._put(caller, draft, name)
+        return 1 if answer is OK else answer
+
+    def setex(self, caller: Caller, args: list[Argument]) -> Waiting:
+        word = read_word(args[0])
+        expires = read_expiry("EX" if word == "SETEX" else "PX", args[2], word.lower())
+        return (yield from self._put(caller, self._draft(caller, args[3]), read_name(args[1]), expires))
+
+    def getset(self, caller: Caller, args: list[Argument]) -> Waiting:
+        return (yield from self.set(caller, [b"SET", args[1], args[2], b"GET"]))
+
+    def mset(self, caller: Caller, args: list[Argument]) -> Waiting:
+        if len(args) % 2 == 0:
+            raise Refused("ERR wrong number of arguments for 'mset' command")
+        names = [read_name(arg) for arg in args[1::2]]
+        for value in args[2::2]:
+            self._draft(caller, value)
+        if len(caller.drafts) < len(names):
+            raise Refused(NO_ROOM)
+        answer: object = OK
+        for name in names:
+            done = yield from self._put(caller, caller.drafts[0], name)
+            answer = answer if done is OK else done
+            yield PAUSE
+        return answer
+
+    def getdel(self, caller: Caller, args: list[Argument]) -> Waiting:
+        name = read_name(args[1])
+        value = yield from self._values.get(name)
+        answer = self._payload(value)
+        try:
+            # Also delete a value that cannot be read now: after the answer "none" it must not appear later.
+            deleted = yield from self._values.forget(name)
+        except GeneratorExit:
+            if answer is not None:
+                answer.sent()
+            raise
+        if deleted is not None:
+            return answer
+        if answer is not None:
+            answer.sent()
+        return TRY_AGAIN
+
+    def delete(self, caller: Caller, args: list[Argument]) -> Waiting:
+        return (yield from self._forget(*map(bytes, dict.fromkeys(args[1:]))))
+
+    def _forget(self, *names: bytes) -> Waiting:
+        deleted = yield from self._values.forget(*names)
+        return TRY_AGAIN if deleted is None else deleted
+
+    def expire(self, caller: Caller, args: list[Argument]) -> Waiting:
+        command = read_word(args[0])
+        word = {"EXPIRE": "EX", "PEXPIRE": "PX", "EXPIREAT": "EXAT", "PEXPIREAT": "PXAT"}[command]
+        conditions = {read_word(arg) for arg in args[3:]}
+        for arg in args[3:]:
+            if read_word(arg) not in ("NX", "XX", "GT", "LT"):
+                raise Refused(f"ERR Unsupported option {shown(arg)}")
+        if "NX" in conditions and len(conditions) > 1:
+            raise Refused("ERR NX and XX, GT or LT options at the same time are not compatible")
+        if {"GT", "LT"} <= conditions:
+            raise Refused("ERR GT and LT options at the same time are not compatible")
+        expires = read_expiry(word, args[2], command.lower(), least=-NEVER)
+        name = bytes(args[1])
+        mark = yield from self._values.mark(name)
+        if mark is None:
+            return (yield from self._forget(name)) if expires <= now_ms() else 0  # as for GETDEL
+        had = mark.expires or NEVER  # which is later than any time
+        refused = (
+            ("NX" in conditions and mark.expires)
+            or ("XX" in conditions and not mark.expires)
+            or ("GT" in conditions and expires <= had)
+            or ("LT" in conditions and expires >= had)
+        )
+        if refused:
+            return 0
+        if expires <= now_ms():
+            return (yield from self._forget(name))
+        return (yield from self._retime(name, expires))
+
+    def persist(self, caller: Caller, args: list[Argument]) -> Waiting:
+        name = bytes(args[1])
+        mark = yield from self._values.mark(name)
+        if mark is None or not mark.expires:
+            return 0
+        return (yield from self._retime(name, 0))
+
+    def _retime(self, name: bytes, expires: int) -> Waiting:
+        done = yield from self._values.retime(name, expires)
+        return 0 if done is None else 1 if done else NO_ROOM
+
+    def flush(self, caller: Caller, args: list[Argument]) -> Waiting:
+        if len(args) > 2 or (len(args) == 2 and read_word(args[1]) not in ("SYNC", "ASYNC")):
+            raise Refused(SYNTAX)
+        return OK if (yield from self._values.clear()) else TRY_AGAIN

@@ -1,0 +1,1 @@
+"""The interface of a storage tier, and the threads that run one."""

@@ -1,0 +1,80 @@
+"""Maps URL schemes to tier classes. A class is imported on first use, so no optional package is required."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from lmtier.config import WEAR, TierSpec, parse_seconds, parse_size, suggest
+from lmtier.errors import ConfigError, TierError
+from lmtier.format.compression import CODECS, find
+from lmtier.tiers.base import Tier
+
+BUILTIN = {
+    "disk": "lmtier_backends.disk:DiskTier",
+    "null": "lmtier_backends.null:NullTier",
+    "redis": "lmtier_backends.redis.tier:RedisTier",
+    "rediss": "lmtier_backends.redis.tier:TlsTier",
+    "unix": "lmtier_backends.redis.tier:UnixTier",
+    "redis-sentinel": "lmtier_backends.redis.tier:SentinelTier",
+    "redis-cluster": "lmtier_backends.redis.tier:ClusterTier",
+}
+GROUP = "lmtier.tiers"
+
+
+def load_tier(scheme: str) -> type[Tier]:
+    """The class behind `scheme://`: built-in first, then the entry points of group lmtier.tiers."""
+    target = BUILTIN.get(scheme)
+    if target is None:
+        for point in entry_points(group=GROUP, name=scheme):
+            target = point.value
+    if target is None:
+        known = {*BUILTIN, "cpu", *(point.name for point in entry_points(group=GROUP))}
+        raise ConfigError(f"unknown tier {scheme}://{suggest(scheme, known)}")
+    module, _, attribute = target.partition(":")
+    try:
+        cls = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise TierError(f"tier {scheme}:// needs a package that is not installed: {error}") from None
+    if not (isinstance(cls, type) and issubclass(cls, Tier)):
+        raise ConfigError(f"tier {scheme}://: {target} is not a subclass of lmtier.Tier")
+    return cls
+
+
+def open_tier(spec: TierSpec) -> Tier:
+    """Open the tier that a URL names. Its options are its constructor's keyword-only parameters."""
+    cls = load_tier(spec.scheme)
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    hints = typing.get_type_hints(cls.__init__)
+    options = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    values: dict[str, object] = {}
+    for name, text in spec.options.items():
+        if name not in options:
+            known = options | {"capacity", "write", "policy", "codec", "ttl", *WEAR}
+            raise ConfigError(f"{spec}: unknown option {name!r}{suggest(name, known)}")
+        try:
+            values[name] = _READERS[hints[name]](text)
+        except (ValueError, KeyError, ConfigError):
+            wanted = getattr(hints[name], "__name__", hints[name])
+            raise ConfigError(f"{spec}: {name}={text!r} is not of type {wanted}") from None
+    if spec.codec in CODECS:
+        find(spec.codec)  # before anything is opened
+    factory: Callable[..., Tier] = cls
+    tier = factory(spec.location, **values)
+    try:
+        tier.use_codec(spec.codec)
+    except BaseException:
+        tier.close()
+        raise
+    return tier
+
+
+_READERS: dict[object, Callable[[str], object]] = {
+    str: str,
+    int: parse_size,
+    float: parse_seconds,
+    bool: lambda text: {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text],
+}

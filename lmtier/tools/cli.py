@@ -1,0 +1,36 @@
+"""The `lmtier` command: parses the arguments, runs a subcommand from `commands`, and reports errors."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from lmtier._version import __version__
+from lmtier.errors import ConfigError, LMTierError, TierError
+from lmtier.tools.commands import asking, checking, planning, prompts, serving
+from lmtier.tools.terminal import complain
+
+_GROUPS = (serving, asking, prompts, checking, planning)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Exit status 2 is misuse; the subcommand defines the others."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except LMTierError as error:
+        complain(str(error))
+        return 2 if isinstance(error, ConfigError | TierError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
+    parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
+    words = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (command for group in _GROUPS for command in group.COMMANDS):
+        own = words.add_parser(command.name, help=command.help, description=command.description or None)
+        command.options(own)
+        own.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,200 @@
+"""`lmtier ping`, `stats`, `top`, `explain` and `clear`: requests to a server."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta
+from datetime import time as clock_time
+from itertools import count, islice
+from shutil import get_terminal_size
+
+from lmtier.errors import ConfigError, LMTierError
+from lmtier.tools.commands.command import Subcommand, address_argument, address_in, json_option
+from lmtier.tools.terminal import say, show_again
+
+_EVERY = 2.0  # seconds between two looks at a server
+_AGAIN = 0.1  # seconds between two attempts to reach one that starts
+
+
+def _ping_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait at most so long until it is ready"
+    )
+
+
+def _ping(args: Namespace) -> int:
+    from lmtier.tools.console import Remote
+    from lmtier.tools.views import pong
+
+    until = time.monotonic() + args.wait
+    while True:
+        try:
+            with Remote(address_in(args)) as remote:
+                is_ready = remote.snapshot()["ready"]
+                if is_ready or time.monotonic() >= until:
+                    say(pong(remote))
+                    return int(args.wait > 0 and not is_ready)
+        except LMTierError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_AGAIN)
+
+
+# ---- stats, top
+
+
+def _stats_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    parser.add_argument("--watch", action="store_true", help=f"again every {_EVERY:g} s")
+    json_option(parser, "machine-readable output; one line a time")
+    _times_option(parser)
+
+
+def _top_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    _times_option(parser)
+
+
+def _times_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--times", type=int, metavar="N", help="stop after N looks, when they are lines")
+
+
+def _stats(args: Namespace) -> int:
+    from lmtier.tools.console import Remote
+    from lmtier.tools.views import stats
+
+    address = address_in(args)
+    with Remote(address) as remote, suppress(KeyboardInterrupt):
+        for _ in _looks(args.times if args.watch else 1):
+            now = remote.snapshot()
+            if args.json:
+                say(json.dumps(now, indent=None if args.watch else 2))
+            else:
+                (show_again if args.watch else say)(stats(now, str(address)))
+    return 0
+
+
+def _top(args: Namespace) -> int:
+    from lmtier.tools.top import Watched, plain, top
+
+    address = address_in(args)
+    if sys.stdout.isatty():
+        top(address, _EVERY)
+        return 0
+    watched = Watched(address)
+    with suppress(KeyboardInterrupt):
+        for look in _looks(args.times):
+            if look:
+                watched.look()
+            say(plain(watched.now, watched.line))
+    watched.close()
+    return 0
+
+
+def _looks(times: int | None) -> Iterator[int]:
+    for look in islice(count(), times):
+        if look:
+            time.sleep(_EVERY)
+        yield look
+
+
+# ---- explain
+
+
+def _explain_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    parser.add_argument("--last", type=int, default=20, metavar="N", help="lookups (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", action="store_true", help="show the token ids where prompts differ, if engines sent them"
+    )
+    json_option(parser)
+
+
+def _explain(args: Namespace) -> int:
+    from lmtier.server.explain import MAX_LOOKUPS
+    from lmtier.tools.console import Remote
+    from lmtier.tools.views import explained
+
+    if not 0 < args.last <= MAX_LOOKUPS:
+        raise ConfigError(f"--last {args.last}: must be 1 to {MAX_LOOKUPS}, which is what a server remembers")
+    with Remote(address_in(args)) as remote:
+        found = remote.explanations(args.last, tokens=args.tokens)
+    say(json.dumps(found, indent=2) if args.json else explained(found, get_terminal_size().columns))
+    return 0
+
+
+# ---- clear
+
+
+def _clear_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--namespace", metavar="MODEL", help="the KV of one model, by the name its engine gives"
+    )
+    what.add_argument("--all", action="store_true", help="everything, named values too")
+    parser.add_argument(
+        "--stored-by",
+        metavar="ENGINE",
+        help="only what this engine stored: a name of `lmtier top` with its host, “vllm scheduler @host”, or "
+        "a pattern, “*@host”",
+    )
+    parser.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only what was stored from then on: 2026-11-24T09:30, 09:30 (the last one), or 90m, 12h, 3d ago",
+    )
+    parser.add_argument("--force", action="store_true", help="also what is in use right now")
+
+
+def _clear(args: Namespace) -> int:
+    from lmtier.tools.console import Remote
+    from lmtier.tools.views import clear
+
+    if args.namespace == "":
+        raise ConfigError("--namespace needs the name of a model; --all forgets everything")
+    is_suspect = args.stored_by is not None or args.since is not None
+    if args.namespace is None and not args.all and not is_suspect:
+        raise ConfigError("nothing to delete is given: use --namespace, --stored-by, --since or --all")
+    if args.all and is_suspect:
+        raise ConfigError("--all deletes everything; leave it out to use --stored-by or --since")
+    since = None if args.since is None else _moment(args.since, datetime.now().astimezone())
+    with Remote(address_in(args)) as remote:
+        say(clear(remote, args.namespace, by=args.stored_by, since=since, force=args.force))
+    return 0
+
+
+def _moment(text: str, now: datetime) -> datetime:
+    """A time in the past: a date, a time of day, or how long ago; by this machine's time zone."""
+    if (ago := re.fullmatch(r"(\d+)([smhd])", text)) is not None:
+        unit = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}[ago[2]]
+        return now - timedelta(**{unit: int(ago[1])})
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
+            then = datetime.combine(now.date(), clock_time.fromisoformat(text.zfill(5)), now.tzinfo)
+            return then if then <= now else then - timedelta(days=1)
+        then = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"--since {text!r} is not a time: write it like 2026-11-24T09:30, 09:30, 90m, 12h or 3d"
+        ) from None
+    then = then if then.tzinfo is not None else then.astimezone()
+    if then > now:
+        raise ConfigError(f"--since {text!r} is in the future")
+    return then
+
+
+COMMANDS = (
+    Subcommand("ping", "is a server there, and is it ready?", _ping_options, _ping),
+    Subcommand("stats", "what a server was asked and what it holds", _stats_options, _stats),
+    Subcommand("top", "a live view of a server; q quits", _top_options, _top),
+    Subcommand("explain", "why the last prompts missed", _explain_options, _explain),
+    Subcommand("clear", "make a server forget", _clear_options, _clear),
+)

@@ -1,0 +1,100 @@
+"""`lmtier bench`, `demo` and `verify`: they measure this machine and check a disk, without a server."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from pathlib import Path
+
+from lmtier.errors import ConfigError
+from lmtier.tools.commands.command import Subcommand, json_option, made
+from lmtier.tools.terminal import Progress, complain, say, size, table
+
+
+def _bench_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", default="", metavar="PATTERN", help="paths whose name contains this")
+    parser.add_argument("--dir", type=Path, help="where the disk paths write, in a new directory")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="N times as many rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
+    )
+    parser.add_argument("--gpu", action="store_true", help="a GPU's memory and the slab, and nothing else")
+    json_option(parser)
+
+
+def _bench(args: Namespace) -> int:
+    try:
+        import lmtier_bench as bench
+    except ModuleNotFoundError:
+        raise ConfigError("lmtier bench is not part of the package: run `make bench` in a checkout") from None
+    if args.repeat < 1:
+        raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
+    gpu = bench.real_gpu() if args.gpu else None
+    folder = made(args.dir)
+    rows = bench.measure(only=args.only, directory=folder, repeat=args.repeat, quick=args.quick, gpu=gpu)
+    if args.json:
+        say(json.dumps(bench.as_json(rows), indent=2))
+    else:
+        say(bench.header(args.dir, gpu))
+        say(bench.report(rows))
+    if args.quick:
+        complain("a quick run is a smoke test: sizes are tiny, floors are not enforced")
+        return 0
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def _demo_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, help="where the disk tier goes, in a new directory unless --keep")
+    parser.add_argument("--keep", action="store_true", help="leave the server running, and its disk")
+
+
+def _demo(args: Namespace) -> int:
+    try:
+        demo = import_module("lmtier_integrations.demo")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the demo needs {error.name}; install it with: pip install 'lmtier[demo]'"
+        ) from None
+    return 0 if demo.run(made(args.dir), keep=args.keep) else 1
+
+
+def _verify_options(parser: ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, metavar="DIR")
+    parser.add_argument("--fix", action="store_true", help="delete what is corrupt or orphaned")
+    json_option(parser)
+
+
+def _verify(args: Namespace) -> int:
+    from lmtier.tiers.registry import BUILTIN
+
+    module, _, _ = BUILTIN["disk"].partition(":")
+    with Progress() as progress:
+        report = import_module(module).verify(args.dir, args.fix, progress.at)
+    left = len(report.findings) - report.fixed
+    if args.json:
+        findings = [
+            {"path": str(each.path), "fault": str(each.fault), "reason": each.reason}
+            for each in report.findings
+        ]
+        say(
+            json.dumps({"ok": report.ok, "bytes": report.nbytes, "fixed": report.fixed, "findings": findings})
+        )
+    else:
+        if report.findings:
+            rows = [(each.path, each.fault, each.reason) for each in report.findings]
+            say(table(("file", "fault", "reason"), rows))
+            say()
+        say(f"{report.ok} objects are sound ({size(report.nbytes)}), {report.fixed} deleted, {left} left.")
+        if left and not args.fix:
+            say("`--fix` deletes what is corrupt or orphaned; a reader would treat it as a miss.")
+    return 1 if left else 0
+
+
+COMMANDS = (
+    Subcommand("bench", "measure every path beside its physical limit", _bench_options, _bench),
+    Subcommand("demo", "a small model serves three users, from every tier", _demo_options, _demo),
+    Subcommand(
+        "verify", "read every object of a disk tier and report what is wrong", _verify_options, _verify
+    ),
+)

@@ -1,0 +1,95 @@
+"""The type of a subcommand, the options that several share, and how commands find a server."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lmtier import config
+from lmtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmtier.tools.console import Address
+
+_ADDRESS = (
+    "host:port, a socket's path, redis://host:port, or rediss:// for TLS (default: where the [serve]"
+    " settings say that this host's server is)"
+)
+SET = "override one setting; of the server: serve.NAME=VALUE"
+
+
+class Subcommand(NamedTuple):
+    """A word after `lmtier`."""
+
+    name: str
+    help: str
+    options: Callable[[ArgumentParser], None]
+    """Adds them to the command's own parser."""
+    run: Callable[[Namespace], int]
+    """Returns the exit status: 0 success, 1 a finding (below a floor, a corrupt object, no server)."""
+    description: str = ""
+
+
+def config_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
+
+
+def json_option(parser: ArgumentParser, help: str = "machine-readable output") -> None:
+    parser.add_argument("--json", action="store_true", help=help)
+
+
+def made(directory: Path | None) -> Path | None:
+    """The folder of --dir, created if needed."""
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--dir {directory}: {error.strerror}") from None
+    return directory
+
+
+# ---- a server
+
+
+def address_argument(parser: ArgumentParser) -> None:
+    _access_options(parser)
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help=_ADDRESS)
+
+
+def server_option(parser: ArgumentParser) -> None:
+    """Adds the server as an option, for commands that have another argument."""
+    _access_options(parser)
+    parser.add_argument("--server", dest="address", metavar="ADDRESS", help=_ADDRESS)
+
+
+def _access_options(parser: ArgumentParser) -> None:
+    config_option(parser)
+    parser.add_argument("--token-file", metavar="FILE", help="the token is its first line (or $LMTIER_TOKEN)")
+    parser.add_argument(
+        "--ca", metavar="FILE", help="TLS: who vouches for the server (default: this system's)"
+    )
+    parser.add_argument("--cert", metavar="FILE", help="TLS: a certificate to show")
+    parser.add_argument("--key", metavar="FILE", help="TLS: its key")
+
+
+def address_in(args: Namespace) -> Address:
+    from lmtier.server.listening import read_token
+    from lmtier.tools.console import address_of, first_line, own_address
+
+    if args.address:
+        address = address_of(args.address)
+        token = address.token or os.environ.get(config.TOKEN_VARIABLE) or None
+    else:
+        serving, _ = config.load_serving(args.config)
+        address = own_address(serving)
+        token = None if args.token_file or address.unix else read_token(serving)
+    if args.token_file:
+        token = first_line(args.token_file)
+    address = replace(address, token=token)
+    if args.ca:
+        address = replace(address, ca=args.ca, is_pinned=False)
+    return replace(address, cert=args.cert, key=args.key or "") if args.cert else address

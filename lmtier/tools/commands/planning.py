@@ -1,0 +1,178 @@
+"""`lmtier simulate` and `lmtier size`: predict a cache before you buy the hardware."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lmtier import config
+from lmtier.errors import ConfigError
+from lmtier.tools.commands.command import Subcommand, json_option
+from lmtier.tools.terminal import Progress, say
+
+
+def _simulate_options(parser: ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "trace", nargs="?", type=Path, help="a request log: of Mooncake's, Qwen-Bailian's or Azure's format"
+    )
+    what.add_argument("--synthetic", choices=("multi-turn", "agentic", "rag"), help="make one up instead")
+    parser.add_argument("--requests", type=int, default=5_000, metavar="N", help="how many to make up")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same seed, the same trace")
+    parser.add_argument(
+        *("--tier", "-t"),
+        action="append",
+        required=True,
+        metavar="URL",
+        help="a tier, the top one first: cpu://?capacity=64GiB, disk://?capacity=1TiB",
+    )
+    parser.add_argument("--policy", default="", metavar="NAME,…", help="of all tiers: lru, arc, …")
+    parser.add_argument("--write", default="", metavar="RULE,…", help="of all lower tiers: always, reused, …")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--bytes-per-token", default="128KiB", metavar="SIZE", help="KV of the model (default: %(default)s)"
+    )
+    model.add_argument(
+        "--model", type=Path, metavar="CONFIG.json", help="or the model itself, as `size` takes"
+    )
+    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="default: 256, or the trace's blocks")
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="of the trace, if it does not tell")
+    parser.add_argument(
+        "--prefill", type=float, default=10_000, metavar="N", help="tokens a second that the engine computes"
+    )
+    parser.add_argument(
+        *("--bandwidth",),
+        action="append",
+        default=[],
+        metavar="TIER=SIZE",
+        help="bytes a second: cpu=20GB, disk=3GB (default: these; others 1GB)",
+    )
+    parser.add_argument(
+        *("--latency",),
+        action="append",
+        default=[],
+        metavar="TIER=TIME",
+        help="until the first byte: disk=1ms (default: this; others 2ms)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="hits by capacity: out.svg, out.png")
+    json_option(parser)
+
+
+def _simulate(args: Namespace) -> int:
+    from lmtier.tools import sizing
+    from lmtier.tools.sim import report, synthetic, traces
+    from lmtier.tools.sim.replay import Hardware, replay
+
+    configurations = report.variants(args.tier, args.policy, args.write)
+    for urls in configurations:
+        config.Config(tiers=urls)  # report errors before the work begins
+    for name in ("requests", "prefill", "chunk_tokens", "block_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
+    if args.plot:
+        report.check_plot(args.plot)
+    hardware = Hardware(
+        prefill=args.prefill,
+        bandwidth=_by_tier("bandwidth", args.bandwidth, config.parse_size),
+        latency=_by_tier("latency", args.latency, config.parse_seconds),
+    )
+    if args.synthetic:
+        trace = synthetic.make(args.synthetic, requests=args.requests, seed=args.seed)
+    else:
+        trace = traces.read(args.trace, block_tokens=args.block_tokens)
+    chunk_tokens = args.chunk_tokens or max(256, trace.block_tokens)
+    per_token = config.parse_size(args.bytes_per_token)
+    if args.model:
+        per_token = sizing.read(args.model).bytes_per_token
+    outcomes = []
+    with Progress(len(configurations)) as progress:
+        for urls in configurations:
+            outcome = replay(
+                trace, urls, chunk_tokens=chunk_tokens, bytes_per_token=per_token, hardware=hardware
+            )
+            outcomes.append(outcome)
+            progress.step(report.described(outcome.specs))
+    if args.json:
+        say(json.dumps([report.as_json(outcome) for outcome in outcomes], indent=2))
+    else:
+        say(report.summary(trace, chunk_tokens, per_token, hardware))
+        say()
+        say(report.report(outcomes))
+    if args.plot:
+        report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
+    return 0
+
+
+def _by_tier(what: str, pairs: Sequence[str], read: Callable[[str], float]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for pair in pairs:
+        label, separator, text = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--{what} {pair}: write it as tier=value")
+        values[label] = read(text)
+        if values[label] <= 0:
+            raise ConfigError(f"--{what} {pair}: must be more than 0")
+    return values
+
+
+def _size_options(parser: ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="CONFIG.json", help="of Hugging Face, or its folder")
+    parser.add_argument("--cpu", metavar="SIZE", help="a tier of memory: 64GiB")
+    parser.add_argument("--disk", metavar="SIZE", help="a tier of files: 2TiB")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument(
+        "--kv-dtype", default="auto", metavar="NAME", help="auto, fp8, bf16, … of the KV cache"
+    )
+    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--length",
+        type=int,
+        action="append",
+        metavar="N",
+        help="tokens of a request (default: 8192, 32768)",
+    )
+    parser.add_argument(
+        *("--prefill",),
+        type=float,
+        action="append",
+        metavar="N",
+        help="tokens a second that the engine computes (default: 2000, 10000 and 50000)",
+    )
+    json_option(parser)
+
+
+def _size(args: Namespace) -> int:
+    from lmtier.tools import sizing
+
+    lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
+    for name, values in (
+        *(("tp", [args.tp]), ("chunk-tokens", [args.chunk_tokens])),
+        *(("length", lengths), ("prefill", prefills)),
+    ):
+        if min(values) <= 0:
+            raise ConfigError(f"--{name} {min(values)}: must be more than 0")
+    model = sizing.read(args.model, args.kv_dtype)
+    given = {"cpu": args.cpu, "disk": args.disk}
+    capacities = {tier: config.parse_size(text) for tier, text in given.items() if text}
+    form = model.form(args.chunk_tokens, args.tp)
+    found = sizing.holdings(capacities, form, args.chunk_tokens)
+    if args.json:
+        say(json.dumps(sizing.as_json(model, found, form, lengths=lengths, prefills=prefills), indent=2))
+    else:
+        say(sizing.report(model, found, form, lengths=lengths, prefills=prefills))
+    return 0
+
+
+COMMANDS = (
+    Subcommand(
+        "simulate",
+        "what a cache would have done with a trace of requests",
+        _simulate_options,
+        _simulate,
+        "Replay a trace through the real cache without its bytes. Commas in --policy, --write and in the "
+        "options of a tier make one configuration of each: cpu://?capacity=16GiB,64GiB.",
+    ),
+    Subcommand("size", "how much KV a model makes, and how much of it each tier holds", _size_options, _size),
+)

@@ -1,0 +1,134 @@
+"""`lmtier prefetch`, `pin`, `unpin` and `pins`: load and pin prompts by their tokens."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lmtier import config
+from lmtier.errors import ConfigError
+from lmtier.rules.lifetimes import MAX_TTL
+from lmtier.tools.commands.command import Subcommand, address_argument, address_in, json_option, server_option
+from lmtier.tools.terminal import Progress, say
+
+
+def _prompt_options(parser: ArgumentParser) -> None:
+    server_option(parser)
+    parser.add_argument(
+        "tokens", type=Path, metavar="TOKENS.json", help="a JSON list of token ids, or one a line"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="whose tokens they are, if engines of several are known"
+    )
+    parser.add_argument("--salt", default="", help="the requests' cache salt (default: none)")
+    parser.add_argument("--lora", default="", metavar="NAME", help="the requests' adapter (default: none)")
+    parser.add_argument("--ttl", metavar="TIME", help="unpin after this long: 12h, 7d (default: never)")
+
+
+def _prefetch_options(parser: ArgumentParser) -> None:
+    _prompt_options(parser)
+    parser.add_argument("--pin", default="", metavar="NAME", help="and pin them, under this name")
+    json_option(parser)
+
+
+def _pin_options(parser: ArgumentParser) -> None:
+    _prompt_options(parser)
+    parser.add_argument("--name", required=True, help="to unpin them by; replaces what had it")
+
+
+def _unpin_options(parser: ArgumentParser) -> None:
+    server_option(parser)
+    parser.add_argument("name", metavar="NAME")
+
+
+def _pins_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    json_option(parser)
+
+
+def _prefetch(args: Namespace) -> int:
+    from lmtier.tools import prefixes
+    from lmtier.tools.console import Remote
+
+    prompts = prefixes.read_prompts(args.tokens)
+    ttl = _ttl(args)
+    with Remote(address_in(args)) as remote:
+        model = prefixes.model_of(remote, args.model, args.lora)
+        chains = prefixes.keys_of(remote, model, prompts, args.salt)
+        whole, done = sum(map(len, chains)), 0
+        with Progress() as progress:
+
+            def come(chunks: int) -> None:
+                nonlocal done
+                done += chunks
+                progress.at(done, whole, f"{done} of {whole} chunks")
+
+            results = prefixes.bring_up(remote, model, chains, come)
+        pinned = prefixes.pin(remote, args.pin, chains, ttl) if args.pin else {}
+    if args.json:
+        found: dict[str, Any] = {"prompts": [asdict(each) for each in results]}
+        say(json.dumps(found | ({"pinned": pinned} if args.pin else {}), indent=2))
+    else:
+        say(prefixes.brought_table(results))
+        if args.pin:
+            say(f"pinned as {args.pin}: {prefixes.text_of(pinned)}")
+    return 1 if any(each.missing for each in results) else 0
+
+
+def _pin(args: Namespace) -> int:
+    from lmtier.tools import prefixes
+    from lmtier.tools.console import Remote
+
+    prompts = prefixes.read_prompts(args.tokens)
+    ttl = _ttl(args)
+    with Remote(address_in(args)) as remote:
+        model = prefixes.model_of(remote, args.model, args.lora)
+        chains = prefixes.keys_of(remote, model, prompts, args.salt)
+        pinned = prefixes.pin(remote, args.name, chains, ttl)
+    chunks = len({key for chain in chains for key in chain})
+    say(f"pinned as {args.name}, {chunks} chunks: {prefixes.text_of(pinned)}; others as soon as they come")
+    return 0
+
+
+def _ttl(args: Namespace) -> float | None:
+    if args.ttl is None:
+        return None
+    seconds = config.parse_seconds(args.ttl)
+    if not 0 < seconds <= MAX_TTL:
+        raise ConfigError(f"--ttl {args.ttl}: must be more than 0, and at most 100 years")
+    return seconds
+
+
+def _unpin(args: Namespace) -> int:
+    from lmtier.tools.console import Remote
+
+    with Remote(address_in(args)) as remote:
+        was_there = remote.ask("LMTIER.UNPIN", args.name) == 1
+    say(f"unpinned {args.name}" if was_there else f"nothing is pinned as {args.name}")
+    return 0 if was_there else 1
+
+
+def _pins(args: Namespace) -> int:
+    from lmtier.tools import prefixes
+    from lmtier.tools.console import Remote
+
+    with Remote(address_in(args)) as remote:
+        found = prefixes.pinned(remote)
+    if args.json:
+        say(json.dumps([each._asdict() for each in found], indent=2))
+    else:
+        say(prefixes.pins_table(found) if found else "nothing is pinned")
+    return 0
+
+
+COMMANDS = (
+    Subcommand(
+        "prefetch", "bring prompts up into memory before they are asked for", _prefetch_options, _prefetch
+    ),
+    Subcommand("pin", "keep prompts from being evicted, where they are", _pin_options, _pin),
+    Subcommand("unpin", "let go of what was pinned under a name", _unpin_options, _unpin),
+    Subcommand("pins", "what is pinned", _pins_options, _pins),
+)

@@ -1,0 +1,204 @@
+"""`lmtier serve` and `lmtier config`: run a server, and show its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmtier import config
+from lmtier._version import __version__
+from lmtier.errors import ConfigError
+from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
+from lmtier.tools.logs import write_log
+from lmtier.tools.terminal import say, size, table
+
+if TYPE_CHECKING:
+    from lmtier.server.serve import Server
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+_FOR = {
+    "redis": "any Redis client, and other hosts",
+    "unix": "engines on this host, which also map the slab",
+    "kv-events": "routers: what comes to the tiers and leaves them",
+    "kv-replay": "routers that missed some of it",
+}
+_TIER = ("tier", "location", "capacity", "write", "policy", "options")
+
+
+# ---- serve
+
+
+def _serve_options(parser: ArgumentParser) -> None:
+    config_option(parser)
+    parser.add_argument(
+        *("--tier", "-t"),
+        action="append",
+        metavar="URL",
+        help="a tier, the top one first: cpu://?capacity=32GiB, disk:///nvme?capacity=500GiB",
+    )
+    parser.add_argument("--unix", metavar="PATH", help="for engines on this host, which also map the slab")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="for Redis clients; '' for none")
+    parser.add_argument("--http", metavar="HOST:PORT", help="for browsers and Prometheus; '' for none")
+    parser.add_argument("--kv-events", metavar="ENDPOINT", help="for routers, as ZMQ writes it: tcp://*:5557")
+    parser.add_argument("--token-file", metavar="FILE", help="clients must send its first line")
+    parser.add_argument(
+        "--insecure", action="store_true", default=None, help="listen beyond this host without a token"
+    )
+    parser.add_argument("--log-level", choices=config.LEVELS, help="default: info")
+    parser.add_argument("--log-format", choices=config.FORMATS, help="default: text")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=SET)
+
+
+def _serve(args: Namespace) -> int:
+    from lmtier.server.process import give_way
+    from lmtier.server.serve import Server
+
+    give_way()
+    effective, serving, has_default_tiers = _settings(args)
+    lines = write_log(serving.log_level, serving.log_format)
+    try:
+        server = Server(effective, serving)
+        server.obey_signals()
+        say(_screen(server, has_default_tiers))
+        server.run()
+        return 0
+    finally:
+        lines.close()
+
+
+def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
+    """Of the cache, of the server, and whether the tiers are the default ones."""
+    ours, servers = _overrides(args.set)
+    if args.tier:
+        ours = {"tiers": args.tier} | ours
+    flags = {
+        name: getattr(args, name)
+        for name in (
+            *("unix", "listen", "http", "kv_events", "token_file", "insecure", "log_level", "log_format"),
+        )
+    }
+    servers = {name: value for name, value in flags.items() if value is not None} | servers
+    effective, origins = config.load(args.config, overrides=ours)
+    serving, _ = config.load_serving(args.config, overrides=servers)
+    return effective, serving, origins["tiers"] == "default"
+
+
+def _screen(server: Server, has_default_tiers: bool) -> str:
+    """The text that a new server prints: its tiers and addresses."""
+    from lmtier.server.listening import read_token
+
+    serving = server.serving
+    scheme = "https" if serving.tls_cert else "http"
+    lines = [f"lmtier {__version__}, cache server, process {os.getpid()}", ""]
+    lines.append(table(_TIER[:-1], (_described(spec)[:-1] for spec in server.cache.config.specs)))
+    if has_default_tiers:
+        lines.append("These are the default tiers; name yours with --tier or in the file.")
+    lines.append("")
+    rows = []
+    for what, address in server.where:
+        if what == "http":
+            host, _, port = address.rpartition(":")
+            url = f"{scheme}://{_ANYWHERE.get(host, host)}:{port}"
+            rows += [(what, address, f"{url}/ in a browser, {url}/metrics for Prometheus")]
+        else:
+            rows += [(what, address, _FOR[what])]
+    lines += [table(("listens", "address", "for"), rows), ""]
+    token = "is asked for" if read_token(serving) else "is not asked for"
+    tls = "TLS" if serving.tls_cert else "no TLS"
+    if serving.tls_ca:
+        tls += ", with a certificate of the client's"
+    unix = " The Unix socket needs none: only its owner may open it." if serving.unix else ""
+    lines.append(f"A token {token}; {tls}.{unix}")
+    return "\n".join(lines)
+
+
+# ---- config
+
+
+def _config_options(parser: ArgumentParser) -> None:
+    config_option(parser)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=SET)
+    json_option(parser)
+
+
+def _config(args: Namespace) -> int:
+    from lmtier.server.report import without_secrets
+
+    ours, servers = _overrides(args.set)
+    effective, origins = config.load(args.config, overrides=ours)
+    serving, serving_origins = config.load_serving(args.config, overrides=servers)
+    values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
+    values["tiers"] = [without_secrets(spec) for spec in effective.specs]
+    values["shares"] = " ".join(map(str, effective.shares))
+    serve: dict[str, Any] = {name: getattr(serving, name) for name in serving_origins}
+    tiers = [_described(spec) for spec in effective.specs]
+    token, token_origin = _token(serving.token_file, os.environ)
+    if args.json:
+        shown: dict[str, Any] = {
+            name: {"value": value, "origin": origins[name]} for name, value in values.items()
+        }
+        shown["serve"] = {
+            name: {"value": value, "origin": serving_origins[name]} for name, value in serve.items()
+        }
+        shown["serve"]["token"] = {"value": token, "origin": token_origin}
+        say(json.dumps(shown, indent=2))
+        return 0
+    urls = values.pop("tiers")
+    rows = [(name, _written(value), origins[name]) for name, value in values.items()]
+    rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(urls)]
+    rows += [(f"serve.{name}", _written(value), serving_origins[name]) for name, value in serve.items()]
+    rows += [("serve.token", token or "-", token_origin)]
+    say(table(("setting", "value", "origin"), rows))
+    say()
+    say(table(_TIER, tiers))
+    return 0
+
+
+def _token(file: str, env: Mapping[str, str]) -> tuple[str | None, str]:
+    """Whether there is a token, and its source; never the token itself."""
+    if file:
+        return "(not shown)", file
+    return ("(not shown)", config.TOKEN_VARIABLE) if env.get(config.TOKEN_VARIABLE) else (None, "default")
+
+
+def _written(value: object) -> str:
+    return "-" if value == "" else str(value)
+
+
+def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of --set: for a cache, and for its server."""
+    ours: dict[str, Any] = {}
+    servers: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {pair}: write it as name=value")
+        if name.startswith("serve."):
+            servers[name.removeprefix("serve.")] = value
+        else:
+            ours[name] = value
+    return ours, servers
+
+
+def _described(spec: config.TierSpec) -> Sequence[str]:
+    from lmtier.server.report import without_secrets
+
+    if spec.scheme not in ("cpu", "gpu"):
+        from lmtier.tiers.registry import load_tier
+
+        load_tier(spec.scheme)  # an unknown scheme is an error here, not first when the engine starts
+    spec = config.TierSpec.parse(without_secrets(spec))
+    capacity = "-" if spec.capacity is None else size(spec.capacity)
+    options = " ".join(f"{name}={value}" for name, value in spec.options.items())
+    return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"
+
+
+COMMANDS = (
+    Subcommand("serve", "run the cache server until a signal stops it", _serve_options, _serve),
+    Subcommand(
+        "config", "print the effective configuration and where it came from", _config_options, _config
+    ),
+)

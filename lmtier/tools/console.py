@@ -1,0 +1,304 @@
+"""A connection of the command line to a server: its address, one request at a time, and clear errors.
+
+Servers are not trusted: every wait has a limit, and no byte from a server can control the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit
+
+from lmtier.config import Serving, host_and_port
+from lmtier.errors import ConfigError, LMTierError
+from lmtier.server.explain import Explanation
+from lmtier.server.report import Snapshot, TierNow, Tokens
+from lmtier.tools.terminal import printable
+from lmtier.wire.replies import Replies
+from lmtier.wire.resp import INCOMPLETE, Error, ProtocolError, command
+
+TIMEOUT = 5.0
+PORT = 6380
+_STRANGE = "sends data that this version of lmtier does not know: use the same version on both sides"
+
+
+class Unreachable(LMTierError):
+    """A server does not answer, or is not an lmtier server. The message says what to do."""
+
+
+# ---- where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """The address of a server, with the credentials for it."""
+
+    unix: str = ""
+    host: str = ""
+    port: int = PORT
+    tls: bool = False
+    ca: str = ""
+    """The file of its certificate authority; empty: those that this system trusts."""
+    is_pinned: bool = False
+    """`ca` is the server's own certificate, so the host's name is not checked."""
+    cert: str = ""
+    key: str = ""
+    token: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        if self.unix:
+            return self.unix
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def address_of(text: str) -> Address:
+    """host:port, a socket's path, unix:///path, redis://[:token@]host[:port] or rediss://, which is TLS."""
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if "/" in text:
+            return Address(unix=text)
+        host, port = host_and_port(text, "address")
+        return Address(host=_reachable(host), port=port)
+    if scheme == "unix" and rest.startswith("/"):
+        return Address(unix=unquote(rest))
+    shown = f"{scheme}://{rest.rpartition('@')[2]}"  # a token is not repeated
+    try:
+        url = urlsplit(text)
+        host, port = url.hostname or "", PORT if url.port is None else url.port
+    except ValueError:
+        host, port = "", 0
+    if scheme not in ("redis", "rediss") or not host or url.path not in ("", "/", "/0"):
+        raise ConfigError(
+            f"address {shown!r}: write it like 127.0.0.1:6380, /run/lmtier/socket, "
+            "unix:///run/lmtier/socket, redis://:TOKEN@host:6380, or rediss:// for TLS"
+        )
+    if url.username and not url.password:
+        raise ConfigError(f"address {shown!r}: a token follows a colon, like redis://:TOKEN@host:6380")
+    token = unquote(url.password) if url.password else None
+    return Address(host=host, port=port, tls=scheme == "rediss", token=token)
+
+
+def own_address(serving: Serving) -> Address:
+    """The address of the server with these settings: the Unix socket if there is one."""
+    if serving.unix:
+        return Address(unix=serving.unix)
+    if not serving.listen:
+        raise ConfigError(
+            "the settings name neither a Unix socket nor an address to listen on; name a server"
+        )
+    host, port = host_and_port(serving.listen, "serve: listen")
+    address = Address(host=_reachable(host), port=port)
+    if not serving.tls_cert:
+        return address
+    address = replace(address, tls=True, ca=serving.tls_cert, is_pinned=True)
+    return replace(address, cert=serving.tls_cert, key=serving.tls_key) if serving.tls_ca else address
+
+
+def _reachable(host: str) -> str:
+    """The address to connect to if a server listens on every address."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def first_line(file: str) -> str:
+    """Reads a token from its file."""
+    try:
+        line = Path(file).read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file}: {error}") from None
+    if not line:
+        raise ConfigError(f"--token-file {file} is empty")
+    return line
+
+
+# ---- one question, one answer
+
+
+class Remote:
+    """A connection that waits for every answer. It sends the token only when the server asks for it."""
+
+    def __init__(self, address: Address, timeout: float = TIMEOUT) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._replies = Replies()
+        self._socket = self._connected()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def ask(self, *words: str | bytes, timeout: float | None = None) -> Any:
+        """The answer to one command. An error is raised, with a message that says what to do."""
+        timeout = timeout or self._timeout
+        reply = self._exchange(words, timeout)
+        if isinstance(reply, Error) and reply.startswith("NOAUTH"):
+            if self.address.token is None:
+                raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
+            if isinstance(shown := self._exchange(("AUTH", self.address.token), timeout), Error):
+                raise self._trouble(f"refuses this token: {printable(shown)}")
+            reply = self._exchange(words, timeout)
+        if isinstance(reply, Error):
+            if reply.startswith("ERR unknown command"):
+                raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
+            raise self._trouble(f"answered: {printable(reply)}")
+        return reply
+
+    def snapshot(self) -> Snapshot:
+        """The server's report about itself."""
+        found = self.json("LMTIER.REPORT")
+        tiers = found.get("tiers")
+        if (
+            Snapshot.__required_keys__ <= found.keys()
+            and isinstance(tiers, list)
+            and all(isinstance(tier, dict) and TierNow.__required_keys__ <= tier.keys() for tier in tiers)
+            and Tokens.__required_keys__ <= found["tokens"].keys()
+            and all(isinstance(ratios, dict) for ratios in found["curve"].values())
+        ):
+            return cast(Snapshot, found)
+        raise self._trouble(_STRANGE)
+
+    def history(self) -> list[dict[str, Any]]:
+        """Its counters over the last minutes, the oldest first."""
+        return list(self.json("LMTIER.HISTORY").get("rows", ()))
+
+    def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:
+        """Why its last lookups missed, the latest first."""
+        words = ("LMTIER.EXPLAIN", str(most), *(("TOKENS",) if tokens else ()))
+        found = self.json(*words, kind=list)
+        if all(isinstance(each, dict) and Explanation.__required_keys__ <= each.keys() for each in found):
+            return cast("list[Explanation]", found)
+        raise self._trouble(_STRANGE)
+
+    def json(self, *words: str, kind: type = dict) -> Any:
+        reply = self.ask(*words)
+        try:
+            found = json.loads(reply)
+        except (TypeError, ValueError):
+            found = None
+        if not isinstance(found, kind):
+            raise self._trouble(f"is no lmtier server: it gave an unexpected answer to {words[0]}")
+        return _harmless(found)
+
+    def _exchange(self, words: Sequence[str | bytes], timeout: float) -> object:
+        until = time.monotonic() + timeout
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(command(*words))
+            while (reply := self._replies.next()) is INCOMPLETE:
+                self._socket.settimeout(max(0.001, until - time.monotonic()))
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    raise self._trouble(self._hung_up())
+                self._replies.feed(data)
+        except ProtocolError:
+            raise self._trouble(
+                "is no lmtier server: it answered something that is not RESP; is that the port of its page, "
+                "or of another program?"
+            ) from None
+        except OSError as error:
+            raise self._unreachable(error, timeout) from None
+        return reply
+
+    def _connected(self) -> socket.socket:
+        address = self.address
+        try:
+            if address.unix:
+                plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    plain.settimeout(self._timeout)
+                    plain.connect(address.unix)
+                except BaseException:
+                    plain.close()
+                    raise
+                return plain
+            context = _context(address) if address.tls else None
+            plain = socket.create_connection((address.host, address.port), self._timeout)
+            if context is None:
+                return plain
+            try:
+                return context.wrap_socket(plain, server_hostname=address.host)
+            except BaseException:
+                plain.close()
+                raise
+        except OSError as error:
+            raise self._unreachable(error, self._timeout) from None
+
+    def _hung_up(self) -> str:
+        if self.address.unix:
+            return "closed the connection; its log may say why"
+        if self.address.tls:
+            return (
+                "closed the connection; if it asks for a certificate of yours, give --cert and --key; "
+                "if it has no TLS, write redis://"
+            )
+        return "closed the connection without an answer; if it asks for TLS, write rediss://"
+
+    def _unreachable(self, error: OSError, timeout: float) -> Unreachable:
+        """A message for an error of the system. The order matters: they are all OSError."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            said = error.verify_message.rstrip(".")
+            return self._trouble(
+                f"shows a certificate that is not trusted ({said}): name its authority with --ca"
+            )
+        if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return self._trouble(self._hung_up())
+        if isinstance(error, ssl.SSLError):
+            if "CERTIFICATE_REQUIRED" in (error.reason or "") or "HANDSHAKE_FAILURE" in (error.reason or ""):
+                return self._trouble("asks for a certificate of yours: give --cert and --key")
+            return self._trouble(
+                f"does not speak TLS as we do ({error.reason}): write redis:// if it has none"
+            )
+        if isinstance(error, socket.gaierror):
+            return self._trouble("cannot be found: is the host's name right?")
+        if isinstance(error, TimeoutError):
+            hint = "; does it speak TLS? If not, write redis://" if self.address.tls else ""
+            return self._trouble(f"did not answer within {timeout:g} s{hint}")
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            return self._trouble(
+                "is not there: is `lmtier serve` running? `lmtier config` shows where it listens"
+            )
+        if isinstance(error, PermissionError):
+            return self._trouble(
+                "may be opened by the server's own user only: become that, or use its TCP address"
+            )
+        if isinstance(error, ConnectionResetError | BrokenPipeError):
+            return self._trouble(self._hung_up())
+        return self._trouble(f"cannot be reached: {error.strerror or error}")
+
+    def _trouble(self, what: str) -> Unreachable:
+        return Unreachable(f"{self.address} {what}")
+
+
+def _context(address: Address) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=address.ca or None)
+        if address.cert:
+            context.load_cert_chain(address.cert, address.key or None)
+    except (OSError, ssl.SSLError) as error:
+        files = ", ".join(filter(None, (address.ca, address.cert, address.key)))
+        raise ConfigError(f"TLS with {files}: {error}") from None
+    if address.is_pinned:
+        context.check_hostname = False
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _harmless(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_harmless(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(name): _harmless(each) for name, each in value.items()}
+    return value

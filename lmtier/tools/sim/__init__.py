@@ -1,0 +1,1 @@
+"""Simulation: replays traces through the real `Cache`, without the bytes."""

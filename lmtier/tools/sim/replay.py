@@ -1,0 +1,214 @@
+"""Replays a trace through the real `Cache`: it makes all decisions, but no bytes move.
+
+A chunk is one page of an untouched slab, capacities are counted in chunks of the simulated size, and lower
+tiers complete each job at once. The cache's decisions do not depend on this, as long as all chunks have one
+size. Requests come one after the other: nothing is leased when the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmtier.config import Config, TierSpec
+from lmtier.core.cache import Cache
+from lmtier.core.match import CPU
+from lmtier.errors import ConfigError
+from lmtier.format.layout import PAGE, LayerShape, Layout, form_of, padded, stored_size
+from lmtier.format.objects import Header
+from lmtier.observe.metrics import Metrics
+from lmtier.threads import collector_paused
+from lmtier.tiers.base import Done, Job, Op, Tier
+from lmtier.tools.sim.traces import Trace
+
+_HOT_METRICS = ("transfer_bytes", "transfer_seconds", "stored_tokens", "dropped_tokens", "evictions")
+_USUAL = {"cpu": (20e9, 0.0), "disk": (3e9, 1e-3)}  # bytes per second, seconds until the first byte
+_FAR = (1e9, 2e-3)
+_AT_REST = stored_size(PAGE)  # the size of a chunk of one page in a lower tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The speeds from which expected times are computed."""
+
+    prefill: float = 10_000.0
+    """Tokens per second that the engine computes."""
+    bandwidth: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second, by tier; for `cpu` from the slab into the engine."""
+    latency: Mapping[str, float] = field(default_factory=dict)
+    """Seconds until the first byte, by tier."""
+
+    def seconds(self, missed: int, hits: Mapping[str, int], bytes_per_token: float) -> float:
+        """Seconds to the first token if the engine is idle: the loads, then the computation."""
+        total = max(1, missed) / self.prefill
+        for label, tokens in hits.items():
+            usual_bandwidth, usual_latency = _USUAL.get(label.partition("-")[0], _FAR)
+            total += self.latency.get(label, usual_latency)
+            total += tokens * bytes_per_token / self.bandwidth.get(label, usual_bandwidth)
+        return total
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of one replay."""
+
+    specs: Sequence[TierSpec]
+    seconds: float
+    """The duration of the trace."""
+    bytes_per_token: float
+    requests: int = 0
+    chunks: int = 0
+    """Chunks that were looked up."""
+    tokens: int = 0
+    hits: dict[str, int] = field(default_factory=dict)
+    """Tokens supplied, by tier."""
+    saved: int = 0
+    """Tokens saved into the slab."""
+    read: dict[str, int] = field(default_factory=dict)
+    """Bytes read from each lower tier."""
+    written: dict[str, int] = field(default_factory=dict)
+    """Bytes written to each lower tier."""
+    ttft: list[float] = field(default_factory=list)
+    """Expected seconds to the first token, in rising order."""
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(self.hits.values())
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hit_tokens / self.tokens if self.tokens else 0.0
+
+    def percentile(self, share: float) -> float:
+        return self.ttft[min(len(self.ttft) - 1, int(share * len(self.ttft)))]
+
+    def written_per_day(self, label: str) -> float:
+        return self.written[label] * 86_400 / self.seconds if self.seconds else 0.0
+
+
+class InstantTier(Tier):
+    """A tier that completes every job at once, and counts the bytes."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._done: list[Done] = []
+        self.loaded = self.stored = 0
+
+    def submit(self, job: Job) -> None:
+        ok: dict[Any, Any]
+        if job.op is Op.LOAD:
+            self.loaded += len(job.items)
+            ok = {item.name: Header(item.name, self._layout, PAGE) for item in job.items}
+        else:
+            self.stored += len(job.items) if job.op is Op.STORE else 0
+            ok = {item.name: None for item in job.items}
+        self._done.append(Done(job.id, ok))
+
+    def poll(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        pass
+
+
+def replay(
+    trace: Trace,
+    urls: Sequence[str],
+    *,
+    chunk_tokens: int,
+    bytes_per_token: float,
+    hardware: Hardware | None = None,
+    partial: bool = False,
+    heard: Callable[[Cache, Mapping[str, int]], None] = lambda cache, hits: None,
+) -> Outcome:
+    """Replay a trace on a cache with these tiers. `heard` is called with the result of each request.
+
+    `partial` counts the last part of a prompt as a whole chunk, as studies of policies do.
+    """
+    hardware = hardware or Hardware()
+    nbytes = round(chunk_tokens * bytes_per_token)
+    layout = Layout((LayerShape(1, PAGE, 0),), "u8", chunk_tokens, chunk_tokens, "simulated")
+    form = form_of(layout, [layout.whole])
+    specs = Config(tiers=urls).stores
+    tiers = [InstantTier(layout) for _ in specs[1:]]
+    config = Config(
+        chunk_tokens=chunk_tokens,
+        tiers=[_in_chunks(number, spec, nbytes) for number, spec in enumerate(specs)],
+        hugepages=False,
+        prefault=False,
+        queue_length=1 << 40,  # no limit: a trace does not show when chunks come faster than a disk writes
+    )
+    outcome = Outcome(specs, trace.seconds, bytes_per_token)
+    opened = dict(zip(config.tiers[1:], tiers, strict=True))
+    now = 0.0
+    with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:
+        for request, keys in zip(trace.requests, trace.keys(chunk_tokens, partial=partial), strict=True):
+            now = request.at
+            match = cache.match(keys, form)
+            cache.prefetch(match)
+            _finish(cache)
+            hits = {label: match.sources.count(label) * chunk_tokens for label in set(match.sources)}
+            cache.release(match)
+            reservation = cache.reserve(keys, form)
+            cache.commit(reservation)
+            _finish(cache)
+            outcome.requests += 1
+            outcome.chunks += len(keys)
+            outcome.tokens += max(request.tokens, len(keys) * chunk_tokens)
+            outcome.saved += len(reservation.entries) * chunk_tokens
+            for label, tokens in hits.items():
+                outcome.hits[label] = outcome.hits.get(label, 0) + tokens
+            missed = request.tokens - sum(hits.values())
+            outcome.ttft.append(hardware.seconds(missed, hits, bytes_per_token))
+            heard(cache, hits)
+        for below, tier in zip(cache.lower, tiers, strict=True):
+            outcome.read[below.label] = tier.loaded * stored_size(nbytes)
+            outcome.written[below.label] = tier.stored * stored_size(nbytes)
+            outcome.hits.setdefault(below.label, 0)
+    outcome.hits.setdefault(CPU, 0)
+    outcome.ttft.sort()
+    return outcome
+
+
+def _finish(cache: Cache) -> None:
+    """Let the tiers finish all jobs. A real engine's step takes much longer than these."""
+    cache.step()
+    while any(below.backlog or below.has_jobs for below in cache.lower):
+        cache.step()
+
+
+def _in_chunks(number: int, spec: TierSpec, nbytes: int) -> str:
+    """The URL of a tier that holds as many pages as the given tier holds chunks."""
+    if spec.scheme == "cpu":
+        room, scaled, rules = padded(nbytes), PAGE, f"&policy={spec.policy}"
+    else:
+        room, scaled, rules = stored_size(nbytes), _AT_REST, f"&policy={spec.policy}&write={spec.write}"
+        if spec.writes_per_day is not None:
+            rules += f"&writes_per_day={max(1, spec.writes_per_day * scaled // room)}"
+    if spec.capacity is None:
+        return f"{spec.scheme}:///{number}?{rules[1:]}"
+    chunks = spec.capacity // room
+    if not chunks:
+        raise ConfigError(f"{spec} is too small for one chunk of {room} bytes; give it more capacity")
+    return f"{spec.scheme}://{f'/{number}' if number else ''}?capacity={chunks * scaled}{rules}"
+
+
+class _Unread:
+    """A metric without effect. Real ones would take a fifth of the time."""
+
+    def labels(self, *_: object) -> _Unread:
+        return self
+
+    def inc(self, *_: object) -> None:
+        pass
+
+    observe = inc
+
+
+def _quiet() -> Metrics:
+    metrics = Metrics()
+    for name in _HOT_METRICS:
+        setattr(metrics, name, _Unread())
+    return metrics

@@ -1,0 +1,218 @@
+"""Compares several configurations: makes the variants, a table of their results, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from math import log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmtier.config import TierSpec
+from lmtier.errors import ConfigError
+from lmtier.tools.sim.replay import Hardware, Outcome
+from lmtier.tools.sim.traces import Trace
+from lmtier.tools.terminal import number, size, table
+
+_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+
+
+def variants(urls: Sequence[str], policies: str = "", writes: str = "") -> list[list[str]]:
+    """One list of tiers for each variant. Each comma in an option of a URL separates variants.
+
+    `policies` and `writes`, also with commas, are set in all tiers where they have a meaning.
+    """
+    choices: list[list[str]] = []
+    for url in urls:
+        head, mark, query = url.partition("?")
+        options = [option.partition("=") for option in query.split("&") if option]
+        each = [[f"{name}{equals}{value}" for value in text.split(",")] for name, equals, text in options]
+        choices.append([f"{head}{mark}{'&'.join(chosen)}" for chosen in product(*each)])
+    for_all = [_words("policy", policies), _words("write", writes)]
+    return [
+        [_with(url, policy, "" if url.startswith("cpu:") else write) for url in chosen]
+        for *chosen, policy, write in product(*choices, *for_all)
+    ]
+
+
+def _words(name: str, text: str) -> list[str]:
+    return [f"{name}={word}" for word in text.split(",")] if text else [""]
+
+
+def _with(url: str, *options: str) -> str:
+    head, _, query = url.partition("?")
+    names = {option.partition("=")[0] for option in options if option}
+    kept = [option for option in query.split("&") if option and option.partition("=")[0] not in names]
+    return f"{head}?{'&'.join([*kept, *filter(None, options)])}"
+
+
+def described(specs: Sequence[TierSpec]) -> str:
+    return " + ".join(f"{spec.scheme} {_room(spec)} {_rules(spec)}" for spec in specs)
+
+
+def _room(spec: TierSpec) -> str:
+    return "unlimited" if spec.capacity is None else size(spec.capacity)
+
+
+def _rules(spec: TierSpec) -> str:
+    if spec.scheme == "cpu":
+        return spec.policy
+    budget = "" if spec.writes_per_day is None else f" {size(spec.writes_per_day)}/day"
+    return f"{spec.policy} {spec.write}{budget}"
+
+
+def summary(trace: Trace, chunk_tokens: int, bytes_per_token: float, hardware: Hardware) -> str:
+    return (
+        f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds / 3600:.3g} h,"
+        f" {trace.tokens:,} tokens of prompts\n"
+        f"{chunk_tokens} tokens a chunk, {size(round(bytes_per_token))} a token;"
+        f" an engine that computes {hardware.prefill:,.0f} tokens a second"
+    )
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """A row for each configuration."""
+    labels = list(dict.fromkeys(label for outcome in outcomes for label in outcome.hits))
+    lower = [label for label in labels if label != "cpu"]
+    headers = ["tiers", "hit %", *(f"{label} %" for label in labels if lower), "tokens saved"]
+    for label in lower:
+        headers += [f"{label} read", f"{label} written", f"{label} written/day"]
+    headers += ["TTFT p50 ms", "p95", "p99"]
+    return table(headers, ([*_row(outcome, labels, lower)] for outcome in outcomes))
+
+
+def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str]) -> Iterator[str]:
+    yield described(outcome.specs)
+    yield f"{100 * outcome.hit_ratio:.2f}"
+    for label in labels if lower else ():
+        yield f"{100 * outcome.hits.get(label, 0) / max(1, outcome.tokens):.2f}"
+    yield f"{outcome.hit_tokens:,}"
+    for label in lower:
+        if label in outcome.written:
+            yield from (size(outcome.read[label]), size(outcome.written[label]))
+            yield size(round(outcome.written_per_day(label)))
+        else:
+            yield from "---"
+    yield from (number(1e3 * outcome.percentile(share)) for share in (0.5, 0.95, 0.99))
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "tiers": [
+            {
+                "scheme": s.scheme,
+                "capacity": s.capacity,
+                "policy": s.policy,
+                "write": s.write,
+                "writes_per_day": s.writes_per_day,
+            }
+            for s in outcome.specs
+        ],
+        "requests": outcome.requests,
+        "chunks": outcome.chunks,
+        "tokens": outcome.tokens,
+        "hit_ratio": outcome.hit_ratio,
+        "hit_tokens": outcome.hits,
+        "saved_tokens": outcome.saved,
+        "read_bytes": outcome.read,
+        "written_bytes": outcome.written,
+        "written_bytes_per_day": {label: outcome.written_per_day(label) for label in outcome.written},
+        "ttft_seconds": {f"p{share}": outcome.percentile(share / 100) for share in (50, 90, 95, 99)},
+    }
+
+
+# ---- the plot
+
+
+class PlotLine(NamedTuple):
+    name: str
+    points: Sequence[tuple[float, float]]
+    """Capacity in GiB, share of the tokens."""
+
+
+def curves(outcomes: Iterable[Outcome]) -> list[PlotLine]:
+    """Hits over the capacity of all tiers, with a curve for each variant of rules."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for outcome in outcomes:
+        name = " + ".join(f"{spec.scheme} {_rules(spec)}" for spec in outcome.specs)
+        capacity = sum(spec.capacity or 0 for spec in outcome.specs) / (1 << 30)
+        points.setdefault(name, []).append((capacity, outcome.hit_ratio))
+    return [PlotLine(name, sorted(each)) for name, each in points.items()]
+
+
+def check_plot(path: Path) -> None:
+    """Check the file name of a plot before the work begins."""
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--plot {path}: name a .svg file, or a .png")
+    if path.suffix == ".png" and find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path}: a PNG needs matplotlib; a .svg file needs nothing")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no such folder")
+
+
+def plot(path: Path, title: str, found: Sequence[PlotLine]) -> None:
+    """Draw it into an SVG file, or with matplotlib into a PNG."""
+    try:
+        if path.suffix == ".svg":
+            path.write_text(svg(title, found))
+        else:
+            _png(path, title, found)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error.strerror or error}") from None
+
+
+def svg(title: str, found: Sequence[PlotLine]) -> str:
+    """Self-contained, readable on white and on black."""
+    width, height, left, top, right, bottom = 760, 440, 60, 48, 20, 52
+    sizes = sorted({capacity for curve in found for capacity, _ in curve.points})
+    low, high = log2(sizes[0]) - 0.2, log2(sizes[-1]) + 0.2
+    most = max(0.05, *(share for curve in found for _, share in curve.points))
+    step = next(each for each in (0.01, 0.02, 0.05, 0.1, 0.2) if most / each <= 6)
+    ceiling = step * (int(most / step) + 1)
+
+    def x(capacity: float) -> float:
+        return left + (log2(capacity) - low) / (high - low) * (width - left - right)
+
+    def y(share: float) -> float:
+        return height - bottom - share / ceiling * (height - top - bottom)
+
+    def text(at_x: float, at_y: float, words: str, more: str = "") -> str:
+        return f'<text x="{at_x:.1f}" y="{at_y:.1f}" {more}>{escape(words)}</text>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 18 * len(found)}"'
+        ' font-family="sans-serif" font-size="12" fill="#777">',
+        text(left, 24, title, 'font-size="14"'),
+    ]
+    for i in range(round(ceiling / step) + 1):
+        at = y(i * step)
+        parts.append(f'<path d="M{left} {at:.1f}H{width - right}" stroke="#777" stroke-opacity=".3"/>')
+        parts.append(text(left - 8, at + 4, f"{100 * i * step:.0f} %", 'text-anchor="end"'))
+    for capacity in sizes:
+        words = size(round(capacity * (1 << 30)))
+        parts.append(text(x(capacity), height - bottom + 20, words, 'text-anchor="middle"'))
+    parts.append(text((left + width - right) / 2, height - 10, "capacity", 'text-anchor="middle"'))
+    for i, (name, points) in enumerate(found):
+        colour = _COLOURS[i % len(_COLOURS)]
+        line = " ".join(f"{x(capacity):.1f},{y(share):.1f}" for capacity, share in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for capacity, share in points:
+            parts.append(f'<circle cx="{x(capacity):.1f}" cy="{y(share):.1f}" r="3.5" fill="{colour}"/>')
+        parts.append(f'<rect x="{left}" y="{height + 18 * i}" width="12" height="12" fill="{colour}"/>')
+        parts.append(text(left + 20, height + 18 * i + 11, name))
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _png(path: Path, title: str, found: Sequence[PlotLine]) -> None:
+    figures: Any = import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in found:
+        axes.plot([capacity for capacity, _ in points], [100 * s for _, s in points], "o-", label=name)
+    axes.set(title=title, xlabel="capacity, GiB", ylabel="tokens hit, %", xscale="log", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

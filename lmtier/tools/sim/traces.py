@@ -1,0 +1,138 @@
+"""Traffic to replay: readers for Mooncake's, Qwen-Bailian's, Azure's and our own request logs.
+
+    Mooncake, ours   a JSON object per line: timestamp (ms), input_length, output_length, hash_ids
+    Qwen-Bailian     the same with chat_id and others; its timestamp is in seconds
+    Azure            CSV: TIMESTAMP, ContextTokens, GeneratedTokens. It has no contents: nothing is shared
+
+`hash_ids[i]` names the i-th block of the prompt; the last may be a part of one. A file may be gzipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmtier.errors import ConfigError
+from lmtier.format.keys import KEY_BYTES, NAMESPACE_BYTES, namespace
+
+_SPACE = namespace("simulated")
+
+
+class TraceRequest(NamedTuple):
+    at: float
+    """Seconds since the first one."""
+    tokens: int
+    """The number of tokens of the prompt."""
+    output: int
+    blocks: Sequence[Hashable]
+    """The content of the prompt, block by block; the last may be partial. Empty: not known."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    block_tokens: int
+    requests: Sequence[TraceRequest]
+
+    @property
+    def seconds(self) -> float:
+        return self.requests[-1].at - self.requests[0].at
+
+    @property
+    def tokens(self) -> int:
+        return sum(request.tokens for request in self.requests)
+
+    def keys(self, chunk_tokens: int, *, partial: bool = False) -> Iterator[list[bytes]]:
+        """The keys of each request's whole chunks. They are chained, so each covers all chunks before it.
+
+        A chunk is some blocks, or an even part of one. `partial` counts a last part as a whole chunk too.
+        """
+        per, parts = chunk_tokens // self.block_tokens, self.block_tokens // chunk_tokens
+        if chunk_tokens % self.block_tokens and self.block_tokens % chunk_tokens:
+            raise ConfigError(
+                f"chunk_tokens={chunk_tokens}: the trace has blocks of {self.block_tokens} tokens; take a"
+                " multiple, or an even part"
+            )
+        known: dict[tuple[bytes, tuple[Hashable, ...]], bytes] = {}
+        for number, (_, tokens, _, blocks) in enumerate(self.requests):
+            keys: list[bytes] = []
+            key = b"" if blocks else b"%d" % number
+            for i in range(-(-tokens // chunk_tokens) if partial else tokens // chunk_tokens):
+                content = tuple(blocks[i * per : i * per + per] if per else (blocks[i // parts], i % parts))
+                link = (key, content)
+                if (found := known.get(link)) is None:
+                    digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES)
+                    found = known[link] = _SPACE + digest.digest()
+                keys.append(found)
+                key = found
+            yield keys
+
+
+def read(path: Path, *, block_tokens: int | None = None) -> Trace:
+    """Reads the trace in a file, in any of the formats."""
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode()
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror or error}") from None
+    except (EOFError, UnicodeDecodeError):
+        raise ConfigError(f"trace {path}: this is neither text nor gzip") from None
+    is_json = text.startswith("{")
+    requests: list[TraceRequest] = []
+    try:
+        requests.extend((_jsonl if is_json else _azure)(text.splitlines()))
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(f"trace {path}, not a request in any known format: {what}") from None
+    if not requests:
+        raise ConfigError(f"trace {path}: no requests")
+    tokens = block_tokens or (_block_tokens(path, requests) if is_json else 1)
+    for request in requests:
+        if request.blocks and len(request.blocks) < request.tokens // tokens:
+            raise ConfigError(
+                f"trace {path}: {request.tokens} tokens in {len(request.blocks)} blocks of {tokens}"
+            )
+    requests.sort(key=lambda request: request.at)
+    start = requests[0].at
+    return Trace(path.name, tokens, [each._replace(at=each.at - start) for each in requests])
+
+
+def _jsonl(lines: Iterable[str]) -> Iterator[TraceRequest]:
+    for line in lines:
+        if line.strip():
+            each: dict[str, Any] = json.loads(line)
+            unit = 1 if "chat_id" in each else 1000
+            at = float(each["timestamp"]) / unit
+            yield TraceRequest(
+                at, int(each["input_length"]), int(each["output_length"]), tuple(each["hash_ids"])
+            )
+
+
+def _azure(lines: Iterable[str]) -> Iterator[TraceRequest]:
+    for row in csv.DictReader(lines):
+        text = row["TIMESTAMP"].strip()[:26]  # without its 7th digit, which Python does not read
+        when = datetime.fromisoformat(text).replace(tzinfo=UTC)
+        yield TraceRequest(when.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+
+
+def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:
+    """The only block size, or the only power of two, that fits the lengths of all prompts."""
+    low, high = 1, 1 << 20
+    for _, tokens, _, blocks in requests:
+        if blocks:
+            low = max(low, -(-tokens // len(blocks)))
+        if len(blocks) > 1:
+            high = min(high, (tokens - 1) // (len(blocks) - 1))
+    fits = [low] if low == high else [1 << n for n in range(21) if low <= 1 << n <= high]
+    if len(fits) != 1:
+        raise ConfigError(
+            f"trace {path}: its block size does not follow from its lengths; give it with --block-tokens"
+        )
+    return fits[0]

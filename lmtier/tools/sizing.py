@@ -1,0 +1,299 @@
+"""The KV size of a model, and how much of it a tier holds, from a Hugging Face `config.json`.
+
+It counts the KV that lmtier stores: every token of every attention layer, also with sliding windows, because
+the next prompt may share any prefix. An engine stores less for a running request if layers have windows.
+Layers without attention (Mamba, linear attention) have a state: no bytes per token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmtier.config import suggest
+from lmtier.errors import ConfigError
+from lmtier.format.layout import DTYPE_BYTES, ChunkForm, LayerShape, Layout, form_of
+from lmtier.tools.terminal import number, size, table
+
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_DTYPE_NAMES = {"fp8": "fp8_e4m3"}
+_PACKED_MLA = "fp8_ds_mla"
+_PACKED_MLA_BYTES = 512 + 4 * 4 + 64 * 2  # a token and layer: fp8 latent, its scales, bf16 rope part
+_FULL = ("full_attention", "attention", "global", "*")
+_WINDOWED = ("sliding_attention", "chunked_attention", "local_sliding")
+_BLOCK_TOKENS = 16
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}  # every n-th layer is full, if the file lacks it
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The properties of a model that decide the size of its KV."""
+
+    name: str
+    full: int
+    """Layers that attend to all tokens."""
+    windowed: int
+    """Layers that attend to the last `window` ones."""
+    window: int
+    stateless: int
+    """Layers without KV: they have a state, or share another layer's KV."""
+    shape: LayerShape
+    is_latent: bool
+    """MLA: one head for all ranks."""
+    dtype: str
+    longest: int | None
+    """The longest prompt in tokens that its positions allow."""
+
+    @property
+    def layers(self) -> int:
+        return self.full + self.windowed
+
+    def layer_bytes(self) -> int:
+        """Bytes per token and layer."""
+        if self.dtype == _PACKED_MLA:
+            return _PACKED_MLA_BYTES
+        return self.shape.heads * (self.shape.k + self.shape.v) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.layer_bytes()
+
+    def engine_bytes(self, tokens: int) -> int:
+        """The bytes of an engine for a request of `tokens` tokens, if it drops blocks outside the windows."""
+        return (self.full * tokens + self.windowed * min(tokens, self.window or tokens)) * self.layer_bytes()
+
+    def form(self, chunk_tokens: int, ranks: int) -> ChunkForm:
+        """How a chunk is cut: one shard per rank. Ranks that hold the same share one."""
+        shape, packing, dtype, block = self.shape, "token", self.dtype, min(_BLOCK_TOKENS, chunk_tokens)
+        if self.is_latent:
+            packing = "latent"
+        if dtype == _PACKED_MLA:
+            shape, packing, dtype = LayerShape(1, _PACKED_MLA_BYTES * block, 0), _PACKED_MLA, "u8"
+        layout = Layout((shape,) * self.layers, dtype, block, chunk_tokens, packing)
+        shards = [
+            layout.shard(rank=rank, ranks=ranks)
+            for rank in range(ranks)
+            if layout.writes(rank=rank, ranks=ranks)
+        ]
+        return form_of(layout, shards)
+
+
+def read(path: Path, kv_dtype: str = "auto") -> Model:
+    """The model of a `config.json`, or of the folder that it is in."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"model {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"model {file}: not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model {file}: not a model's configuration")
+    try:
+        return model_of(fields, kv_dtype, name=str(fields.get("_name_or_path") or file.parent.name))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"model {file}: not a configuration of a language model: {error}") from None
+
+
+def model_of(outer: Mapping[str, Any], kv_dtype: str = "auto", *, name: str = "") -> Model:
+    """The model of a configuration. The fields of a multimodal model are one level deeper."""
+    names = ("text_config", "llm_config", "language_config")
+    inner: Mapping[str, Any] = next((outer[key] for key in names if key in outer), {})
+    config = {**outer, **inner}
+    heads = config.get("num_attention_heads") or config["n_head"]
+    latent = config.get("kv_lora_rank")
+    if latent:
+        shape = LayerShape(1, latent + config["qk_rope_head_dim"], 0)
+    else:
+        dim = config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // heads
+        shape = LayerShape(_kv_heads(config, heads), dim, dim)
+    full, windowed, without = _layers(config)
+    if not full + windowed:
+        raise ConfigError(f"model {name}: it has no attention layers, so there is no KV to keep")
+    return Model(
+        name=name or str(config.get("model_type", "model")),
+        full=full,
+        windowed=windowed,
+        window=_window(config) if windowed else 0,
+        stateless=without,
+        shape=shape,
+        is_latent=bool(latent),
+        dtype=_dtype(config, kv_dtype, bool(latent)),
+        longest=config.get("max_position_embeddings") or config.get("n_positions"),
+    )
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return int(config.get("num_key_value_heads") or config.get("num_kv_heads") or heads)
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    chunked = "chunked_attention" in (config.get("layer_types") or ())
+    window = config.get("attention_chunk_size") if chunked else config.get("sliding_window")
+    return int(window or 0)
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The numbers of layers with full attention, with a window, and without attention."""
+    count = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    kinds = _kinds(config, count)
+    kinds = kinds[: len(kinds) - int(config.get("num_kv_shared_layers") or 0)]
+    full = sum(kind in _FULL for kind in kinds)
+    windowed = sum(kind in _WINDOWED for kind in kinds)
+    return full, windowed, max(count, len(kinds)) - full - windowed
+
+
+def _kinds(config: Mapping[str, Any], count: int) -> Sequence[str]:
+    for field in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if config.get(field):
+            return list(config[field])
+    if period := config.get("attn_layer_period"):
+        offset = config.get("attn_layer_offset", 0)
+        return ["attention" if i % period == offset else "mamba" for i in range(count)]
+    if interval := config.get("full_attention_interval"):
+        return ["attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return ["attention"] * count
+    kind = str(config.get("model_type", ""))
+    if every := config.get("sliding_window_pattern") or _PATTERNS.get(kind):
+        return ["attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
+    first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
+    return ["attention" if i < first else "sliding_attention" for i in range(count)]
+
+
+def _dtype(config: Mapping[str, Any], asked: str, is_latent: bool) -> str:
+    if asked == "auto":
+        return _DTYPES.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16")
+    dtype = _DTYPE_NAMES.get(asked, asked)
+    if dtype not in DTYPE_BYTES and not (dtype == _PACKED_MLA and is_latent):
+        raise ConfigError(f"--kv-dtype {asked}: unknown{suggest(asked, {*DTYPE_BYTES, 'auto', 'fp8'})}")
+    return dtype
+
+
+# ---- what it means for tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The capacity of one tier for a model's KV."""
+
+    tier: str
+    capacity: int
+    chunk_bytes: int
+    """The bytes of a chunk in this tier."""
+    chunk_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.capacity // self.chunk_bytes * self.chunk_tokens
+
+    def requests(self, length: int) -> int:
+        """The number of prompts of this length that fit, if they share nothing.
+
+        Only whole chunks are stored.
+        """
+        return self.capacity // self.chunk_bytes // max(1, length // self.chunk_tokens)
+
+    def longest(self, model: Model) -> int:
+        return min(self.tokens, model.longest or self.tokens)
+
+
+def holdings(capacities: Mapping[str, int], form: ChunkForm, chunk_tokens: int) -> list[Holding]:
+    return [
+        Holding(tier, capacity, form.room if tier == "cpu" else form.at_rest, chunk_tokens)
+        for tier, capacity in capacities.items()
+    ]
+
+
+def break_even(model: Model, prefill: float) -> float:
+    """The bytes per second below which loading takes longer than computing `prefill` tokens per second."""
+    return model.bytes_per_token * prefill
+
+
+def report(
+    model: Model,
+    found: Sequence[Holding],
+    form: ChunkForm,
+    *,
+    lengths: Sequence[int],
+    prefills: Sequence[float],
+) -> str:
+    what = f"{model.full} layers of full attention" if model.full else ""
+    if model.windowed:
+        what += f"{', ' if what else ''}{model.windowed} with a window of {model.window:,} tokens"
+    if model.stateless:
+        what += f", {model.stateless} without KV of their own"
+    per = f"{model.shape.k} elements" if model.is_latent else f"{model.shape.heads} heads of {model.shape.k}"
+    assert form.layout is not None
+    chunk_tokens = form.layout.chunk_tokens
+    lines = [f"{model.name}: {what}; {per}, {model.dtype}", ""]
+    rows = [
+        ("a token", size(model.bytes_per_token)),
+        (f"a chunk of {chunk_tokens} tokens, in memory", size(form.room)),
+        ("a chunk on disk or beyond, headers included", size(form.at_rest)),
+        (f"a shard of a chunk, of {len(form.shards)}", size(form.sizes[0])),
+    ]
+    if model.windowed:
+        rows += [
+            (f"in the engine, of a request of {length:,} tokens", size(model.engine_bytes(length)))
+            for length in lengths
+        ]
+    lines += [table(("KV of", "bytes"), rows), ""]
+    if found:
+        headers = ["tier", "capacity", "tokens", *(f"requests of {n:,}" for n in lengths), "longest prompt"]
+        held = [
+            [each.tier, size(each.capacity), f"{each.tokens:,}"]
+            + [f"{each.requests(length):,}" for length in lengths]
+            + [f"{each.longest(model):,}"]
+            for each in found
+        ]
+        lines += [table(headers, held), ""]
+    even = [(f"{rate:,.0f}", f"{number(break_even(model, rate) / 1e9)} GB/s") for rate in prefills]
+    lines += [table(("tokens/s computed", "break-even: a slower tier is worth nothing"), even)]
+    if model.windowed and model.window < chunk_tokens:
+        lines += [
+            "",
+            f"A chunk is no longer than the smallest window: set chunk_tokens to {model.window} or less.",
+        ]
+    if model.stateless:
+        lines += ["", "The states of layers without attention are not counted."]
+    return "\n".join(lines)
+
+
+def as_json(
+    model: Model,
+    found: Sequence[Holding],
+    form: ChunkForm,
+    *,
+    lengths: Sequence[int],
+    prefills: Sequence[float],
+) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "dtype": model.dtype,
+        "layers": {
+            "full": model.full,
+            "windowed": model.windowed,
+            "window": model.window,
+            "without": model.stateless,
+        },
+        "bytes_per_token": model.bytes_per_token,
+        "chunk_bytes": {"cpu": form.room, "disk": form.at_rest},
+        "shard_bytes": list(form.sizes),
+        "tiers": [
+            {
+                "tier": each.tier,
+                "capacity": each.capacity,
+                "tokens": each.tokens,
+                "requests": {str(length): each.requests(length) for length in lengths},
+                "longest_prompt": each.longest(model),
+            }
+            for each in found
+        ],
+        "break_even_bytes_per_second": {f"{rate:g}": break_even(model, rate) for rate in prefills},
+    }

@@ -1,0 +1,201 @@
+"""Tables, progress and whole screens on a terminal. The only module that prints."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def complain(text: str) -> None:
+    print(f"lmtier: {text}", file=sys.stderr, flush=True)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns under their headers; a column of numbers is aligned to the right."""
+    lines = [[str(cell) for cell in row] for row in rows]
+    numeric = [bool(lines) and all(_is_number(line[i]) for line in lines) for i in range(len(headers))]
+    widths = [max(map(len, column)) for column in zip(headers, *lines, strict=True)]
+
+    def aligned(line: Sequence[str]) -> str:
+        cells = zip(line, widths, numeric, strict=True)
+        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip()
+
+    return "\n".join([aligned(headers), "  ".join("-" * width for width in widths), *map(aligned, lines)])
+
+
+def number(value: float) -> str:
+    """Three significant digits, never an exponent."""
+    size = abs(value)
+    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def size(nbytes: int) -> str:
+    """In the largest unit that leaves a number of at least 1."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
+def span(seconds: float) -> str:
+    """In the two largest units: 12 s, 3 min 20 s, 4 h 5 min, 9 d 2 h."""
+    whole = int(seconds)
+    parts = ((whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s"))
+    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count or unit == "s")
+
+
+def bar(share: float, width: int) -> str:
+    full = min(width, max(0, round(share * width)))
+    return "█" * full + "░" * (width - full)
+
+
+def spark(levels: Iterable[float | None]) -> str:
+    """A character for each level from 0 to 1; a point where there is none."""
+    return "".join("·" if each is None else "▁▂▃▄▅▆▇█"[min(7, max(0, int(each * 8)))] for each in levels)
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere, without characters that control this terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def show_again(text: str) -> None:
+    """Print `text` in place of everything on the terminal. If stdout is no terminal, append it."""
+    say(f"\x1b[H\x1b[2J\x1b[3J{text}" if sys.stdout.isatty() else f"{text}\n")
+
+
+def _is_number(text: str) -> bool:
+    bare = text.strip("≥≤×% ").replace(",", "")
+    return not bare or bare == "-" or bare.replace(".", "", 1).isdigit()
+
+
+class Progress:
+    """A bar on stderr while the block runs, if stderr is a terminal; otherwise silent."""
+
+    WIDTH = 24
+
+    def __init__(self, total: int = 1) -> None:
+        self._total = total
+        self._done = 0
+        self._line = ""
+        self._shown = sys.stderr.isatty()
+
+    def step(self, what: str = "") -> None:
+        self.at(self._done + 1, self._total, what)
+
+    def at(self, done: int, total: int, what: str = "") -> None:
+        self._done, self._total = min(done, total), max(1, total)
+        self._line = f"{100 * self._done // self._total:3d} %  {what}"
+        self._draw()
+
+    def say(self, text: str) -> None:
+        """A line of output above the bar."""
+        self._clear()
+        say(text)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._shown:
+            done = bar(self._done / self._total, self.WIDTH)
+            room = shutil.get_terminal_size().columns - self.WIDTH - 2
+            print(f"\r{done} {self._line[:room]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+
+class Screen:
+    """The whole terminal while the block runs. It is always restored at the end of the block."""
+
+    BEGIN = "\x1b[?1049h\x1b[?25l"  # the other screen, no cursor
+    END = "\x1b[?25h\x1b[?1049l"
+
+    def __enter__(self) -> Screen:
+        self._out = sys.stdout.fileno()
+        self._in = sys.stdin.fileno() if sys.stdin.isatty() else None
+        self._before = None if self._in is None else termios.tcgetattr(self._in)
+        self._bell, bell = os.pipe()
+        self._ringer = bell
+        for fd in (self._bell, bell):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+        self._handlers: dict[int, Any] = {
+            number: signal.signal(number, handler)
+            for number, handler in ((signal.SIGWINCH, _resized), (signal.SIGTERM, _ended))
+        }
+        try:
+            if self._in is not None:
+                tty.setcbreak(self._in)
+                mode = termios.tcgetattr(self._in)
+                mode[6][termios.VSUSP] = b"\0"  # a user who suspended it would be left with this screen
+                termios.tcsetattr(self._in, termios.TCSANOW, mode)
+            self._write(self.BEGIN)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the terminal may be gone
+            self._write(self.END)
+        if self._in is not None and self._before is not None:
+            with suppress(termios.error):
+                termios.tcsetattr(self._in, termios.TCSANOW, self._before)
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._bell)
+        os.close(self._ringer)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The present columns and rows."""
+        columns, rows = os.get_terminal_size(self._out)
+        return columns or 80, rows or 24
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Show these lines and nothing else. Too many or too long lines would scroll: check `size` before."""
+        self._write("\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+
+    def key(self, seconds: float) -> str:
+        """The typed characters. Empty after `seconds`, or if the size of the terminal has changed."""
+        ready, _, _ = select.select([self._bell] + ([] if self._in is None else [self._in]), [], [], seconds)
+        if self._bell in ready:
+            os.read(self._bell, 512)
+        if self._in is None or self._in not in ready:
+            return ""
+        return os.read(self._in, 64).decode(errors="replace") or "q"  # the terminal is closed
+
+    def _write(self, text: str) -> None:
+        data = text.encode(errors="replace")
+        while data:
+            data = data[os.write(self._out, data) :]
+
+
+def _resized(*_: object) -> None:
+    """Wakes up a thread that waits for a key."""
+
+
+def _ended(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)

@@ -1,0 +1,237 @@
+"""`lmtier top`: the last minutes of a server on one screen, or a line at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+from lmtier.server.report import Snapshot, row_of
+from lmtier.tools.console import TIMEOUT, Address, Remote, Unreachable
+from lmtier.tools.terminal import Screen, bar, size, span, spark, table
+from lmtier.tools.views import breaker, bytes_text, clients_table, curve_table, headline, percent
+
+MINUTES = 15.0
+"""The minutes of history that a server remembers and `top` shows."""
+
+
+_APART = 10.0  # seconds between rows of a history without a gap
+
+
+class Totals(NamedTuple):
+    """Counters since the start, at one time."""
+
+    time: float
+    asked: int
+    hit: Mapping[str, int]
+    missed: Mapping[str, int]
+    up: Mapping[str, int]
+    down: Mapping[str, int]
+    busy: float
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Totals:
+        """A row of a server's history."""
+        return cls(row["time"], row["asked"], row["hit"], row["missed"], row["up"], row["down"], row["busy"])
+
+
+def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals]:
+    """The known counters of the last minutes, the oldest first, the present last."""
+    present = Totals.of(row_of(now))
+    began = Totals(now["time"] - now["uptime"], 0, {}, {}, {}, {}, 0.0)
+    rows = [Totals.of(row) for row in history if began.time < row["time"] < present.time]
+    return [began, *rows, present]
+
+
+def frame(
+    now: Snapshot, line: Sequence[Totals], name: str, columns: int, rows: int, trouble: str = ""
+) -> list[str]:
+    """The screen of `top` on a terminal of this size. It answers five questions in a fixed order."""
+    present, times = line[-1], [each.time for each in line]
+
+    def at(ago: float) -> Totals:
+        return line[max(0, bisect_right(times, present.time - ago) - 1)]
+
+    latest, past = at(1.5), at(MINUTES * 60)
+    since = span(present.time - past.time)
+    quits = "  q quits"
+    title = headline(now, name)[: max(0, columns - len(quits))] + quits
+    head = [
+        *(wrap(trouble, columns, max_lines=2) if trouble else [title]),
+        f"saves?   hit rate   now {_hit_rate(latest, present)}   last {since} {_hit_rate(past, present)}   "
+        f"since the start {_hit_rate(line[0], present)}",
+        spark(_levels(line, times, max(10, columns))),
+    ]
+    sources = _sources(latest, past, present, since, columns)
+    tiers = _tier_lines(now, latest, present)
+    curve = _bare(curve_table(now, "more memory?")) if now["curve"] else []
+    few = min(2, len(now["clients"]))  # clients that are always visible, however long the rest is
+    room = rows - len(head) - len(tiers) - len(curve) - few - 2  # the header of the clients, and their rest
+    sources = sources[: max(2, room)]
+    room = rows - len(head) - len(sources) - len(tiers) - len(curve) - 1
+    clients = ["no clients"]
+    if now["clients"]:
+        clients = _bare(clients_table(now, room if len(now["clients"]) <= room else max(0, room - 1)))
+    sections = [each for each in (head, sources, tiers, curve, clients) if each]
+    spare = rows - sum(map(len, sections))
+    lines = [*sections[0]]
+    for section in sections[1:]:  # an empty line above each, as far as there is room
+        lines += [""] * (spare > 0) + section
+        spare -= 1
+    return [each[:columns] for each in lines[:rows]]
+
+
+def _bare(table: str) -> list[str]:
+    """The lines of a table without the rule below its headers."""
+    headers, _, *lines = table.splitlines()
+    return [headers, *lines]
+
+
+def _hit_rate(before: Totals, after: Totals) -> str:
+    hit = sum(after.hit.values()) - sum(before.hit.values())
+    return percent(hit, after.asked - before.asked)
+
+
+def _levels(line: Sequence[Totals], times: Sequence[float], columns: int) -> list[float | None]:
+    """The hit rate in equal intervals of the last minutes, or since the start. None: no lookups.
+
+    Between two close rows the counters are on a straight line: an interval may be shorter than that.
+    """
+
+    def at(moment: float) -> tuple[float, float]:
+        i = min(max(1, bisect_right(times, moment)), len(line) - 1)
+        before, after = line[i - 1], line[i]
+        length = after.time - before.time
+        part = max(0.0, (moment - before.time) / length) if 0 < length <= _APART else 0.0
+        if moment >= after.time:
+            part = 1.0
+        hits = sum(before.hit.values()), sum(after.hit.values())
+        return before.asked + part * (after.asked - before.asked), hits[0] + part * (hits[1] - hits[0])
+
+    end = times[-1]
+    length = min(MINUTES * 60, max(60.0, end - times[0]))
+    marks = [at(end - length * (columns - i) / columns) for i in range(columns + 1)]
+    return [
+        (hit - old_hit) / (asked - old_asked) if asked - old_asked > 1e-6 else None
+        for (old_asked, old_hit), (asked, hit) in pairwise(marks)
+    ]
+
+
+def _sources(latest: Totals, past: Totals, present: Totals, since: str, columns: int) -> list[str]:
+    """The sources of the tokens: the tiers, then the reasons for misses, the most frequent first."""
+    seconds = max(present.time - latest.time, 1e-3)
+    asked = present.asked - past.asked
+    rows = []
+    for is_hit, after, recent, old in (
+        (True, present.hit, latest.hit, past.hit),
+        (False, present.missed, latest.missed, past.missed),
+    ):
+        found = [
+            (key, (count - recent.get(key, 0)) / seconds, count - old.get(key, 0))
+            for key, count in after.items()
+        ]
+        for key, rate, count in sorted(found, key=lambda each: -each[2]):
+            if count or is_hit:
+                share = count / asked if asked > 0 else 0.0
+                label = f"from {key}" if is_hit else f"missed: {key}"
+                rows.append((label, f"{rate:,.0f}", f"{count:,}", percent(count, asked), bar(share, 20)))
+    rows = rows or [("no lookups", "0", "0", "-", bar(0, 20))]
+    return _bare(table(("why missed?", "a second", f"last {since}", "share", ""), rows))
+
+
+def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
+    seconds = max(present.time - latest.time, 1e-3)
+
+    def rate(after: Mapping[str, int], before: Mapping[str, int], tier: str) -> str:
+        moved = max(0, after.get(tier, 0) - before.get(tier, 0))
+        return f"{size(round(moved / seconds))}/s" if moved else "-"
+
+    rows = [
+        (
+            tier["tier"],
+            breaker(tier),
+            bar((tier["used"] or 0) / (tier["capacity"] or math.inf), 5),
+            percent(tier["used"], tier["capacity"]),
+            bytes_text(tier["capacity"]),
+            rate(present.up, latest.up, tier["tier"]),
+            rate(present.down, latest.down, tier["tier"]),
+            f"{tier['queue']:,}",
+        )
+        for tier in now["tiers"]
+    ]
+    busy = max(0.0, present.busy - latest.busy) / seconds
+    rows.append(("the thread", "-", bar(busy, 5), percent(busy, 1), "-", "-", "-", "-"))
+    return _bare(table(("bottleneck?", "breaker", "use", "", "of", "up", "down", "queue"), rows))
+
+
+def plain(now: Snapshot, line: Sequence[Totals]) -> str:
+    """The present state in one line, for a log."""
+    present = line[-1]
+    latest = line[max(0, bisect_right([each.time for each in line], present.time - 1.5) - 1)]
+    seconds = max(present.time - latest.time, 1e-3)
+    parts = [
+        time.strftime("%H:%M:%S", time.localtime(now["time"])),
+        f"hit {_hit_rate(latest, present)} of {(present.asked - latest.asked) / seconds:,.0f} tokens/s",
+    ]
+    for tier in now["tiers"]:
+        name = tier["tier"]
+        up, down = (
+            (after.get(name, 0) - before.get(name, 0)) / seconds
+            for after, before in ((present.up, latest.up), (present.down, latest.down))
+        )
+        parts.append(
+            f"{name} {percent(tier['used'], tier['capacity'])} full, up {size(round(up))}/s, down "
+            f"{size(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
+        )
+    return "; ".join([*parts, f"{len(now['clients']):,} clients"])
+
+
+class Watched:
+    """A server with its last answer. If it is down, it is tried again."""
+
+    def __init__(self, address: Address, timeout: float = TIMEOUT) -> None:
+        self._address = address
+        self._timeout = timeout
+        self._remote: Remote | None = None
+        self.look()
+
+    def look(self) -> None:
+        if self._remote is None:
+            self._remote = Remote(self._address, self._timeout)
+        try:
+            self.now = self._remote.snapshot()
+            self.line = timeline(self.now, self._remote.history())
+        except Unreachable:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+
+
+def top(address: Address, every: float = 2.0) -> None:
+    """A live view until the user types q."""
+    watched = Watched(address, timeout=2.0)  # an error here is printed before the screen changes
+    trouble = ""
+    try:
+        with Screen() as screen, suppress(KeyboardInterrupt):
+            while True:
+                due = time.monotonic() + every
+                while (left := due - time.monotonic()) > 0:
+                    screen.draw(frame(watched.now, watched.line, str(address), *screen.size, trouble))
+                    if screen.key(left) in ("q", "Q"):
+                        return
+                try:
+                    watched.look()
+                    trouble = ""
+                except Unreachable as error:
+                    trouble = str(error)
+    finally:
+        watched.close()

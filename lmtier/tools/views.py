@@ -1,0 +1,255 @@
+"""A server's answers as text: tables and sentences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from textwrap import wrap
+
+from lmtier.observe.metrics import MISS_REASONS
+from lmtier.observe.miss_curve import FACTORS
+from lmtier.server.explain import Explanation
+from lmtier.server.report import Snapshot, TierNow
+from lmtier.tools.console import Remote
+from lmtier.tools.terminal import size, span, table
+
+_SHOWN = 20  # clients
+_CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to search a shared tier
+
+
+def pong(remote: Remote) -> str:
+    begin = time.monotonic()
+    remote.ask("PING")
+    took = time.monotonic() - begin
+    return f"{headline(remote.snapshot(), str(remote.address))}; it answered in {took * 1000:.2f} ms"
+
+
+def clear(
+    remote: Remote,
+    model: str | None,
+    *,
+    by: str | None = None,
+    since: datetime | None = None,
+    force: bool = False,
+) -> str:
+    """Clear the KV of one model, of one engine, since a time; None: of all. Returns a report."""
+    before = remote.snapshot()
+    words = ["LMTIER.CLEAR", *(() if model is None else ("NAMESPACE", model))]
+    words += () if by is None else ("STOREDBY", by)
+    words += () if since is None else ("SINCE", str(int(since.timestamp() * 1000)))
+    words += ["FORCE"] if force else []
+    remote.ask(*words, "WAIT", str(round(1000 * _CLEARING)), timeout=2 * _CLEARING)
+    after = remote.snapshot()
+    left = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
+    counted = {tier["tier"]: tier["chunks"] for tier in before["tiers"] if tier["chunks"] is not None}
+    gone = {tier: chunks - left.get(tier, 0) for tier, chunks in counted.items()}
+    searched = [tier["tier"] for tier in before["tiers"] if tier["chunks"] is None]
+    what = "everything" if model is None else f"the KV of {model}"
+    is_part = by is not None or since is not None
+    if is_part:
+        what = "what" if model is None else f"{what} that"
+        what += " was stored" + (f" by {by}" if by is not None else "")
+        what += f" since {since:%Y-%m-%d %H:%M:%S %z}" if since is not None else ""
+    said = f"forgot {what}: " + ", ".join(
+        [*(f"{max(0, count):,} chunks in {tier}" for tier, count in gone.items())]
+        + [f"{'such' if is_part else 'whatever'} was in {tier}" for tier in searched]
+    )
+    if model is not None and not (any(gone.values()) or searched):
+        said += "; the name must be the one that its engine gives"
+    if after["leased_bytes"] and not force:
+        said += f"; chunks in use ({size(after['leased_bytes'])}) stay: --force deletes them too"
+    return said
+
+
+def stats(now: Snapshot, name: str) -> str:
+    """Everything since the start, in tables."""
+    parts = [
+        headline(now, name),
+        _tokens_table(now),
+        _tiers_table(now),
+        *_shares_table(now),
+        *_pinned(now),
+        _owner(now, now["busy"], now["uptime"]),
+    ]
+    if now["curve"]:
+        parts.append(curve_table(now, "hit rate if the tier were"))
+    if now["clients"]:
+        parts.append(clients_table(now))
+    if now["verify_failures"] or now["corrupt"]:
+        corrupt, differed = now["corrupt"], now["verify_failures"]
+        parts.append(
+            f"{corrupt:,} objects were corrupt and deleted; {differed:,} chunks differed in the engine from "
+            "the saved ones: see the log."
+        )
+    return "\n\n".join(parts)
+
+
+def explained(found: Sequence[Explanation], columns: int) -> str:
+    """A line for each lookup, and under it why."""
+    if not found:
+        return "No lookup missed a whole chunk, as far back as the server remembers."
+    rows = [
+        (
+            f"{span(each['ago'])} ago",
+            each["asker"][:24] or "-",
+            f"{each['asked']:,}",
+            f"{sum(each['hit'].values()):,}",
+            f"{each['chunk']:,}",
+            f"{each['token']:,}",
+            each["reason"],
+            f"{each['times']:,}",
+        )
+        for each in found
+    ]
+    headers = ("when", "who", "tokens asked", "there", "missed from chunk", "token", "reason", "times")
+    first, rule, *lines = table(headers, rows).splitlines()
+    parts = [first, rule]
+    for line, each in zip(lines, found, strict=True):
+        parts += [line, *wrap(each["why"], max(40, columns), initial_indent="  ", subsequent_indent="  ")]
+        if each["here"] or each["there"]:
+            asked, stood = (", ".join(map(str, each[side])) for side in ("here", "there"))
+            parts.append(f"  asked there: {asked}; what stood there: {stood}")
+    return "\n".join(parts)
+
+
+def headline(now: Snapshot, name: str) -> str:
+    ready = "ready" if now["ready"] else f"not ready: {now['why_not_ready']}"
+    return f"lmtier {now['version']}, {ready}, up {span(now['uptime'])}, at {name}"
+
+
+def _tokens_table(now: Snapshot) -> str:
+    tokens = now["tokens"]
+    asked = tokens["asked"]
+
+    def row(what: str, count: int, meaning: str = "") -> tuple[str, ...]:
+        return what, f"{count:,}", percent(count, asked), meaning
+
+    rows = [row("asked", asked, f"in {now['lookups']:,} lookups")]
+    rows += [row(f"hit in {tier}", count) for tier, count in tokens["hit"].items()]
+    missed = sorted(tokens["missed"].items(), key=lambda each: -each[1])
+    rows += [row(f"missed: {why}", count, MISS_REASONS.get(why, "")) for why, count in missed if count]
+    rows += [(f"stored in {tier}", f"{count:,}", "-", "") for tier, count in tokens["stored"].items()]
+    rows += [
+        (f"dropped: {key.replace(' ', ', ')}", f"{count:,}", "-", "should have been stored, and was not")
+        for key, count in tokens["dropped"].items()
+    ]
+    return table(("tokens", "count", "share", ""), rows)
+
+
+def _tiers_table(now: Snapshot) -> str:
+    headers = (
+        "tier",
+        "used",
+        "capacity",
+        "full",
+        "chunks",
+        "up",
+        "down",
+        "queue",
+        "evicted",
+        "failed",
+        "breaker",
+    )
+    rows = [
+        (
+            tier["tier"],
+            bytes_text(tier["used"]),
+            bytes_text(tier["capacity"]),
+            percent(tier["used"], tier["capacity"]),
+            "-" if tier["chunks"] is None else f"{tier['chunks']:,}",
+            size(tier["bytes_up"]),
+            size(tier["bytes_down"]),
+            f"{tier['queue']:,}",
+            f"{tier['evictions']:,}",
+            f"{tier['failures']:,}",
+            breaker(tier),
+        )
+        for tier in now["tiers"]
+    ]
+    return table(headers, rows)
+
+
+def _pinned(now: Snapshot) -> list[str]:
+    held = [f"{size(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
+    return [f"pinned: {', '.join(held)}; `lmtier pins` says by what"] if held else []
+
+
+def _shares_table(now: Snapshot) -> list[str]:
+    rows = [
+        (
+            tenant,
+            tier["tier"],
+            bytes_text(share["used"]),
+            bytes_text(share["share"]),
+            percent(share["used"], share["share"]),
+            f"{share['evictions']:,}",
+        )
+        for tier in now["tiers"]
+        for tenant, share in tier["shares"].items()
+    ]
+    return [table(("tenant", "tier", "used", "share", "of it", "evicted"), rows)] if rows else []
+
+
+def _owner(now: Snapshot, busy: float, seconds: float) -> str:
+    """How busy the server's main thread is. Its limit is one second per second."""
+    each = f"{now['lookup_seconds'] / now['lookups'] * 1e6:,.0f} µs" if now["lookups"] else "-"
+    return f"the server's thread was busy {percent(busy, seconds)} of the time; a lookup takes it {each}"
+
+
+def curve_table(now: Snapshot, what: str) -> str:
+    """The table that shows whether more memory would help."""
+    capacities = {tier["tier"]: tier["capacity"] for tier in now["tiers"]}
+    factors = [f"{factor:g}" for factor in FACTORS]
+    rows = [
+        (
+            tier,
+            bytes_text(capacities.get(tier)),
+            *("-" if (ratio := ratios.get(factor)) is None else percent(ratio, 1) for factor in factors),
+        )
+        for tier, ratios in now["curve"].items()
+    ]
+    return table((what, "of", *(f"× {factor}" for factor in factors)), rows)
+
+
+def clients_table(now: Snapshot, most: int = _SHOWN) -> str:
+    busiest = sorted(now["clients"], key=lambda each: -_moved(each))
+    rows = [
+        (
+            str(each["kind"]),
+            str(each["name"] or "-")[:24],
+            str(each["address"])[:28],
+            span(_number(each["age"])),
+            size(int(_number(each["received"]))),
+            size(int(_number(each["sent"]))),
+        )
+        for each in busiest[:most]
+    ]
+    text = table(("client", "name", "address", "age", "received", "sent"), rows)
+    left = len(busiest) - most
+    return f"{text}\nand {left:,} more" if left > 0 else text
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _moved(client: Mapping[str, object]) -> float:
+    return _number(client["received"]) + _number(client["sent"])
+
+
+def percent(part: float | None, whole: float | None) -> str:
+    return f"{100 * part / whole:.0f} %" if whole and part is not None else "-"
+
+
+def bytes_text(count: int | None) -> str:
+    return "-" if count is None else size(count)
+
+
+def breaker(tier: TierNow) -> str:
+    """The state of a tier's breaker. Open: the tier failed so often that it is paused."""
+    states = {"up": tier["breaker_up"], "down": tier["breaker_down"]}
+    bad = [way for way, state in states.items() if state != "closed"]
+    if not bad:
+        return "closed" if tier["warm"] else "scanning"
+    return "open" if len(bad) == len(states) else f"open {bad[0]}"

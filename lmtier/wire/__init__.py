@@ -1,0 +1,1 @@
+"""RESP, the protocol of Redis, in both directions. No I/O."""

@@ -1,0 +1,108 @@
+"""The limits and texts of the LMTIER.* verbs that client and server share. See docs/PROTOCOL.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from lmtier.core.match import Entry, Match, Reservation, State, entries_of
+from lmtier.core.placement import Placement, keys_of, read_ranges, read_runs, write_ranges, write_runs
+from lmtier.format.layout import ChunkForm
+from lmtier.observe.journal import Change
+
+PROTOCOL = 1
+MAX_KEYS = 65_536
+"""The most keys in one request."""
+MAX_MODELS = 64
+MAX_MS = 24 * 3600 * 1000
+RUN_SHIFT = 32
+"""The id of a match or a reservation is the server's run, shifted by this, plus a counter. So an id of
+another run is never valid."""
+_KEYS_AN_ARGUMENT = 16_384
+
+
+def arguments(keys: Sequence[bytes]) -> list[bytes]:
+    """Arguments with many keys each, as long as a server accepts."""
+    return [
+        b"".join(keys[at : at + _KEYS_AN_ARGUMENT]) for at in range(0, max(1, len(keys)), _KEYS_AN_ARGUMENT)
+    ]
+
+
+def fields_of(reply: Any) -> dict[str, Any]:
+    """Reads a flat map."""
+    names = iter(reply)
+    return {name.decode(): value for name, value in zip(names, names, strict=True)}
+
+
+def write_match(number: int, match: Match) -> dict[str, Any]:
+    reply: dict[str, Any] = {
+        "id": number,
+        "state": "asking" if match.asking else "ready" if match.ready else "found",
+        "sources": write_runs(match.sources),
+        **match.placement.fields(),
+    }
+    if match.waiting:
+        reply["loading"] = write_ranges(
+            n for n, entry in enumerate(match.run) if entry.state is State.LOADING
+        )
+    if match.cut:
+        reply["cut"] = match.cut
+    return reply
+
+
+def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = None) -> Match:
+    """The inverse, into `match`. `made`: entries of its first chunks, if they are made already."""
+    placement = Placement.of(match.form, match.keys, fields)
+    run = entries_of(placement, State.READY, made)
+    sources = read_runs(fields["sources"])
+    loading = read_ranges(fields.get("loading", b""))
+    for number in loading:
+        run[number].state = State.LOADING
+    match.id = fields["id"]
+    match.run = run
+    match.sources = sources
+    match.waiting = len(loading)
+    match.asking = int(fields["state"] == b"asking")
+    match.cut = fields.get("cut", b"").decode()
+    return match
+
+
+def write_reservation(number: int, reservation: Reservation) -> dict[str, Any]:
+    return {
+        "id": number,
+        "known": reservation.known,
+        "dropped": reservation.dropped,
+        "chunks": write_ranges(reservation.entries),
+        **reservation.placement.fields(),
+    }
+
+
+def read_reservation(fields: dict[str, Any], keys: Sequence[bytes], form: ChunkForm) -> Reservation:
+    """The inverse. `keys` are the requested ones."""
+    chunks = read_ranges(fields["chunks"])
+    placement = Placement.of(form, tuple(keys[chunk] for chunk in chunks), fields)
+    reservation = Reservation.elsewhere(fields["id"], chunks, placement, set(form.shards if chunks else ()))
+    reservation.known, reservation.dropped = fields["known"], fields["dropped"]
+    return reservation
+
+
+def write_changes(end: int, changes: Iterable[Change]) -> list[Any]:
+    """[next position, whether changes were lost, then for each run of changes: tier, 1 came or 0 left,
+    keys]"""
+    reply: list[Any] = [end, 0]
+    for (tier, came), run in groupby(changes, key=lambda change: change[:2]):
+        reply += [tier.encode(), int(came), b"".join(change.key for change in run)]
+    return reply
+
+
+def read_changes(reply: list[Any]) -> tuple[int, bool, list[Change]]:
+    """The inverse: the next position, whether changes were lost, the changes."""
+    end, is_lost, *runs = reply
+    parts = iter(runs)
+    changes = [
+        Change(tier.decode(), bool(came), key)
+        for tier, came, keys in zip(parts, parts, parts, strict=True)
+        for key in keys_of(keys)
+    ]
+    return int(end), bool(is_lost), changes

@@ -1,0 +1,93 @@
+"""`lmtier bench --gpu`, every line of it, on a simulated GPU, which gives no figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import lmtier_bench as bench
+from bench.gpu_simulated import Simulated, tiny
+from lmtier.tools.cli import main
+from lmtier_bench import stub
+from lmtier_bench.gpu import Rig, layout_of
+from lmtier_bench.stub import Stub
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_path_is_measured(monkeypatch):
+    monkeypatch.setattr(bench, "_quick", tiny)
+    gpu = Simulated()
+    rows = bench.measure(quick=True, gpu=gpu)
+    assert [row.path for row in rows] == list(bench.GPU_PATHS)
+    assert gpu.products
+    assert not gpu.pinned
+    assert "cores, " in bench.header(None, gpu)
+    assert "a simulated GPU" in bench.header(None, gpu)
+    assert "gpu: fingerprint of 32 MiB" in bench.report(rows)
+    assert json.loads(json.dumps(bench.as_json(rows)))[0]["path"] == "gpu: to the slab, 8B, 2k"
+
+
+@pytest.mark.parametrize(
+    ("is_apart", "by_layer", "calls"),
+    [
+        (False, False, 1 + 3),  # all blocks in one batch; three launches for one fingerprint in 64 chunks
+        (True, False, 2 * 32 + 3),  # a kernel, and a copy of rows, for each 32 MiB
+        (False, True, 4 + 3),  # a batch for each group of layers
+        (True, True, 2 * 32 + 3),
+    ],
+)
+def test_a_gibibyte_takes_few_calls_of_the_driver(is_apart, by_layer, calls):
+    with Rig(gpu := Stub(), layout_of("8B"), 512, is_apart=is_apart, is_proven=True) as rig:
+        prompt, (ids, others) = rig.prompt(), rig.ids(2)
+        save = rig.save(prompt, ids, by_layer=by_layer)
+        for enqueue in (save, lambda: rig.load(prompt, others, by_layer=by_layer)()):
+            before = gpu.calls
+            enqueue()
+            assert gpu.calls - before == calls
+            rig.mover.drain()
+
+
+def test_what_enqueueing_takes_is_measured_anywhere(monkeypatch):
+    monkeypatch.setattr(bench, "_quick", tiny)
+    rows = bench.measure(only="enqueue", quick=True)
+    assert [row.path for row in rows] == list(bench.STUB_PATHS)
+    assert all(row.ours > 0 for row in rows)
+
+
+@pytest.mark.alone
+def test_enqueueing_takes_a_small_part_of_the_buss_time(tmp_path):
+    """In the fastest of a few rounds: what the others do to this machine is no matter of ours."""
+    fastest: dict[str, float] = {}
+    for path, ours, _ in stub.enqueueing(replace(bench._full(tmp_path, 1), rounds=5)):
+        fastest[path] = min(ours, fastest.get(path, ours))
+    assert fastest.keys() == bench.STUB_PATHS.keys()
+    assert {path: ours for path, ours in fastest.items() if ours > bench.STUB_PATHS[path].floor} == {}
+
+
+def test_without_a_gpu_the_command_says_what_is_missing(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert main(["bench", "--gpu", "--quick"]) == 2
+    assert "--gpu needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_days_script_can_be_rehearsed(tmp_path):
+    """The stages `tests` and `toy` run the tests beside this one, and `test_toy_engine`."""
+    script = [*("bash", "bench/gpu_day.sh", "--simulated"), "probe", "bench"]
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
+    subprocess.run(script, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=200)
+    assert json.loads((tmp_path / "probe.json").read_text())["saves and loads"][0]["load: GB/s"] > 0
+    assert "a simulated GPU" in (tmp_path / "bench.txt").read_text()
+    wrong = subprocess.run(
+        [*script[:3], "sanitize"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert wrong.returncode == 2
+    assert "no stage sanitize" in wrong.stderr

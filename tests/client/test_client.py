@@ -1,0 +1,950 @@
+"""A cache in another process is a cache: the same calls, no payload on the socket, no harm when it dies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmtier.client import link as link_module
+from lmtier.client.client import Client
+from lmtier.copy.mover import Mover
+from lmtier.copy.paging import PagedKV
+from lmtier.core.match import Entry, Match, Reservation, State
+from lmtier.errors import ConfigError, MisuseError, TierError
+from lmtier.format.keys import Identity, namespace
+from lmtier.format.layout import PAGE, Layout, Shard, form_of, padded, stored_size
+from lmtier.rules.worth import Cost
+from lmtier.wire.commands import Commands
+from lmtier.wire.resp import Error, encode
+from lmtier.wire.verbs import MAX_MODELS
+from tests.redis_process import running
+from tests.server.process import Served, until
+from tests.stopwatch import Stopwatch
+
+pytestmark = pytest.mark.alone
+
+C = 4
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=4096, dtype="bf16", block_tokens=2, chunk_tokens=C, packing="token"
+)
+OTHER = Layout.uniform(
+    layers=2, heads=2, head_dim=4096, dtype="bf16", block_tokens=4, chunk_tokens=C, packing="planes"
+)
+LEFT, RIGHT = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
+ONE = form_of(LAYOUT, (LAYOUT.whole,))
+TWO = form_of(LAYOUT, (LEFT, RIGHT))
+ROOM = padded(LAYOUT.nbytes(LAYOUT.whole))
+AT_ONCE = 0.1  # seconds; a call that does not wait takes far less
+
+
+def keys(count: int, name: str = "a") -> list[bytes]:
+    return [namespace(name) + hashlib.sha256(f"{name}{i}".encode()).digest()[4:] for i in range(count)]
+
+
+def content(key: bytes, shard: Shard) -> bytes:
+    size = LAYOUT.nbytes(shard)
+    return (hashlib.sha256(key + str(shard).encode()).digest() * (size // 32 + 1))[:size]
+
+
+def write(client: Client, reservation: Reservation, *shards: Shard) -> None:
+    for entry in reservation.entries.values():
+        for shard in shards or entry.form.shards:
+            data = content(entry.key, shard)
+            client.slab.view(entry.offsets[entry.form.shards.index(shard)], len(data))[:] = data
+
+
+def store(client: Client, names: list[bytes], form=ONE) -> int:
+    reservation = client.reserve(names, form)
+    write(client, reservation)
+    for shard in form.shards if reservation.entries else ():
+        client.commit(reservation, shard)
+    return len(reservation.entries)
+
+
+def is_right(client: Client, match: Match) -> bool:
+    return all(
+        entry.state is State.READY
+        and client.slab.view(offset, LAYOUT.nbytes(shard)) == content(entry.key, shard)
+        for entry in match.run
+        for offset, shard in zip(entry.offsets, entry.form.shards, strict=True)
+    )
+
+
+def look(client: Client, names: list[bytes], form=ONE) -> list[str]:
+    match = client.wait(client.match(names, form))
+    assert match.ready
+    assert len(match.run) == match.chunks
+    assert is_right(client, match)
+    client.release(match)
+    return match.sources
+
+
+def lookups(server: Server) -> int:
+    return int(server.ask("LMTIER.REPORT")["lookups"])
+
+
+def used(client: Client) -> int:
+    return client.stats()["cpu"]["used"]
+
+
+class Server(Served):
+    """On a Unix socket."""
+
+    @property
+    def path(self) -> str:
+        return self.where["unix"]
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def serve(*tiers: str, chunks: int = 20, path: str = "", **settings: object) -> Server:
+        config = {"chunk_tokens": C, "verify": "always", **settings}
+        path = path or str(tmp_path / f"{len(servers)}.sock")
+        server = Server(tmp_path, f"cpu://?capacity={chunks * ROOM}", *tiers, config=config, unix=path)
+        servers.append(server)
+        return server
+
+    yield serve
+    for server in servers:
+        if server.process.poll() is None:
+            server.thaw()
+            server.kill()
+
+
+@contextmanager
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Connection, Any]]:
+    """Another process, and the pipe to it."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield ours, process
+    finally:
+        process.kill()
+        process.join()
+
+
+def heard(pipe: Connection) -> Any:
+    assert pipe.poll(20), "the other process says nothing"
+    return pipe.recv()
+
+
+# ---- a cache in another process
+
+
+def test_what_one_process_saved_another_reads_and_no_payload_crosses_the_socket(serve):
+    server = serve(chunks=40)
+
+    def saves(pipe: Connection) -> None:
+        with Client(server.path, engine="one") as client:
+            pipe.send((store(client, keys(32)), client.traffic))
+
+    with child(saves) as (pipe, _):
+        chunks, traffic = heard(pipe)
+    with Client(server.path, engine="other") as client:
+        assert chunks == 32
+        assert look(client, keys(32)) == ["cpu"] * 32
+        assert ROOM * 32 > 4_000_000 > 400 * max(traffic, client.traffic)
+        client.check()
+
+
+def test_a_reservation_is_a_caches(serve):
+    with Client(serve(chunks=6).path) as client:
+        assert store(client, keys(2)) == 2
+        reservation = client.reserve(keys(9), ONE)
+        assert (list(reservation.entries), reservation.known, reservation.dropped) == ([2, 3, 4, 5], 2, 3)
+        assert all(entry.state is State.FILLING for entry in reservation.entries.values())
+        client.abort(reservation)
+        assert used(client) == 2 * ROOM
+        skipping = client.reserve(keys(4), ONE, first=3)
+        assert (list(skipping.entries), skipping.known) == ([3], 3)
+
+
+def test_chunks_of_another_engines_layout_say_so(serve):
+    with Client(serve().path) as client:
+        store(client, keys(2), TWO)
+        store(client, keys(3), ONE)
+        match = client.match(keys(3), form_of(OTHER, (OTHER.whole,)))
+        assert [entry.form for entry in match.run] == [TWO, TWO, ONE]
+        assert is_right(client, match)
+
+
+def test_fingerprints_come_back(serve):
+    with Client(serve().path) as client:
+        reservation = client.reserve(keys(3), TWO)
+        client.commit(reservation, LEFT, {1: b"left" * 4})
+        client.commit(reservation, RIGHT, {1: b"right" * 3, 2: b"2"})
+        run = client.match(keys(3), TWO).run
+        assert [entry.prints for entry in run] == [(), (b"left" * 4, b"right" * 3), (b"", b"2")]
+
+
+def test_chunks_on_disk_are_brought_into_the_slab(serve, tmp_path):
+    server = serve(f"disk://{tmp_path}/kv?capacity={100 * stored_size(ROOM)}", chunks=6)
+    with Client(server.path) as client:
+        store(client, keys(4))
+        assert client.flush()
+        store(client, keys(6, "b"))
+        client.flush()
+        match = client.match(keys(4), ONE)
+        assert (match.sources, match.run, match.ready) == (["disk"] * 4, [], False)
+        client.prefetch(match, 3)
+        changed = 0
+
+        def arrived() -> bool:
+            nonlocal changed
+            changed += client.step()
+            return match.ready
+
+        until(arrived)
+        assert (match.sources, len(match.run), match.cut) == (["disk"] * 3, 3, "not_worth_it")
+        assert is_right(client, match)
+        assert client.step() == 0
+        client.release(match)
+        assert look(client, keys(4)) == ["cpu"] * 3 + ["disk"]
+        assert client.stats()["disk"]["chunks"] == 10
+
+
+def test_a_long_prompt_goes_in_pieces(serve):
+    with Client(serve().path) as client:
+        store(client, keys(2))
+        assert look(client, keys(40_000)) == ["cpu"] * 2
+
+
+def test_many_releases_and_no_other_call_do_not_fill_the_socket(serve):
+    with Client(serve().path) as client:
+        for _ in range(3000):
+            client.seen(keys(2))
+        assert store(client, keys(2)) == 2
+
+
+def test_everything_can_be_cleared_and_discarded(serve):
+    with Client(serve().path) as client:
+        store(client, keys(3))
+        store(client, keys(2, "b"))
+        match = client.match(keys(3), ONE)
+        client.discard(match.run[2])
+        client.release(match)
+        assert look(client, keys(3)) == ["cpu"] * 2
+        client.clear(namespace("a"))
+        assert (look(client, keys(3)), look(client, keys(2, "b"))) == ([], ["cpu"] * 2)
+        client.clear(force=True)
+        assert used(client) == 0
+
+
+def test_chunks_are_deleted_by_their_keys_also_where_only_a_tier_that_must_be_asked_has_them(serve, tmp_path):
+    with running(tmp_path / "redis") as redis:
+        url = f"redis://127.0.0.1:{redis.port}"
+        with Client(serve(url, chunks=4).path) as client:
+            store(client, keys(3))
+            assert client.flush()
+            store(client, keys(4, "b"))  # takes their place in memory
+            client.delete(keys(3)[1:])
+            assert client.flush()
+            assert look(client, keys(3)) == ["redis"]
+
+
+def test_wrong_uses_raise_as_a_caches_do(serve):
+    client = Client(serve().path)
+    with pytest.raises(MisuseError, match="less than the 8"):
+        client.match(keys(2), ONE, tokens=7)
+    with pytest.raises(MisuseError, match="twice"):
+        client.match(keys(1) * 2, ONE)
+    reservation = client.reserve(keys(2), TWO)
+    with pytest.raises(MisuseError, match="pass the one"):
+        client.commit(reservation)
+    client.commit(reservation, LEFT)
+    with pytest.raises(MisuseError, match="committed or aborted before"):
+        client.commit(reservation, LEFT)
+    client.abort(reservation, RIGHT)
+    match = client.match(keys(2), ONE)
+    client.release(match)
+    client.release(match)
+    for call in (client.prefetch, client.wait):
+        with pytest.raises(MisuseError, match="released"):
+            call(match)
+    assert used(client) == 0
+    client.close()
+    client.close()
+    with pytest.raises(MisuseError, match="closed"):
+        client.match(keys(1), ONE)
+
+
+# ---- several processes of one engine
+
+
+def test_a_client_killed_while_it_saves_gives_everything_back(serve):
+    server = serve()
+
+    def saves(pipe: Connection) -> None:
+        client = Client(server.path)
+        client.match(keys(2), ONE)
+        reservation = client.reserve(keys(7, "b"), ONE)
+        client.slab.view(reservation.entries[0].offsets[0], 100)[:] = b"x" * 100
+        pipe.send("half-way")
+        signal.pause()
+
+    with child(saves) as (pipe, process), Client(server.path) as client:
+        heard(pipe)
+        store(client, keys(2))
+        assert used(client) == 9 * ROOM
+        process.kill()
+        until(lambda: used(client) == 2 * ROOM, seconds=1)
+        assert look(client, keys(7, "b")) == []
+        client.check()
+
+
+def rank(pipe: Connection, address: str, shard: Shard) -> None:
+    """Writes its shard of what the scheduler has reserved, when it is told to."""
+    client = Client(address, engine="e", shard=shard)
+    while True:
+        number, places = pipe.recv()
+        entries = {chunk: Entry(key, TWO, TWO.room, State.FILLING) for chunk, (key, _) in places.items()}
+        for chunk, (_, offsets) in places.items():
+            entries[chunk].offsets = offsets
+        reservation = Reservation(number, TWO, entries, 0, 0, {shard})
+        assert client.adopt(reservation)
+        write(client, reservation, shard)
+        client.commit(reservation, shard)
+        pipe.send("done")
+
+
+def plan(reservation: Reservation) -> tuple[int, dict[int, tuple[bytes, tuple[int, ...]]]]:
+    places = {chunk: (entry.key, entry.offsets) for chunk, entry in reservation.entries.items()}
+    return reservation.id, places
+
+
+def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_shard(serve):
+    server = serve()
+    left_rank, right_rank = (child(rank, server.path, shard) for shard in (LEFT, RIGHT))
+    with left_rank as (left, dies), right_rank as (right, _), Client(server.path, engine="e") as scheduler:
+        whole, half = (scheduler.reserve(keys(3, name), TWO) for name in ("a", "b"))
+        for reservation, ranks in ((whole, (left, right)), (half, (right,))):
+            scheduler.disown(reservation)
+            for pipe in ranks:
+                pipe.send(plan(reservation))
+                assert heard(pipe) == "done"
+        assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
+        assert used(scheduler) == 6 * ROOM
+        dies.kill()
+        until(lambda: used(scheduler) == 3 * ROOM, seconds=1)
+        assert look(scheduler, keys(3, "b"), TWO) == []
+        assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
+
+
+def test_what_another_process_reserved_is_used_only_where_its_slab_is_seen(serve):
+    server = serve()
+    with Client(server.path, engine="e") as scheduler, Client(server.path, engine="e") as worker:
+        reservation = scheduler.reserve(keys(2), ONE)
+        with pytest.raises(MisuseError, match="adopt it before"):
+            worker.commit(reservation)
+        server.kill()
+        server.start()
+        assert not worker.adopt(reservation)
+
+
+# ---- a server that is not there
+
+
+def outages(log: pytest.LogCaptureFixture) -> list[str]:
+    words = ("is down", "is back")
+    return [word for record in log.records for word in words if word in record.getMessage()]
+
+
+def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(3))
+        held = client.match(keys(3), ONE)
+        unready = client.reserve(keys(2, "b"), ONE)
+        server.kill()
+        for _ in range(3):
+            assert client.match(keys(3), ONE).chunks == 0
+        reservation = client.reserve(keys(5), ONE, first=1)
+        assert (reservation.entries, reservation.known, reservation.dropped) == ({}, 1, 4)
+        client.commit(reservation)
+        client.commit(unready)
+        client.seen(keys(2))
+        client.clear()
+        client.check()
+        assert (client.step(), client.flush(), client.stats()) == (0, False, {})
+        assert is_right(client, held), "nobody writes what a dead server had"
+        client.discard(held.run[0])
+        client.release(held)
+        assert client.lost == 1
+        assert client.unserved >= 5
+    assert outages(caplog) == ["is down"]
+
+
+def test_a_server_that_comes_back_is_used_again_once_nothing_of_the_old_one_is_held(serve, caplog):
+    caplog.set_level(logging.INFO, "lmtier")
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(3))
+        held, waiting = client.match(keys(3), ONE), client.reserve(keys(2, "b"), ONE)
+        before, window = client.run, client.slab
+        server.kill()
+        server.start()
+        assert client.match(keys(3), ONE).chunks == 0
+        with Client(server.path) as other:
+            store(other, keys(5, "other"))
+        assert is_right(client, held)
+        client.release(held)
+        assert client.reserve(keys(3), ONE).entries == {}, "the reservation is still held"
+        write(client, waiting)
+        client.commit(waiting)
+        assert (client.run, client.slab) == (before, window)
+        until(lambda: client.stats(), seconds=3)
+        assert (client.run != before, client.slab is not window) == (True, True)
+        assert look(client, keys(2, "b")) == [], "what went to the old one is not in the new one"
+        assert look(client, keys(5, "other")) == ["cpu"] * 5
+        assert store(client, keys(3)) == 3
+        assert look(client, keys(3)) == ["cpu"] * 3
+    assert outages(caplog) == ["is down", "is back"]
+
+
+def test_an_idle_client_does_not_even_notice_a_restart(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(3))
+        server.kill()
+        server.start()
+        assert store(client, keys(3)) == 3
+        assert (client.lost, client.unserved) == (1, 0)
+
+
+def test_a_server_that_comes_back_with_other_chunks_is_none(serve, caplog):
+    server = serve()
+    with Client(server.path) as client:
+        server.kill()
+        serve(path=server.path, chunk_tokens=2 * C)
+        assert client.reserve(keys(3), ONE).dropped == 3
+        assert "it came back with chunk_tokens=8, not 4" in caplog.text
+
+
+def test_attempts_to_reach_a_dead_server_cost_nothing(serve):
+    server = serve()
+    with Client(server.path) as client:
+        server.kill()
+        watch = Stopwatch()
+        for _ in range(200):
+            client.match(keys(3), ONE)
+        assert watch.seconds() < 1
+
+
+def test_a_stalled_server_costs_one_timeout_and_what_it_grants_too_late_is_given_back(serve, caplog):
+    caplog.set_level(logging.INFO, "lmtier")
+    server = serve()
+    with (
+        Client(server.path, timeout=0.3, engine="e") as client,
+        Client(server.path, engine="e") as other,
+    ):
+        store(client, keys(3))
+        held = client.match(keys(3), ONE)
+        server.freeze()
+        began = time.monotonic()
+        assert client.match(keys(3), ONE).chunks == 0
+        assert 0.25 < time.monotonic() - began < 2
+        watch = Stopwatch()
+        for _ in range(10):
+            assert client.match(keys(3), ONE).chunks == 0
+            assert client.reserve(keys(2, "b"), ONE).dropped == 2
+        assert client.step() == 0
+        assert watch.seconds() < AT_ONCE
+        assert is_right(client, held)
+        client.release(held)
+        server.thaw()
+        until(lambda: look(client, keys(3)) == ["cpu"] * 3)
+        client.clear()
+        until(lambda: used(other) == 0)
+        assert client.lost == 0
+    assert outages(caplog) == ["is down", "is back"]
+
+
+def test_what_is_surely_not_there_is_not_waited_for_and_is_counted_all_the_same(serve):
+    server = serve()
+    with Client(server.path) as client:
+        client.match(keys(2, "form"), ONE)
+        before = lookups(server)
+        server.freeze()
+        watch = Stopwatch()
+        match = client.match(keys(5, "new"), ONE)
+        assert watch.seconds() < AT_ONCE
+        assert (match.ready, match.chunks) == (True, 0)
+        with pytest.raises(MisuseError, match="twice"):
+            client.match(keys(1, "new") * 2, ONE)
+        server.thaw()
+        store(client, keys(5, "new"))
+        assert lookups(server) == before + 1
+        assert look(client, keys(5, "new")) == ["cpu"] * 5
+
+
+def test_what_leaves_or_comes_back_after_a_restart_is_known_to_do_so(serve, tmp_path):
+    server = serve(f"disk://{tmp_path}/kv?capacity=64MiB", chunks=4)
+    with Client(server.path) as client:
+        for name in ("a", "b", "c"):
+            store(client, keys(3, name))
+            assert client.flush()
+        assert look(client, keys(3, "a")) == ["disk"] * 3
+    server.kill()
+    server.start()
+    with Client(server.path) as client:
+        for name in ("a", "b", "c"):
+            assert look(client, keys(3, name)) == ["disk"] * 3
+        client.clear()
+        server.freeze()
+        watch = Stopwatch()
+        assert not client.match(keys(3, "b"), ONE).chunks
+        assert watch.seconds() < AT_ONCE
+        server.thaw()
+
+
+def test_who_does_not_wait_for_his_commits_has_them_stored_all_the_same(serve, caplog):
+    server = serve()
+    with Client(server.path, waits=False) as client, Client(server.path) as other:
+        reservation = client.reserve(keys(3), ONE)
+        write(client, reservation)
+        server.freeze()
+        watch = Stopwatch()
+        client.commit(reservation)
+        assert watch.seconds() < AT_ONCE
+        server.thaw()
+        until(lambda: look(other, keys(3)) == ["cpu"] * 3)
+        lost = client.reserve(keys(2, "b"), ONE)
+        client._server.call("LMTIER.ABORT", lost.id, "*")
+        client.commit(lost)
+        client.stats()
+    assert "refused the end of a save: NOSUCH reservation" in caplog.text
+
+
+def test_a_commit_that_meets_a_stalled_server_is_not_lost(serve):
+    server = serve()
+    with Client(server.path, timeout=0.3) as client:
+        saved, dropped, late = (client.reserve(keys(3, name), ONE) for name in ("saved", "dropped", "late"))
+        write(client, saved)
+        server.freeze()
+        client.commit(saved)
+        client.abort(dropped)
+        client.abort(late)
+        server.thaw()
+        until(lambda: look(client, keys(3, "saved")) == ["cpu"] * 3)
+        assert used(client) == 3 * ROOM
+
+
+def test_a_reservation_granted_too_late_is_given_back(serve):
+    server = serve()
+    with (
+        Client(server.path, timeout=0.3, engine="e") as client,
+        Client(server.path, engine="e") as other,
+    ):
+        store(client, keys(1, "form"))
+        server.freeze()
+        assert client.reserve(keys(5), ONE).dropped == 5
+        server.thaw()
+        until(lambda: client.stats())
+        until(lambda: used(other) == ROOM)
+
+
+def test_what_is_asked_for_ahead_is_read_later(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(1, "form"))
+        server.freeze()
+        watch = Stopwatch()
+        asked = client.ask_to_reserve(keys(5), ONE, first=2)
+        assert watch.seconds() < AT_ONCE
+        server.thaw()
+        until(lambda: used(client) == 4 * ROOM)  # other calls read the reply in passing
+        reservation = client.reserved(asked)
+        assert (reservation.known, list(reservation.entries)) == (2, [2, 3, 4])
+        write(client, reservation)
+        assert used(client) == 4 * ROOM
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered):
+    server = serve()
+    with Client(server.path, engine="e") as client, Client(server.path, engine="e") as other:
+        store(client, keys(1, "form"))
+        if is_answered:
+            asked = client.ask_to_reserve(keys(5), ONE)
+            assert used(client) == 6 * ROOM
+        else:
+            server.freeze()
+            asked = client.ask_to_reserve(keys(5), ONE)
+        client.withdraw(asked)
+        server.thaw()
+        client.stats()
+        until(lambda: used(other) == ROOM)
+        assert client.reserve(keys(5), ONE).dropped == 0
+
+
+def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in_vain(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(1, "form"))
+        before = client.traffic
+        with client.together():
+            client.seen(keys(1, "form"))
+            asked = client.ask_to_reserve(keys(2), ONE)
+            assert client.traffic == before
+        assert client.traffic > before
+        assert list(client.reserved(asked).entries) == [0, 1]
+        with client.together():
+            asked = client.ask_to_reserve(keys(2, "b"), ONE)
+            assert list(client.reserved(asked).entries) == [0, 1]
+        server.kill()
+        with client.together():
+            client.seen(keys(1, "form"))
+        assert client.lost == 1
+
+
+def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
+    server = serve()
+    with Client(server.path, timeout=0.3, engine="e") as client, Client(server.path, engine="e") as other:
+        store(client, keys(1, "form"))
+        server.freeze()
+        asked = [client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b")]
+        assert client.reserved(asked[0]).dropped == 2
+        watch = Stopwatch()
+        assert client.reserved(asked[1]).dropped == 2
+        assert watch.seconds() < AT_ONCE
+        server.thaw()
+        until(lambda: client.stats())
+        until(lambda: used(other) == ROOM)
+
+
+def test_what_was_asked_for_of_a_server_that_dies_is_of_no_use(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(1, "form"))
+        early, late, unwanted = (client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b", "c"))
+        client.stats()  # all are answered
+        server.kill()
+        reservation = client.reserved(early)
+        write(client, reservation)
+        client.commit(reservation)
+        server.start()
+        until(lambda: client.stats())
+        assert client.reserved(late).dropped == 2
+        client.withdraw(unwanted)
+        assert used(client) == 0
+
+
+def test_the_constructor_says_why_there_is_no_server(serve, tmp_path, monkeypatch):
+    with pytest.raises(TierError, match=r"no lmtier server at .*/nobody.sock: No such file"):
+        Client(str(tmp_path / "nobody.sock"))
+    with pytest.raises(ConfigError, match="is not a path of a Unix socket"):
+        Client("cache:6380")
+    server = serve()
+    server.kill()
+    with pytest.raises(TierError, match="Connection refused"):
+        Client(server.path)
+    server.start()
+    monkeypatch.setattr(link_module, "PROTOCOL", 2)
+    with pytest.raises(TierError, match="install the same lmtier on both sides"):
+        Client("unix://" + server.path)
+    server.freeze()
+    watch = Stopwatch()
+    with pytest.raises(TierError, match="does not answer"):
+        Client(server.path, timeout=0.2)
+    assert watch.seconds() < 2
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"garbage\r\n",
+        b"+OK\r\n+OK\r\n+OK\r\n",
+        b"$-1\r\n" * 3,
+        b"*2\r\n+run\r\n:1\r\n:4096\r\n",
+        b"-ERR no\r\n",
+    ],
+)
+def test_somebody_elses_server_is_refused(tmp_path, reply):
+    path = str(tmp_path / "other.sock")
+    listener = socket.create_server(path, family=socket.AF_UNIX)
+
+    def answer(pipe: Connection) -> None:
+        connection, _ = listener.accept()
+        connection.recv(1000)
+        connection.sendall(reply)
+        if reply:
+            connection.recv(1000)
+            signal.pause()
+
+    with listener, child(answer), pytest.raises(TierError, match=str(tmp_path)):
+        Client(path, timeout=0.5)
+
+
+GREETING = {"run": 7, "protocol": 1, "chunk_tokens": C, "verify": "off", "load_deadline": 2.0}
+NONSENSE = [
+    *(["id"], ["id", 1], [1, 2], [None] * 4, [["id"], 1], "text", 7, None, [], Error("ERR no")),
+    {"id": 1, "state": "ready", "pages": "{", "sources": "cpu*1"},
+    {"id": 1, "state": "ready", "pages": "[1, 2, 3]", "sources": "cpu*3"},
+    {"id": 1, "state": "ready", "pages": "[1]", "sources": "cpu"},
+    {"id": 1, "state": "ready", "pages": "[1]", "sources": "cpu*1", "marks": "5:0:00"},
+    {
+        "id": 1,
+        "state": "ready",
+        "pages": "[1]",
+        "sources": "cpu*1",
+        "forms": "1*1",
+        "other_forms": [["", "L:9"]],
+    },
+    {"id": 1, "known": 0, "dropped": 0, "chunks": "0-9", "pages": "[1]"},
+    {"id": 1, "known": 0, "dropped": 0, "chunks": "0 5", "pages": "[1, 2]"},
+]
+
+
+def nonsense(pipe: Connection, listener: socket.socket) -> None:
+    """Greets as a server should. A connection of name n then gets the nth of these, whatever it asks."""
+    while True:
+        connection, _ = listener.accept()
+        commands = Commands(lambda *_: None)
+        reply: Any = None
+        while count := connection.recv_into(commands.target()):
+            commands.received(count)
+            while words := commands.next():
+                match bytes(words[0]):
+                    case b"LMTIER.HELLO":
+                        reply = NONSENSE[int(bytes(words[3]))]
+                        connection.sendall(encode(GREETING, False))
+                    case b"LMTIER.SLAB":
+                        fd = os.memfd_create("slab")
+                        os.truncate(fd, PAGE)
+                        socket.send_fds(connection, [encode(PAGE, False)], [fd])
+                        os.close(fd)
+                    case b"LMTIER.FORM":
+                        connection.sendall(encode(0, False))
+                    case b"LMTIER.CLEAR":
+                        connection.sendall(b"?\r\n")
+                    case _:
+                        connection.sendall(encode(reply, False))
+
+
+def test_replies_that_mean_nothing_cost_a_connection_at_most(tmp_path):
+    path = str(tmp_path / "liar.sock")
+    with socket.create_server(path, family=socket.AF_UNIX) as listener, child(nonsense, listener):
+        for number, each in enumerate(NONSENSE):
+            with Client(path, name=str(number)) as client:
+                match = client.match(keys(2), ONE)
+                assert (match.chunks, match.ready) == (0, True), each
+            with Client(path, name=str(number)) as client:
+                assert client.reserve(keys(2), ONE).dropped == 2, each
+            with Client(path, name=str(number)) as client:
+                client.seen(keys(1))
+                client.clear()
+                assert client.lost == 1
+
+
+def older(pipe: Connection, listener: socket.socket) -> None:
+    """A server of the same protocol before HAS and TTL; says down the pipe what it was asked."""
+    found = {"id": 7 << 32 | 1, "state": "found", "sources": "disk*2", "pages": "[]"}
+    ready = {"id": 7 << 32 | 1, "state": "ready", "sources": "disk*2", "pages": "[0, 4]"}
+    connection, _ = listener.accept()
+    commands = Commands(lambda *_: None)
+    while count := connection.recv_into(commands.target()):
+        commands.received(count)
+        while words := commands.next():
+            verb = bytes(words[0])
+            pipe.send((verb.decode().removeprefix("LMTIER."), len(words) - 1))
+            match verb:
+                case b"LMTIER.HELLO":
+                    connection.sendall(encode(GREETING, False))
+                case b"LMTIER.SLAB":
+                    fd = os.memfd_create("slab")
+                    os.truncate(fd, 16 * PAGE)
+                    socket.send_fds(connection, [encode(16 * PAGE, False)], [fd])
+                    os.close(fd)
+                case b"LMTIER.FORM":
+                    connection.sendall(encode(0, False))
+                case b"LMTIER.MATCH":
+                    connection.sendall(encode(found, False))
+                case b"LMTIER.PREFETCH" if len(words) <= 3:
+                    connection.sendall(encode(ready, False))
+                case _:
+                    connection.sendall(encode(Error("ERR no"), False))
+
+
+def test_an_older_server_is_not_asked_for_what_it_does_not_know(tmp_path, caplog):
+    path = str(tmp_path / "older.sock")
+    with (
+        socket.create_server(path, family=socket.AF_UNIX) as listener,
+        child(older, listener) as (pipe, _),
+        Client(path) as client,
+    ):
+        match = client.match(keys(2), ONE)
+        client.prefetch(match, has=3)
+        assert (match.chunks, len(match.run), match.ready, match.cut) == (2, 2, True, "")
+        for _ in range(3):
+            assert client.reserve(keys(2), ONE, ttl=60).dropped == 2
+        with pytest.raises(MisuseError):
+            client.reserve(keys(2), ONE, ttl=0)
+        assert client.reserve(keys(2), ONE).dropped == 2  # this one is asked, and refused
+        asked = [pipe.recv() for _ in range(6)]
+    assert asked == [("HELLO", 1), ("SLAB", 0), ("FORM", 2), ("MATCH", 4), ("PREFETCH", 1), ("RESERVE", 3)]
+    assert [each.getMessage().count("is too old for TTL") for each in caplog.records] == [1, 0]
+
+
+def models(client: Client) -> list[tuple[str, str]]:
+    told = json.loads(client._server.call("LMTIER.MODELS"))
+    return [(each["identity"]["weights"], bytes.fromhex(each["lora"]).decode()) for each in told]
+
+
+def test_a_server_that_comes_back_hears_of_the_model_and_of_no_adapter_of_before(serve):
+    server = serve()
+    with Client(server.path) as client:
+        client.declare(Identity(model="m", weights="old"), ONE)
+        client.declare(Identity(model="m", weights="old"), ONE, "poet")
+        client.declare(Identity(model="m", weights="new"), ONE)
+        for number in range(MAX_MODELS + 1):
+            client.declare(Identity(model="m", weights="new"), ONE, f"a{number}")
+        server.kill()
+        server.start()
+        until(client.stats)
+        assert look(client, keys(1)) == []
+        assert models(client) == [*(("new", f"a{n}") for n in range(2, MAX_MODELS + 1)), ("new", "")]
+
+
+def test_what_computing_takes_is_told_without_a_connection_being_made_for_it(serve):
+    server = serve()
+    with Client(server.path, timeout=0.3) as client:
+        client.costs(Cost(0.1, 0.001, 0.0, 0.0))
+        server.kill()
+        until(lambda: client.stats() == {} and client.lost == 1)
+        unserved = client.unserved
+        server.start()
+        client._server._try_after = 0.0
+        client.costs(Cost(0.2, 0.002, 0.0, 0.0))
+        assert client._server.link.is_lost
+        assert client.unserved == unserved
+        assert client.stats()
+
+
+def test_attempts_that_take_their_time_are_no_more_frequent(serve, tmp_path):
+    server = serve()
+    with Client(server.path, timeout=0.2) as client:
+        server.kill()
+        os.unlink(server.path)
+        with socket.create_server(server.path, family=socket.AF_UNIX):  # connects, and never answers
+            assert client.stats() == {}
+            client._server._try_after = 0.0
+            assert client.stats() == {}
+            assert client._server._try_after >= time.monotonic() + 0.9
+
+
+# ---- forks
+
+
+def test_a_forked_child_has_its_own_connection_and_leaves_its_parents_alone(serve):
+    server = serve()
+    with Client(server.path) as client:
+        store(client, keys(3))
+        held = client.match(keys(3), ONE)
+
+        def works(pipe: Connection) -> None:
+            assert is_right(client, held)
+            client.release(held)
+            pipe.send((look(client, keys(3)), store(client, keys(2, "b")), client.lost))
+            os._exit(0)
+
+        with child(works) as (pipe, process):
+            assert heard(pipe) == (["cpu"] * 3, 2, 0)
+            process.join()
+        client.clear()
+        assert used(client) == 3 * ROOM, "the parent's leases are its own"
+        assert is_right(client, held)
+        client.release(held)
+        client.clear()
+        assert used(client) == 0
+
+
+# ---- movers
+
+
+class Engine:
+    """Two layers of paged KV with random content."""
+
+    def __init__(self, client: Client, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = [torch.randn(40, 2, 2, 16, generator=generator).bfloat16() for _ in range(2)]
+        layout = Layout.uniform(
+            layers=2, heads=2, head_dim=8, dtype="bf16", block_tokens=2, chunk_tokens=C, packing="token"
+        )
+        kv = PagedKV(layout, layout.whole, self.layers)
+        self.mover = Mover(client, kv, Identity(model="m", weights="w"), spare_blocks=range(30, 40))
+
+    def save(self, tokens: list[int], blocks: list[int]) -> int:
+        with self.mover.save(self.mover.chain(tokens), blocks) as saving:
+            for layer in range(2):
+                saving.layer(layer)
+        return saving.tokens
+
+    def load(self, tokens: list[int], blocks: list[int]) -> int:
+        with self.mover.load(self.mover.match(self.mover.chain(tokens)), blocks) as loading:
+            loading.all()
+            return loading.finish()
+
+    def bytes_of(self, blocks: list[int]) -> torch.Tensor:
+        return torch.stack([layer[blocks] for layer in self.layers]).view(torch.int16)
+
+
+def test_a_mover_works_with_a_client_as_with_a_cache(serve):
+    server = serve()
+    with Client(server.path) as ones, Client(server.path) as others:
+        one, other = Engine(ones, 1), Engine(others, 2)
+        tokens, blocks, target = list(range(21)), list(range(10)), list(range(10, 20))
+        assert one.save(tokens, blocks) == 20
+        assert one.save(tokens, blocks) == 0
+        assert other.load(tokens, target) == 20
+        assert torch.equal(one.bytes_of(blocks), other.bytes_of(target))
+        assert (others._server.compared, others._server.differing) == (5, 0)
+        server.kill()
+        assert other.load(tokens, target) == 0
+        assert other.save(list(range(100, 121)), blocks) == 0
+
+
+def test_a_mover_deletes_what_came_back_wrong(serve):
+    server = serve()
+    with Client(server.path) as client:
+        engine = Engine(client, 1)
+        tokens, blocks, target = list(range(21)), list(range(10)), list(range(10, 20))
+        engine.save(tokens, blocks)
+        match = engine.mover.match(engine.mover.chain(tokens))
+        client.slab.view(match.run[2].offsets[0], 1)[0] ^= 1
+        client.release(match)
+        assert engine.load(tokens, target) == 2 * C
+        assert client._server.differing == 1
+        assert engine.load(tokens, target) == 2 * C, "it is gone"
+        assert client._server.differing == 1
+        assert server.ask("LMTIER.REPORT")["verify_failures"] == 1
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lmtier")

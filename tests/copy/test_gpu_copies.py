@@ -1,0 +1,370 @@
+"""Copies in GPU memory: never read before they are complete, never given away while they are used."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmtier.copy.gpu_copies import GpuCopies, GpuPlace, GpuPlaces
+from lmtier.core.match import Entry, State
+from lmtier.errors import MisuseError
+from lmtier.format.layout import PAGE, ChunkForm, Layout, Shard, form_of
+from lmtier.rules.policy import POLICIES
+
+LAYOUT = Layout.uniform(
+    layers=2, heads=4, head_dim=32, dtype="bf16", block_tokens=4, chunk_tokens=8, packing="token"
+)
+WHOLE = form_of(LAYOUT, [LAYOUT.whole])
+"""Two pages a chunk."""
+SPLIT = form_of(LAYOUT, [Shard(0, 2, 0, 3), Shard(0, 2, 3, 4)])
+"""The larger one takes two, too."""
+QUARTERS = form_of(LAYOUT, [Shard(0, 2, head, head + 1) for head in range(4)])
+"""One page."""
+
+
+def key(name: object) -> bytes:
+    return f"{name}".encode().ljust(32, b".")
+
+
+def promised(*names: object, form: ChunkForm = WHOLE, mark: bytes = b"") -> list[Entry]:
+    """What a match has of the slab."""
+    run = [Entry(key(name), form, form.room, State.READY) for name in names]
+    for entry in run:
+        entry.prints = (mark,) * len(form.shards) if mark else ()
+    return run
+
+
+def there(places: GpuPlaces) -> list[bool | None]:
+    """Of each chunk: is it there, is it to be filled, or has it none?"""
+    return [None if place is None else place.is_there for place in places.near]
+
+
+def put(copies: GpuCopies, run: list[Entry], form: ChunkForm = WHOLE) -> GpuPlaces:
+    places = copies.load(run, form)
+    copies.done(places)
+    copies.check()
+    return places
+
+
+def test_what_a_load_has_put_there_the_next_one_finds_in_its_place():
+    copies, run = GpuCopies(8 * PAGE), promised("a", "b")
+    first = put(copies, run)
+    assert there(first) == [False, False]
+    second = copies.load(run, WHOLE)
+    assert second.near == tuple(GpuPlace(place.offset, True) for place in first.near if place)
+    assert second.there == 2
+
+
+def test_what_a_save_has_put_there_the_next_load_finds():
+    copies, run = GpuCopies(8 * PAGE), promised("a", "b")
+    copies.done(copies.save(run, WHOLE))
+    assert there(copies.load(run, WHOLE)) == [True, True]
+
+
+def test_what_is_being_filled_nobody_else_reads_or_fills():
+    copies, run = GpuCopies(8 * PAGE), promised("a")
+    filling = copies.load(run, WHOLE)
+    meanwhile = copies.load(run, WHOLE)
+    assert there(meanwhile) == [None]
+    copies.done(meanwhile)
+    assert there(copies.load(run, WHOLE)) == [None]
+    copies.done(filling)
+    assert there(copies.load(run, WHOLE)) == [True]
+    copies.check()
+
+
+def test_what_was_not_believed_is_not_there():
+    copies, run = GpuCopies(8 * PAGE), promised("a", "b")
+    copies.done(copies.load(run, WHOLE), believed=False)
+    assert copies.extents.used == 0
+    put(copies, run[:1])
+    copies.done(copies.load(run, WHOLE), believed=False)
+    assert copies.extents.used == 0
+    assert there(copies.load(run, WHOLE)) == [False, False]
+    copies.check()
+
+
+def test_without_room_the_rest_of_a_run_goes_as_before():
+    copies = GpuCopies(4 * PAGE)
+    assert there(copies.load(promised("a", "b", "c"), WHOLE)) == [False, False, None]
+    assert there(copies.load(promised("d"), WHOLE)) == [None]
+    copies.check()
+
+
+def test_a_load_makes_no_room_of_what_it_reads_itself():
+    copies = GpuCopies(4 * PAGE)
+    put(copies, promised("c"))
+    put(copies, promised("z"))
+    assert there(copies.load(promised("a", "b", "c"), WHOLE)) == [False, None, True]
+    copies.check()
+
+
+def test_the_extent_of_a_copy_that_is_read_is_nobody_elses_before_that_is_done():
+    copies, run = GpuCopies(2 * PAGE), promised("a")
+    put(copies, run)
+    reading = copies.load(run, WHOLE)
+    assert there(copies.load(promised("b"), WHOLE)) == [None]
+    copies.forget([key("a")])
+    assert there(copies.load(promised("b"), WHOLE)) == [None]
+    copies.done(reading)
+    assert there(copies.load(promised("b"), WHOLE)) == [False]
+    copies.check()
+
+
+def test_cleared_with_transfers_under_way_the_room_returns_when_the_last_is_done():
+    copies, run = GpuCopies(8 * PAGE), promised("a", "b")
+    put(copies, run[:1])
+    one, other = copies.load(run, WHOLE), copies.load(run, WHOLE)
+    copies.clear()
+    copies.check()
+    assert len(copies.index) == 0
+    copies.done(one)
+    copies.check()
+    assert copies.extents.used == 2 * PAGE, "the other load still reads it"
+    copies.done(other)
+    copies.check()
+    assert copies.extents.used == 0
+    assert there(copies.load(run, WHOLE)) == [False, False], "what was filled meanwhile is forgotten too"
+
+
+def test_places_are_given_back_once():
+    copies = GpuCopies(8 * PAGE)
+    places = put(copies, promised("a"))
+    with pytest.raises(MisuseError, match="given back before"):
+        copies.done(places)
+
+
+def test_the_tail_of_a_prompt_leaves_before_its_head():
+    copies = GpuCopies(6 * PAGE)
+    put(copies, promised("a", "b", "c"))
+    put(copies, promised("x", "y"))
+    assert [key(name) in copies.index for name in "abcxy"] == [True, False, False, True, True]
+
+
+def test_a_run_that_begins_in_its_middle_is_hung_on_what_is_there():
+    """The engine has the beginning itself, mostly."""
+    copies = GpuCopies(8 * PAGE)
+    put(copies, promised("a", "b"))
+    put(copies, promised("b", "c"))
+    put(copies, promised("c", "d"))
+    chain = [copies.index.get(key(name)) for name in "abcd"]
+    assert [entry.parent for entry in chain if entry] == [None, *chain[:-1]]
+
+
+def test_a_chunk_that_was_computed_anew_is_not_read_from_its_old_copy():
+    """Its last bits differ, and its fingerprint with them."""
+    copies = GpuCopies(8 * PAGE)
+    put(copies, promised("a", mark=b"one"))
+    assert there(put(copies, promised("a", mark=b"one"))) == [True]
+    assert there(put(copies, promised("a", mark=b"two"))) == [False]
+    assert there(put(copies, promised("a", mark=b"two"))) == [True]
+    copies.done(copies.save(promised("a"), WHOLE))
+    assert there(put(copies, promised("a", mark=b"two"))) == [False]
+
+
+def test_chunks_without_a_fingerprint_are_those_whose_fingerprints_are_empty():
+    copies = GpuCopies(8 * PAGE)
+    put(copies, promised("a", form=SPLIT), SPLIT)
+    (entry,) = promised("a", form=SPLIT)
+    entry.prints = (b"", b"")
+    assert there(copies.load([entry], SPLIT)) == [True]
+
+
+def test_a_save_takes_the_fingerprints_that_its_commit_has_left():
+    copies, (entry,) = GpuCopies(8 * PAGE), promised("a")
+    places = copies.save([entry], WHOLE)
+    entry.prints = (b"mark",)
+    copies.done(places)
+    assert there(copies.load(promised("a", mark=b"mark"), WHOLE)) == [True]
+
+
+def test_a_save_replaces_a_copy_that_is_still_read():
+    copies = GpuCopies(8 * PAGE)
+    put(copies, promised("a"))
+    reading = copies.load(promised("a"), WHOLE)
+    saving = copies.save(promised("a"), WHOLE)
+    assert there(saving) == [False]
+    assert saving.near[0] != reading.near[0]
+    copies.done(reading)
+    copies.done(saving)
+    copies.check()
+    assert copies.extents.used == 2 * PAGE
+
+
+def test_a_chunk_takes_what_the_largest_shard_does():
+    copies = GpuCopies(8 * PAGE)
+    put(copies, promised("a", form=SPLIT), SPLIT)
+    assert copies.extents.used == 2 * PAGE
+    put(copies, promised("b", form=QUARTERS), QUARTERS)
+    assert copies.extents.used == 3 * PAGE
+
+
+def test_a_copy_for_another_form_is_not_read_but_replaced():
+    copies = GpuCopies(2 * PAGE)
+    put(copies, promised("a"))
+    assert there(put(copies, promised("a", "b"), QUARTERS)) == [False, False]
+    assert there(put(copies, promised("a", "b"), QUARTERS)) == [True, True]
+
+
+def test_memory_in_pieces_becomes_whole_again():
+    copies = GpuCopies(4 * PAGE)
+    put(copies, promised(1, 2, 3, 4, form=QUARTERS), QUARTERS)
+    assert there(put(copies, promised("a", "b"))) == [False, False]
+
+
+def test_room_in_pieces_is_joined_by_one_more_that_leaves():
+    copies = GpuCopies(4 * PAGE)
+    put(copies, promised(1, 2, 3, 4, form=QUARTERS), QUARTERS)
+    copies.forget([key(1), key(3)])
+    assert there(put(copies, promised("a"))) == [False]
+    assert len(copies.index) == 2
+
+
+@pytest.mark.parametrize("policy", ["arc", "s3fifo"])
+def test_what_is_asked_for_again_stays_when_much_is_asked_for_once(policy):
+    copies = GpuCopies(8 * PAGE, policy)
+    for _ in range(3):
+        put(copies, promised("system"))
+    for once in range(30):
+        put(copies, promised(once))
+    assert there(put(copies, promised("system"))) == [True]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_policies_are_those_of_every_tier(policy):
+    copies, chance = GpuCopies(12 * PAGE, policy), Random(policy)
+    hits = 0
+    for _ in range(300):
+        prompt = min(int(chance.expovariate(0.7)), 5)
+        places = put(copies, promised("system", *(f"{prompt}.{n}" for n in range(chance.randint(1, 3)))))
+        hits += places.there
+    assert hits > 200
+
+
+class Transfers(RuleBasedStateMachine):
+    """Any order of loads and saves and their ends, beside a dict of what can be read, and memory of pages."""
+
+    chunks = st.integers(0, 3), st.integers(1, 4)
+    forms = st.sampled_from([WHOLE, WHOLE, WHOLE, QUARTERS])
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), pages=st.integers(2, 12))
+    def begin(self, policy: str, pages: int) -> None:
+        self.copies = GpuCopies(pages * PAGE, policy)
+        self.memory: list[object] = [None] * pages
+        self.readable: dict[bytes, object] = {}
+        self.version = dict.fromkeys((key(n) for n in range(8)), 0)
+        self.open: list[tuple[GpuPlaces, list[Entry], int, dict[int, object]]] = []
+
+    def run_of(self, first: int, length: int, form: ChunkForm) -> list[Entry]:
+        run = promised(*range(first, first + length), form=form)
+        for entry in run:
+            if version := self.version[entry.key]:
+                entry.prints = (b"%d" % version,) * len(form.shards)
+        return run
+
+    def content(self, entry: Entry, form: ChunkForm) -> object:
+        return entry.key, self.version[entry.key], form
+
+    def started(self, places: GpuPlaces, run: list[Entry], form: ChunkForm) -> None:
+        """It begins at once: reads are right from now to the end, and what is to be filled holds rubbish."""
+        pages = max(form.sizes) // PAGE
+        contents = {}
+        for number, (entry, place) in enumerate(zip(run, places.near, strict=True)):
+            if place is None:
+                continue
+            at = place.offset // PAGE
+            if place.is_there:
+                assert self.memory[at : at + pages] == [self.readable[entry.key]] * pages
+                assert self.readable[entry.key] == self.content(entry, form)
+            else:
+                self.readable.pop(entry.key, None)
+                self.memory[at : at + pages] = [object()] * pages
+            contents[number] = self.content(entry, form)
+        self.open.append((places, run, pages, contents))
+
+    @rule(first=chunks[0], length=chunks[1], form=forms)
+    def load(self, first: int, length: int, form: ChunkForm) -> None:
+        run = self.run_of(first, length, form)
+        self.started(self.copies.load(run, form), run, form)
+
+    @rule(first=chunks[0], length=chunks[1], form=forms)
+    def save(self, first: int, length: int, form: ChunkForm) -> None:
+        for number in range(first, first + length):
+            self.version[key(number)] += 1
+        run = self.run_of(first, length, form)
+        for entry in run:
+            self.readable.pop(entry.key, None)
+        self.started(self.copies.save(run, form), run, form)
+
+    @rule(number=st.integers(0, 7))
+    def somebody_else_saves(self, number: int) -> None:
+        self.version[key(number)] += 1
+
+    @rule(numbers=st.sets(st.integers(0, 7)), everything=st.booleans())
+    def forget(self, numbers: set[int], everything: bool) -> None:
+        if everything:
+            self.copies.clear()
+            self.readable.clear()
+        self.copies.forget(map(key, numbers))
+        for number in numbers:
+            self.readable.pop(key(number), None)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), believed=st.booleans())
+    def done(self, data: st.DataObject, believed: bool) -> None:
+        which = data.draw(st.integers(0, len(self.open) - 1))
+        places, run, pages, contents = self.open.pop(which)
+        still = {copy.key for copy, _ in places.held if copy.state is not State.GONE}
+        for number, (entry, place) in enumerate(zip(run, places.near, strict=True)):
+            if place is None:
+                continue
+            at = place.offset // PAGE
+            if place.is_there:
+                assert self.memory[at : at + pages] == [contents[number]] * pages, "read, and overwritten"
+            else:
+                self.memory[at : at + pages] = [contents[number]] * pages
+            if not believed:
+                self.readable.pop(entry.key, None) if entry.key in still else None
+            elif entry.key in still and not place.is_there:
+                self.readable[entry.key] = contents[number]
+        self.copies.done(places, believed=believed)
+
+    @invariant()
+    def all_books_agree(self) -> None:
+        self.copies.check()
+
+    @invariant()
+    def what_is_used_is_used_by_one_chunk_alone(self) -> None:
+        filled = [
+            page
+            for places, _, pages, _ in self.open
+            for place in places.near
+            if place is not None and not place.is_there
+            for page in range(place.offset // PAGE, place.offset // PAGE + pages)
+        ]
+        read = {
+            page
+            for places, _, pages, _ in self.open
+            for place in places.near
+            if place is not None and place.is_there
+            for page in range(place.offset // PAGE, place.offset // PAGE + pages)
+        }
+        assert len(set(filled)) == len(filled)
+        assert not read & set(filled)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "copies"):
+            return
+        for places, *_ in self.open:
+            self.copies.done(places)
+        self.copies.clear()
+        self.copies.check()
+        assert self.copies.extents.used == 0
+
+
+Transfers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTransfers = Transfers.TestCase

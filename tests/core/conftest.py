@@ -1,0 +1,25 @@
+"""Caches that a test opens, and that are proved and closed when it is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.format.keys import is_value
+from lmtier.tiers.base import Tier
+
+
+@pytest.fixture
+def make(tmp_path):
+    caches = []
+
+    def make(*tiers: str, opened: dict[str, Tier] | None = None, **settings) -> Cache:
+        config = Config(tiers=tiers, chunk_tokens=4, prefault=False, **settings)
+        caches.append(Cache(config, tiers=opened, is_record=is_value))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close(timeout=5)
+        cache.check()

@@ -1,0 +1,139 @@
+"""What every lower tier does: when it writes, what it drops, and what happens when its storage fails."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.errors import TierError
+from lmtier.format.objects import Suspect
+from lmtier.testing import FlakyTier, Gate, MemoryTier, SlowTier
+from lmtier.tiers.base import Done, Op, Reason
+from tests.core.test_cache import (
+    AT_REST,
+    ONE,
+    C,
+    cpu,
+    disk,
+    keys,
+    look,
+    store,
+)
+from tests.core.test_shared import FAR, M, of, settle
+from tests.model.hand import HandTier
+
+
+def test_write_policies_decide_what_goes_down(make, tmp_path):
+    seen, left = disk(tmp_path / "seen", write="reused"), disk(tmp_path / "left", write="evicted")
+    cache = make(cpu(4, policy="lru"), seen, left)
+    store(cache, keys(2))
+    cache.flush()
+    assert [tier.label for tier in cache.lower] == ["disk", "disk-2"]
+    assert cache.stats()["disk"]["chunks"] == 0
+    look(cache, keys(2))
+    cache.flush()
+    assert cache.stats()["disk"]["chunks"] == 2, "seen a second time"
+    for turn in range(3):
+        store(cache, keys(2, f"turn{turn}"))
+        cache.flush()
+    assert cache.stats()["disk-2"]["chunks"] > 0, "next to leave, so written"
+    assert look(cache, keys(2)) == ["disk"] * 2
+
+
+def test_never_writes_nothing_and_still_reads(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(2))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv", write="never"))
+    assert look(cache, keys(2)) == ["disk"] * 2
+    store(cache, keys(2, "new"))
+    cache.flush()
+    assert cache.stats()["disk"]["chunks"] == 2
+
+
+def test_a_failing_tier_is_left_alone_and_tried_again(make):
+    url = "bad://?capacity=1GiB"
+    tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=(Op.STORE,))
+    cache = make(cpu(50), url, opened={url: tier})
+    store(cache, keys(20))
+    cache.flush(timeout=0.5)
+    below = cache.lower[0]
+    assert below.down.is_open
+    assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="down") == 1
+    assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="up") == 0
+    assert look(cache, keys(20)) == ["cpu"] * 20, "the tier above is not disabled with it"
+    tier._every = 1 << 60  # it is repaired
+    until = time.monotonic() + 5
+    while below.down.is_open and time.monotonic() < until:
+        store(cache, keys(1, f"probe{time.monotonic()}"))
+        cache.flush(timeout=0.1)
+        cache._wake.wait(0.05)
+    assert not below.down.is_open
+    assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="down") == 0
+
+
+def test_a_full_queue_drops_and_counts(make, caplog):
+    url = "slow://?capacity=1GiB"
+    gate = Gate()
+    cache = make(cpu(50), url, opened={url: SlowTier(MemoryTier(), gate)}, queue_length=4)
+    gate.hold()
+    store(cache, keys(20))
+    dropped = partial(cache.metrics.value, tier="slow", reason="queue_full")
+    assert dropped("lmtier_dropped_tokens_total") == 16 * C
+    assert dropped("lmtier_dropped_objects_total") == 16
+    assert dropped("lmtier_dropped_bytes_total") == 16 * AT_REST
+    cache.step()
+    assert "tier slow: some objects were dropped instead of written: 16 queue_full" in caplog.text
+    cache.step()
+    assert len(caplog.records) == 1, "once in a while"
+    gate.open()
+    assert not cache.flush()
+    assert cache.flush(), "it is told once"
+    assert cache.stats()["slow"]["chunks"] == 4
+
+
+def test_a_tier_that_cannot_be_opened_fails_the_start_and_closes_the_others(make, tmp_path):
+    make(cpu(2), disk(tmp_path / "taken"))
+    with pytest.raises(TierError, match="taken"):
+        make(cpu(2), disk(tmp_path / "free"), disk(tmp_path / "taken"))
+    make(cpu(2), disk(tmp_path / "free"))
+
+
+def test_a_tier_that_says_nothing_of_an_object_has_failed(make):
+    class Mute(MemoryTier):
+        def poll(self):
+            return [Done(done.id, {}, {}) if done.ok else done for done in super().poll()]
+
+    url = "mute://?capacity=1GiB"
+    cache = make(cpu(20), url, opened={url: Mute()})
+    store(cache, keys(2))
+    cache.flush(timeout=0.3)
+    assert cache.stats()["mute"]["chunks"] == 0
+    assert cache.metrics.value("lmtier_stored_tokens_total", tier="mute") == 0
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_the_same_engine_stores_later_is_not_suspect(keeps):
+    tier, url = HandTier({}, keeps=keeps), "far://?capacity=1MiB"
+    config = Config(tiers=("cpu://?capacity=1MiB", url if keeps else FAR), chunk_tokens=4, prefault=False)
+    with Cache(config, tiers={url if keeps else FAR: tier}) as cache:
+        store(cache, of(M, 2), by="bad")
+        settle(cache, tier)
+        cache.purge(Suspect(by="bad"))
+        settle(cache, tier)
+        assert not tier.kept
+        time.sleep(0.002)
+        store(cache, of(M, 2), by="bad")
+        settle(cache, tier)
+        for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
+            cache.room.take_out(entry)
+        match = cache.match(of(M, 2), ONE)
+        settle(cache, tier)
+        cache.prefetch(match)
+        settle(cache, tier)
+        assert (match.chunks, match.cut) == (2, "")
+        cache.release(match)

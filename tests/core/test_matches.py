@@ -1,0 +1,106 @@
+"""Matches over a slab and one tier: what is found is leased, what lies below is brought up once for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.match import CPU, Match, State
+from lmtier.core.matches import Matches
+from lmtier.errors import MisuseError
+from lmtier.format.layout import form_of
+from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
+
+LAYOUT = opaque_layout(4096)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+KEYS = tuple(b"name" + number.to_bytes(28, "big") for number in range(4))
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def cache(gate: Gate) -> Iterator[Cache]:
+    """Its tier has four chunks, of which the slab has the first."""
+    url = "slow://?capacity=1MiB"
+    config = Config(tiers=["cpu://?capacity=64KiB", url], chunk_tokens=LAYOUT.chunk_tokens, prefault=False)
+    with Cache(config, tiers={url: SlowTier(MemoryTier(), gate)}) as cache:
+        cache.commit(cache.reserve(KEYS, FORM))
+        assert cache.flush()
+        for entry in cache.index.entries()[1:]:
+            cache.room.take_out(entry)
+        yield cache
+        gate.open()
+        cache.check()
+
+
+def begin(matches: Matches, seconds: float = 30.0) -> Match:
+    return matches.begin(KEYS, FORM, len(KEYS) * LAYOUT.chunk_tokens, time.monotonic() + seconds)
+
+
+def arrive(cache: Cache, *found: Match) -> None:
+    until = time.monotonic() + 30
+    while not all(match.ready for match in found) and time.monotonic() < until:
+        cache.step()
+
+
+def test_what_is_in_the_slab_is_leased_and_what_lies_below_is_known(cache: Cache) -> None:
+    match = begin(cache._matches)
+    assert match.sources == [CPU, "slow", "slow", "slow"]
+    assert [entry.leases for entry in match.run] == [1]
+    cache._matches.release(match)
+    cache._matches.release(match)
+    assert not cache._matches.open
+    assert not cache.index.leased_bytes
+
+
+def test_one_load_serves_all_who_wait_and_is_leased_by_each(cache: Cache, gate: Gate) -> None:
+    gate.hold()
+    one, two = begin(cache._matches), begin(cache._matches)
+    for match in (one, two):
+        cache._matches.prefetch(match, None, 0)
+    assert len(cache._matches.waiters) == 3
+    assert cache._matches.loading == cache._matches.waiting_bytes == 3 * FORM.room
+    gate.open()
+    arrive(cache, one, two)
+    assert [entry.leases for entry in one.run] == [2] * 4
+    assert {entry.state for entry in two.run} == {State.READY}
+    assert not cache._matches.waiters
+    assert not cache._matches.loading
+    for match in (one, two):
+        cache._matches.release(match)
+
+
+def test_who_lets_go_of_a_load_leaves_it_to_the_others(cache: Cache, gate: Gate) -> None:
+    gate.hold()
+    one, two = begin(cache._matches), begin(cache._matches)
+    for match in (one, two):
+        cache._matches.prefetch(match, None, 0)
+    cache._matches.release(one)
+    gate.open()
+    arrive(cache, two)
+    assert (two.chunks, two.cut) == (4, "")
+    cache._matches.release(two)
+
+
+def test_what_is_late_is_cut_at_its_deadline(cache: Cache, gate: Gate) -> None:
+    gate.hold()
+    match = begin(cache._matches, seconds=0.0)
+    cache._matches.prefetch(match, None, 0)
+    cache._matches.expire()
+    assert (match.ready, match.chunks, match.cut) == (True, 1, "deadline")
+    cache._matches.release(match)
+
+
+def test_a_match_of_another_cache_is_refused(cache: Cache) -> None:
+    strange = Match(99, KEYS, FORM, 0, 0.0)
+    with pytest.raises(MisuseError, match="another cache made"):
+        cache._matches.prefetch(strange, None, 0)
+    with pytest.raises(MisuseError, match="another cache made"):
+        cache._matches.release(strange)

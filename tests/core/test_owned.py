@@ -1,0 +1,427 @@
+"""A lower tier that keeps an index: its room, its order, its scan, and what leaves it."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.format.keys import namespace
+from lmtier.format.layout import Name
+from lmtier.format.objects import Suspect
+from lmtier.rules.fullness import FULL_PAUSE
+from lmtier.testing import FullTier, Gate, MemoryTier, SlowTier
+from lmtier.tiers.base import Done, Item, Op, Reason
+from tests.core.test_cache import (
+    AT_REST,
+    ONE,
+    TWO,
+    C,
+    cpu,
+    disk,
+    kept,
+    keys,
+    look,
+    store,
+)
+from tests.core.test_shared import M, N, finish, of, settle
+from tests.model.hand import HandTier
+
+
+def test_a_restart_finds_a_warm_disk_before_anything_is_computed(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(5))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert store(cache, keys(5)) == 0, "known before anything was loaded"
+    assert look(cache, keys(5)) == ["disk"] * 5
+    assert look(cache, keys(5)) == ["cpu"] * 5
+
+
+def test_disk_capacity_is_exact_and_the_files_agree(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=5))
+    for turn in range(6):
+        store(cache, keys(3, f"turn{turn}"))
+        assert cache.flush()
+        files = [file.stat().st_size for file in (tmp_path / "kv").rglob("*.L*")]
+        assert sum(files) == cache.stats()["disk"]["used"] <= 5 * AT_REST
+        cache.check()
+    assert len(files) == 5
+    assert cache.metrics.value("lmtier_evictions_total", tier="disk", cause="capacity") == 13
+
+
+def test_a_smaller_capacity_after_a_restart_is_enforced(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=8))
+    store(cache, keys(8))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=3))
+    cache.flush()
+    assert len(list((tmp_path / "kv").rglob("*.L*"))) == 3
+    assert look(cache, keys(8)) == ["disk"] * 3, "the head of the prefix is what was kept"
+
+
+def test_the_order_of_leaving_survives_a_restart(make, tmp_path):
+    """Heads are written first and stay the youngest of their chain; what was seen last leaves last."""
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=8))
+    for name in "abcd":
+        store(cache, keys(2, name))
+        cache.flush()
+    cache.seen(keys(2, "a"))
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv", chunks=8))
+    leaving = [entry.key for entry in cache.lower.owned[0].index.order()]
+    assert leaving == [key for name in "bcda" for key in reversed(keys(2, name))]
+
+
+def test_after_a_kill_a_tail_is_still_older_than_its_head(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    for length in range(1, 7):
+        store(cache, keys(length))
+        cache.flush()
+    times = {file.name[:64]: file.stat().st_mtime_ns for file in (tmp_path / "kv").rglob("*.L*")}
+    order = [times[key.hex()] for key in keys(6)]
+    assert order == sorted(order, reverse=True)
+    assert len(set(order)) == 6
+
+
+def test_an_object_larger_than_a_tier_is_refused_without_evicting(make, tmp_path):
+    cache = make(cpu(20), f"disk://{tmp_path}/kv?capacity={AT_REST - 1}")
+    store(cache, keys(1))
+    assert not cache.flush(), "it is not there"
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="disk", reason="larger_than_tier") == C
+
+
+def test_a_full_tier_drops_what_it_cannot_take_and_counts_it(make):
+    url = "full://?capacity=1GiB"
+    cache = make(cpu(50), url, opened={url: FullTier(MemoryTier())})
+    store(cache, keys(3))
+    cache.flush(timeout=1)
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="full", reason="full") == 3 * C
+    assert cache.stats()["full"] == {"chunks": 0, "used": 0, "capacity": 1 << 30}
+    assert look(cache, keys(3)) == ["cpu"] * 3
+
+
+def test_a_full_disk_can_still_be_read(make):
+    url = "full://?capacity=1GiB"
+    objects = kept(make, url, keys(3))
+    cache = make(cpu(20), url, opened={url: FullTier(MemoryTier(objects))})
+    for turn in range(8):
+        store(cache, keys(1, f"turn{turn}"))
+        assert not cache.flush(timeout=5), "it is not there, and will not be"
+    assert not cache.lower[0].has_jobs
+    assert look(cache, keys(3)[1:]) == ["full"] * 2, "one left, and it did not help"
+
+
+def test_storage_with_less_room_than_its_capacity_is_used_as_far_as_it_goes(make):
+    """What comes takes the place of what is there; when others let go, the tier grows again."""
+    url, now, tier = "small://?capacity=1GiB", [0.0], RoomyTier(5)
+    config = Config(tiers=[cpu(60), url], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        (below,) = cache.lower
+        for turn in range(4):
+            store(cache, keys(4, f"turn{turn}"))
+            assert cache.flush(), "all of it is there, and nothing is dropped"
+            assert {name.key for name in tier.objects} >= set(keys(4, f"turn{turn}"))
+        assert len(tier.objects) == 5
+        assert not below.down.is_open
+        tier.room = 9
+        store(cache, keys(4, "too soon"))
+        assert cache.flush()
+        assert len(tier.objects) == 5, "nobody has looked whether there is more room"
+        now[0] += FULL_PAUSE
+        store(cache, keys(4, "later"))
+        assert cache.flush()
+        assert len(tier.objects) == 9
+        assert look(cache, keys(4, "later")) == ["cpu"] * 4
+        cache.check()
+
+
+def test_storage_that_takes_nothing_though_others_left_is_asked_less_and_less(make):
+    url, now, tier = "small://?capacity=1GiB", [0.0], RoomyTier(10)
+    config = Config(tiers=[cpu(200), url], chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        store(cache, keys(10))
+        assert cache.flush()
+        tier.room = 0  # somebody else takes all that is given up
+        left = []
+        for second in range(120):
+            now[0] += 1
+            store(cache, keys(1, f"second{second}"))
+            assert not cache.flush()
+            left.append(len(tier.objects))
+        assert left[0] == 9
+        assert left[-1] == 5, "after 2, 6, 14, 30 and 62 seconds one more was given up, at most"
+        tier.room = 10
+        now[0] += 130
+        store(cache, keys(3, "at last"))
+        assert cache.flush()
+
+
+def test_a_capacity_beyond_the_storage_is_said_and_not_believed(make, caplog):
+    url, tier = "small://?capacity=1GiB", RoomyTier(5)
+    tier.most = 5 * AT_REST
+    cache = make(cpu(60), url, opened={url: tier})
+    assert "capacity=1073741824 is more than the storage has" in caplog.text
+    store(cache, keys(4))
+    store(cache, keys(4, "b"))
+    assert cache.flush()
+    assert cache.stats()["small"]["capacity"] == 5 * AT_REST
+    assert cache.metrics.value("lmtier_tier_failures_total", tier="small", op="store", reason="full") == 0
+
+
+def test_a_scan_that_fails_is_tried_again_and_nothing_is_written_before(make):
+    class Unreadable(MemoryTier):
+        def scan(self):
+            if failing:
+                raise OSError(5, "Input/output error")
+            return super().scan()
+
+    objects: dict[Name, bytes] = {}
+    url = "disk2://?capacity=1GiB"
+    failing: list[bool] = []
+    cache = make(cpu(20), url, opened={url: MemoryTier(objects)})
+    store(cache, keys(3))
+    cache.close()
+    failing.append(True)
+    before = dict(objects)
+    cache = make(cpu(20), url, opened={url: Unreadable(objects)})
+    assert not cache.is_warm
+    store(cache, keys(3, "new"))
+    cache.flush(timeout=0.2)
+    assert objects == before, "it would be written beside what nobody knows of"
+    failing.clear()
+    until = time.monotonic() + 10
+    while not cache.is_warm and time.monotonic() < until:
+        cache.step()
+        cache._wake.wait(0.02)
+    assert cache.flush()
+    assert cache.stats()["disk2"]["chunks"] == 6
+    assert look(cache, keys(3)) == ["disk2"] * 3
+
+
+def test_a_chunk_that_lost_a_shard_is_stored_again(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    store(cache, keys(2), TWO)
+    cache.close()
+    (half,) = (tmp_path / "kv").rglob(f"{keys(2)[1].hex()}.{TWO.shards[0]}")
+    half.unlink()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, keys(2), TWO) == ["disk"]
+    assert store(cache, keys(2), TWO) == 1
+    cache.close()
+    cache = make(cpu(20), disk(tmp_path / "kv"))
+    assert look(cache, keys(2), TWO) == ["disk"] * 2
+
+
+def test_what_is_discarded_while_a_tier_is_still_being_scanned_does_not_come_back_with_the_scan(make):
+    url, gate, chain = "late://?capacity=1GiB", Gate(), keys(3)
+    objects = kept(make, url, chain)
+    gate.hold()
+    config = Config(tiers=[cpu(20), url], chunk_tokens=C, prefault=False)
+    cache = Cache(config, tiers={url: SlowTier(MemoryTier(objects), gate)}, wait_until_warm=False)
+    (below,) = cache.lower
+    assert not cache.is_warm
+    below.discard(chain[2], (ONE,))
+    assert below.is_leaving(chain[2]), "a restart now would find it"
+    gate.open()
+    assert cache.flush()
+    assert cache.is_warm
+    assert not below.is_leaving(chain[2])
+    assert look(cache, chain) == ["late"] * 2
+    assert {name.key for name in objects} == set(chain[:2])
+    cache.close()
+
+
+class RoomyTier(MemoryTier):
+    """Has room for so many objects, whatever its capacity says."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        if item.replaces is not None:
+            self.delete([item.replaces])
+        if len(self.objects) >= self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(replace(item, replaces=None), buffers)
+
+
+class Late:
+    """A cache over a tier that is still being scanned: until the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.objects: dict[Name, bytes] = {}
+        self.caches: list[Cache] = []
+
+    def open(self, *chains: list[bytes], form=ONE, capacity: str = "1GiB") -> Cache:
+        """The tier holds `chains` since another process."""
+        url = f"late://?capacity={capacity}"
+        config = Config(tiers=[cpu(60), url], chunk_tokens=C, prefault=False)
+        with Cache(config, tiers={url: MemoryTier(self.objects)}) as before:
+            for chain in chains:
+                store(before, chain, form)
+        self.gate.hold()
+        slow = SlowTier(MemoryTier(self.objects), self.gate)
+        self.caches.append(Cache(config, tiers={url: slow}, wait_until_warm=False))
+        assert not self.caches[-1].is_warm
+        return self.caches[-1]
+
+    def keys(self) -> set[bytes]:
+        return {name.key for name in self.objects}
+
+
+@pytest.fixture
+def late():
+    late = Late()
+    yield late
+    late.gate.open()
+    for cache in late.caches:
+        cache.close(timeout=5)
+        cache.check()
+
+
+@pytest.mark.parametrize(("before", "now"), [(TWO, ONE), (ONE, TWO)])
+def test_what_is_discarded_during_a_scan_goes_in_every_form_that_the_scan_finds(late, before, now):
+    chain = keys(3)
+    cache = late.open(chain, form=before)
+    store(cache, chain, now)
+    entry = cache.index.get(chain[2])
+    assert entry is not None
+    cache.discard(entry)
+    late.gate.open()
+    assert cache.flush()
+    assert late.keys() == set(chain[:2]), "the next start would serve it"
+    cache.check()
+
+
+@pytest.mark.parametrize("form", [ONE, TWO])
+def test_what_is_replaced_during_a_scan_is_what_the_next_start_finds(late, form):
+    chain = keys(2)
+    cache = late.open(chain, form=form)
+    store(cache, chain, ONE)
+    cache.forget(chain[1], ONE)
+    reservation = cache.reserve(keys(1, "new"), ONE)
+    cache.replace(reservation, chain[1], b"")
+    late.gate.open()
+    assert cache.flush()
+    assert {name.shard for name in late.objects if name.key == chain[1]} == {ONE.shards[0]}
+    assert not cache.is_leaving(chain[1])
+
+
+def test_a_clear_during_a_scan_forgets_what_the_scan_finds(late):
+    ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
+    cache = late.open(ours, theirs, form=TWO)
+    cache.clear(namespace("m"))
+    assert not cache.lower[0].is_clear
+    assert store(cache, ours[:1]) == 1, "what comes afterwards stays"
+    late.gate.open()
+    assert cache.flush()
+    assert cache.lower[0].is_clear
+    assert late.keys() == {ours[0], *theirs}
+    assert {name.shard for name in late.objects if name.key == ours[0]} == {ONE.shards[0]}
+    assert look(cache, theirs, TWO) == ["late"] * 2
+
+
+def test_a_clear_of_all_during_a_scan_leaves_nothing(late):
+    cache = late.open(keys(5))
+    cache.clear()
+    late.gate.open()
+    assert cache.flush()
+    assert late.objects == {}
+
+
+def test_what_is_larger_than_its_tier_is_deleted_and_costs_no_other_chunk(late):
+    cache = late.open(keys(1), capacity=str(8 * AT_REST))
+    huge = next(iter(late.objects))._replace(key=bytes(32))
+    late.objects[huge] = bytes(9 * AT_REST)
+    late.gate.open()
+    assert cache.flush()
+    assert late.keys() == set(keys(1))
+    assert look(cache, keys(1)) == ["late"]
+
+
+def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
+    """In two, the first to end would let a new one be stored beside the second, which deletes it."""
+    tier = HandTier({}, keeps=True)
+    url = "hand://?capacity=" + str(TWO.at_rest)
+    cache = make(cpu(9), url, opened={url: tier})
+    store(cache, keys(1, "old"), TWO)
+    cache.step()
+    tier.finish(0)
+    store(cache, keys(1, "new"), TWO)
+    cache.step()
+    (job,) = tier.waiting
+    assert all(item.replaces for item in job.items)
+    names = {item.name for item in job.items} | {item.replaces for item in job.items if item.replaces}
+    tier.waiting.clear()
+    tier.done.append(Done(job.id, {}, dict.fromkeys(names, Reason.ERROR)))
+    cache.step()
+    assert [(job.op, len(job.items)) for job in tier.waiting] == [(Op.DELETE, 2)]
+    tier.finish(0)
+    cache.step()
+    assert not tier.kept
+
+
+def test_the_books_agree_while_what_is_too_much_for_a_smaller_capacity_is_deleted(make):
+    objects = kept(make, "near://?capacity=1MiB", keys(6))
+    tier, url = HandTier(objects, keeps=True), f"near://?capacity={2 * AT_REST}"
+    cache = make(cpu(9), url, opened={url: tier})
+    assert [job.op for job in tier.waiting] == [Op.DELETE] * 4
+    cache.check()
+    assert cache.stats()["near"] == {"chunks": 2, "used": 6 * AT_REST, "capacity": 2 * AT_REST}
+    store(cache, keys(1, "new"))
+    cache.step()
+    assert all(job.op is Op.DELETE for job in tier.waiting), "no room is taken before there is some"
+    while tier.waiting:
+        tier.finish(0)
+        cache.step()
+        cache.check()
+    assert len(objects) == 2
+
+
+def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
+    tier = HandTier({}, keeps=True)
+    tiers = ("cpu://?capacity=1MiB", "far://?capacity=1MiB")
+    with Cache(
+        Config(tiers=tiers, chunk_tokens=4, prefault=False), tiers={"far://?capacity=1MiB": tier}
+    ) as cache:
+        store(cache, of(M, 20), by="good")
+        store(cache, of(N, 20), by="bad")
+        settle(cache, tier)
+        cache.purge(Suspect(by="bad", since=1))
+        assert len(cache.index) == 20
+        assert 0 < len(tier.waiting) <= 8
+        tier.fault = Reason.DEADLINE
+        finish(cache, tier)
+        tier.fault = None
+        while not cache.lower[0].is_clear:
+            assert tier.waiting
+            finish(cache, tier)
+        settle(cache, tier)
+        assert {name.key for name in tier.kept} == {*of(M, 20)}
+        assert all(cache.lower[0].holds(key, ONE) for key in of(M, 20))
+        assert not any(cache.lower[0].holds(key, ONE) for key in of(N, 20))
+        cache.check()
+
+
+def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
+    url = f"near://?capacity={9 * AT_REST}"
+    tier = HandTier({}, keeps=True)
+    cache = make(cpu(9), url, opened={url: tier})
+    store(cache, keys(3))
+    settle(cache, tier)
+    (owned,) = cache.lower.owned
+    assert owned.occupancy()[:4] == (3, 3 * AT_REST, 9 * AT_REST, 0)
+    owned.discard(keys(3)[2], ())
+    assert owned.is_leaving(keys(3)[2])
+    assert owned.occupancy()[:3] == (2, 3 * AT_REST, 9 * AT_REST)
+    settle(cache, tier)
+    assert not owned.is_leaving(keys(3)[2])
+    assert owned.occupancy()[:3] == (2, 2 * AT_REST, 9 * AT_REST)

@@ -1,0 +1,130 @@
+"""Reservations: what is missing gets extents, and is found when all of it has come, or never."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmtier.core.gauges import Gauges
+from lmtier.core.index import Index
+from lmtier.core.lower_tiers import LowerTiers
+from lmtier.core.match import CPU, Reservation, State
+from lmtier.core.reservations import Reservations
+from lmtier.core.room import Room
+from lmtier.core.slab import Slab
+from lmtier.errors import MisuseError
+from lmtier.format.layout import PAGE, Shard, form_of
+from lmtier.observe.follower import Followers
+from lmtier.observe.metrics import Metrics
+from lmtier.rules.lifetimes import FOREVER
+from lmtier.rules.policy import make_policy
+from lmtier.testing import opaque_layout
+
+PAGES = 8
+LAYOUT = opaque_layout(PAGE)
+ONE = form_of(LAYOUT, (LAYOUT.whole,))
+KEYS = [b"name" + number.to_bytes(28, "big") for number in range(2 * PAGES)]
+
+
+class Made(Reservations):
+    def __init__(self) -> None:
+        slab, self.metrics = Slab(PAGES * PAGE), Metrics()
+        index = Index(slab.capacity, make_policy("lru"))
+        gauges = Gauges(self.metrics, index, LowerTiers(), LAYOUT.chunk_tokens)
+        self.room = Room(slab, index, self.metrics, gauges.evict, lambda: 0.0, FOREVER)
+        super().__init__(self.room, [], gauges, Followers())
+
+    def save(self, keys, form=ONE, *, first=0, most=99) -> Reservation:
+        return self.reserve(keys, form, first, FOREVER, "", most)
+
+    def tokens(self, name: str, **labels: str) -> float:
+        return self.metrics.value(f"lmtier_{name}_tokens_total", **labels) / LAYOUT.chunk_tokens
+
+
+@pytest.fixture
+def made():
+    made = Made()
+    yield made
+    made.room.index.check()
+    assert made.room.slab.used == made.room.index.used
+    assert not made.open
+
+
+def test_only_what_is_missing_gets_extents_and_what_is_there_is_skipped(made):
+    made.commit(made.save(KEYS[:2]), None, None)
+    reservation = made.save(KEYS[:4])
+    assert (sorted(reservation.entries), reservation.known, reservation.dropped) == ([2, 3], 2, 0)
+    made.commit(reservation, None, {2: b"mark"})
+    assert made.room.index.get(KEYS[2]).prints == (b"mark",)
+    assert {made.room.index.get(key).state for key in KEYS[:4]} == {State.READY}
+    assert (made.tokens("skipped"), made.tokens("stored", tier=CPU)) == (2, 4)
+    assert not made.save(KEYS[:4]).entries
+
+
+def test_a_prefix_is_reserved_and_never_a_hole(made):
+    reservation = made.save(KEYS)
+    assert (sorted(reservation.entries), reservation.dropped) == ([*range(PAGES)], PAGES)
+    made.commit(reservation, None, None)
+    assert made.tokens("dropped", tier=CPU, reason="no_room") == PAGES
+
+
+def test_no_more_are_reserved_than_the_caller_takes_and_none_before_the_first(made):
+    reservation = made.save(KEYS[:6], first=1, most=2)
+    assert sorted(reservation.entries) == [1, 2]
+    assert reservation.dropped == 3
+    assert made.tokens("dropped", tier=CPU, reason="too_many") == 3
+    made.abort(reservation, None)
+    assert not len(made.room.index)
+    assert made.tokens("dropped", tier=CPU, reason="aborted") == 2
+
+
+def test_chunks_are_found_with_the_last_shard_and_each_shard_comes_once(made):
+    layout = LAYOUT
+    wide = layout.uniform(
+        layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=2, packing="token"
+    )
+    parts = tuple(Shard(0, 2, head, head + 1) for head in range(2))
+    made._gauges.chunk_tokens = 2
+    reservation = made.save(KEYS[:1], form_of(wide, parts))
+    with pytest.raises(MisuseError, match="2 shards: pass the one"):
+        made.commit(reservation, None, None)
+    made.commit(reservation, parts[1], None)
+    assert reservation.entries[0].state is State.FILLING
+    with pytest.raises(MisuseError, match="committed or aborted before"):
+        made.commit(reservation, parts[1], None)
+    made.commit(reservation, parts[0], None)
+    assert made.room.index.get(KEYS[0]).state is State.READY
+    assert not reservation.entries[0].leases
+
+
+def test_room_comes_back_when_the_last_shard_of_an_aborted_one_has_ended(made):
+    wide = LAYOUT.uniform(
+        layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=2, packing="token"
+    )
+    parts = tuple(Shard(0, 2, head, head + 1) for head in range(2))
+    made._gauges.chunk_tokens = 2
+    reservation = made.save(KEYS[:1], form_of(wide, parts))
+    made.abort(reservation, parts[0])
+    assert KEYS[0] not in made.room.index
+    assert made.room.slab.used
+    made.commit(reservation, parts[1], None)
+    assert not made.room.slab.used
+
+
+def test_what_is_cleared_by_force_while_it_is_written_never_shows(made):
+    reservation = made.save(KEYS[:2])
+    made.room.take_out(reservation.entries[0])
+    made.commit(reservation, None, None)
+    assert [key in made.room.index for key in KEYS[:2]] == [False, True]
+    assert made.tokens("dropped", tier=CPU, reason="cleared") == 1
+
+
+def test_what_another_made_and_what_no_header_has_room_for_is_refused(made):
+    other = Made()
+    reservation = made.save(KEYS[:1])
+    with pytest.raises(MisuseError, match="another cache made"):
+        other.commit(reservation, None, None)
+    with pytest.raises(MisuseError, match="a mark has 5000 bytes"):
+        made.commit(reservation, None, {0: bytes(5000)})
+    with pytest.raises(MisuseError, match="occurs twice"):
+        made.save(KEYS[:1] * 2)
+    made.abort(reservation, None)

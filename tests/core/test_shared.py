@@ -1,0 +1,313 @@
+"""A lower tier that must be asked: what is found in it, and what becomes of it while it is cleared."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.index import Occupancy
+from lmtier.format.keys import namespace, value_key
+from lmtier.format.layout import Name
+from lmtier.format.objects import Made, Suspect
+from lmtier.server.values import Values
+from lmtier.testing import MemoryTier
+from lmtier.tiers.base import Op, Reason
+from tests.core.test_cache import ONE, TWO, cpu, keys, look, store
+from tests.model.hand import HandTier
+
+FAR = "far://"
+M, N = namespace("m"), namespace("n")
+
+
+def of(model: bytes, count: int, name: str = "a") -> list[bytes]:
+    return [model + key[4:] for key in keys(count, name)]
+
+
+@pytest.fixture
+def tier():
+    return HandTier({}, keeps=False)
+
+
+@pytest.fixture
+def cache(tier):
+    tiers = ("cpu://?capacity=1MiB", FAR)
+    with Cache(Config(tiers=tiers, chunk_tokens=4, prefault=False), tiers={FAR: tier}) as cache:
+        yield cache
+        while tier.waiting:
+            finish(cache, tier)
+
+
+def finish(cache: Cache, tier: HandTier, which: int = 0) -> Op:
+    """End one job, and tell the cache."""
+    op = tier.waiting[which].op
+    tier.finish(which)
+    cache.step()
+    return op
+
+
+def settle(cache: Cache, tier: HandTier) -> None:
+    cache.step()
+    while tier.waiting:
+        finish(cache, tier)
+
+
+def test_a_clear_waits_for_writes_that_are_under_way_and_only_for_those_of_its_namespace(cache, tier):
+    store(cache, of(M, 2))
+    store(cache, of(N, 1))
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.STORE] * 3
+    cache.clear(M, force=True)
+    assert len(tier.waiting) == 3
+    finish(cache, tier)
+    assert len(tier.waiting) == 2
+    finish(cache, tier)
+    assert [job.op for job in tier.waiting] == [Op.STORE, Op.CLEAR]
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(N, 1)}
+    assert cache.lower[0].is_clear
+
+
+def test_a_step_says_how_many_jobs_ended(cache, tier):
+    store(cache, of(M, 3))
+    cache.step()
+    tier.finish(0)
+    tier.finish(0)
+    assert cache.step() == 2
+    assert cache.step() == 0
+
+
+def test_stores_under_way_hold_no_more_than_they_may(cache, tier):
+    store(cache, of(M, 3))
+    cache.lower[0].pump(2.5 * cache.index.entries()[0].nbytes)
+    assert [job.op for job in tier.waiting] == [Op.STORE] * 2
+
+
+def test_what_was_found_before_a_clear_is_not_loaded_in_it(cache, tier):
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
+        cache.room.take_out(entry)
+    match = cache.match(of(M, 2), ONE)
+    assert finish(cache, tier) is Op.LOOKUP
+    assert match.chunks == 2
+    cache.clear(M)
+    cache.prefetch(match)
+    assert (match.chunks, match.cut) == (0, "left_meanwhile")
+    assert [job.op for job in tier.waiting] == [Op.CLEAR]
+    cache.release(match)
+
+
+def test_nothing_that_is_being_cleared_is_asked_for(cache, tier):
+    cache.clear(M)
+    assert not cache.match(of(M, 3), ONE).asking
+    mixed = cache.match([*of(N, 1), *of(M, 1)], ONE)
+    assert mixed.asking
+    assert [item.name.key for item in tier.waiting[-1].items] == of(N, 1)
+
+
+def test_what_is_stored_meanwhile_is_written_afterwards(cache, tier):
+    cache.clear(M)
+    store(cache, of(M, 3))
+    store(cache, of(N, 1))
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.CLEAR, Op.STORE]
+    assert cache.lower[0].backlog == 5
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 3), *of(N, 1)}
+
+
+def test_what_waits_for_a_clear_that_fails_makes_room_for_others(cache, tier):
+    cache.clear(M)
+    store(cache, of(M, 3))
+    store(cache, of(N, 1))
+    tier.fault = Reason.ERROR
+    assert finish(cache, tier) is Op.CLEAR
+    tier.fault = None
+    assert cache.metrics.value("lmtier_dropped_tokens_total", tier="far", reason="cleared") == 3 * 4
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(N, 1)}
+    assert cache.lower[0].is_clear
+
+
+def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_none_of_it_meanwhile(
+    cache, tier
+):
+    store(cache, of(M, 2), by="good")
+    store(cache, of(N, 2), by="bad")
+    settle(cache, tier)
+    for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
+        cache.room.take_out(entry)
+    match = cache.match(of(N, 2), ONE)
+    finish(cache, tier)
+    assert match.chunks == 2
+    cache.purge(Suspect(by="b*"))
+    assert not cache.lower[0].is_clear
+    assert [job.op for job in tier.waiting] == [Op.CLEAR]
+    cache.prefetch(match)
+    for _ in range(2):  # they are read before the search has come to them
+        finish(cache, tier, next(at for at, job in enumerate(tier.waiting) if job.op is Op.LOAD))
+    assert (match.chunks, match.cut) == (0, "cleared")
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 2)}
+    assert cache.lower[0].is_clear
+    cache.release(match)
+
+
+def test_a_search_for_what_is_suspect_waits_for_writes_of_before_and_not_for_later_ones(cache, tier):
+    store(cache, of(M, 1), by="bad")
+    cache.step()
+    cache.purge(Suspect(by="bad"), force=True)
+    store(cache, of(N, 1), by="good")
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.STORE, Op.STORE]
+    finish(cache, tier)
+    assert [job.op for job in tier.waiting] == [Op.STORE, Op.CLEAR]
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(N, 1)}
+
+
+def test_a_search_that_fails_is_made_again(cache, tier):
+    store(cache, of(M, 1), by="bad")
+    settle(cache, tier)
+    tier.fault = Reason.ERROR
+    cache.purge(Suspect(by="bad"))
+    assert finish(cache, tier) is Op.CLEAR
+    assert cache.lower[0].why_uncleared
+    tier.fault = None
+    settle(cache, tier)
+    assert (tier.kept, cache.lower[0].is_clear) == ({}, True)
+
+
+def test_what_does_not_say_when_it_was_stored_is_not_suspect():
+    (key,) = of(M, 1)
+    assert not Suspect().covers(key, Made())
+    assert not Suspect(since=6).covers(key, Made("x", 5))
+    assert Suspect(M, "x*", 5).covers(key, Made("xyz", 5))
+    assert not Suspect(N).covers(key, Made("x", 5))
+    assert not Suspect().covers(value_key(b"name"), Made("x", 5))
+
+
+def test_a_clear_in_a_clear_is_one_more_and_never_a_third(cache, tier):
+    for _ in range(5):
+        cache.clear(M)
+    cache.clear(N)
+    ended = []
+    while tier.waiting:
+        ended.append(tier.waiting[0].prefix)
+        finish(cache, tier)
+    assert ended == [M, M, N]
+
+
+def test_a_clear_that_keeps_failing_stops_nothing_else(cache, tier):
+    below = cache.lower[0]
+    cache.clear(M)
+    tier.fault = Reason.ERROR
+    for _ in range(5):
+        assert finish(cache, tier) is Op.CLEAR
+    tier.fault = None
+    assert (below.clearing.is_open, below.up.is_open, below.down.is_open) == (True, False, False)
+    assert below.why_uncleared == "error"
+    store(cache, of(N, 1))
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(N, 1)}
+    assert not below.is_busy
+
+
+def test_what_is_discarded_while_it_goes_down_is_deleted_when_it_is_there(cache, tier):
+    """A delete beside the write may come first, and then what was not to be believed is found again."""
+    store(cache, of(M, 2))
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.STORE] * 2
+    entry = cache.index.get(of(M, 2)[1])
+    assert entry is not None
+    cache.discard(entry)
+    cache.step()
+    while len(tier.waiting) > 1:  # whatever was submitted last ends first
+        finish(cache, tier, -1)
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 1)}
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 2)}
+
+
+def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, tier):
+    """A read beside the deletion may come first, and bring back what is not to be believed."""
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    asked, entry = cache.match(of(M, 2), ONE), cache.index.get(of(M, 2)[1])
+    assert entry is not None
+    cache.release(asked)
+    for each in cache.index.entries():  # the slab forgets, the tier does not
+        cache.room.take_out(each)
+    match = cache.match(of(M, 2), ONE)
+    assert finish(cache, tier) is Op.LOOKUP
+    for _ in range(2):
+        cache.discard(entry)
+    assert [job.op for job in tier.waiting] == [Op.DELETE]
+    cache.prefetch(match)
+    assert [job.op for job in tier.waiting] == [Op.DELETE, Op.LOAD]
+    assert (match.chunks, match.cut) == (1, "left_meanwhile")
+    assert finish(cache, tier) is Op.DELETE
+    assert [job.op for job in tier.waiting] == [Op.LOAD, Op.DELETE]  # it was asked for twice
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 1)}
+    cache.release(match)
+
+
+def test_tiers_that_must_be_asked_are_asked_once(make):
+    class Asked(MemoryTier):
+        keeps = False
+
+        def contains(self, names):
+            asked.append(len(names))
+            return super().contains(names)
+
+    asked: list[int] = []
+    objects: dict[Name, bytes] = {}
+    cache = make(cpu(20), "far://", opened={"far://": Asked(objects)})
+    store(cache, keys(6))
+    cache.close()
+    cache = make(cpu(20), "far://", opened={"far://": Asked(objects)})
+    assert look(cache, keys(8)) == ["far"] * 6
+    assert asked == [8]
+
+
+def test_a_tier_that_others_share_never_gets_a_value_that_may_change(make):
+    shared, own = "shared://x", "own://?capacity=1GiB"
+    tiers: dict[str, MemoryTier] = {shared: MemoryTier(), own: MemoryTier()}
+    tiers[shared].keeps = False
+    cache = make(cpu(20), own, shared, opened=dict(tiers))
+    values = Values(cache)
+    draft = values.draft(5)
+    assert draft is not None
+    draft.view[:] = b"hello"
+    list(values.put(draft, b"name"))
+    store(cache, keys(2))
+    assert cache.flush()
+    assert {name.key for name in tiers[own].objects} == {value_key(b"name"), *keys(2)}
+    assert {name.key for name in tiers[shared].objects} == set(keys(2))
+
+
+def test_what_it_holds_is_not_known(cache, tier):
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    (shared,) = cache.lower.shared
+    assert len(tier.kept) == 2
+    assert (shared.occupancy(), cache.lower.owned) == (Occupancy(), [])
+    assert not shared.holds(of(M, 1)[0], ONE)
+    assert not shared.supplies(of(M, 1)[0], ONE)
+
+
+def test_a_chunk_is_deleted_in_every_form_it_may_have(cache, tier):
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    (shared,) = cache.lower.shared
+    shared.discard(of(M, 2)[0], ())
+    assert not tier.waiting
+    shared.discard(of(M, 2)[0], (TWO, ONE))
+    (job,) = tier.waiting
+    assert {item.name.shard for item in job.items} == {*ONE.shards, *TWO.shards}
+    settle(cache, tier)
+    assert {name.key for name in tier.kept} == {*of(M, 2)[1:]}

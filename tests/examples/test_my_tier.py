@@ -1,0 +1,29 @@
+"""The tier in examples/ passes the suite for tiers."""
+
+import importlib.util
+from contextlib import closing
+from pathlib import Path
+
+from lmtier.format.layout import Name
+from lmtier.testing import TierSuite
+
+PATH = Path(__file__).parents[2] / "examples" / "my_tier.py"
+SPEC = importlib.util.spec_from_file_location("my_tier", PATH)
+assert SPEC is not None
+assert SPEC.loader is not None
+my_tier = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(my_tier)
+
+
+class TestMyTier(TierSuite):
+    def make(self, tmp_path: Path):
+        return my_tier.SqliteTier(str(tmp_path / "file"))
+
+    def raw_objects(self, tmp_path: Path):
+        with closing(my_tier.sqlite3.connect(tmp_path / "file")) as file:
+            return {Name.parse(name): data for name, data in file.execute("SELECT name, bytes FROM objects")}
+
+    def plant(self, tmp_path: Path, name: Name, data: bytes):
+        with closing(my_tier.sqlite3.connect(tmp_path / "file")) as file, file:
+            file.execute("PRAGMA synchronous = OFF")
+            file.execute("INSERT OR REPLACE INTO objects VALUES (?, 1, ?)", [str(name), data])

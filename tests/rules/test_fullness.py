@@ -1,0 +1,57 @@
+"""What is learned from storage that says it is full, and how long it is believed."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmtier.rules.fullness import FULL_PAUSE, UNBOUNDED, Fullness
+
+
+class Now:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def now() -> Now:
+    return Now()
+
+
+def test_a_job_sent_before_the_limit_was_known_may_be_sent_again(now):
+    fullness = Fullness(now)
+    assert fullness.nbytes == UNBOUNDED
+    fullness.meet(3, 4096, following=6)
+    assert fullness.nbytes == 4096
+    assert [fullness.is_news_to(job) for job in (4, 5, 6)] == [True, True, False]
+    fullness.meet(5, 8192, following=7)
+    assert fullness.nbytes == 4096, "no more fits than before"
+
+
+def test_a_job_that_knew_the_limit_and_found_no_room_shows_that_nothing_fits(now):
+    fullness = Fullness(now)
+    fullness.meet(3, 4096, following=6)
+    fullness.meet(6, 4096, following=7)
+    assert fullness.nbytes == 0
+
+
+def test_after_a_pause_it_is_tried_again_and_the_pause_grows_until_something_fits(now):
+    fullness = Fullness(now)
+    fullness.meet(1, 4096, following=2)
+    pauses = []
+    for job in range(2, 5):
+        fullness.meet(job, 4096, following=job + 1)
+        began = now.seconds
+        while fullness.is_known:
+            now.seconds += FULL_PAUSE
+        pauses.append(now.seconds - began)
+        fullness.meet(job, 4096, following=job)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > pauses[0]
+    fullness.fit()
+    now.seconds += 1000
+    fullness.meet(9, 4096, following=10)
+    now.seconds += FULL_PAUSE
+    assert not fullness.is_known

@@ -1,0 +1,291 @@
+"""The adaptive policy: against a plain model, what it is for, and what it costs. test_index has the rest."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmtier.core.index import Index
+from lmtier.core.match import Entry, State
+from lmtier.format.layout import Layout, form_of
+from lmtier.rules.policy import POLICIES, Adaptive, make_policy
+
+LAYOUT = Layout.uniform(
+    layers=1, heads=1, head_dim=8, dtype="bf16", block_tokens=4, chunk_tokens=8, packing="token"
+)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+
+
+def key(name: object) -> bytes:
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def ask(index: Index, prompt: list[object]) -> int:
+    """One request: match the leading run, then store the rest. The number of chunks that were there."""
+    run: list[Entry] = []
+    for name in prompt:
+        entry = index.get(key(name))
+        if entry is None:
+            break
+        index.link(entry, run[-1] if run else None)
+        run.append(entry)
+    hits = len(run)
+    index.touch(run)
+    for entry in run:
+        index.lease(entry)
+    for name in prompt[hits:]:
+        if index.free < 1 and index.evict(1, keep=run[-1] if run else None) is None:
+            break
+        if (there := index.get(key(name))) is None:
+            run.append(index.add(key(name), FORM, 1, State.FILLING, run[-1] if run else None))
+        else:
+            index.link(there, run[-1] if run else None)
+            index.lease(there)
+            run.append(there)
+    index.refresh(run)
+    for entry in run:
+        if entry.state is State.FILLING:
+            index.ready(entry)
+        else:
+            index.release(entry)
+    return hits
+
+
+# ---- what it is, in the plainest words
+
+
+class Model:
+    """Lists instead of everything: two of keys, oldest first, and the same two for each trial."""
+
+    def __init__(self) -> None:
+        self.once: list[bytes] = []
+        self.again: list[bytes] = []
+        self.left: list[bytes] = []
+        self.trials: dict[float, tuple[list[bytes], list[bytes]]] = {0.0: ([], []), 0.5: ([], [])}
+        self.lead = 0
+        self.share = 0.0
+        self.most = 0
+
+    def insert(self, key: bytes, parent: bytes | None) -> None:
+        known = key in self.remembered() and parent not in self.once
+        (self.again if known else self.once).append(key)
+        self.tried(key, known)
+
+    def remembered(self) -> list[bytes]:
+        """What left lately: the last three batches as large as the cache, and the one that grows."""
+        room = max(1, self.most)
+        batches = [self.left[i : i + room] for i in range(0, len(self.left), room)]
+        return [key for batch in batches[-4:] for key in batch]
+
+    def touch(self, keys: list[bytes]) -> None:
+        for key in keys:
+            (self.once if key in self.once else self.again).remove(key)
+            self.again.append(key)
+        for key in keys:
+            self.tried(key, True)
+
+    def refresh(self, keys: list[bytes]) -> None:
+        for key in keys:
+            queue = self.once if key in self.once else self.again
+            queue.remove(key)
+            queue.append(key)
+
+    def order(self) -> list[bytes]:
+        target = self.share * (len(self.once) + len(self.again))
+        first = next(n for n in range(len(self.once) + 1) if len(self.once) - n <= target)
+        return self.once[:first] + self.again + self.once[first:]
+
+    def evicted(self, keys: list[bytes]) -> None:
+        self.most = max(self.most, len(self.once) + len(self.again))
+        for key in keys:
+            (self.once if key in self.once else self.again).remove(key)
+            self.left.append(key)
+
+    def tried(self, key: bytes, known: bool) -> None:
+        if key[-1] % Eager.SAMPLE:
+            return
+        room = max(1, max(self.most, len(self.once) + len(self.again)) // Eager.SAMPLE)
+        hits = []
+        for share, (once, again) in self.trials.items():
+            hits.append(key in once or key in again)
+            for queue in (once, again):
+                if key in queue:
+                    queue.remove(key)
+            (again if hits[-1] or known else once).append(key)
+            while len(once) + len(again) > room:
+                (once if len(once) > share * room or not again else again).pop(0)
+        self.lead = max(-Eager.PROOF, min(Eager.PROOF, self.lead + hits[1] - hits[0]))
+        if abs(self.lead) == Eager.PROOF:
+            self.share = 0.5 if self.lead > 0 else 0.0
+
+
+class Eager(Adaptive["Chunk"]):
+    """With the real sample and proof, no short history would tell anything apart."""
+
+    SAMPLE = 2
+    PROOF = 2
+
+
+class Chunk:
+    def __init__(self, key: bytes, parent: Chunk | None) -> None:
+        self.key = key
+        self.parent = parent
+
+
+KEYS = [key(n) for n in range(40)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(room=st.integers(2, 24), favourites=st.integers(1, 30), seed=st.integers(0, 1 << 32))
+def test_it_equals_a_plain_model(room: int, favourites: int, seed: int):
+    """Long histories tell the most, and what a generator makes by itself is short."""
+    chance = random.Random(seed)
+    pools = [chance.sample(KEYS, favourites), KEYS]
+    prompts = [
+        list(dict.fromkeys(chance.choices(pools[chance.random() < 0.4], k=chance.randrange(6))))
+        for _ in range(300)
+    ]
+    policy = Eager()
+    model = Model()
+    chunks: dict[bytes, Chunk] = {}
+    for prompt in prompts:
+        hits = [each for each in reversed(prompt) if each in chunks]
+        policy.touch([chunks[each] for each in hits])
+        model.touch(hits)
+        parent = None
+        for each in prompt:
+            if each in chunks:
+                continue
+            while len(chunks) >= room:
+                order = policy.order()
+                victim = next(order)
+                order.close()
+                assert victim.key == model.order()[0]
+                policy.remove([victim], evicted=True)
+                model.evicted([victim.key])
+                del chunks[victim.key]
+                if victim is parent:
+                    parent = None
+            chunks[each] = Chunk(each, parent)
+            policy.insert(chunks[each])
+            model.insert(each, parent.key if parent else None)
+            parent = chunks[each]
+        again = [each for each in reversed(prompt) if each in chunks]
+        policy.refresh([chunks[each] for each in again])
+        model.refresh(again)
+        assert [chunk.key for chunk in policy.order()] == model.order()
+        assert policy.share == model.share
+        assert len(policy) == len(chunks)
+
+
+# ---- what it is for
+
+
+def hits(policy: str, room: int, traffic: Callable[[random.Random], list[object]], prompts: int) -> int:
+    index = Index(room, make_policy(policy))
+    chance = random.Random(1)
+    found = sum(ask(index, traffic(chance)) for _ in range(prompts))
+    index.check()
+    return found
+
+
+def mostly_once(chance: random.Random) -> list[object]:
+    """One prompt in four is of a fixed set that just fits, the others never come again."""
+    name = chance.randrange(40) if chance.random() < 0.25 else chance.random()
+    return [(name, i) for i in range(10)]
+
+
+def drifting() -> Callable[[random.Random], list[object]]:
+    """Each prompt comes five times, within a short time."""
+    count = 0
+
+    def traffic(chance: random.Random) -> list[object]:
+        nonlocal count
+        count += 1
+        return [(max(0, count // 5 - chance.randrange(45)), i) for i in range(10)]
+
+    return traffic
+
+
+def test_where_most_comes_once_it_keeps_what_comes_again():
+    lru, adaptive = (hits(policy, 500, mostly_once, 3_000) for policy in ("lru", "adaptive"))
+    assert adaptive > 2 * lru
+
+
+def test_where_the_recent_returns_it_keeps_the_recent():
+    lru, adaptive = (hits(policy, 500, drifting(), 3_000) for policy in ("lru", "adaptive"))
+    assert adaptive > 0.95 * lru
+
+
+def test_it_follows_traffic_that_changes():
+    recent = drifting()
+    phases = [mostly_once] * 2_000 + [recent] * 2_000 + [mostly_once] * 2_000
+    policy: Adaptive[Entry] = Adaptive()
+    index = Index(500, policy)  # type: ignore[arg-type]
+    chance = random.Random(1)
+    shares = []
+    for traffic in phases:
+        ask(index, traffic(chance))
+        shares.append(policy.share)
+    assert [shares[i] for i in (1_999, 3_999, 5_999)] == [0.0, 0.5, 0.0]
+
+
+# ---- what it costs
+
+
+def memory(policy: str, room: int) -> float:
+    """Bytes an entry of a full index, after everything in it was replaced some times."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        index = Index(room, make_policy(policy), ghosts=16)
+        before = tracemalloc.get_traced_memory()[0] - index.__sizeof__()
+        for n in range(3 * room // 20):
+            ask(index, [(n, i) for i in range(20)])
+            if n % 3 == 0:
+                ask(index, [(n, i) for i in range(20)])
+        return (tracemalloc.get_traced_memory()[0] - before) / len(index)
+    finally:
+        tracemalloc.stop()
+
+
+def test_it_takes_no_more_memory_than_lru():
+    lru, adaptive = memory("lru", 20_000), memory("adaptive", 20_000)
+    assert adaptive < 1.05 * lru
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_is_as_much_work_in_a_large_place_as_in_a_small_one(policy: str):
+    work = []
+    for room in (1_000, 16_000):
+        index = Index(room, make_policy(policy))
+        for n in range(room // 20 * 2):
+            ask(index, [(n, i) for i in range(20)])
+        work.append(lines_run(lambda index=index: ask(index, [("new", i) for i in range(20)])))  # type: ignore[misc]
+    assert work[1] < 1.2 * work[0]
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Lines of Python that ran: work, counted instead of timed."""
+    count = 0
+
+    def trace(frame: object, event: str, _: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count

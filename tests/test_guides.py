@@ -1,0 +1,64 @@
+"""Every block of a page that is marked with `<!-- run -->` runs, and prints what stands below it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmtier.format import keys, objects
+from lmtier.observe.metrics import MISS_REASONS
+from lmtier.wire import verbs
+from tests.guides import blocks, check, free_ports
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+QUOTED = re.compile(r"<!-- from (\S+) -->\n```python\n(.*?)```\n", re.DOTALL)
+GUIDES = {path.stem: found for path in sorted(DOCS.glob("*.md")) if (found := blocks(path))}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_runs_and_prints_what_it_says(page, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    redis, http, other = free_ports(3)
+    defaults = {"LMTIER_SERVE_LISTEN": f"127.0.0.1:{redis}", "LMTIER_SERVE_HTTP": f"127.0.0.1:{http}"}
+    ports = {"6379": str(other), "6380": str(redis), "9470": str(http)}
+    check(GUIDES[page], tmp_path, defaults, ports, patience=120)
+
+
+def test_quoted_code_is_that_of_the_file():
+    quotes = [each for path in DOCS.glob("*.md") for each in QUOTED.findall(path.read_text())]
+    assert {file for file, _ in quotes} >= {"examples/my_tier.py", "examples/library.py"}
+    for file, code in quotes:
+        assert code in (ROOT / file).read_text(), file
+
+
+def test_the_guide_to_misses_names_every_reason():
+    named = re.findall(r"`(\w+)`", (DOCS / "HIT_RATE.md").read_text())
+    assert set(MISS_REASONS) <= set(named)
+
+
+def test_the_guide_to_operating_explains_every_alert():
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())
+    explained = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", (DOCS / "OPERATE.md").read_text(), re.MULTILINE)
+    assert explained == alerts
+
+
+def test_the_page_about_stability_has_the_versions_of_all_formats():
+    rows = dict(
+        re.findall(r"^\| ([\w ]+) \| `?([\w-]+)`? \| ", (DOCS / "STABILITY.md").read_text(), re.MULTILINE)
+    )
+    now = {"objects": objects.VERSION, "keys": keys.FORMAT.decode(), "protocol": verbs.PROTOCOL}
+    assert {name: rows[name] for name in now} == {name: str(version) for name, version in now.items()}
+
+
+def test_every_guide_runs_something():
+    guides = {
+        "ONE_SERVER",
+        "HOSTS",
+        "HIT_RATE",
+        "SIZE_A_CACHE",
+        "WRITE_A_TIER",
+        "WRITE_AN_ADAPTER",
+        "OPERATE",
+    }
+    assert guides <= set(GUIDES)

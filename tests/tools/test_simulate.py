@@ -1,0 +1,281 @@
+"""The simulator decides as the real cache does, reads the formats there are, and says what came of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.errors import ConfigError
+from lmtier.format.layout import form_of, stored_size
+from lmtier.rules.policy import POLICIES
+from lmtier.testing import opaque_layout
+from lmtier.tools.cli import main
+from lmtier.tools.sim import report, synthetic, traces
+from lmtier.tools.sim.replay import Hardware, replay
+from lmtier.tools.sim.traces import Trace, TraceRequest
+
+CHUNK = 3 * 4096  # bytes, in the real cache of these tests
+TOKENS = 256
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return synthetic.make("agentic", requests=150, seed=3)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def real_hits(trace: Trace, urls: list[str]) -> list[dict[str, int]]:
+    """What each request finds in a real cache, with bytes, threads and files."""
+    layout = opaque_layout(CHUNK)
+    layout = type(layout)(layout.layers, layout.dtype, TOKENS, TOKENS, layout.packing)
+    form = form_of(layout, [layout.whole])
+    found = []
+    clock = Clock()
+    with Cache(Config(chunk_tokens=TOKENS, tiers=urls), clock=clock) as cache:
+        for request, keys in zip(trace.requests, trace.keys(TOKENS), strict=True):
+            clock.now = request.at
+            match = cache.wait(cache.match(keys, form, deadline=60))
+            assert cache.flush()
+            found.append({label: match.sources.count(label) * TOKENS for label in set(match.sources)})
+            cache.release(match)
+            cache.commit(cache.reserve(keys, form))
+            assert cache.flush()
+        cache.check()
+    return found
+
+
+@pytest.mark.parametrize("write", ["always", "reused", "evicted", "auto", "auto&writes_per_day=1GiB"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_finds_exactly_what_the_real_cache_finds(trace, tmp_path, policy, write):
+    rules = f"policy={policy}&write={write}"
+    cpu = f"cpu://?capacity={700 * CHUNK}&policy={policy}"
+    disk = f"capacity={2500 * stored_size(CHUNK)}&{rules}"
+    simulated: list[dict[str, int]] = []
+    outcome = replay(
+        *(trace, [cpu, f"disk://?{disk}"]),
+        chunk_tokens=TOKENS,
+        bytes_per_token=CHUNK / TOKENS,
+        heard=lambda cache, hits: simulated.append(dict(hits)),
+    )
+    assert simulated == real_hits(trace, [cpu, f"disk://{tmp_path}?{disk}"])
+    assert outcome.hits["disk"] > 0
+    assert outcome.hits["cpu"] > 0
+
+
+def test_the_simulated_cache_is_sound_at_the_end(trace):
+    def check(cache: Cache, _: object) -> None:
+        if cache.index.used == cache.index.capacity:
+            cache.check()
+
+    urls = ["cpu://?capacity=300MiB", "disk://?capacity=1GiB&write=evicted"]
+    replay(trace, urls, chunk_tokens=TOKENS, bytes_per_token=4096, heard=check)
+
+
+def test_tokens_and_bytes_add_up():
+    """A prompt that comes twice, and a disk from which nothing is needed."""
+    trace = Trace("two", 256, [TraceRequest(0, 1000, 1, range(4)), TraceRequest(43_200, 1000, 1, range(4))])
+    urls = ["cpu://?capacity=1GiB", "disk://?capacity=1GiB"]
+    outcome = replay(
+        *(trace, urls),
+        chunk_tokens=256,
+        bytes_per_token=1024,
+        hardware=Hardware(prefill=1000, bandwidth={"cpu": 768 * 1024}, latency={"cpu": 0.5}),
+    )
+    assert outcome.hits == {"cpu": 768, "disk": 0}
+    assert (outcome.requests, outcome.chunks, outcome.tokens) == (2, 6, 2000)
+    assert outcome.hit_ratio == 768 / 2000
+    assert outcome.written == {"disk": 3 * stored_size(256 * 1024)}
+    assert outcome.read == {"disk": 0}
+    assert outcome.written_per_day("disk") == 2 * outcome.written["disk"]
+    assert outcome.ttft == [pytest.approx(1.0), pytest.approx(0.232 + 0.5 + 1.0)][:2]
+
+
+def test_a_capacity_counts_whole_chunks_of_the_model():
+    trace = Trace("one after another", 256, [TraceRequest(n, 256, 1, [n % 3]) for n in range(30)])
+    for chunks, share in ((2, 0.0), (3, 0.9)):
+        urls = [f"cpu://?capacity={chunks * 256 * 1024 + 1000}&policy=lru"]
+        assert replay(trace, urls, chunk_tokens=256, bytes_per_token=1024).hit_ratio == share
+    with pytest.raises(ConfigError, match="too small for one chunk"):
+        replay(trace, ["cpu://?capacity=100KiB"], chunk_tokens=256, bytes_per_token=1024)
+
+
+# ---- traces
+
+
+def line(at: float, tokens: int, blocks: list[int], **more: object) -> str:
+    fields = {"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": blocks}
+    return json.dumps(fields | more) + "\n"
+
+
+def test_mooncakes_format_is_read_packed_or_not(tmp_path):
+    text = line(1000, 1100, [1, 2, 3]) + line(3500, 512, [1])
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        trace = traces.read(tmp_path / name)
+        assert trace.block_tokens == 512
+        assert [*trace.requests] == [TraceRequest(0.0, 1100, 7, (1, 2, 3)), TraceRequest(2.5, 512, 7, (1,))]
+        assert trace.seconds == 2.5
+
+
+def test_bailians_format_is_read_and_its_time_is_in_seconds(tmp_path):
+    more = {"chat_id": 159, "parent_chat_id": -1, "type": "text", "turn": 1}
+    prompts = [line(61.114, 521, [*range(33)], **more), line(62.114, 16 * 40, [*range(40)], **more)]
+    (tmp_path / "b.jsonl").write_text("".join(prompts))
+    trace = traces.read(tmp_path / "b.jsonl")
+    assert trace.block_tokens == 16
+    assert trace.seconds == pytest.approx(1.0)
+    first, second = trace.keys(256)
+    assert (len(first), len(second)) == (2, 2)
+    assert first == second
+
+
+def test_azures_format_shares_nothing(tmp_path):
+    (tmp_path / "c.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,4808,10\n2023-11-16 18:15:50.9951690,4808,8\n"
+    )
+    trace = traces.read(tmp_path / "c.csv")
+    assert trace.seconds == pytest.approx(4.314579)
+    assert trace.tokens == 9616
+    first, second = trace.keys(100)
+    assert len(first) == 48
+    assert not {*first} & {*second}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no requests"),
+        ("hello\nworld\n", "not a request in any known format: 'TIMESTAMP' is missing"),
+        ('{"timestamp": 1}\n', "'input_length' is missing"),
+        ('{"timestamp": 1\n', "not a request in any known format"),
+        (line(0, 100, [1]), "--block-tokens"),
+        (line(0, 100, [1, 2]) + line(0, 900, [1, 2]), "--block-tokens"),
+    ],
+)
+def test_what_is_no_trace_is_one_sentence(tmp_path, text, words):
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        traces.read(tmp_path / "x")
+    with pytest.raises(ConfigError, match="No such file"):
+        traces.read(tmp_path / "y")
+
+
+def test_a_chunk_is_some_blocks_or_a_part_of_one():
+    trace = Trace("x", 512, [TraceRequest(0, 2048, 1, (1, 2, 3, 4)), TraceRequest(0, 2000, 1, (1, 2, 9, 4))])
+    for chunk_tokens, lengths, shared in (
+        (512, [4, 3], 2),
+        (256, [8, 7], 4),
+        (1024, [2, 1], 1),
+        (2048, [1, 0], 0),
+    ):
+        first, second = trace.keys(chunk_tokens)
+        assert [len(first), len(second)] == lengths
+        assert len({*first} & {*second}) == shared
+    assert [len(keys) for keys in trace.keys(512, partial=True)] == [4, 4]
+    with pytest.raises(ConfigError, match="take a multiple"):
+        next(trace.keys(300))
+
+
+def test_a_key_names_all_that_comes_before_it():
+    trace = Trace("x", 16, [TraceRequest(0, 32, 1, (1, 2)), TraceRequest(0, 32, 1, (3, 2))])
+    first, second = trace.keys(16)
+    assert not {*first} & {*second}
+
+
+# ---- made-up traffic
+
+
+@pytest.mark.parametrize("shape", synthetic.SHAPES)
+def test_the_same_seed_gives_the_same_traffic(shape):
+    one, same, other = (synthetic.make(shape, requests=200, seed=seed) for seed in (1, 1, 2))
+    assert one == same
+    assert one.requests != other.requests
+    assert len(one.requests) == 200
+    assert all(before.at <= after.at for before, after in pairwise(one.requests))
+    for request in one.requests:
+        assert len(request.blocks) == -(-request.tokens // one.block_tokens)
+
+
+def test_each_shape_is_shared_in_its_own_way():
+    ratios = {
+        shape: replay(
+            *(synthetic.make(shape, requests=600, seed=1), ["cpu://?capacity=4TiB"]),
+            chunk_tokens=256,
+            bytes_per_token=131_072,
+        ).hit_ratio
+        for shape in synthetic.SHAPES
+    }
+    assert ratios["rag"] < 0.3 < 0.6 < ratios["multi-turn"] < ratios["agentic"]
+
+
+# ---- the command
+
+
+def test_a_comma_makes_one_configuration_of_each():
+    urls = ["cpu://?capacity=1GiB,2GiB", "disk://?capacity=1TiB&write=always"]
+    made = report.variants(urls, "lru,arc", "reused")
+    assert len(made) == 4
+    assert made[0] == ["cpu://?capacity=1GiB&policy=lru", "disk://?capacity=1TiB&policy=lru&write=reused"]
+    assert made[-1] == ["cpu://?capacity=2GiB&policy=arc", "disk://?capacity=1TiB&policy=arc&write=reused"]
+    assert report.variants(["cpu://?capacity=1GiB"]) == [["cpu://?capacity=1GiB"]]
+
+
+def test_the_command_prints_a_row_for_each_configuration_and_draws_a_plot(capsys, tmp_path):
+    argv = ["simulate", "--synthetic", "rag", "--requests", "50", "-t", "cpu://?capacity=1GiB,4GiB"]
+    argv += ["-t", "disk://?capacity=8GiB", "--policy", "lru,arc", "--plot", str(tmp_path / "p.svg")]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    for row in ("cpu 1 GiB lru + disk 8 GiB lru always", "cpu 4 GiB arc + disk 8 GiB arc always"):
+        assert row in out
+    drawn = ElementTree.parse(tmp_path / "p.svg").getroot()
+    assert len(drawn.findall("{*}polyline")) == 2
+    assert len(drawn.findall("{*}circle")) == 4
+
+
+def test_json_has_what_the_table_has(capsys):
+    argv = ["simulate", "--synthetic", "rag", "--requests", "50", "-t", "cpu://?capacity=4GiB", "--json"]
+    assert main(argv) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["requests"] == 50
+    assert found["hit_ratio"] == sum(found["hit_tokens"].values()) / found["tokens"]
+    assert found["ttft_seconds"]["p50"] <= found["ttft_seconds"]["p99"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["-t", "cpu://?capacity=1GiB&policy=fifo"], "unknown policy=fifo"),
+        (["-t", "disk://?capacity=1GiB"], "exactly one cpu:// tier"),
+        (["-t", "cpu://?capacity=1GiB", "--plot", "x.gif"], "name a .svg file"),
+        (["-t", "cpu://?capacity=1GiB", "--bandwidth", "cpu"], "write it as tier=value"),
+        (["-t", "cpu://?capacity=1GiB", "--requests", "0"], "must be more than 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(capsys, more, words):
+    assert main(["simulate", "--synthetic", "rag", *more]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_chance_does_not_leak_into_the_caller():
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    synthetic.make("rag", requests=10, seed=1)
+    assert random.random() == expected
