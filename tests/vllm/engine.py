@@ -138,9 +138,9 @@ class Engine:
         """Change all weights of an engine in one process, as its owner can: no call of vLLM's tells of it."""
         assert self.ask("write", by=by)
 
-    def sleep(self, level: int) -> None:
-        """And wake up."""
-        assert self.ask("sleep", level=level)
+    def sleep(self, level: int, *, resets: bool = False) -> None:
+        """And wake up. `resets`: the prefix cache is reset once more, while ranks compute the next step."""
+        assert self.ask("sleep", level=level, resets=resets)
 
     def add_lora(self, lora: str, *, in_place: bool = False) -> None:
         """`in_place`: instead of what is in memory by that name."""
@@ -374,6 +374,8 @@ def main() -> None:
             case "sleep":
                 llm.sleep(given["level"])
                 llm.wake_up()
+                if given["resets"]:
+                    _reset_beside_step(llm.llm_engine.engine_core.engine_core.scheduler)
                 say(True)
             case "add_lora":
                 asked = adapter(given["lora"])
@@ -439,6 +441,18 @@ def _swap_connector(llm: Any, halves: tuple[Any, Any]) -> tuple[Any, Any]:
     before = scheduler.connector, state._KV_CONNECTOR_AGENT
     scheduler.connector, state._KV_CONNECTOR_AGENT = halves
     return before
+
+
+def _reset_beside_step(scheduler: Any) -> None:
+    """As a user's reset may come while ranks compute: before the scheduler hears what the step brought."""
+    learn = scheduler.update_from_output
+
+    def reset_first(*given: Any) -> Any:
+        del scheduler.update_from_output
+        assert scheduler.reset_prefix_cache()
+        return learn(*given)
+
+    scheduler.update_from_output = reset_first
 
 
 def _metrics() -> dict[str, float]:

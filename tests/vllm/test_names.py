@@ -122,6 +122,19 @@ def test_weights_that_somebody_writes_have_names_of_this_run(models, tmp_path, b
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
 
 
+@pytest.mark.parametrize("below", ["own tiers"], indirect=True)
+def test_who_only_slept_keeps_all_names_though_a_reset_comes_beside_the_next_step(
+    models, tmp_path, below, wanted
+):
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer()) as engine:
+        answers(engine, PROMPTS, wanted["qwen2"])
+        engine.sleep(1, resets=True)
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+        engine.sleep(1, resets=True)
+        engine.write(1.25)
+        answers(engine, PROMPTS, wanted["written"])
+
+
 def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):
     elsewhere: dict[str, Any] = {
         "load_format": "elsewhere",

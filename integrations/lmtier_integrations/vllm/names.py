@@ -45,6 +45,8 @@ class Names:
         """Counts what the model was called by, as the ranks do."""
         self._before_reset = ""
         """The weights' name before the engine forgot, if it did so since they were compared."""
+        self._has_slept = False
+        """Whether all ranks have slept since then, and have the same weights still."""
         self._seeds: dict[tuple[str, str], bytes] = {}
         self._adapters: dict[int, str] = {}
         """Of each adapter in the ranks' memory, by its number, what it is; empty: they do not agree."""
@@ -90,6 +92,7 @@ class Names:
         if len(report.origins) < self._ranks or len(files) > 1 or "" in files or self._is_own:
             digest = ""
         log.info("lmtier: the weights have changed; they are %s", digest[:16] or "known to this run only")
+        self._before_reset = ""
         self._rename(digest or f"since a change {secrets.token_hex(16)}")
 
     def reset(self) -> None:
@@ -99,16 +102,24 @@ class Names:
         The files no longer describe the weights, and a later start from those files must not find this KV.
         Chunks under the old keys stay until they are evicted: other engines may still have those weights.
         """
-        self._before_reset = self._identity.weights
+        self._before_reset, self._has_slept = self._identity.weights, False
         self._rename(f"since a reset {secrets.token_hex(16)}")
 
-    def compared(self, report: RankReport) -> bool:
+    def slept(self, ranks: int) -> None:
+        """So many ranks have slept: they forget all, and keep the weights.
+
+        The step that says so may not end the doubt, if the engine was reset again beside it. So it counts
+        until a later one does.
+        """
+        self._has_slept |= ranks == self._ranks
+
+    def compared(self) -> bool:
         """A doubt has ended. True: the engine has only slept, and its weights have their old name again."""
         before, self._before_reset = self._before_reset, ""
-        has_slept = report.slept == self._ranks and not report.names  # it forgets all, and keeps the weights
-        if has_slept and before:
-            self._rename(before)
-        return has_slept and bool(before)
+        if not (before and self._has_slept):
+            return False
+        self._rename(before)
+        return True
 
     def _rename(self, weights: str) -> None:
         """From here on the model's weights are called this."""

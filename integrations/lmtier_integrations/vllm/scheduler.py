@@ -238,7 +238,8 @@ class Scheduler:
             for request_id, known in list(self._requests.items()):
                 if not names.is_current(known.adapter):
                     self._begin_anew(request_id, known)
-        if report.compared and self._doubts.compared(report) and names.compared(report):
+        names.slept(report.slept)
+        if report.compared and self._doubts.compared(report) and names.compared():
             self._begin_all_anew()
         for match in self._copying.learn(report):
             self._reuse.release(match)
