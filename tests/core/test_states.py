@@ -72,7 +72,7 @@ def test_the_key_of_a_state_says_that_it_is_one_and_belongs_to_the_tenant_of_its
     assert is_state(state)
     assert not is_state(key)
     assert not is_state(value_key(b"name"))
-    assert state != state_key(key, ONE.layout.to_json())
+    assert state != state_key(key, LAYOUT.to_json())
 
 
 def test_a_prefix_ends_where_a_state_is_stored(make):

@@ -29,6 +29,7 @@ from lmtier_integrations.vllm.messages import Plan, RankReport
 from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import ANY, BLHNC, Settings
+from lmtier_integrations.vllm.states import check_states
 from lmtier_integrations.vllm.stats import Prometheus, Stats
 from lmtier_integrations.vllm.worker import Worker
 
@@ -76,6 +77,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if KVConnectorTransferResults is None and is_on_gpu(vllm_config):
             raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
+        check_states(vllm_config, kv_cache_config, is_told=KVConnectorTransferResults is not None)
         launcher = Launcher(settings, transfer.engine_id)
         self._half: Scheduler | Worker
         self._scheduler: Scheduler
@@ -99,10 +101,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         It asks this first, so this is where a model that cannot be served is declined.
         """
         model = vllm_config.model_config
-        if model is not None and (model.is_hybrid or model.is_attention_free):
+        if model is not None and model.is_attention_free:
             raise LayoutError(
-                f"lmtier serves layers with attention, and {model.model} has others, which keep a state "
-                "instead of KV: start it without this connector"
+                f"lmtier serves models with attention, and all layers of {model.model} keep a state instead "
+                "of KV: start it without this connector"
             )
         if getattr(vllm_config, "diffusion_config", None) is not None:  # from 0.31 on
             raise LayoutError(

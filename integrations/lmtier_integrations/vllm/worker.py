@@ -34,6 +34,7 @@ from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.rank import Rank, RankLoads, RankSaves
 from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_chunks, log
+from lmtier_integrations.vllm.states import declare_states
 from lmtier_integrations.vllm.stats import Stats
 
 _GUARDS = 2  # blocks beside the canary's that must not change
@@ -81,9 +82,10 @@ class Worker:
         is_layerwise = self._settings.mode == LAYERWISE
         identity = Identity(model=self._config.model_config.model)
         of_all = client, declared, identity, self._settings.config.gpu
+        self._states = states = declare_states(self._config, self._cache, tensors, client.chunk_tokens)
         place: OnCpu | OnGpu
         if device is None:
-            place = OnCpu(*of_all)
+            place = OnCpu(*of_all, states)
         else:
             pins_at_start = self._settings.pin == START
             place = OnGpu(*of_all, device=device, layerwise=is_layerwise, pins_at_start=pins_at_start)
@@ -93,10 +95,12 @@ class Worker:
         self.saves = RankSaves(self.rank)
         if self._memory is not None:
             self._memory.before_change = self._settle
-        place.mover.prove(self._spare_blocks(declared), block_bytes=declared.block_bytes)
-        log.info(
-            "lmtier: rank %d serves %s as %s", number, declared.shard, declared.layout.to_json().decode()
-        )
+        for part, mover in ((declared, place.mover), (states, place.states)):
+            if part is not None and mover is not None:
+                mover.prove(self._spare_blocks(part), block_bytes=part.block_bytes)
+                log.info(
+                    "lmtier: rank %d serves %s as %s", number, part.shard, part.layout.to_json().decode()
+                )
 
     def _spare_blocks(self, declared: Declared) -> list[int]:
         """Blocks that no request has yet; never the engine's null block, which is number 0."""
@@ -114,6 +118,7 @@ class Worker:
             declared.from_scratch,
             rank.place.is_asynchronous,
             self._files,
+            (self._states.layout.to_json(), self._states.shard) if self._states is not None else None,
         )
 
     def close(self) -> None:
