@@ -278,7 +278,9 @@ def main() -> None:
             "tokens": list(answer.token_ids),
             "cached": each.num_cached_tokens,
             "reason": answer.finish_reason,
-            "first": {key: each.logprob for key, each in answer.logprobs[0].items()} if answer.logprobs else {},
+            "first": {key: each.logprob for key, each in answer.logprobs[0].items()}
+            if answer.logprobs
+            else {},
         }
 
     def generate(

@@ -64,6 +64,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        check_states(vllm_config, kv_cache_config, is_told=KVConnectorTransferResults is not None)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.of(
             transfer.kv_connector_extra_config,
@@ -77,7 +78,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if KVConnectorTransferResults is None and is_on_gpu(vllm_config):
             raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
-        check_states(vllm_config, kv_cache_config, is_told=KVConnectorTransferResults is not None)
         launcher = Launcher(settings, transfer.engine_id)
         self._half: Scheduler | Worker
         self._scheduler: Scheduler

@@ -38,10 +38,9 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
     states = state_specs(cache)
     if not states:
         return
-    kv, scheduling = layer_specs(cache), config.scheduler_config
+    kv, step = layer_specs(cache), config.scheduler_config.max_num_batched_tokens
     modes = {spec.mamba_cache_mode for spec in states.values()}
     sizes = {spec.block_size for spec in (*states.values(), *kv.values())}
-    step = scheduling.long_prefill_token_threshold or scheduling.max_num_batched_tokens
     splits = any(spec.num_prefill_checkpoint_blocks for spec in states.values())
     drafts = config.speculative_config is not None or any(
         spec.num_speculative_blocks for spec in states.values()
@@ -56,9 +55,8 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
         f"blocks of one size in all layers, not of {sorted(sizes)} tokens": len(sizes) == 1,
         "no speculative decoding": not drafts,
         "no pipeline parallelism": parallel.pipeline_parallel_size == 1,
-        # In longer steps vLLM 0.32 on a CPU takes the state after the step for that within it, or dies.
-        f"steps of one block of a prompt: --long-prefill-token-threshold {max(sizes)}": not splits
-        or step <= max(sizes),
+        # In longer ones vLLM 0.32 wants a state within a step, and dies: its kernels for CPUs have none.
+        f"steps of one block: --max-num-batched-tokens {max(sizes)}": not splits or step <= max(sizes),
     }
     for need, is_met in needs.items():
         if not is_met:
