@@ -228,6 +228,8 @@ class Output:
         self.reason: str = reply["reason"]
         self.first: dict[str, float] = reply["first"]
         """The likeliest first tokens with their log probabilities, if they were asked for."""
+        self.seconds: float = reply["seconds"]
+        """Until the first token."""
 
 
 # ---- in the process
@@ -278,6 +280,7 @@ def main() -> None:
             "tokens": list(answer.token_ids),
             "cached": each.num_cached_tokens,
             "reason": answer.finish_reason,
+            "seconds": each.metrics.first_token_latency if each.metrics else 0.0,
             "first": {key: each.logprob for key, each in answer.logprobs[0].items()}
             if answer.logprobs
             else {},

@@ -175,10 +175,14 @@ def test_aborted_requests_hold_nothing(running):
 @pytest.mark.parametrize(
     ("options", "need"),
     [
-        ({"enable_prefix_caching": False}, "--enable-prefix-caching"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "no speculative decoding"),
+        ({"enable_prefix_caching": False}, "for those lmtier needs .*--enable-prefix-caching"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "needs no speculative decoding",
+        ),
+        ({"transfer": transfer(chunk_tokens=576)}, f"is not one block of this engine.*choose {BLOCK}"),
     ],
 )
 def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, options, need):
-    with pytest.raises(EngineDied, match=f"a state instead of KV; for those lmtier needs .*{need}"):
-        Engine(tmp_path, models / "qwen3-next", transfer=transfer(), **MODEL, **options)
+    with pytest.raises(EngineDied, match=need):
+        Engine(tmp_path, models / "qwen3-next", **{"transfer": transfer(), **MODEL, **options})

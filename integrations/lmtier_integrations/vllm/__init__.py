@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
-from lmtier_integrations.vllm.kv import window_of
+from lmtier_integrations.vllm.kv import state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankReport
 from lmtier_integrations.vllm.places import is_on_gpu
@@ -70,6 +70,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_connector_extra_config,
             vllm_config.cache_config.block_size,
             window_of(kv_cache_config),
+            has_states=bool(state_groups(kv_cache_config)),
         )
         if KVConnectorTransferResults is None and window_of(kv_cache_config):
             raise LayoutError(

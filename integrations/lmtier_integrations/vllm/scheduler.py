@@ -73,7 +73,7 @@ class Scheduler:
                 "this model keeps states, which the lmtier server is too old to store: install the same "
                 "lmtier there"
             )
-        check_chunks(client.chunk_tokens, self._block_tokens, window)
+        check_chunks(client.chunk_tokens, self._block_tokens, window, has_states=bool(groups[1]))
         if self._loads and transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 'lmtier: kv_load_failure_policy is "fail": should the cache lose what it promised, '

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmtier.errors import LayoutError
 from lmtier.format.keys import Identity
 from lmtier.rules.worth import Prefill
-from lmtier_integrations.vllm.kv import Declared, declare, window_of
+from lmtier_integrations.vllm.kv import Declared, declare, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.memory import LoadedModel, files_of
 from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
@@ -66,7 +66,8 @@ class Worker:
         """Prove that these tensors can be saved and loaded, and join the server."""
         number = self._config.parallel_config.rank
         client = self._launcher.connect(f"vllm worker {number}")
-        check_chunks(client.chunk_tokens, self._config.cache_config.block_size, window_of(self._cache))
+        block_tokens, has_states = self._config.cache_config.block_size, bool(state_groups(self._cache))
+        check_chunks(client.chunk_tokens, block_tokens, window_of(self._cache), has_states=has_states)
         declared = declare(self._config, self._cache, tensors, client.chunk_tokens)
         if declared.writes:  # only now the shard of this process is known
             client.close()
