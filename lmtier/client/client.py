@@ -35,6 +35,7 @@ from lmtier.rules.lifetimes import MAX_TTL, Pinned
 from lmtier.rules.worth import Cost
 from lmtier.wire.resp import Error
 from lmtier.wire.verbs import (
+    AND_STATE,
     MAX_MS,
     RUN_SHIFT,
     arguments,
@@ -130,6 +131,11 @@ class Client:
         """The number of calls that found nothing because no server answered."""
         return self._server.unserved
 
+    @property
+    def knows_states(self) -> bool:
+        """Whether the server finds prefixes that end with a state."""
+        return "STATE" in self._server.link.options
+
     # ---- load
 
     def match(
@@ -139,16 +145,21 @@ class Client:
         *,
         tokens: int | None = None,
         deadline: float | None = None,
+        ends: ChunkForm | None = None,
     ) -> Match:
-        """As Cache.match; empty if no server answers."""
+        """As Cache.match; empty if no server answers, and with `ends` also if it knows no states."""
         names = tuple(keys)
         whole = len(names) * self.chunk_tokens
         asked = whole if tokens is None else tokens
         if asked < whole:
             raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        match = Match(0, names, form, asked, time.monotonic() + seconds)
+        match = Match(0, names, form, asked, time.monotonic() + seconds, ends)
         link, number = self._server.number_of(form)
+        which: Argument = number
+        if link is not None and ends is not None:
+            link, last = self._server.number_of(ends) if self.knows_states else (None, 0)
+            which = f"{number}{AND_STATE}{last}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
@@ -156,9 +167,9 @@ class Client:
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
-                self._server.post("LMTIER.MISSED", number, asked, *arguments(names))
+                self._server.post("LMTIER.MISSED", which, asked, *arguments(names))
                 return match
-            request: list[Argument] = ["LMTIER.MATCH", number, asked, milliseconds, *arguments(names)]
+            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *arguments(names)]
             entries: list[Entry] = []
 
             def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
@@ -497,13 +508,16 @@ def _lifetime(ttl: float | None) -> tuple[Argument, ...]:
 
 
 def _outline(match: Match) -> tuple[object, ...]:
-    return match.chunks, len(match.run), match.waiting, match.asking, match.cut
+    end = () if match.end is None else _outline(match.end)
+    return match.chunks, len(match.run), match.waiting, match.asking, match.cut, end
 
 
 def _cut(match: Match, limit: int | None = None) -> None:
     """Keep the complete chunks, at most the first `limit`. The rest will not be loaded."""
     complete = [entry.state is State.READY for entry in match.run[:limit]]
     chunks = complete.index(False) if False in complete else len(complete)
+    if match.ends is not None and (chunks < match.chunks or match.end is None or not match.end.ready):
+        chunks, match.end = 0, None
     if chunks < match.chunks and not match.cut:
         match.cut, match.found = _LOST, match.chunks
     del match.run[chunks:]

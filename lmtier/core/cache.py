@@ -168,10 +168,12 @@ class Cache:
         tokens: int | None = None,
         deadline: float | None = None,
         cost: Cost | None = None,
+        ends: ChunkForm | None = None,
     ) -> Match:
         """Find the longest stored prefix of `keys` that a reader of `form` can use.
 
-        Leases its part in the slab.
+        Leases its part in the slab. With `ends`, the prefix ends where a state of that form is stored, and
+        the match holds the state too.
 
         `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is the time that
         computing would take: with `worth=auto` the match ends where loading would take longer.
@@ -185,8 +187,9 @@ class Cache:
         if asked < whole:
             raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        match = self._matches.begin(names, form, asked, began + seconds, cost, began)
-        self.index.touch(match.run)
+        match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends)
+        # The state is the tail: it leaves before the chunks that it makes usable.
+        self.index.touch(match.run + match.end.run if match.end is not None else match.run)
         self.lower.see(names, match.run)
         if whole:
             for hear in self.followers.asked:

@@ -9,6 +9,7 @@ from lmtier.core.index import Index
 from lmtier.core.lower import count_dropped, count_shares
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CPU, Entry, Match, State
+from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.metrics import Metrics
 from lmtier.observe.miss_curve import FACTORS, BoundedTier, Outlook
@@ -43,8 +44,9 @@ class Gauges:
                 gauge.set_function(partial(outlook.hit_ratio, place, factor))
 
     def tokens(self, keys: Sequence[bytes]) -> int:
-        """The number of tokens in these chunks. Records have no tokens and are not counted."""
-        return (len(keys) - sum(map(self._index.is_record, keys))) * self.chunk_tokens
+        """The number of tokens in these chunks. Records and states have no tokens and are not counted."""
+        others = sum(self._index.is_record(key) or is_state(key) for key in keys)
+        return (len(keys) - others) * self.chunk_tokens
 
     def store(self, keys: Sequence[bytes]) -> None:
         self._stored.inc(self.tokens(keys))

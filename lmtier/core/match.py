@@ -101,6 +101,9 @@ class Match:
         ready    `run` holds all of `chunks`: leased, complete, verified
 
     If a chunk fails to load, the match ends before it: `chunks` shrinks, and the rest is recomputed.
+
+    With `ends`, a prefix can only be continued from the state at its end. The match then ends where a tier
+    has a state, and holds that too, as `end`. Without its last chunk or its state it has no chunks at all.
     """
 
     id: int
@@ -108,6 +111,14 @@ class Match:
     form: ChunkForm
     asked_tokens: int
     deadline: float
+    ends: ChunkForm | None = None
+    """The form of the state that is needed at the end of the prefix, if one is."""
+    end: Match | None = None
+    """The match of that state."""
+    ended: Match | None = None
+    """If this is the match of a state: the match that ends with it."""
+    states: dict[int, str] = field(default_factory=dict)
+    """Chunks after which shared tiers have a state, and which tier."""
     run: list[Entry] = field(default_factory=list)
     """The leading chunks in the slab, each leased by this match. Some of them may be LOADING."""
     sources: list[str] = field(default_factory=list)
@@ -172,7 +183,14 @@ class Match:
     @property
     def ready(self) -> bool:
         beyond = len(self.sources) > len(self.run) and not self.released
-        return not (self.asking or self.waiting or beyond)
+        return not (self.asking or self.waiting or beyond) and (self.end is None or self.end.ready)
+
+    @property
+    def parent(self) -> Entry | None:
+        """The entry that the next one of `run` follows."""
+        if self.run:
+            return self.run[-1]
+        return self.ended.parent if self.ended is not None else None
 
     @property
     def below(self) -> list[str]:

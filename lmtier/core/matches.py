@@ -1,4 +1,7 @@
-"""Matches: finds a prompt's chunks in the slab and in lower tiers, leases them, loads them, releases them."""
+"""Matches: finds a prompt's chunks in the slab and in lower tiers, leases them, loads them, releases them.
+
+A match whose reader needs a state ends at the last chunk after which a tier has one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from lmtier.core.match import CPU, Entry, Match, State
 from lmtier.core.room import Room
 from lmtier.core.weighing import Weighing
 from lmtier.errors import MisuseError
+from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded
 from lmtier.format.objects import Header
 from lmtier.observe.follower import Followers
@@ -47,10 +51,11 @@ class Matches:
         deadline: float,
         cost: Cost | None = None,
         began: float = 0.0,
+        ends: ChunkForm | None = None,
     ) -> Match:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record."""
-        match = Match(next(self._ids), keys, form, tokens, deadline)
+        match = Match(next(self._ids), keys, form, tokens, deadline, ends)
         self.open[match.id] = match
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
@@ -60,7 +65,7 @@ class Matches:
                 self.weighing.begin(match, cost, began)
             self._extend(match, len(keys))
             self._find_below(match)
-            self._weigh(match)
+            self._decide(match)
         self._settle_if_ready(match)
         return match
 
@@ -69,7 +74,7 @@ class Matches:
         index, form, run, keys = self._index, match.form, match.run, match.keys
         self._room.expire_among(keys[len(run) : end])
         get, ready = index.get, State.READY
-        parent = run[-1] if run else None
+        parent = match.parent
         is_shared, leased = index.pools is not None, 0
         for i in range(len(run), end):
             entry = get(keys[i])
@@ -110,22 +115,22 @@ class Matches:
                 break
             match.sources.append(owned.label)
         first = match.chunks
-        if asked and first < len(keys):
-            names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
-            for tier in asked:
-                match.asking += tier.lookup(
-                    names, match.deadline, partial(self._answered, match, tier, first)
-                )
+        names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
+        if match.ends is not None and (names or (first and not self._place_of_state(match, first))):
+            states = [_state_of(match, chunks) for chunks in range(1, len(keys) + 1)]
+            names += [Name(key, shard) for key in states for shard in match.ends.shards]
+        for tier in asked if names else ():
+            match.asking += tier.lookup(names, match.deadline, partial(self._answered, match, tier, first))
 
     def _answered(self, match: Match, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
         """A tier has answered which of the keys from `first` on it has."""
-        sizes = [padded(size) for size in match.form.sizes]
         there = first
-        for key in match.keys[first:]:
-            stats = (found.get(Name(key, shard)) for shard in match.form.shards)
-            if not all(stat and stat.nbytes <= size for stat, size in zip(stats, sizes, strict=True)):
-                break  # a smaller size is possible: a codec shrank the chunk
+        while there < len(match.keys) and _is_found(match.keys[there], match.form, found):
             there += 1
+        if match.ends is not None:
+            for chunks in range(1, len(match.keys) + 1):
+                if _is_found(_state_of(match, chunks), match.ends, found):
+                    match.states.setdefault(chunks, tier.label)
         if not match.asking or match.released:  # no request waits for the answer
             if match.cut == "not_worth_it":
                 self.weighing.overlook(tier, match.keys[:there], first, match.form)
@@ -133,8 +138,40 @@ class Matches:
         match.asking -= 1
         new = there - match.chunks
         match.sources.extend([tier.label] * new)
-        self._weigh(match)
+        self._decide(match)
         self._settle_if_ready(match)
+
+    def _decide(self, match: Match) -> None:
+        """How much of it to load: what is worth it, and of that, what ends with a state."""
+        if match.ends is not None and match.asking:
+            return
+        self._weigh(match)
+        if match.ends is None or match.end is not None:
+            return
+        ends = (chunks for chunks in range(match.chunks, 0, -1) if self._place_of_state(match, chunks))
+        chunks = next(ends, 0)
+        if chunks < match.chunks:
+            self._truncate(match, chunks, "no_state")
+        if chunks:
+            key = _state_of(match, chunks)
+            end = match.end = Match(next(self._ids), (key,), match.ends, 0, match.deadline, ended=match)
+            self.open[end.id] = end
+            place = self._place_of_state(match, chunks)
+            self._extend(end, 1)
+            end.sources = [place]
+
+    def _place_of_state(self, match: Match, chunks: int) -> str:
+        """A tier that can supply the state after so many chunks; empty: none is known."""
+        key, form = _state_of(match, chunks), match.ends
+        assert form is not None
+        self._room.expire_among([key])
+        entry = self._index.get(key)
+        if entry is not None:
+            return CPU if entry.state in (State.LOADING, State.READY) and entry.form.serves(form) else ""
+        for tier in self._lower.owned:
+            if tier.up.allows() and tier.holds(key, form):
+                return tier.label
+        return match.states.get(chunks, "")
 
     def _weigh(self, match: Match) -> None:
         """Cut the match where loading takes longer than computing."""
@@ -148,17 +185,23 @@ class Matches:
         if match.asking or has > match.has:
             match.asking = 0  # late answers are not waited for
             match.has = min(has, match.asked_tokens)
-            self._weigh(match)
+            self._decide(match)
         if chunks is not None and chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")
         if match.below:  # some time may have passed since the match
             match.decided = time.monotonic()
             match.deadline = min(match.limit, match.decided + match.patience)
+        self._load_all(match)
+        if match.end is not None:
+            match.end.deadline = match.deadline
+            self._load_all(match.end)
+        self._settle_if_ready(match)
+
+    def _load_all(self, match: Match) -> None:
         while match.below:
             self._extend(match, match.chunks)  # chunks that came into the slab meanwhile for another request
             if match.below:
                 self._fetch(match)
-        self._settle_if_ready(match)
 
     def _fetch(self, match: Match) -> None:
         """Start loading the chunk that follows `run` into a new entry, or end the match here."""
@@ -171,7 +214,7 @@ class Matches:
         if (entry := self._index.get(key)) is not None:
             self._truncate(match, at, "being_filled" if entry.state is State.FILLING else "foreign")
             return
-        started = self._load(key, form, tier, match.run[-1] if match.run else None)
+        started = self._load(key, form, tier, match.parent)
         if started is None:
             self._truncate(match, at, "no_room")
             return
@@ -257,20 +300,38 @@ class Matches:
             if not was_ready:
                 self._truncate(match, match.complete, "cancelled")
             self._settle(match)
+        if match.end is not None:
+            self._drop_end(match)
         for entry in match.run:
             self._room.release(entry)
         match.run = []
 
     def _truncate(self, match: Match, chunks: int, reason: str) -> None:
-        """Keep the first `chunks` of the match; end the leases of the rest."""
+        """Keep the first `chunks` of the match; end the leases of the rest. One that has an end has to keep
+        it, or keeps nothing."""
+        if match.ended is not None:
+            match, chunks = match.ended, 0
+        if match.end is not None:
+            chunks = 0
+            self._drop_end(match)
+        if not match.cut:
+            match.cut, match.found = reason, match.chunks
+        self._let_go(match, chunks)
+
+    def _drop_end(self, match: Match) -> None:
+        end, match.end = match.end, None
+        assert end is not None
+        self._let_go(end, 0)
+        end.released = True
+        del self.open[end.id]
+
+    def _let_go(self, match: Match, chunks: int) -> None:
         for entry in match.run[chunks:]:
             waiters = self.waiters.get(entry, [])
             if match in waiters:
                 waiters.remove(match)
                 match.waiting -= 1
             self._room.release(entry)
-        if not match.cut:
-            match.cut, match.found = reason, match.chunks
         del match.run[chunks:]
         del match.sources[chunks:]
 
@@ -278,12 +339,18 @@ class Matches:
         """End the waits whose deadlines have passed. Those requests compute the rest instead."""
         now = time.monotonic()
         for match in [match for match in self.open.values() if now > match.deadline]:
-            if match.waiting or match.asking:
-                match.asking = 0
+            if match.released or not (match.waiting or match.asking):
+                continue
+            if match.asking and match.ends is not None:
+                match.asking, match.cut, match.found = 0, match.cut or "deadline", match.chunks
+                self._decide(match)
+            match.asking = 0
+            if match.ends is None or not match.ready:
                 self._truncate(match, match.complete, "deadline")
-                self._settle_if_ready(match)
+            self._settle_if_ready(match)
 
     def _settle_if_ready(self, match: Match) -> None:
+        match = match.ended or match
         if match.ready and not match.settled:
             self._settle(match)
 
@@ -301,3 +368,16 @@ class Matches:
             waiting = sum(match in waiters for waiters in self.waiters.values())
             assert match.waiting == waiting, f"{match!r} waits for {waiting}"
             assert len(match.run) <= match.chunks, f"{match!r} lost count"
+
+
+def _state_of(match: Match, chunks: int) -> bytes:
+    """The key of the state after so many chunks."""
+    assert match.ends is not None
+    assert match.ends.layout is not None
+    return state_key(match.keys[chunks - 1], match.ends.layout.to_json())
+
+
+def _is_found(key: bytes, form: ChunkForm, found: dict[Name, Stat]) -> bool:
+    """Whether all objects of it are. They may be smaller than in the slab: a codec shrank them."""
+    stats = (found.get(Name(key, shard)) for shard in form.shards)
+    return all(stat and stat.nbytes <= padded(size) for stat, size in zip(stats, form.sizes, strict=True))

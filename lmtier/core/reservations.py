@@ -11,6 +11,7 @@ from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU, Entry, Reservation, State, check_chain
 from lmtier.core.room import Room
 from lmtier.errors import MisuseError
+from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.format.objects import NO_MARK, Made, mark_room
 from lmtier.observe.follower import Followers
@@ -57,7 +58,7 @@ class Reservations:
                     why = why or "no_room"
                     dropped.append(key)
                     continue
-            elif entry is not None and not entry.form.serves(form):
+            elif entry is not None and number >= first and not entry.form.serves(form):
                 why = why or "foreign"  # this engine cannot read the chunk that has its key
                 dropped.append(key)
                 continue
@@ -69,7 +70,8 @@ class Reservations:
             run.append(entry)
             parent = entry
         self._index.refresh(run)
-        self._gauges.skip(len(keys) - len(dropped) - len(new))
+        if not (keys and is_state(keys[-1])):
+            self._gauges.skip(len(keys) - len(dropped) - len(new))
         self._drop(dropped, why, form)
         left = set(form.shards) if new else set()
         reservation = Reservation(next(self._ids), form, new, known, len(dropped), left, ttl=ttl)

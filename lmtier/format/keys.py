@@ -2,12 +2,14 @@
 
     key[-1] = N ‖ T ‖ H("seed",  format, chunk_tokens, identity, lora, salt)
     key[i]  = N ‖ T ‖ H("chunk", key[i-1], tokens of chunk i as int32 LE, extras of chunk i)
+    state[i] = N ‖ T ‖ S ‖ the first 20 bytes of H("state", key[i], layout of the state)
 
 N is the 4-byte namespace of the model. T is 4 bytes of the tenant, derived from the salt. So a key or a file
 name shows its model and tenant without a directory. H is the first 24 bytes of sha256 over length-prefixed
 parts, so no two different inputs share an encoding. It is cryptographic because prompts are untrusted: an
 attacker cannot craft a prompt with the key of another. Only whole chunks have a key; a tail shorter than a
-chunk is recomputed.
+chunk is recomputed. state[i] names what layers without KV remember of all tokens up to the end of chunk i. S
+marks such keys, so that a state is never counted as tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ VALUES = bytes(NAMESPACE_BYTES)
 """The namespace of named values, which are not KV and may change."""
 NOBODY = bytes(TENANT_BYTES)
 """The tenant of the empty salt, and of named values."""
+STATE = b"\0end"
+"""What follows the tenant in the key of a state."""
 FORMAT = b"lmtier-key-2"
 
 Tokens = npt.NDArray[np.int32]
@@ -127,6 +131,17 @@ def value_key(name: bytes) -> bytes:
 
 def is_value(key: bytes) -> bool:
     return key.startswith(VALUES)
+
+
+def state_key(key: bytes, layout: bytes) -> bytes:
+    """The key of the state at the end of the chunk `key`, for engines that keep it in this layout (JSON)."""
+    digest = hashlib.sha256(_pack(b"state", key, layout)).digest()
+    head = key[:PREFIX_BYTES] + STATE
+    return head + digest[: KEY_BYTES - len(head)]
+
+
+def is_state(key: bytes) -> bool:
+    return key.startswith(STATE, PREFIX_BYTES) and not is_value(key)
 
 
 def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "") -> bytes:

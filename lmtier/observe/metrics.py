@@ -25,6 +25,7 @@ MISS_REASONS = {
     "never_stored": "no tier had it, as far as the journal goes back",
     "evicted": "a tier had it, and it left to make room",
     "expired": "its time to live was over",
+    "no_state": "a tier has it, but no state from which the model could go on after it or a later chunk",
     "behind_a_gap": "a tier has it, but not the chunk before it; or it is being stored now",
     "partial_chunk": "the tokens after the last whole chunk, and the one that is always computed",
     "absent": "it was gone when it was to be loaded",

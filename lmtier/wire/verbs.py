@@ -8,6 +8,7 @@ from typing import Any
 
 from lmtier.core.match import Entry, Match, Reservation, State, entries_of
 from lmtier.core.placement import Placement, keys_of, read_ranges, read_runs, write_ranges, write_runs
+from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.journal import Change
 
@@ -20,6 +21,8 @@ RUN_SHIFT = 32
 """The id of a match or a reservation is the server's run, shifted by this, plus a counter. So an id of
 another run is never valid."""
 _KEYS_AN_ARGUMENT = 16_384
+AND_STATE = "+"
+"""Between the number of a form and that of the state at whose end a match has to end."""
 
 
 def arguments(keys: Sequence[bytes]) -> list[bytes]:
@@ -48,6 +51,8 @@ def write_match(number: int, match: Match) -> dict[str, Any]:
         )
     if match.cut:
         reply["cut"] = match.cut
+    if match.end is not None:
+        reply["end"] = write_match(0, match.end)
     return reply
 
 
@@ -65,6 +70,11 @@ def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = 
     match.waiting = len(loading)
     match.asking = int(fields["state"] == b"asking")
     match.cut = fields.get("cut", b"").decode()
+    match.end = None
+    if "end" in fields and match.ends is not None and match.ends.layout is not None:
+        key = state_key(match.keys[len(sources) - 1], match.ends.layout.to_json())
+        match.end = Match(0, (key,), match.ends, 0, match.deadline, ended=match)
+        read_match(match.end, fields_of(fields["end"]))
     return match
 
 

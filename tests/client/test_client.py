@@ -25,8 +25,8 @@ from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.match import Entry, Match, Reservation, State
 from lmtier.errors import ConfigError, MisuseError, TierError
-from lmtier.format.keys import Identity, namespace
-from lmtier.format.layout import PAGE, Layout, Shard, form_of, padded, stored_size
+from lmtier.format.keys import Identity, namespace, state_key
+from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.rules.worth import Cost
 from lmtier.wire.commands import Commands
 from lmtier.wire.resp import Error, encode
@@ -948,3 +948,32 @@ def test_a_mover_deletes_what_came_back_wrong(serve):
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lmtier")
+
+
+def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(serve, tmp_path):
+    layout = Layout((LayerShape(1, 5000, 0),), "u8", C, C, "state")
+    state = form_of(layout, (layout.whole,))
+    server = serve(f"disk://{tmp_path}/kv?capacity=16MiB")
+    names = keys(4)
+    end = state_key(names[2], layout.to_json())
+    with Client(server.path) as client:
+        assert client.knows_states
+        store(client, names)
+        assert client.match(names, ONE, ends=state).chunks == 0
+        reservation = client.reserve([names[2], end], state, first=1)
+        (entry,) = reservation.entries.values()
+        client.slab.view(entry.offsets[0], 5000)[:] = b"s" * 5000
+        client.commit(reservation)
+        assert client.flush()
+    server.kill()
+    server.start()
+    with Client(server.path) as client:
+        match = client.wait(client.match(names, ONE, ends=state))
+        assert is_right(client, match)
+        assert match.sources == ["disk"] * 3
+        assert match.end is not None
+        (entry,) = match.end.run
+        assert (entry.key, entry.state) == (end, State.READY)
+        assert client.slab.view(entry.offsets[0], 5000) == b"s" * 5000
+        client.release(match)
+        client.check()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.format.keys import namespace, value_key
-from lmtier.format.layout import PAGE, Layout, Shard, padded, stored_size
+from lmtier.format.keys import namespace, state_key, value_key
+from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, padded, stored_size
 from lmtier.server.commands import PAUSE, Caller, WithDescriptor
 from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -721,3 +721,18 @@ def test_nothing_an_engine_says_raises_or_leaks(said):
         assert leased(cache) == 0
         cache.clear()
         assert cache.slab.used == 0
+
+
+def test_a_match_may_ask_for_a_state_at_its_end_and_gets_its_place(engines):
+    state = Layout((LayerShape(1, 600, 0),), "u8", C, C, "state")
+    names = keys(3)
+    one = Connection(engines, "ENGINE", "one")
+    chunks, states = one.form(), one.form(state)
+    one.say("COMMIT", one.say("RESERVE", chunks, 0, *names)["id"], str(WHOLE))
+    assert one.say("MATCH", f"{chunks}+{states}", 0, 0, *names)["sources"] == b""
+    end = state_key(names[1], state.to_json())
+    one.say("COMMIT", one.say("RESERVE", states, 1, names[1], end)["id"], str(state.whole))
+    reply = one.say("MATCH", f"{chunks}+{states}", 0, 0, *names)
+    assert reply["sources"] == b"cpu*2"
+    assert dict(zip(reply["end"][::2], reply["end"][1::2], strict=True))[b"sources"] == b"cpu*1"
+    assert one.say("MATCH", f"{chunks}+7", 0, 0, *names).startswith("NOSUCH form 7")

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """Folders of tiny models with random weights: qwen2, gemma3, deepseek, qwen3-next.
+    """Folders of tiny models with random weights, by the names in models.py.
 
     They are made once for all workers: whoever changes one changes a copy.
     """

@@ -78,13 +78,18 @@ class Engine:
         return self._hear()
 
     def generate(
-        self, prompts: list[list[int]], tokens: int = 8, *, salt: str = "", lora: str = "", ttl: object = None
+        self,
+        prompts: list[list[int]],
+        tokens: int = 8,
+        *,
+        salt: str = "",
+        lora: str = "",
+        ttl: object = None,
+        logprobs: int = 0,
     ) -> list[Output]:
-        """All at once, as vLLM schedules them."""
-        return [
-            Output(each)
-            for each in self.ask("generate", prompts=prompts, tokens=tokens, salt=salt, lora=lora, ttl=ttl)
-        ]
+        """All at once, as vLLM schedules them. `logprobs`: say so many of the likeliest first tokens."""
+        asked = {"salt": salt, "lora": lora, "ttl": ttl, "logprobs": logprobs}
+        return [Output(each) for each in self.ask("generate", prompts=prompts, tokens=tokens, **asked)]
 
     def see(
         self,
@@ -221,6 +226,10 @@ class Output:
         self.tokens: list[int] = reply["tokens"]
         self.cached: int = reply["cached"]
         self.reason: str = reply["reason"]
+        self.first: dict[str, float] = reply["first"]
+        """The likeliest first tokens with their log probabilities, if they were asked for."""
+        self.seconds: float = reply["seconds"]
+        """Until the first token."""
 
 
 # ---- in the process
@@ -259,8 +268,10 @@ def main() -> None:
     llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None)
     say("ready")
 
-    def greedy(tokens: int, ttl: object = None) -> Any:
-        more = {"extra_args": {"kv_transfer_params": {"lmtier_ttl": ttl}}} if ttl is not None else {}
+    def greedy(tokens: int, ttl: object = None, logprobs: int = 0) -> Any:
+        more: dict[str, Any] = {"logprobs": logprobs} if logprobs else {}
+        if ttl is not None:
+            more["extra_args"] = {"kv_transfer_params": {"lmtier_ttl": ttl}}
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
     def outcome(each: Any) -> dict[str, Any]:
@@ -269,11 +280,18 @@ def main() -> None:
             "tokens": list(answer.token_ids),
             "cached": each.num_cached_tokens,
             "reason": answer.finish_reason,
+            "seconds": each.metrics.first_token_latency if each.metrics else 0.0,
+            "first": {key: each.logprob for key, each in answer.logprobs[0].items()}
+            if answer.logprobs
+            else {},
         }
 
-    def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str, ttl: object = None) -> Any:
+    def generate(
+        prompts: list[list[int]], tokens: int, salt: str, lora: str, ttl: object, logprobs: int
+    ) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
-        return llm.generate(asked, greedy(tokens, ttl), use_tqdm=False, lora_request=adapter(lora))
+        how = greedy(tokens, ttl, logprobs)
+        return llm.generate(asked, how, use_tqdm=False, lora_request=adapter(lora))
 
     def adapter(lora: str) -> Any:
         return LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
@@ -329,7 +347,7 @@ def main() -> None:
                 say([outcome(each) for each in found])
             case "seconds":
                 began = time.perf_counter()
-                generate([given["prompt"]], 1, "", "")
+                generate([given["prompt"]], 1, "", "", None, 0)
                 took = time.perf_counter() - began
                 settle()
                 say(took)

@@ -714,11 +714,6 @@ def test_kv_of_two_ranks_serves_one_and_the_other_way(models, tmp_path, server):
 # ---- starting
 
 
-def test_a_model_with_states_instead_of_kv_is_declined_in_one_sentence(models, tmp_path):
-    with pytest.raises(EngineDied, match="lmtier serves layers with attention"):
-        Engine(tmp_path, models / "qwen3-next", transfer=transfer())
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

@@ -23,12 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
-from lmtier_integrations.vllm.kv import window_of
+from lmtier_integrations.vllm.kv import state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankReport
 from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import ANY, BLHNC, Settings
+from lmtier_integrations.vllm.states import check_states
 from lmtier_integrations.vllm.stats import Prometheus, Stats
 from lmtier_integrations.vllm.worker import Worker
 
@@ -63,11 +64,13 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        check_states(vllm_config, kv_cache_config, is_told=KVConnectorTransferResults is not None)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.of(
             transfer.kv_connector_extra_config,
             vllm_config.cache_config.block_size,
             window_of(kv_cache_config),
+            has_states=bool(state_groups(kv_cache_config)),
         )
         if KVConnectorTransferResults is None and window_of(kv_cache_config):
             raise LayoutError(
@@ -99,10 +102,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         It asks this first, so this is where a model that cannot be served is declined.
         """
         model = vllm_config.model_config
-        if model is not None and (model.is_hybrid or model.is_attention_free):
+        if model is not None and model.is_attention_free:
             raise LayoutError(
-                f"lmtier serves layers with attention, and {model.model} has others, which keep a state "
-                "instead of KV: start it without this connector"
+                f"lmtier serves models with attention, and all layers of {model.model} keep a state instead "
+                "of KV: start it without this connector"
             )
         if getattr(vllm_config, "diffusion_config", None) is not None:  # from 0.31 on
             raise LayoutError(

@@ -55,6 +55,8 @@ class FollowedRequest:
     """A requested reservation for its chunks from number `stored` on."""
     stored: int = 0
     """Leading chunks that are stored or reserved."""
+    loaded: int = 0
+    """Leading chunks that were loaded: what is stored of them has come from here."""
     due: int = field(init=False)
     """The number of tokens at which something is stored next."""
     since: int = 0
@@ -114,7 +116,7 @@ class FollowedRequest:
     def go_back(self, computed: int) -> None:
         """It was preempted, or a load failed: recomputed chunks are stored again if they are missing."""
         size = self.client.chunk_tokens
-        self.stored = min(self.stored, computed // size)
+        self.stored, self.loaded = min(self.stored, computed // size), min(self.loaded, computed // size)
         self.due = (computed // size + 1) * size
 
     def begin_anew(self) -> bool:
@@ -125,5 +127,5 @@ class FollowedRequest:
         if self.request.num_computed_tokens or (self.adapter is not None and not self.adapter[1]):
             return False
         self._chain, self.looked_at = None, NEVER
-        self.stored, self.due, self._told = 0, self.client.chunk_tokens, 0
+        self.stored, self.loaded, self.due, self._told = 0, 0, self.client.chunk_tokens, 0
         return True

@@ -20,6 +20,8 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -56,7 +58,7 @@ class Declared:
     """False: another rank stores the same."""
     tensors: list[Any]
     tables: list[int]
-    """Which of a request's block tables each of them goes by."""
+    """Which of a request's block tables each of them goes by, counted among those with KV."""
     numbers: dict[str, int]
     """Layer name -> its number in the model."""
     ratio: int
@@ -76,8 +78,8 @@ def declare(
         raise LayoutError(
             "lmtier does not serve context parallelism: its ranks hold tokens, not heads, of a block"
         )
-    tables, specs = _tables(cache), layer_specs(cache)
-    owners = _owners(specs, tables, tensors)
+    tables, specs = tables_of_layers(cache, kv_groups(cache)), layer_specs(cache)
+    owners = owners_of(specs, tables, tensors)
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase, list(owners))
     backends = {name: layers[name].get_attn_backend().get_name() for name in owners}
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -125,16 +127,30 @@ def declare(
     )
 
 
-def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
-    """The declared kind of KV of each layer; one sentence if there is one that cannot be served."""
-    specs: dict[str, AttentionSpec] = {}
+def _specs(cache: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    """What each layer declares."""
+    specs: dict[str, KVCacheSpec] = {}
     for group in cache.kv_cache_groups:
         found = group.kv_cache_spec
         if isinstance(found, UniformTypeKVCacheSpecs):
             specs.update(found.kv_cache_specs)
         else:
             specs.update(dict.fromkeys(group.layer_names, found))
-    for name, spec in specs.items():
+    return specs
+
+
+def state_specs(cache: KVCacheConfig) -> dict[str, MambaSpec]:
+    """The layers that keep a state."""
+    return {name: spec for name, spec in _specs(cache).items() if type(spec) is MambaSpec}
+
+
+def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
+    """The declared kind of KV of each layer that keeps KV; one sentence if there is one that cannot be
+    served."""
+    specs: dict[str, AttentionSpec] = {}
+    for name, spec in _specs(cache).items():
+        if type(spec) is MambaSpec:
+            continue
         # Exactly these: their descendants keep something else.
         if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
             raise LayoutError(
@@ -145,6 +161,7 @@ def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
             raise LayoutError(
                 f"{name} attends to later tokens, so its KV is not a matter of the prefix alone"
             )
+        specs[name] = spec
     sizes = sorted({spec.block_size for spec in specs.values()})
     if len(sizes) > 1:
         raise LayoutError(
@@ -162,12 +179,26 @@ def window_of(cache: KVCacheConfig) -> int:
     return min(windows, default=0)
 
 
-def _tables(cache: KVCacheConfig) -> dict[str, int]:
-    return {name: table for table, group in enumerate(cache.kv_cache_groups) for name in group.layer_names}
+def kv_groups(cache: KVCacheConfig) -> list[int]:
+    """The numbers of the block tables of layers with KV, among all of a request."""
+    return [number for number in range(len(cache.kv_cache_groups)) if number not in state_groups(cache)]
 
 
-def _owners(
-    specs: Mapping[str, AttentionSpec], tables: Mapping[str, int], tensors: Mapping[str, Any]
+def state_groups(cache: KVCacheConfig) -> list[int]:
+    """The same of layers with a state."""
+    states = state_specs(cache)
+    return [n for n, group in enumerate(cache.kv_cache_groups) if states.keys() & set(group.layer_names)]
+
+
+def tables_of_layers(cache: KVCacheConfig, groups: Sequence[int]) -> dict[str, int]:
+    """Of the layers of these groups: the number of its table, counted among them."""
+    return {
+        name: table for table, group in enumerate(groups) for name in cache.kv_cache_groups[group].layer_names
+    }
+
+
+def owners_of(
+    specs: Mapping[str, KVCacheSpec], tables: Mapping[str, int], tensors: Mapping[str, Any]
 ) -> list[str]:
     """Layers in the model's order; of those that share memory and blocks, the first."""
     owners: dict[tuple[int, int], str] = {}

@@ -16,7 +16,7 @@ from lmtier.core.placement import Placement
 from lmtier.format.layout import Shard
 
 NULL_BLOCK = 0
-"""In a request's block table: a block that has left a sliding window."""
+"""In a request's block table: a block that has left a sliding window, or a state that is not kept."""
 
 Near: TypeAlias = "list[tuple[int, bool] | None]"
 """Of each chunk: a place in the GPU's own memory, and whether its copy lies there already; or None."""
@@ -45,6 +45,8 @@ class RankFacts:
     """Whether copies go on after a step: on a GPU."""
     files: str
     """The files that its weights are of; empty: that is not known, or weights may change unseen."""
+    states: tuple[bytes, Shard] | None = None
+    """The layout and the shard of its states, if it has any."""
 
 
 @dataclass
@@ -62,6 +64,10 @@ class LoadPlan:
     """Of the chunks that are not computed whole."""
     adapter: Adapter | None = None
     """That the keys say it was computed with."""
+    end: Placement | None = None
+    """The state after its last chunk, if it ends with one."""
+    end_block_ids: list[list[int]] = field(default_factory=list)
+    """Of that state: its block in each block table."""
 
 
 @dataclass
@@ -77,6 +83,8 @@ class SavePlan:
     since: int = 0
     """The first step that may have computed any of it."""
     adapter: Adapter | None = None
+    is_state: bool = False
+    """Whether it is a state, not chunks of KV."""
 
     @classmethod
     def of(

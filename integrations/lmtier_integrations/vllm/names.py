@@ -41,6 +41,8 @@ class Names:
         self.media = Media(config, trusts_ids=settings.trust_media_ids)
         self.form: ChunkForm | None = None
         """Of what this engine stores; None: workers have not said what they hold."""
+        self.ends: ChunkForm | None = None
+        """Of the state that a prefix has to end with, if the model keeps any."""
         self.count = 0
         """Counts what the model was called by, as the ranks do."""
         self._before_reset = ""
@@ -53,7 +55,9 @@ class Names:
         self._adapters_of: dict[int, dict[int, str]] = {}
         """The same of each rank."""
 
-    def meet(self, layout: Layout, form: ChunkForm, files: set[str], *, is_watched: bool) -> None:
+    def meet(
+        self, layout: Layout, form: ChunkForm, files: set[str], ends: ChunkForm | None, *, is_watched: bool
+    ) -> None:
         """Workers have said what they hold, and of which files. `is_watched`: a change of it will be seen."""
         if files != {self._files} or not is_watched:
             self._identity = replace(self._identity, weights="")
@@ -61,7 +65,7 @@ class Names:
                 "lmtier: the weights' files have changed since the engine began to load them, or the engine "
                 "does not show changes of its weights: only this run of it finds the stored KV"
             )
-        self.form = form
+        self.form, self.ends = form, ends
         self._identity = fill_identity(self._identity, layout, self._client.approximation)
         self._seeds.clear()
         self._client.declare(self._identity, form)

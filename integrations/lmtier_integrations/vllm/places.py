@@ -41,15 +41,27 @@ class OnCpu:
     is_busy = False
     """Whether it wants a step, though nothing is planned for it."""
 
-    def __init__(self, client: Client, declared: Declared, identity: Identity, gpu: TierSpec | None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        declared: Declared,
+        identity: Identity,
+        gpu: TierSpec | None,
+        states: Declared | None = None,
+    ) -> None:
         if gpu is not None:
             raise ConfigError(f"tier {gpu.url!r}: this engine keeps its KV on a CPU; leave that tier out")
         cores = _cores()
         self._crew = Crew(min(_HELPERS, len(cores) - 1), cores)
-        kv = PagedKV(declared.layout, declared.shard, declared.tensors, self._crew, tables=declared.tables)
-        self.mover = Mover(client, kv, identity, ranks=declared.shards)
+        self.mover = self._mover(client, declared, identity)
+        self.states = self._mover(client, states, identity) if states is not None else None
+        """What moves states, if there are any."""
         self._work: Work | None = None
         self._began = 0.0
+
+    def _mover(self, client: Client, declared: Declared, identity: Identity) -> Mover:
+        kv = PagedKV(declared.layout, declared.shard, declared.tensors, self._crew, tables=declared.tables)
+        return Mover(client, kv, identity, ranks=declared.shards)
 
     def begin(self, work: Work | None, *, waits: bool) -> None:
         """A step's own work begins. `waits`: loads are part of it."""
@@ -93,6 +105,7 @@ def _cores() -> set[int]:
 
 class OnGpu:
     is_asynchronous = True
+    states = None
 
     def __init__(
         self,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 
 from lmtier.client.client import Client
-from lmtier.copy.mover import Load, Save
+from lmtier.copy.mover import Load, Mover, Save
 from lmtier.core.match import Match, Reservation
+from lmtier.core.placement import Placement
 from lmtier.errors import DeviceError, LayoutError, MisuseError
 from lmtier.rules.worth import Prefill
 from lmtier.wire.verbs import RUN_SHIFT
@@ -99,6 +100,16 @@ class Rank:
     def nbytes(self, tokens: int) -> int:
         return self.mover.kv.nbytes * tokens // self.client.chunk_tokens
 
+    @property
+    def state_bytes(self) -> int:
+        return self.place.states.kv.nbytes if self.place.states is not None else 0
+
+    def mover_of(self, plan: SavePlan) -> Mover:
+        if not plan.is_state:
+            return self.mover
+        assert self.place.states is not None
+        return self.place.states
+
     def spent(self, what: str, began: float) -> None:
         seconds = time.perf_counter() - began
         self.seconds[what] += seconds
@@ -135,7 +146,26 @@ class _Loading:
     load: Load
     names: int
     """Of the plan: what the model was called by."""
+    end: Load | None = None
+    """Of the state after its last chunk, which comes with all of it or with nothing."""
     has_failed: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.load.done and (self.end is None or self.end.done)
+
+    def start(self) -> None:
+        self.load.start()
+        if self.end is not None:
+            self.end.start()
+
+    def finish(self) -> int:
+        """The leading tokens that are right."""
+        believed = self.load.finish()
+        if self.end is None:
+            return believed
+        state = self.end.tokens
+        return believed if (believed, self.end.finish()) == (self.load.tokens, state) else 0
 
 
 class RankLoads:
@@ -178,19 +208,27 @@ class RankLoads:
         blocks = rank.kernel_blocks(plan.block_ids)
         try:
             load = rank.place.load(match, blocks, plan.computed_tokens, plan.near)
+            end = self._end_of(plan, plan.end) if plan.end is not None else None
         except (LayoutError, DeviceError) as error:
             log.error("lmtier: a load could not begin, and is computed instead: %s", error)
             self._fail(plan)
             self._end(plan, match)
             return
-        self.of_step.append(_Loading(plan, match, load, rank.plan.names))
+        self.of_step.append(_Loading(plan, match, load, rank.plan.names, end))
+
+    def _end_of(self, plan: LoadPlan, placement: Placement) -> Load:
+        """The load of the state; its leases are those of the match."""
+        states = self._rank.place.states
+        if states is None or any(NULL_BLOCK in table for table in plan.end_block_ids):
+            raise LayoutError("the engine has no block for the state at the end of what is loaded")
+        return states.begin(Match.elsewhere(plan.id, placement), plan.end_block_ids)
 
     def start(self, *, calls_hooks: bool) -> None:
         """Those that requests wait for; of others, layers whose hooks are not relied upon."""
         began = time.perf_counter()
         waited_for = [each for each in self.of_step if each.plan.request]
         for each in waited_for:
-            each.load.start()
+            each.start()
         self.landing += waited_for
         self.of_step = [each for each in self.of_step if not each.plan.request]
         self.listens = self.is_layerwise and calls_hooks and bool(self.of_step)
@@ -239,9 +277,9 @@ class RankLoads:
         self._rank.mover.poll()
         if not self.landing:  # most steps
             return
-        done = [each for each in self.landing if each.load.done]
+        done = [each for each in self.landing if each.done]
         if done:
-            self.landing = [each for each in self.landing if not each.load.done]
+            self.landing = [each for each in self.landing if not each.done]
             for each in done:
                 self._finish(each)
 
@@ -249,13 +287,13 @@ class RankLoads:
         rank, plan, load = self._rank, loading.plan, loading.load
         if not loading.has_failed:
             whole = load.tokens
-            believed = load.finish()
+            believed = loading.finish()
             if not rank.is_named_right(loading.names, plan.adapter):
                 believed = 0
             if believed < whole:
                 self._fail(plan, believed)
             copied = whole - plan.computed_tokens
-            rank.stats.add("load_bytes", rank.nbytes(copied))
+            rank.stats.add("load_bytes", rank.nbytes(copied) + rank.state_bytes * (plan.end is not None))
             if load.seconds is None:
                 self.copied += copied
             else:
@@ -315,7 +353,7 @@ class RankSaves:
 
     def prepare(self, plan: SavePlan) -> None:
         rank = self._rank
-        mover, place = rank.mover, rank.place
+        mover, place = rank.mover_of(plan), rank.place
         reservation = Reservation.elsewhere(plan.id, plan.chunks, plan.placement, {mover.kv.shard})
         if not rank.adopt(reservation):
             rank.stats.add("save_failures")
@@ -329,8 +367,12 @@ class RankSaves:
             self._drop(plan, reservation, "unpinned_saves")
         else:
             try:
-                blocks = mover.kv.check(rank.kernel_blocks(plan.block_ids))
-                save = place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)), plan.near)
+                tables = plan.block_ids if plan.is_state else rank.kernel_blocks(plan.block_ids)
+                blocks = dict(zip(plan.chunks, mover.kv.check(tables), strict=True))
+                if plan.is_state:
+                    save = mover.fill(reservation, blocks)
+                else:
+                    save = place.save(reservation, blocks, plan.near)
             except (LayoutError, DeviceError) as error:
                 log.error("lmtier: a save could not begin: %s", error)
                 self._drop(plan, reservation)
@@ -340,7 +382,7 @@ class RankSaves:
     def _drop(self, plan: SavePlan, reservation: Reservation, why: str = "save_failures") -> None:
         """Before anything of it was copied."""
         self._rank.stats.add(why)
-        self._rank.client.abort(reservation, self._rank.mover.kv.shard)
+        self._rank.client.abort(reservation, self._rank.mover_of(plan).kv.shard)
         self._end(plan, is_good=False)
 
     def end_left_over(self) -> None:
@@ -350,19 +392,21 @@ class RankSaves:
         for reservation in waiting:
             if client.adopt(reservation):
                 with suppress(MisuseError):  # given up already, if the connection was lost in between
-                    client.abort(reservation, self._rank.mover.kv.shard)
+                    client.abort(reservation, *reservation.left)
             elif reservation.id >> RUN_SHIFT == client.run:
                 self.left_over.append(reservation)
 
     def layer(self, number: int) -> None:
         began = time.perf_counter()
-        self._each(lambda save: save.layer(number))
+        self._each(lambda save: save.layer(number), states=False)
         self._rank.spent("save_seconds", began)
 
-    def _each(self, work: Callable[[Save], None]) -> None:
+    def _each(self, work: Callable[[Save], None], *, states: bool = True) -> None:
         """What the driver refuses costs that save only. That the device is broken the engine finds out."""
         for each in list(self.of_step):
             plan, save = each
+            if plan.is_state and not states:
+                continue
             try:
                 work(save)
             except DeviceError as error:
@@ -387,7 +431,7 @@ class RankSaves:
                 self._abort(plan, save)
                 continue
             save.commit()
-            rank.stats.add("save_bytes", rank.nbytes(save.tokens))
+            rank.stats.add("save_bytes", rank.state_bytes if plan.is_state else rank.nbytes(save.tokens))
             if plan.near is not None:
                 self.leaving.append((plan, save))
         self.of_step = []

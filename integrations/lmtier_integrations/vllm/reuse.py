@@ -23,11 +23,22 @@ _AHEAD = 0.5  # of the slab may be leased by requests that the engine has not co
 
 
 class Reuse:
-    def __init__(self, parts: Parts, *, waits: bool, shares: bool) -> None:
-        """`waits`: loads are asynchronous; `shares`: the engine shares a request's blocks with others."""
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        block_tokens: int,
+        waits: bool,
+        shares: bool,
+        groups: tuple[list[int], list[int]],
+    ) -> None:
+        """`waits`: loads are asynchronous; `shares`: the engine shares a request's blocks with others;
+        `groups`: the block tables of layers with KV, and those of layers with a state."""
         self._client, self._names, self._copying, self._stats, self._events = parts
         self._chunk_tokens = parts.client.chunk_tokens
+        self._chunk_blocks = self._chunk_tokens // block_tokens
         self._waits, self._joins = waits, waits and shares
+        self._kv_groups, self._state_groups = groups
         self._arriving: Counter[bytes] = Counter()
         """Chunks that requests wait for: who needs the same waits with them, and then shares their blocks."""
         self._promised: list[FollowedRequest] = []
@@ -37,8 +48,11 @@ class Reuse:
     def has_room(self, requests: Iterable[FollowedRequest]) -> bool:
         """For what one more request may lease before the engine comes to it."""
         assert self._names.form is not None
-        leased = sum(len(each.match.run) for each in requests if each.match is not None)
-        return leased * self._names.form.room < _AHEAD * self._client.slab.capacity
+        matches = [each.match for each in requests if each.match is not None]
+        leased = self._names.form.room * sum(len(match.run) for match in matches)
+        if (ends := self._names.ends) is not None:
+            leased += ends.room * sum(match.end is not None for match in matches)
+        return leased < _AHEAD * self._client.slab.capacity
 
     def look(self, known: FollowedRequest) -> None:
         """Match anew; what an older match holds is given back only if the new one has more."""
@@ -49,7 +63,8 @@ class Reuse:
         if not whole:
             return
         chain = known.keys(tokens)
-        match = self._client.match(chain.keys[:whole], self._names.form, tokens=tokens)
+        form, ends = self._names.form, self._names.ends
+        match = self._client.match(chain.keys[:whole], form, tokens=tokens, ends=ends)
         self._client.trace(match, known.request.trace_headers)
         known.tell()
         self._bring_up(match)
@@ -69,7 +84,7 @@ class Reuse:
 
     def _bring_up(self, match: Match) -> None:
         """Once all tiers have said what they have."""
-        if not match.asking and match.below:
+        if not match.asking and (match.below or (match.end is not None and match.end.below)):
             self._client.prefetch(match)
 
     def matched(self, known: FollowedRequest, computed_tokens: int) -> int | None:
@@ -131,6 +146,7 @@ class Reuse:
         known.taken = known.request.num_preemptions
         known.looked_at = NEVER  # should it be preempted, another look is due
         known.promise = match, list(blocks.get_block_ids())
+        known.loaded = match.chunks
         self._promised.append(known)
         if self._joins:
             self._arriving.update(entry.key for entry in match.run)
@@ -167,8 +183,13 @@ class Reuse:
             near, there = self._copying.load(match, computed // self._chunk_tokens)
             self._stats.add("gpu_hit_tokens", there * self._chunk_tokens)
             waits = request_id if self._waits else ""
-            placement, adapter = match.placement, known.adapter
-            plan.loads.append(LoadPlan(match.id, placement, tables, computed, waits, near, adapter))
+            kv = [tables[group] for group in self._kv_groups]
+            load = LoadPlan(match.id, match.placement, kv, computed, waits, near, known.adapter)
+            if match.end is not None:
+                last = match.chunks * self._chunk_blocks - 1
+                load.end = match.end.placement
+                load.end_block_ids = [[tables[group][last]] for group in self._state_groups]
+            plan.loads.append(load)
         return loaded_from
 
     def release(self, match: Match) -> None:

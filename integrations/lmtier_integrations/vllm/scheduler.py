@@ -34,7 +34,7 @@ from lmtier_integrations.vllm.copying import Copying
 from lmtier_integrations.vllm.doubts import Doubts
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
-from lmtier_integrations.vllm.kv import window_of
+from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.names import Names
@@ -53,7 +53,7 @@ class Scheduler:
         self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
     ) -> None:
         transfer = config.kv_transfer_config
-        window = window_of(cache)
+        window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or len(cache.kv_cache_groups) > 1
         self.waits_for_loads = has_windows or is_on_gpu(config)
         """Whether loads are asynchronous. Only where they must be: what a step loads by itself is shared at
@@ -68,7 +68,12 @@ class Scheduler:
         self._block_tokens = config.cache_config.block_size
         self._ranks = config.parallel_config.world_size
         self._client = client = launcher.connect("vllm scheduler")
-        check_chunks(client.chunk_tokens, self._block_tokens, window)
+        if groups[1] and not client.knows_states:
+            raise LayoutError(
+                "this model keeps states, which the lmtier server is too old to store: install the same "
+                "lmtier there"
+            )
+        check_chunks(client.chunk_tokens, self._block_tokens, window, has_states=bool(groups[1]))
         if self._loads and transfer.kv_load_failure_policy != "recompute":
             log.warning(
                 'lmtier: kv_load_failure_policy is "fail": should the cache lose what it promised, '
@@ -81,13 +86,16 @@ class Scheduler:
         self._copying = Copying(self._ranks, settings.config.gpu)
         parts = Parts(client, self._names, self._copying, self.stats, self._events)
         shares = bool(config.cache_config.enable_prefix_caching)
-        self._reuse = Reuse(parts, waits=self.waits_for_loads, shares=shares)
+        self._reuse = Reuse(
+            parts, block_tokens=self._block_tokens, waits=self.waits_for_loads, shares=shares, groups=groups
+        )
         self._storing = Storing(
             parts,
             block_tokens=self._block_tokens,
             step_tokens=config.scheduler_config.max_num_batched_tokens,
             has_windows=has_windows,
             saves_decode=settings.save_decode,
+            groups=groups,
         )
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
@@ -120,8 +128,12 @@ class Scheduler:
             )
         layout = Layout.from_json(layouts.pop())
         form = form_of(layout, dict.fromkeys(ranks[rank].shard for rank in sorted(ranks)))
+        states = [states for rank in sorted(ranks) if (states := ranks[rank].states) is not None]
+        if len({layout for layout, _ in states}) > 1:
+            raise LayoutError(f"the workers disagree about the model's states: {sorted(states)}")
+        ends = form_of(Layout.from_json(states[0][0]), (shard for _, shard in states)) if states else None
         files = {facts.files for facts in ranks.values()}
-        self._names.meet(layout, form, files, is_watched=self._doubts.sees_engine)
+        self._names.meet(layout, form, files, ends, is_watched=self._doubts.sees_engine)
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0

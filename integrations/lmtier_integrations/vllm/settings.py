@@ -59,7 +59,9 @@ class Settings:
     """The settings of the private server. With a running server, only `config.gpu` counts."""
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any], block_tokens: int, window: int) -> Settings:
+    def of(
+        cls, extra: Mapping[str, Any], block_tokens: int, window: int, *, has_states: bool = False
+    ) -> Settings:
         """From vLLM's extra config, for an engine with such blocks and its smallest sliding window."""
         own = {each.name: type(each.default) for each in fields(cls) if each.name != "config"}
         for name, value in extra.items():
@@ -90,17 +92,22 @@ class Settings:
         if "chunk_tokens" not in extra:
             config = replace(config, chunk_tokens=block_tokens)
         if "server" not in extra:
-            check_chunks(config.chunk_tokens, block_tokens, window)
+            check_chunks(config.chunk_tokens, block_tokens, window, has_states=has_states)
         return cls(**{name: extra[name] for name in own if name in extra}, config=config)
 
 
-def check_chunks(chunk_tokens: int, block_tokens: int, window: int) -> None:
+def check_chunks(chunk_tokens: int, block_tokens: int, window: int, *, has_states: bool = False) -> None:
     """Check the chunk size: a chunk is saved when it is complete, and then all of it must be in the
-    window."""
+    window. A state that the engine keeps at the end of a block is only found at the end of a chunk."""
     if chunk_tokens % block_tokens:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens} is not whole blocks of this engine, which have {block_tokens} "
             "tokens: choose a multiple of that, or another --block-size"
+        )
+    if has_states and chunk_tokens != block_tokens:
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is not one block of this engine, at whose end it keeps its states: "
+            f"choose {block_tokens}, or another --block-size"
         )
     if window and chunk_tokens > max(window, block_tokens):
         raise ConfigError(

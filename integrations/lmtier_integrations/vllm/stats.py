@@ -11,6 +11,7 @@ COUNTERS = {
     "loaded_tokens": "prompt tokens whose KV was promised to the engine",
     "gpu_hit_tokens": "of these, tokens whose KV lay in the GPU's own memory, copied there before",
     "saved_tokens": "tokens whose KV was reserved for storing",
+    "saved_states": "states of layers without KV that were reserved for storing",
     "load_bytes": "bytes copied into the engine's blocks",
     "load_seconds": "time spent on that; on a GPU, also that of the device",
     "save_bytes": "bytes copied out of the engine's blocks",

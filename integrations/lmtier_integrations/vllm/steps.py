@@ -25,6 +25,12 @@ def tables_of(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[int
     return (_tables_of(state, request_id) if state is not None else None) or ()
 
 
+def states_of(output: SchedulerOutput, request_id: str) -> Sequence[tuple[int, int, int]]:
+    """The states that the engine keeps of a request after this step: block table, block, and tokens."""
+    state = output.kv_connector_block_state
+    return state.boundary_state_offloads.get(request_id, ()) if state is not None else ()
+
+
 def computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     """Each request of a step, and how many of its tokens have KV before it."""
     cached = output.scheduled_cached_reqs

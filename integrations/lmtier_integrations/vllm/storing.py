@@ -3,6 +3,9 @@
 Room is requested in one step and filled in the next, so that no step waits for the server's answer. If the
 next step may not have these blocks, room is filled in the same step. A request that ends early loses its last
 requested chunks.
+
+Where layers keep a state instead of KV, it is stored after steps that end at the end of a chunk, and wherever
+else the engine says that it keeps one. It is stored in that step: the next one may have other things there.
 """
 
 from __future__ import annotations
@@ -12,23 +15,33 @@ from collections.abc import Mapping, Sequence
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from lmtier.client.client import Asked
+from lmtier.format.keys import state_key
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
-from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, tables_of
+from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, states_of, tables_of
 
 _TOGETHER = 256  # generated tokens that are stored at once, where they do not leave a window meanwhile
 
 
 class Storing:
     def __init__(
-        self, parts: Parts, *, block_tokens: int, step_tokens: int, has_windows: bool, saves_decode: bool
+        self,
+        parts: Parts,
+        *,
+        block_tokens: int,
+        step_tokens: int,
+        has_windows: bool,
+        saves_decode: bool,
+        groups: tuple[list[int], list[int]],
     ) -> None:
-        """`step_tokens`: the most in a step; `has_windows`: blocks may leave a request before it ends."""
+        """`step_tokens`: the most in a step; `has_windows`: blocks may leave a request before it ends;
+        `groups`: the block tables of layers with KV, and those of layers with a state."""
         self._client, self._names, self._copying, self._stats, self._events = parts
         self._chunk_tokens = parts.client.chunk_tokens
         self._chunk_blocks = self._chunk_tokens // block_tokens
         self._step_tokens = step_tokens
         self._has_windows, self._saves_decode = has_windows, saves_decode
+        self._kv_groups, self._state_groups = groups
         self._ahead: tuple[FollowedRequest, Asked] | None = None
         """The request that has asked for room before the first step that computes it, and what it asked."""
 
@@ -59,6 +72,40 @@ class Storing:
             after = computed + scheduled[request_id]
             if after >= known.due and (tokens := self._tokens(known, after)) >= known.due:
                 self._plan_save(plan, output, known, computed, tokens)
+            if self._state_groups:
+                self._plan_states(plan, output, known, after)
+
+    def _plan_states(self, plan: Plan, output: SchedulerOutput, known: FollowedRequest, after: int) -> None:
+        """Save the states that the engine has at ends of chunks after this step, if those are stored too."""
+        request_id = known.request.request_id
+        found: dict[int, dict[int, int]] = {}
+        if after and not after % self._chunk_tokens:
+            # The last block of a request holds its state.
+            last, tables = after // self._chunk_tokens * self._chunk_blocks - 1, tables_of(output, request_id)
+            found[after] = {n: tables[n][last] for n in self._state_groups if len(tables[n]) > last}
+        for group, block, tokens in states_of(output, request_id):
+            found.setdefault(tokens, {})[group] = block
+        for tokens, blocks in found.items():
+            chunks, rest = divmod(tokens, self._chunk_tokens)
+            is_named = not rest and tokens == self._tokens(known, tokens)
+            is_kept = len(blocks) == len(self._state_groups) and NULL_BLOCK not in blocks.values()
+            if is_named and is_kept and known.loaded < chunks <= known.stored:
+                self._plan_state(plan, known, chunks, [[blocks[group]] for group in self._state_groups])
+
+    def _plan_state(self, plan: Plan, known: FollowedRequest, chunks: int, blocks: list[list[int]]) -> None:
+        ends = self._names.ends
+        assert ends is not None
+        assert ends.layout is not None
+        key = known.keys(chunks * self._chunk_tokens).keys[chunks - 1]
+        # The chunk before it is its parent: that does not leave before the state does.
+        pair = [key, state_key(key, ends.layout.to_json())]
+        reservation = self._client.reserve(pair, ends, first=1, ttl=known.ttl)
+        if reservation.entries:
+            places, since, adapter = reservation.placement, known.since, known.adapter
+            save = SavePlan(reservation.id, [1], places, blocks, None, since, adapter, is_state=True)
+            plan.saves.append(save)
+            self._stats.add("saved_states")
+            self._client.disown(reservation)
 
     def _tokens(self, known: FollowedRequest, after: int) -> int:
         """Of those that have KV after the step, without speculative ones, which may be taken back."""
@@ -72,6 +119,7 @@ class Storing:
         tables = tables_of(output, known.request.request_id)
         if not tables:
             return  # not shown in this step; the one that takes another block will
+        tables = [tables[group] for group in self._kv_groups]
         will_be_back = self._will_be_back(known, tokens)
         if (asked := known.asked) is not None:
             end = len(asked.keys) * self._chunk_tokens

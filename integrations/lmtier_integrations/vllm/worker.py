@@ -27,13 +27,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmtier.errors import LayoutError
 from lmtier.format.keys import Identity
 from lmtier.rules.worth import Prefill
-from lmtier_integrations.vllm.kv import Declared, declare, window_of
+from lmtier_integrations.vllm.kv import Declared, declare, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.memory import LoadedModel, files_of
 from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.rank import Rank, RankLoads, RankSaves
 from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_chunks, log
+from lmtier_integrations.vllm.states import declare_states
 from lmtier_integrations.vllm.stats import Stats
 
 _GUARDS = 2  # blocks beside the canary's that must not change
@@ -65,7 +66,8 @@ class Worker:
         """Prove that these tensors can be saved and loaded, and join the server."""
         number = self._config.parallel_config.rank
         client = self._launcher.connect(f"vllm worker {number}")
-        check_chunks(client.chunk_tokens, self._config.cache_config.block_size, window_of(self._cache))
+        block_tokens, has_states = self._config.cache_config.block_size, bool(state_groups(self._cache))
+        check_chunks(client.chunk_tokens, block_tokens, window_of(self._cache), has_states=has_states)
         declared = declare(self._config, self._cache, tensors, client.chunk_tokens)
         if declared.writes:  # only now the shard of this process is known
             client.close()
@@ -81,9 +83,10 @@ class Worker:
         is_layerwise = self._settings.mode == LAYERWISE
         identity = Identity(model=self._config.model_config.model)
         of_all = client, declared, identity, self._settings.config.gpu
+        self._states = states = declare_states(self._config, self._cache, tensors, client.chunk_tokens)
         place: OnCpu | OnGpu
         if device is None:
-            place = OnCpu(*of_all)
+            place = OnCpu(*of_all, states)
         else:
             pins_at_start = self._settings.pin == START
             place = OnGpu(*of_all, device=device, layerwise=is_layerwise, pins_at_start=pins_at_start)
@@ -93,10 +96,12 @@ class Worker:
         self.saves = RankSaves(self.rank)
         if self._memory is not None:
             self._memory.before_change = self._settle
-        place.mover.prove(self._spare_blocks(declared), block_bytes=declared.block_bytes)
-        log.info(
-            "lmtier: rank %d serves %s as %s", number, declared.shard, declared.layout.to_json().decode()
-        )
+        for part, mover in ((declared, place.mover), (states, place.states)):
+            if part is not None and mover is not None:
+                mover.prove(self._spare_blocks(part), block_bytes=part.block_bytes)
+                log.info(
+                    "lmtier: rank %d serves %s as %s", number, part.shard, part.layout.to_json().decode()
+                )
 
     def _spare_blocks(self, declared: Declared) -> list[int]:
         """Blocks that no request has yet; never the engine's null block, which is number 0."""
@@ -114,6 +119,7 @@ class Worker:
             declared.from_scratch,
             rank.place.is_asynchronous,
             self._files,
+            (self._states.layout.to_json(), self._states.shard) if self._states is not None else None,
         )
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from lmtier.server.commands import Argument, Caller, Refused, WithDescriptor
 from lmtier.server.engines.arguments import read_name, read_number, read_shard, read_text
 from lmtier.server.tracing import MAX_HEADER, Tracing
 from lmtier.wire.resp import Simple
-from lmtier.wire.verbs import PROTOCOL, RUN_SHIFT
+from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT
 
 OK = Simple("OK")
 MAX_HELD = 65_536
@@ -57,6 +57,11 @@ class Session:
         if number >= len(self.forms):
             raise Refused(f"NOSUCH form {number}: LMTIER.FORM gives the number of one")
         return self.forms[number]
+
+    def forms_of(self, argument: Argument) -> tuple[ChunkForm, ChunkForm | None]:
+        """The form of a match, and that of the state at its end: "3", or "3+4"."""
+        form, plus, ends = bytes(argument).partition(AND_STATE.encode())
+        return self.form(form), self.form(ends) if plus else None
 
     def need_room_for_match(self, arguments: Iterable[Argument]) -> None:
         _need_room(self.matches, "matches: release some")
@@ -123,7 +128,8 @@ class Sessions:
             "approximation": config.approximation,
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
-            "options": "HAS TTL PRESENCE",  # of verbs that older servers of this protocol have without them
+            # Of verbs that older servers of this protocol have without them.
+            "options": "HAS TTL PRESENCE STATE",
             "slab": caller.is_local and self._cache.slab.fd is not None,
         }
 

@@ -74,12 +74,14 @@ class Transfers:
         deadline: float | None = None,
     ) -> Match:
         session = session_of(caller)
+        chunks, ends = session.forms_of(form)
         match = self._cache.match(
             read_keys(keys),
-            session.form(form),
+            chunks,
             tokens=read_number(tokens, "a number of tokens", MAX_TOKENS) or None,
             deadline=deadline,
             cost=session.cost,
+            ends=ends,
         )
         match.asker = caller.name
         if self._log is not None:

@@ -1,0 +1,108 @@
+"""Reads what layers without KV keep: one state a request, as a layout, a shard and tensors of its own.
+
+In vLLM's mode "align" the last block of a request holds the state after its last token, and each step of a
+prompt ends at a block's end. So the state after a whole block can be copied as bytes, out of that block and
+into the same block of another request. Its content is opaque: it fits the same kernels only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import envs
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from lmtier.errors import LayoutError
+from lmtier.format.layout import LayerShape, Layout
+from lmtier_integrations.vllm.kv import (
+    Declared,
+    layer_specs,
+    owners_of,
+    state_groups,
+    state_specs,
+    tables_of_layers,
+)
+from lmtier_integrations.vllm.places import is_on_gpu
+
+ALIGN = "align"
+
+
+def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> None:
+    """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve. `is_told`: the
+    connector learns which requests' loads have failed."""
+    states = state_specs(cache)
+    if not states:
+        return
+    kv, step = layer_specs(cache), config.scheduler_config.max_num_batched_tokens
+    modes = {spec.mamba_cache_mode for spec in states.values()}
+    sizes = {spec.block_size for spec in (*states.values(), *kv.values())}
+    splits = any(spec.num_prefill_checkpoint_blocks for spec in states.values())
+    drafts = config.speculative_config is not None or any(
+        spec.num_speculative_blocks for spec in states.values()
+    )
+    parallel = config.parallel_config
+    needs = {
+        "vLLM 0.30 or later": is_told,
+        "other layers that keep KV": bool(kv),
+        "an engine on a CPU": not is_on_gpu(config),
+        f"vLLM to keep states at ends of blocks: --enable-prefix-caching --mamba-cache-mode {ALIGN}": modes
+        == {ALIGN},
+        f"blocks of one size in all layers, not of {sorted(sizes)} tokens": len(sizes) == 1,
+        "no speculative decoding": not drafts,
+        "no pipeline parallelism": parallel.pipeline_parallel_size == 1,
+        # In longer ones vLLM 0.32 wants a state within a step, and dies: its kernels for CPUs have none.
+        f"steps of one block: --max-num-batched-tokens {max(sizes)}": not splits or step <= max(sizes),
+    }
+    for need, is_met in needs.items():
+        if not is_met:
+            raise LayoutError(
+                f"{config.model_config.model} has layers that keep a state instead of KV; for those lmtier "
+                f"needs {need}"
+            )
+
+
+def declare_states(
+    config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, Any], chunk_tokens: int
+) -> Declared | None:
+    """What this rank keeps; None: no layer keeps a state."""
+    specs = state_specs(cache)
+    if not specs:
+        return None
+    tables = tables_of_layers(cache, state_groups(cache))
+    owners = owners_of(specs, tables, tensors)
+    if len(owners) < len(specs):
+        raise LayoutError("lmtier serves layers that keep a state if each has its own memory")
+    layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase, owners)
+    ranks = config.parallel_config.tensor_parallel_size
+    said: list[object] = [config.device_config.device_type, ranks, envs.VLLM_SSM_CONV_STATE_LAYOUT]
+    shapes = []
+    for name in owners:
+        spec, tensor = specs[name], tensors[name]
+        nbytes = spec.real_page_size_bytes
+        if tensor.shape[0] != cache.num_blocks or tensor[0].numel() * tensor.element_size() != nbytes:
+            raise LayoutError(
+                f"{name}: declared are {cache.num_blocks} states of {nbytes} bytes; registered is a tensor "
+                f"{list(tensor.shape)} of {tensor.dtype}"
+            )
+        shapes.append(LayerShape(ranks, nbytes, 0))
+        backend = layers[name].get_attn_backend().get_name()
+        said.append((spec.mamba_type.name, spec.shapes, [str(each) for each in spec.dtypes], backend))
+    packing = f"state-{hashlib.sha256(repr(said).encode()).hexdigest()[:40]}"
+    layout = Layout(tuple(shapes), "u8", chunk_tokens, chunk_tokens, packing)
+    return Declared(
+        layout,
+        layout.shard(rank=get_tensor_model_parallel_rank(), ranks=ranks),
+        [layout.shard(rank=rank, ranks=ranks) for rank in range(ranks)],
+        writes=True,
+        tensors=[tensors[name] for name in owners],
+        tables=[tables[name] for name in owners],
+        numbers={},
+        ratio=1,
+        block_bytes=sum(specs[name].real_page_size_bytes for name in owners),
+        from_scratch="",
+    )

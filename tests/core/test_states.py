@@ -1,0 +1,315 @@
+"""Prefixes that can only be continued from a state: where they end, and what becomes of the state."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.match import Match
+from lmtier.format.keys import KEY_BYTES, NOBODY, is_state, namespace, state_key, value_key
+from lmtier.format.layout import PAGE, LayerShape, Layout, Name, form_of, padded
+from lmtier.testing import MemoryTier
+from lmtier.tiers.base import Reason
+from tests.core.test_cache import LAYOUT, ONE, ROOM, C, cpu, disk, keys, store
+from tests.model.hand import HandTier
+
+STATES = Layout((LayerShape(1, 5000, 0),) * 2, "u8", C, C, "state")
+STATE = form_of(STATES, (STATES.whole,))
+STATE_ROOM = padded(STATES.nbytes(STATES.whole))
+FAR = "far://"
+
+
+def state_of(key: bytes) -> bytes:
+    return state_key(key, STATES.to_json())
+
+
+def content(key: bytes) -> bytes:
+    return (hashlib.sha256(b"state" + key).digest() * 400)[: STATE.sizes[0]]
+
+
+def store_state(cache: Cache, names: list[bytes]) -> bool:
+    """Save the state after these chunks, if it is not stored."""
+    reservation = cache.reserve([names[-1], state_of(names[-1])], STATE, first=1)
+    for entry in reservation.entries.values():
+        cache.slab.view(entry.offsets[0], STATE.sizes[0])[:] = content(entry.key)
+    cache.commit(reservation)
+    return bool(reservation.entries)
+
+
+def look(cache: Cache, names: list[bytes]) -> Match:
+    """The match, ready, whose state has the right bytes."""
+    match = cache.wait(cache.match(names, ONE, ends=STATE))
+    is_right(cache, match)
+    return match
+
+
+def is_right(cache: Cache, match: Match) -> None:
+    assert match.ready
+    assert (match.end is not None) == bool(match.chunks)
+    if match.end is not None:
+        (entry,) = match.end.run
+        assert entry.key == state_of(match.keys[match.chunks - 1])
+        assert bytes(cache.slab.view(entry.offsets[0], STATE.sizes[0])) == content(entry.key)
+
+
+def found(cache: Cache, names: list[bytes]) -> int:
+    match = look(cache, names)
+    chunks = match.chunks
+    cache.release(match)
+    cache.check()
+    assert not cache.index.leased_bytes
+    return chunks
+
+
+def test_the_key_of_a_state_says_that_it_is_one_and_belongs_to_the_tenant_of_its_chunk():
+    key = namespace("m") + NOBODY + b"h" * 24
+    state = state_of(key)
+    assert len(state) == KEY_BYTES
+    assert state[:8] == key[:8]
+    assert is_state(state)
+    assert not is_state(key)
+    assert not is_state(value_key(b"name"))
+    assert state != state_key(key, LAYOUT.to_json())
+
+
+def test_a_prefix_ends_where_a_state_is_stored(make):
+    cache = make(cpu(20))
+    names = keys(6)
+    store(cache, names)
+    assert found(cache, names) == 0
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="no_state") == 6 * C
+    store_state(cache, names[:2])
+    store_state(cache, names[:5])
+    assert found(cache, names) == 5
+    assert found(cache, names[:4]) == 2
+    assert found(cache, [*names[:4], *keys(2, "b")]) == 2
+    assert found(cache, names[:1]) == 0
+
+
+def test_tokens_without_a_state_after_them_are_no_hit_and_states_are_no_tokens(make):
+    cache = make(cpu(20))
+    names = keys(6)
+    store(cache, names)
+    store_state(cache, names[:4])
+    found(cache, names)
+    value = cache.metrics.value
+    assert value("lmtier_hit_tokens_total", tier="cpu") == 4 * C
+    assert value("lmtier_missed_tokens_total", reason="no_state") == 2 * C
+    assert value("lmtier_stored_tokens_total", tier="cpu") == 6 * C
+    assert value("lmtier_skipped_tokens_total") == 0
+    assert value("lmtier_used_bytes", tier="cpu") == 6 * ROOM + STATE_ROOM
+
+
+def test_a_state_is_stored_once(make):
+    cache = make(cpu(20))
+    names = keys(2)
+    store(cache, names)
+    assert store_state(cache, names)
+    assert not store_state(cache, names)
+
+
+def test_a_state_leaves_before_the_chunk_that_it_follows_and_no_chunk_leaves_before_its_state(make):
+    cache = make(f"cpu://?capacity={4 * ROOM + STATE_ROOM}&policy=lru")
+    names = keys(4)
+    store(cache, names)
+    store_state(cache, names)
+    cache.release(look(cache, names))
+    store(cache, keys(1, "other"))
+    assert all(name in cache.index for name in names[:3])
+    assert state_of(names[3]) not in cache.index
+    assert found(cache, names) == 0
+
+
+def test_a_prompt_that_is_in_use_keeps_its_state(make):
+    cache = make(f"cpu://?capacity={4 * ROOM + STATE_ROOM}&policy=lru")
+    names = keys(4)
+    store(cache, names)
+    store_state(cache, names)
+    match = look(cache, names)
+    store(cache, keys(3, "other"))
+    is_right(cache, match)
+    cache.release(match)
+
+
+def test_chunks_and_states_come_back_from_disk(make, tmp_path):
+    names = keys(4)
+    with make(cpu(20), disk(tmp_path)) as cache:
+        store(cache, names)
+        store_state(cache, names[:3])
+        assert cache.flush()
+    cache = make(cpu(20), disk(tmp_path))
+    match = look(cache, names)
+    assert match.sources == ["disk"] * 3
+    assert match.end is not None
+    assert match.end.sources == ["disk"]
+    cache.release(match)
+    assert found(cache, names) == 3
+
+
+def spoilt(make, spoil) -> Cache:
+    """After a restart; `spoil` has changed what lies below."""
+    objects: dict[Name, bytes] = {}
+    cache: Cache = make(cpu(20), FAR, opened={FAR: MemoryTier(objects)})
+    names = keys(4)
+    store(cache, names)
+    store_state(cache, names[:2])
+    store_state(cache, names)
+    assert cache.flush()
+    cache.close()
+    spoil(objects, names)
+    cache = make(cpu(20), FAR, opened={FAR: MemoryTier(objects)})
+    return cache
+
+
+def flip(data: bytes) -> bytes:
+    at = PAGE + 100
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_a_state_with_a_flipped_byte_is_found_deleted_and_never_used(make):
+    def spoil(objects, names):
+        name = Name(state_of(names[3]), STATES.whole)
+        objects[name] = flip(objects[name])
+
+    cache = spoilt(make, spoil)
+    assert found(cache, keys(4)) == 0
+    assert cache.metrics.value("lmtier_missed_tokens_total", reason="corrupt") == 4 * C
+    assert found(cache, keys(4)) == 2
+
+
+def test_a_chunk_with_a_flipped_byte_takes_the_state_after_it_with_it(make):
+    def spoil(objects, names):
+        name = Name(names[2], LAYOUT.whole)
+        objects[name] = flip(objects[name])
+
+    cache = spoilt(make, spoil)
+    assert found(cache, keys(4)) == 0
+    assert found(cache, keys(4)) == 2
+
+
+def test_the_state_of_another_prompt_is_never_taken(make):
+    cache = make(cpu(20))
+    one, other = keys(3, "one"), keys(3, "other")
+    store(cache, one)
+    store(cache, other)
+    store_state(cache, other)
+    assert found(cache, one) == 0
+    assert found(cache, other) == 3
+
+
+@pytest.fixture
+def tier():
+    return HandTier({}, keeps=False)
+
+
+@pytest.fixture
+def asked(tier):
+    """A cache over a tier that must be asked, and forgets nothing."""
+    config = Config(tiers=("cpu://?capacity=1MiB", FAR), chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={FAR: tier}) as cache:
+        yield cache
+        settle(cache, tier)
+
+
+def settle(cache: Cache, tier: HandTier) -> None:
+    cache.step()
+    while tier.waiting:
+        tier.finish(0)
+        cache.step()
+
+
+def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, tier):
+    names = keys(3)
+    store(asked, names)
+    store_state(asked, names[:2])
+    settle(asked, tier)
+    for entry in asked.index.entries():
+        asked.room.take_out(entry)
+    match = asked.match(names, ONE, ends=STATE)
+    assert match.asking == len(tier.waiting) == 1
+    settle(asked, tier)
+    assert (match.chunks, match.ready) == (2, False)
+    asked.prefetch(match)
+    settle(asked, tier)
+    is_right(asked, match)
+    asked.release(match)
+    asked.check()
+
+
+def test_chunks_in_memory_with_a_state_below_are_loaded_together(asked, tier):
+    names = keys(3)
+    store(asked, names)
+    store_state(asked, names)
+    settle(asked, tier)
+    asked.room.take_out(asked.index.get(state_of(names[2])))
+    match = asked.match(names, ONE, ends=STATE)
+    assert match.asking == 1
+    settle(asked, tier)
+    asked.prefetch(match)
+    settle(asked, tier)
+    assert match.chunks == 3
+    is_right(asked, match)
+    asked.release(match)
+    asked.check()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_match_without_its_state_or_its_last_chunk_has_nothing(asked, tier, which):
+    names = keys(3)
+    store(asked, names)
+    store_state(asked, names)
+    settle(asked, tier)
+    asked.room.take_out(asked.index.get(state_of(names[2])))
+    asked.room.take_out(asked.index.get(names[2]))
+    match = asked.match(names, ONE, ends=STATE)
+    settle(asked, tier)
+    asked.prefetch(match)
+    asked.step()
+    assert len(tier.waiting) == 2
+    tier.fault = Reason.CORRUPT
+    tier.finish(which)
+    tier.fault = None
+    asked.step()
+    assert match.ready
+    assert match.chunks == 0
+    assert match.end is None
+    settle(asked, tier)
+    asked.release(match)
+    asked.check()
+    assert not asked.index.leased_bytes
+
+
+def test_a_deadline_that_passes_while_a_tier_is_asked_leaves_what_memory_has(asked, tier):
+    names = keys(4)
+    store(asked, names)
+    store_state(asked, names[:2])
+    settle(asked, tier)
+    match = asked.match(names, ONE, ends=STATE, deadline=0.0)
+    assert match.asking
+    asked.step()
+    assert match.ready
+    assert (match.chunks, match.cut) == (2, "deadline")
+    is_right(asked, match)
+    asked.release(match)
+    settle(asked, tier)
+    asked.check()
+
+
+def test_a_match_released_while_it_is_asked_or_loaded_holds_nothing(asked, tier):
+    names = keys(3)
+    store(asked, names)
+    store_state(asked, names)
+    settle(asked, tier)
+    asked.room.take_out(asked.index.get(state_of(names[2])))
+    for loads in (False, True):
+        match = asked.match(names, ONE, ends=STATE)
+        if loads:
+            settle(asked, tier)
+            asked.prefetch(match)
+        asked.release(match)
+        settle(asked, tier)
+        assert not asked.index.leased_bytes
+        asked.check()

@@ -1,0 +1,188 @@
+"""Models that keep a state beside KV are answered as by the engine alone, wherever both came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmtier.client.client import Client
+from lmtier.format.keys import PREFIX_BYTES, STATE
+from lmtier.format.layout import PAGE
+from tests.vllm.conftest import CacheServer, alone, cached, prompts_of, tokens, transfer
+from tests.vllm.engine import Engine, EngineDied, Output
+from tests.vllm.test_engine import is_idle
+
+BLOCK = 288  # what vLLM makes of this model's blocks, so that a state fits into one
+MODEL: dict[str, Any] = {"dtype": "bfloat16", "block_size": 32}
+STEP = 900  # tokens: steps end at 576 tokens and multiples of that
+LENGTHS = (1, 288, 289, 575, 576, 577, 1152, 1153, 3100)
+PROMPTS = [
+    *prompts_of(*LENGTHS),
+    # alike but for their first token, on which all that follows hangs
+    *([first, *prompts_of(1300, seed=9)[0]] for first in (50, 51, 52)),
+    # parting inside a chunk, and at the end of one
+    *prompts_of(1000, 1000, seed=3, prefix=700),
+    *prompts_of(1000, 1000, seed=4, prefix=2 * BLOCK),
+]
+
+
+def loadable(prompts: Sequence[list[int]]) -> int:
+    """The tokens up to the last state before the last token."""
+    return sum((len(each) - 1) // BLOCK * BLOCK for each in prompts)
+
+
+class Running:
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.server = CacheServer(
+            folder, "cpu://?capacity=256MiB", f"disk://{folder}/kv?capacity=1GiB", chunk_tokens=BLOCK
+        )
+        options = {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 64, **MODEL}
+        self.engine = Engine(folder, model, transfer=self.server.transfer(), **options)
+        self.engine.use_connector(False)
+        self.wanted = self.ask()
+        assert cached(self.wanted) == 0
+        self.own = [alone(self.engine, [each] * 2, logprobs=5)[1] for each in PROMPTS]
+        """From the engine's own prefix cache."""
+        self.engine.use_connector(True)
+
+    def ask(self, prompts: Sequence[list[int]] = PROMPTS) -> list[Output]:
+        """One after the other, by an engine that forgets its own prefixes before each."""
+        found = []
+        for prompt in prompts:
+            self.engine.forget()
+            found += self.engine.generate([prompt], logprobs=5)
+        return found
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.server.close()
+
+
+@pytest.fixture(scope="module")
+def running(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("states"), models / "qwen3-next")
+    running.ask()  # so that all is stored
+    yield running
+    running.close()
+
+
+def same(found: Sequence[Output], wanted: Sequence[Output]) -> bool:
+    """Token by token; and the first token was as likely, and its rivals, to the last bit."""
+    return tokens(found) == tokens(wanted) and [each.first for each in found] == [
+        each.first for each in wanted
+    ]
+
+
+def test_the_engine_alone_says_the_same_twice_so_that_any_difference_is_ours(running):
+    assert same(running.own, running.wanted)
+    assert cached(running.own) > 0
+
+
+def test_from_memory_it_is_answered_as_cold_and_loads_as_much_as_the_engine_keeps(running):
+    found = running.ask()
+    assert same(found, running.wanted)
+    assert cached(found) == loadable(PROMPTS)
+
+
+def test_from_disk_too(running):
+    running.server.restart()
+    found = running.ask()
+    assert same(found, running.wanted)
+    assert cached(found) == loadable(PROMPTS)
+
+
+def state_files(folder: Path) -> list[Path]:
+    found = (folder / "kv").rglob("*.L*")
+    return [each for each in found if bytes.fromhex(each.name[:64]).startswith(STATE, PREFIX_BYTES)]
+
+
+def test_flipped_bytes_of_states_are_found_and_never_used(running):
+    with Client(str(running.server.path)) as client:
+        assert client.flush()
+    states = state_files(running.folder)
+    assert len(states) > len(PROMPTS)
+    running.server.kill()
+    before = [each.read_bytes() for each in states]
+    at = PAGE + 5000
+    spoilt = list(zip(states, before, strict=True))[::2]
+    for each, data in spoilt:
+        each.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+    running.server.start()
+    found = running.ask()
+    assert same(found, running.wanted)
+    assert 0 < cached(found) < loadable(PROMPTS)
+    with Client(str(running.server.path)) as client:
+        assert client.flush()
+    assert any(each.read_bytes()[PAGE:] == data[PAGE:] for each, data in spoilt), "none was stored again"
+    found = running.ask()
+    assert same(found, running.wanted)
+    assert cached(found) == loadable(PROMPTS)
+
+
+def test_what_the_engine_has_itself_is_continued_from_the_cache(running):
+    longest = max(range(len(PROMPTS)), key=lambda number: len(PROMPTS[number]))
+    prompt = PROMPTS[longest]
+    running.engine.forget()
+    running.engine.generate([prompt[: 3 * BLOCK + 1]])
+    (found,) = running.engine.generate([prompt], logprobs=5)
+    assert same([found], [running.wanted[longest]])
+    assert found.cached == loadable([prompt])
+
+
+def test_requests_that_preempt_each_other_are_answered_as_without_it(running):
+    """All need another block for KV, and one for each state, in the same step, and there is none left."""
+    prompts = prompts_of(*[2 * BLOCK - 5] * 12, seed=8)
+    running.engine.use_connector(False)
+    running.engine.forget()
+    wanted = running.engine.generate(prompts, 16)
+    running.engine.use_connector(True)
+    before = running.engine.metrics()["vllm:num_preemptions_total"]
+    for loads in (False, True, True):
+        running.engine.forget()
+        found = running.engine.generate(prompts, 16)
+        assert tokens(found) == tokens(wanted)
+        assert cached(found) == loads * loadable(prompts)
+    assert running.engine.metrics()["vllm:num_preemptions_total"] > before
+
+
+def test_the_answer_of_a_turn_is_part_of_the_next_prompt(running):
+    prompt = prompts_of(BLOCK + 10, seed=12)[0]
+    running.engine.use_connector(False)
+    running.engine.forget()
+    (first,) = running.engine.generate([prompt], BLOCK)
+    following = [*prompt, *first.tokens, 9, 9]
+    (wanted,) = running.engine.generate([following], logprobs=5)
+    running.engine.use_connector(True)
+    running.engine.forget()
+    assert tokens(running.engine.generate([prompt], BLOCK)) == [first.tokens]
+    running.engine.forget()
+    (found,) = running.engine.generate([following], logprobs=5)
+    assert found.tokens == wanted.tokens
+    assert found.cached == 2 * BLOCK
+
+
+def test_aborted_requests_hold_nothing(running):
+    prompts = prompts_of(*[1000] * 6, seed=15)
+    running.engine.abort_within(prompts, 30, after=3)
+    running.engine.forget()
+    assert is_idle(running.server.path)
+
+
+@pytest.mark.parametrize(
+    ("options", "need"),
+    [
+        ({"enable_prefix_caching": False}, "for those lmtier needs .*--enable-prefix-caching"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "needs no speculative decoding",
+        ),
+        ({"transfer": transfer(chunk_tokens=576)}, f"is not one block of this engine.*choose {BLOCK}"),
+    ],
+)
+def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, options, need):
+    with pytest.raises(EngineDied, match=need):
+        Engine(tmp_path, models / "qwen3-next", **{"transfer": transfer(), **MODEL, **options})
