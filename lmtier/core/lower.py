@@ -41,7 +41,9 @@ _INTENDED = {"write_budget", "expired", "cleared"}
 """Reasons that a setting or a user intends. The log does not mention chunks dropped for them."""
 _SUSPECTS = 16  # the most that are remembered; a search ends before so many new ones arrive
 
-LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.EXPIRED, Reason.CLEARED}
+LOST = {
+    *(Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.UNSEALED, Reason.EXPIRED, Reason.CLEARED),
+}
 """Reasons for which a part can never be read. Then the rest of its chunk is useless too."""
 
 Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason, float], None]"
@@ -539,7 +541,8 @@ class LowerTier(ABC):
         for direction, breaker in (("up", self.up), ("down", self.down)):
             gauge = metrics.breaker_open.labels(label, direction)
             gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]  # mypy: lambdas
-        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
+        sealed = [(Op.LOAD, Reason.SEALED)] if self.tier.keys is not None else []
+        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL), *sealed):
             # Starts at 0, so that the first one shows as a rise.
             metrics.tier_failures.labels(label, op.value, reason)
         metrics.dropped_tokens.labels(label, "queue_full")

@@ -160,7 +160,7 @@ class SharedTier(LowerTier):
         return None, FOREVER
 
     def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
-        if not reasons & LOST:
+        if not reasons & {*LOST, Reason.SEALED}:
             return
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
             for name in done.ok:

@@ -51,7 +51,7 @@ class BadSeal(Exception):
     """These bytes were not written with this key, or have changed since."""
 
 
-class Library(NamedTuple):
+class Modules(NamedTuple):
     ciphers: ModuleType
     hkdf: ModuleType
     hashes: ModuleType
@@ -59,7 +59,7 @@ class Library(NamedTuple):
 
 
 @cache
-def library() -> Library:
+def library() -> Modules:
     """The parts of `cryptography` that are used here. Raises MissingLibrary."""
     try:
         from cryptography.exceptions import InvalidTag
@@ -70,7 +70,7 @@ def library() -> Library:
         raise MissingLibrary(
             f"seal={AES_256_GCM} needs the package cryptography: pip install 'lmtier[crypto]'"
         ) from None
-    return Library(ciphers, hkdf, hashes, InvalidTag)
+    return Modules(ciphers, hkdf, hashes, InvalidTag)
 
 
 def derive(secret: Buffer, salt: bytes | None, info: bytes, nbytes: int = SECRET_BYTES) -> bytes:
