@@ -23,6 +23,7 @@ from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
 from lmtier.core.writes import Writes
 from lmtier.errors import log
 from lmtier.format.compression import AUTO, RAW, WORDS
+from lmtier.format.keys import tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
 from lmtier.format.objects import NO_MARK, Header, Suspect
 from lmtier.observe.follower import Followers
@@ -461,6 +462,14 @@ class LowerTier(ABC):
         """Delete everything except chunks that are leased here, or in the slab while they wait to be
         written."""
         self._writes.forget_missing()
+
+    @abstractmethod
+    def forget(self, tenant: bytes) -> None:
+        """Delete all chunks of this tenant. From now on this cache finds none of them."""
+
+    def is_moving(self, tenant: bytes) -> bool:
+        """Whether chunks of this tenant are being written or deleted now."""
+        return any(tenant_of(key) == tenant for key in self._going)
 
     def purge(self, suspect: Suspect) -> None:
         """Delete the chunks that `suspect` covers.

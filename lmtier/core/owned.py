@@ -26,6 +26,7 @@ from lmtier.core.lower import (
 )
 from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State
 from lmtier.errors import log
+from lmtier.format.keys import tenant_of
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded
 from lmtier.format.objects import Header, Suspect
 from lmtier.rules.fullness import UNBOUNDED, Fullness
@@ -345,10 +346,16 @@ class OwnedTier(LowerTier):
         if not self.is_warm and namespace not in self._unwanted_prefixes:
             self._unwanted_prefixes += (namespace,)
 
+    def forget(self, tenant: bytes) -> None:
+        self._writes.forget_missing()
+        for entry in self.index.entries():
+            if tenant_of(entry.key) == tenant:
+                self.clear_one(entry)
+
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
         for entry in self.index.entries():
-            if entry.key.startswith(suspect.prefix) and not self.index.is_record(entry.key):
+            if suspect.concerns(entry.key):
                 self._unread[entry.key] = None
         self._read_headers()
 

@@ -217,6 +217,9 @@ class SharedTier(LowerTier):
         for key in self._writes.under(self._uncleared):
             self._drop(self._writes.take(key), "cleared")
 
+    def forget(self, tenant: bytes) -> None:
+        self.purge(Suspect(tenant=tenant, until=time.time_ns() // 1_000_000))
+
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
         self._unsifted.append((suspect, set(self._going)))

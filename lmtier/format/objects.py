@@ -39,7 +39,7 @@ import xxhash
 
 from lmtier.errors import LayoutError
 from lmtier.format.compression import CODECS, RAW, Codec, MissingLibrary, NotDecodable, find
-from lmtier.format.keys import is_value
+from lmtier.format.keys import is_value, tenant_of
 from lmtier.format.layout import PAGE, Layout, Name, Shard, padded
 from lmtier.format.sealing import (
     ID_BYTES,
@@ -96,18 +96,25 @@ _UNSAID = Made()
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Chunks to delete: those under `prefix` that matching engines stored from `since` to `until`."""
+    """Chunks to delete: those under `prefix`, or of a tenant, that matching engines stored in a time."""
 
     prefix: bytes = b""
     by: str = "*"
     """A shell pattern for the names of engines."""
     since: int = 0
     until: int = 1 << 62
+    tenant: bytes = b""
+    """As `keys.tenant` gives it. Empty: all."""
+
+    def concerns(self, key: bytes) -> bool:
+        """Whether a chunk with this key may be suspect."""
+        is_theirs = not self.tenant or tenant_of(key) == self.tenant
+        return is_theirs and key.startswith(self.prefix) and not is_value(key)
 
     def covers(self, key: bytes, made: Made) -> bool:
-        """Whether this chunk is suspect. A chunk without a time of storing is not."""
-        is_meant = max(self.since, 1) <= made.at <= self.until and fnmatchcase(made.by, self.by)
-        return is_meant and key.startswith(self.prefix) and not is_value(key)
+        """Whether this chunk is suspect. A chunk without a time of storing is not, except by its tenant."""
+        since = self.since if self.tenant else max(self.since, 1)
+        return since <= made.at <= self.until and fnmatchcase(made.by, self.by) and self.concerns(key)
 
 
 class CorruptObject(Exception):

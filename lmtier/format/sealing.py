@@ -149,6 +149,13 @@ class Keys(Protocol):
     def to_open(self, key: bytes, key_id: bytes) -> Secret | None:
         """The key with this id, if an object under this name may be sealed with it."""
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether each tenant has a key of its own."""
+
+    def forget(self, tenant: bytes) -> int:
+        """Destroy the keys of a tenant. Returns how many there were. Raises TierError."""
+
 
 def new_salt() -> bytes:
     return os.urandom(SALT_BYTES)

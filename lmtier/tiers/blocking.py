@@ -154,7 +154,7 @@ class BlockingTier(Tier):
         """Delete the objects that `suspect` covers, in steps as `clear` does."""
         page = memoryview(bytearray(objects.PAGE))
         for name, _ in self.scan():
-            if name.key.startswith(suspect.prefix):
+            if suspect.concerns(name.key):
                 if suspect.covers(
                     name.key, objects.peek(page[: self.read(Item(name), (page,))], name)[0].made
                 ):
