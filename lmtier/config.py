@@ -132,7 +132,8 @@ class TierSpec:
         for name, usual, known in choices:
             rules.append(value := options.pop(name, usual))
             if value not in known:
-                raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, known)}")
+                words = [word for word in known if word]
+                raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, words)}")
         try:
             size = None if capacity is None else parse_size(capacity)
         except ConfigError as error:
