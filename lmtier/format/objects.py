@@ -27,9 +27,11 @@ decoded size, and the reader provides the room. The codecs are in compression.py
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
@@ -68,6 +70,7 @@ _MARK_TAG_AT = _MADE_AT - TAG_BYTES
 _TAG_AT = 96
 _ENDS = {VERSION: _MADE_AT, SEALED_VERSION: _SEAL_AT}
 """Where layout and mark end at the latest."""
+_HUGE = 2 << 20
 NO_MARK = b""
 MAX_NAME = 72
 """The most bytes of an engine's name. Longer names are cut."""
@@ -177,9 +180,13 @@ class Scratch:
         """Whole pages, aligned. The same memory is returned each time."""
         if len(self._memory) < padded(nbytes):
             self._memory = memoryview(b"")  # free the old memory first
-            memory = mmap.mmap(-1, padded(nbytes))
+            # Huge pages, which are aligned and private: the disk reads small ones at half the speed.
+            memory = mmap.mmap(-1, padded(nbytes) + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.madvise(mmap.MADV_DONTDUMP)
-            self._memory = memoryview(memory)
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
+            self._memory = memoryview(memory)[start : start + padded(nbytes)]
         return self._memory[: padded(nbytes)]
 
 
