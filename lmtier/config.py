@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, unquote
 from lmtier.errors import ConfigError
 from lmtier.format.compression import CODECS, RAW, WORDS
 from lmtier.format.layout import PAGE
+from lmtier.format.sealing import SEALS
 from lmtier.rules.lifetimes import FOREVER, MAX_TTL
 from lmtier.rules.policy import POLICIES
 from lmtier.rules.shares import Share, parse
@@ -74,12 +75,15 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def without_login(url: str) -> str:
     """A tier's URL for messages: logins and secrets become ***, also if they stand in the wrong place."""
-    return re.sub(r"((?:password|token|secret)=)[^&]*", r"\1***", re.sub(r"(?<=://).*@", "***@", url))
+    return re.sub(r"((?:password|token|secret|\bkey)=)[^&]*", r"\1***", re.sub(r"(?<=://).*@", "***@", url))
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One tier URL, taken apart: `scheme://location?capacity=…&write=…&policy=…&codec=…&its own options`."""
+    """One tier URL, taken apart.
+
+    `scheme://location?capacity=…&write=…&policy=…&codec=…&seal=…&its own options`
+    """
 
     url: str = field(repr=False)
     scheme: str
@@ -94,6 +98,11 @@ class TierSpec:
     """Bytes that can still be written to the drive according to its maker. It is only used for a gauge."""
     ttl: float = FOREVER
     """Seconds for which this tier may serve a chunk."""
+    seal: str = ""
+    key: str = field(default="", repr=False)
+    """Where the keys are that seal its objects. A command may hold a password."""
+    tenants: str = ""
+    """The directory of the keys of tenants, if each has its own."""
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -116,19 +125,27 @@ class TierSpec:
         capacity = options.pop("capacity", None)
         ttl = _ttl(tier, options.pop("ttl", "0"))
         rules = []
-        choices = ("write", "always", WRITES), ("policy", "arc", POLICIES), ("codec", RAW, WORDS)
+        choices = (
+            *(("write", "always", WRITES), ("policy", "arc", POLICIES)),
+            *(("codec", RAW, WORDS), ("seal", "", SEALS)),
+        )
         for name, usual, known in choices:
             rules.append(value := options.pop(name, usual))
             if value not in known:
-                raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, known)}")
+                words = [word for word in known if word]
+                raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, words)}")
         try:
             size = None if capacity is None else parse_size(capacity)
         except ConfigError as error:
             raise ConfigError(f"{tier}: capacity={error}") from None
         if size == 0:
             raise ConfigError(f"{tier}: capacity=0 holds nothing; leave the tier out instead")
-        wear, (write, policy, codec) = _wear(tier, size, options), rules
-        return cls(url, scheme, unquote(location), size, write, policy, codec, *wear, ttl, options)
+        wear, (write, policy, codec, seal) = _wear(tier, size, options), rules
+        key, tenants = options.pop("key", ""), options.pop("tenants", "")
+        if bool(seal) != bool(key) or (tenants and not seal):
+            raise ConfigError(f"{tier}: seal= and key= go together, and tenants= goes with them")
+        sealing = seal, key, tenants
+        return cls(url, scheme, unquote(location), size, write, policy, codec, *wear, ttl, *sealing, options)
 
 
 def _ttl(tier: str, text: str) -> float:
@@ -258,6 +275,7 @@ def _check_memory(spec: TierSpec) -> None:
     extra |= {"writes_per_day"} if spec.writes_per_day else set()
     extra |= {"endurance"} if spec.endurance else set()
     extra |= {"codec"} if spec.codec != RAW else set()
+    extra |= {"seal"} if spec.seal else set()
     if extra:
         hint = suggest(min(extra), ("capacity", "policy", "ttl"))
         raise ConfigError(f"{spec}: unknown option {min(extra)!r}{hint}")

@@ -22,6 +22,7 @@ from typing import Any
 from lmtier.format import objects
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, padded
 from lmtier.format.objects import Header
+from lmtier.format.sealing import Keys
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 from lmtier.tiers.blocking import BlockingTier
 
@@ -188,6 +189,10 @@ class _Around(Tier):
     def use_codec(self, name: str) -> None:
         self._inner.use_codec(name)
 
+    def use_keys(self, keys: Keys) -> None:
+        self._inner.use_keys(keys)
+        self.keys = keys
+
     @property
     def codec(self) -> str:
         return self._inner.codec
@@ -260,9 +265,7 @@ class FlakyTier(_Around):
         ops: Collection[Op] = (Op.STORE, Op.LOAD),
     ) -> None:
         super().__init__(inner)
-        self._every = every
-        self._reason = reason
-        self._ops = ops
+        self._every, self._reason, self._ops = every, reason, ops
         self._count = random.Random(seed).randrange(every)
         self._failing: dict[int, dict[Name, Reason]] = {}
 
@@ -299,10 +302,7 @@ class FaultyModule:
     def __init__(
         self, module: ModuleType, calls: Collection[str], nth: int, fault: Callable[[str], None]
     ) -> None:
-        self._module = module
-        self._calls = calls
-        self._nth = nth
-        self._fault = fault
+        self._module, self._calls, self._nth, self._fault = module, calls, nth, fault
         self._lock = threading.Lock()
         self.made: list[str] = []
         """The calls so far, by name."""
@@ -337,9 +337,8 @@ class MemoryTier(BlockingTier):
         stored = self.objects.get(item.name)
         if stored is None:
             raise FileNotFoundError(item.name)
-        data = memoryview(stored)
+        data, at = memoryview(stored), 0
         self.touch([item])
-        at = 0
         for buffer in buffers:
             piece = data[at : at + len(buffer)]
             buffer[: len(piece)] = piece
@@ -470,6 +469,14 @@ class TierSuite(SeamSuite):
         """Put `data`, sound or not, where the tier looks for `name`."""
         raise NotImplementedError
 
+    def at_rest(self, each: Sample) -> bytes:
+        """What the tier would store of a sample, to plant it. A suite over a tier that seals has its own."""
+        return each.at_rest()
+
+    def stored(self, tmp_path: Path) -> dict[Name, bytes]:
+        """`raw_objects`, without seals."""
+        return self.raw_objects(tmp_path)
+
     def assert_corrupt(self, tier: Tier, tmp_path: Path, name: Name, data: bytes, room: int) -> None:
         """Check that `data`, planted under `name`, counts as corrupt, and is deleted after a load."""
         self.plant(tmp_path, name, data)
@@ -482,7 +489,7 @@ class TierSuite(SeamSuite):
             for i, nbytes in enumerate((1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 5, 1 << 20)):
                 each = sample(i, nbytes)
                 assert store(tier, each).ok == {each.name: None}
-                assert self.raw_objects(tmp_path)[each.name] == each.at_rest()
+                assert self.stored(tmp_path)[each.name] == each.at_rest()
                 done, got = load(tier, each.name, each.room)
                 assert (done.ok, done.failed) == ({each.name: each.header}, {})
                 assert got[:nbytes] == each.payload[:nbytes]
@@ -493,13 +500,13 @@ class TierSuite(SeamSuite):
             store(tier, each)
             done = run(tier, Job(0, Op.PEEK, (Item(each.name), Item(absent.name))))
             assert (done.ok, done.failed) == ({each.name: each.header}, {absent.name: Reason.ABSENT})
-            self.plant(tmp_path, absent.name, each.at_rest())
+            self.plant(tmp_path, absent.name, self.at_rest(each))
             assert run(tier, Job(0, Op.PEEK, (Item(absent.name),))).failed == {absent.name: Reason.CORRUPT}
 
     def test_what_was_planted_is_loaded(self, tmp_path: Path) -> None:
         each = sample(1)
         with closing(self.make(tmp_path)) as tier:
-            self.plant(tmp_path, each.name, each.at_rest())
+            self.plant(tmp_path, each.name, self.at_rest(each))
             done, got = load(tier, each.name, each.room)
             assert done.ok == {each.name: each.header}
             assert got == each.payload
@@ -557,14 +564,14 @@ class TierSuite(SeamSuite):
             for start, left in ((bytes(4), cleared), (prefix, others), (prefix, others), (b"", [])):
                 done = run(tier, Job(1, Op.CLEAR, (), prefix=start))
                 assert (done.ok, done.failed, done.error) == ({}, {}, "")
-                assert self.raw_objects(tmp_path) == {each.name: each.at_rest() for each in left}
+                assert self.stored(tmp_path) == {each.name: each.at_rest() for each in left}
 
     def test_a_store_may_be_repeated(self, tmp_path: Path) -> None:
         each = sample(1)
         with closing(self.make(tmp_path)) as tier:
             for _ in range(3):
                 assert store(tier, each).ok == {each.name: None}
-            assert self.raw_objects(tmp_path) == {each.name: each.at_rest()}
+            assert self.stored(tmp_path) == {each.name: each.at_rest()}
 
     def test_a_store_takes_the_place_of_what_it_replaces(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:
@@ -572,7 +579,7 @@ class TierSuite(SeamSuite):
                 old, new = sample(2 * number, old_size * PAGE), sample(2 * number + 1, new_size * PAGE)
                 store(tier, old)
                 assert store(tier, new, replaces=old.name).ok == {new.name: None}
-                raw = self.raw_objects(tmp_path)
+                raw = self.stored(tmp_path)
                 assert old.name not in raw
                 assert raw[new.name] == new.at_rest()
                 assert load(tier, new.name, new.room)[1] == new.payload
@@ -580,7 +587,7 @@ class TierSuite(SeamSuite):
             absent, new = sample(100), sample(101)
             assert store(tier, new, replaces=absent.name).ok == {new.name: None}
             assert store(tier, new, replaces=new.name).ok == {new.name: None}
-            assert self.raw_objects(tmp_path)[new.name] == new.at_rest()
+            assert self.stored(tmp_path)[new.name] == new.at_rest()
 
     def test_what_is_replaced_goes_though_the_store_fails(self, tmp_path: Path) -> None:
         old, new = sample(1), sample(2)
@@ -595,7 +602,7 @@ class TierSuite(SeamSuite):
 
     def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
         each = sample(1, PAGE)
-        sound, chance = each.at_rest(), random.Random(0)
+        sound, chance = self.at_rest(each), random.Random(0)
         header, zeros = [*range(512), *range(PAGE - 32, PAGE)], range(512, PAGE - 32)
         places = [*header, *chance.sample(zeros, 200), PAGE, *chance.sample(range(PAGE, len(sound)), 200)]
         with closing(self.make(tmp_path)) as tier:
@@ -606,7 +613,7 @@ class TierSuite(SeamSuite):
 
     def test_any_other_length_is_a_miss(self, tmp_path: Path) -> None:
         each = sample(1, 3 * PAGE)
-        sound = each.at_rest()
+        sound = self.at_rest(each)
         edges = {at + by for at in range(0, len(sound), PAGE) for by in (-1, 0, 1, 512)}
         shorter = sorted({*edges, *range(0, len(sound), 509), len(sound) - 1} & {*range(len(sound))})
         with closing(self.make(tmp_path)) as tier:
@@ -620,10 +627,10 @@ class TierSuite(SeamSuite):
         one, two = sample(1), sample(2)
         other_shard = Name(one.name.key, one.name.shard._replace(end_layer=2))
         with closing(self.make(tmp_path)) as tier:
-            self.assert_corrupt(tier, tmp_path, one.name, two.at_rest(), one.room)
-            self.assert_corrupt(tier, tmp_path, two.name, one.at_rest(), one.room)
-            self.assert_corrupt(tier, tmp_path, other_shard, one.at_rest(), one.room)
-            mixed = one.at_rest()[:PAGE] + two.at_rest()[PAGE:]
+            self.assert_corrupt(tier, tmp_path, one.name, self.at_rest(two), one.room)
+            self.assert_corrupt(tier, tmp_path, two.name, self.at_rest(one), one.room)
+            self.assert_corrupt(tier, tmp_path, other_shard, self.at_rest(one), one.room)
+            mixed = self.at_rest(one)[:PAGE] + self.at_rest(two)[PAGE:]
             self.assert_corrupt(tier, tmp_path, one.name, mixed, one.room)
             for junk in (bytes(3 * PAGE), b"\xff" * 3 * PAGE, b"lmtierKV" * PAGE):
                 self.assert_corrupt(tier, tmp_path, one.name, junk, one.room)
@@ -631,7 +638,8 @@ class TierSuite(SeamSuite):
     def test_what_was_corrupt_can_be_stored_again(self, tmp_path: Path) -> None:
         each = sample(1)
         with closing(self.make(tmp_path)) as tier:
-            self.assert_corrupt(tier, tmp_path, each.name, each.at_rest()[:-1] + b"?", each.room)
+            blank = self.at_rest(each)[:PAGE] + bytes(each.room)
+            self.assert_corrupt(tier, tmp_path, each.name, blank, each.room)
             store(tier, each)
             assert load(tier, each.name, each.room)[0].ok == {each.name: each.header}
 
@@ -689,4 +697,4 @@ class TierSuite(SeamSuite):
             done = drain(tier, 50)
             assert all(not each.failed for each in done)
             assert buffers == [each.payload for each in there]
-            assert self.raw_objects(tmp_path) == {each.name: each.at_rest() for each in (*there, *fresh)}
+            assert self.stored(tmp_path) == {each.name: each.at_rest() for each in (*there, *fresh)}

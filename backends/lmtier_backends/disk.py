@@ -23,6 +23,7 @@ import mmap
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,9 +35,23 @@ from typing import TypeAlias
 from lmtier import forks
 from lmtier.errors import ConfigError, TierError, log
 from lmtier.format.layout import Name, Shard
-from lmtier.format.objects import PAGE, CorruptObject, check, padded, peek, read_header
+from lmtier.format.objects import (
+    PAGE,
+    CorruptObject,
+    Header,
+    Scratch,
+    Seal,
+    UnsealedObject,
+    check,
+    padded,
+    peek,
+    read_header,
+    seal,
+)
+from lmtier.format.sealing import NoKey
 from lmtier.tiers.base import Item, Stat
 from lmtier.tiers.blocking import BlockingTier
+from lmtier.tiers.keyring import Keyring
 
 LOCK = "lock"
 PARTIAL = "partial"
@@ -227,6 +242,13 @@ class Fault(StrEnum):
     """A partial file of a store that never ended."""
     FOREIGN = "foreign"
     """Not a file of lmtier. It is left alone."""
+    SEALED = "sealed"
+    """Its key is not among those given. It is left alone, unless its deletion is asked for by name."""
+    UNSEALED = "unsealed"
+    """Keys were given, and it is not sealed. A sealed tier does not serve it."""
+
+
+_FIXED = (Fault.CORRUPT, Fault.ORPHANED, Fault.UNSEALED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +266,39 @@ class Verification:
     nbytes: int = 0
     """File bytes of the sound objects."""
     fixed: int = 0
+    resealed: int = 0
+    keys: Counter[str] = field(default_factory=Counter)
+    """How many objects are sealed with each key, by its id. Empty: not sealed."""
+    unchecked: int = 0
+    """Sealed objects whose payload could not be checked, because no keys were given. Not in `ok`."""
     findings: list[Finding] = field(default_factory=list)
+
+    def note(self, key_id: bytes, nbytes: int, *, is_checked: bool) -> None:
+        """An object without a fault."""
+        self.keys[key_id.hex()] += 1
+        if key_id and not is_checked:
+            self.unchecked += 1
+        else:
+            self.ok += 1
+            self.nbytes += nbytes
 
     def count(self, fault: Fault) -> int:
         return sum(finding.fault is fault for finding in self.findings)
 
 
 def verify(
-    root: str | Path, fix: bool = False, progress: Callable[[int, int], None] | None = None
+    root: str | Path,
+    fix: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    keys: Keyring | None = None,
+    reseal: bool = False,
+    drop_sealed: bool = False,
 ) -> Verification:
-    """Read every object of a disk tier and report faults. `fix` deletes corrupt and orphaned files.
+    """Read every object of a disk tier and report faults. `fix` deletes what is corrupt or orphaned.
+
+    With `keys` seals are checked, and `fix` deletes what is not sealed; `reseal` seals with the current key
+    what was sealed with another. `drop_sealed` deletes what no key opens.
 
     Raises TierError if the directory is not a disk tier's, or a tier has it open. `progress` gets the number
     of checked entries and of all. The order of use does not change.
@@ -263,7 +308,7 @@ def verify(
 
     def found(path: str, fault: Fault, reason: str) -> None:
         report.findings.append(Finding(root / path, fault, reason))
-        if fix and fault in (Fault.CORRUPT, Fault.ORPHANED):
+        if (fix and fault in _FIXED) or (drop_sealed and fault is Fault.SEALED):
             os.unlink(path, dir_fd=home)
             report.fixed += 1
 
@@ -280,15 +325,23 @@ def verify(
             except OSError as error:
                 raise _unusable(root, error) from error
             entries = list(_walk(home))
-            page, payload = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
+            checker = _Checker(home, direct, keys)
             for number, (path, name, status) in enumerate(entries, 1):
                 try:
                     if name is None:
                         found(path, Fault.FOREIGN, "not the name of an object in its place")
                     else:
-                        payload = _check(home, path, name, status.st_size, direct, page, payload)
-                        report.ok += 1
-                        report.nbytes += status.st_size
+                        checker.check(path, name, status.st_size)
+                        report.note(checker.key_id, status.st_size, is_checked=keys is not None)
+                        if reseal and keys is not None and not keys.is_current(name.key, checker.key_id):
+                            checker.reseal(path, status.st_mtime_ns)
+                            report.resealed += 1
+                except NoKey as error:
+                    report.keys[checker.key_id.hex()] += 1
+                    found(path, Fault.SEALED, str(error))
+                except UnsealedObject as error:
+                    report.keys[""] += 1
+                    found(path, Fault.UNSEALED, str(error))
                 except CorruptObject as error:
                     found(path, Fault.CORRUPT, str(error))
                 except OSError as error:
@@ -300,19 +353,43 @@ def verify(
     return report
 
 
-def _check(
-    home: int, path: str, name: Name, size: int, direct: int, page: memoryview, payload: memoryview
-) -> memoryview:
-    """Raise CorruptObject unless `path` holds `name`; return the buffer, grown if it had to be."""
-    _read(home, path, direct, (page,))
-    need = padded(read_header(page)[0].at_rest)
-    if size != PAGE + need:  # before memory is allocated for a size in a header
-        raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
-    if len(payload) < need:
-        payload = memoryview(mmap.mmap(-1, need))
-    got = _read(home, path, direct, (page, payload[:need]))
-    check(page, payload[:need], name, got - PAGE)
-    return payload
+class _Checker:
+    """Reads objects into its own buffers, which grow to the largest one, and checks them."""
+
+    def __init__(self, home: int, direct: int, keys: Keyring | None) -> None:
+        self._home, self._direct, self._keys = home, direct, keys
+        self._page, self._payload = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
+        self._scratch = Scratch()
+        self._header: Header | None = None
+        self.key_id = b""
+        """Of the object that was checked last; empty if it is not sealed."""
+
+    def check(self, path: str, name: Name, size: int) -> None:
+        """Raise what a reader raises unless `path` holds `name`. Without keys a payload stays unchecked."""
+        self.key_id = b""
+        _read(self._home, path, self._direct, (self._page,))
+        header, proof = read_header(self._page)
+        need = padded(header.at_rest)
+        if size != PAGE + need:  # before memory is allocated for a size in a header
+            raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
+        if len(self._payload) < need:
+            self._payload = memoryview(mmap.mmap(-1, need))
+        got = _read(self._home, path, self._direct, (self._page, self._payload[:need]))
+        if isinstance(proof, Seal):
+            self.key_id = proof.key_id
+            if self._keys is None:
+                peek(self._page, name)
+                return
+        self._header = check(self._page, self._payload[:need], name, got - PAGE, self._keys)
+
+    def reseal(self, path: str, used: int) -> None:
+        """Seal the object that was checked last with the current key, in its place."""
+        assert self._header is not None
+        body = self._payload[: padded(self._header.at_rest)]
+        stored = seal(self._page, self._header, body, self._keys, self._scratch)
+        partial = f"{PARTIAL}/{self._header.name}"
+        _write(self._home, partial, self._direct, (self._page, stored), used)
+        os.rename(partial, path, src_dir_fd=self._home, dst_dir_fd=self._home)
 
 
 # ---- files

@@ -95,6 +95,8 @@ PATHS = {
     "load from cpu, 32 MiB objects, 2 cores": Target("GB/s", 1.2, 1.4),
     "store to disk, 32 MiB objects": Target("GB/s", 0.80, 0.95),
     "load from disk, 32 MiB objects": Target("GB/s", 0.85, 0.97),
+    "sealed store to disk, against unsealed": Target("GB/s", 0.80, 0.95),
+    "sealed load from disk, against unsealed": Target("GB/s", 0.80, 0.95),
     "store to redis, 32 MiB objects": Target("GB/s", 0.75, 0.95),
     "load from redis, 32 MiB objects": Target("GB/s", 0.70, 0.90),
     "store to redis, against redis-py": Target("GB/s", 2.0, 3.0),
@@ -148,7 +150,7 @@ def measure(
 
     The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
-    from lmtier_bench import copies, disk, lookups, redis, server, stub
+    from lmtier_bench import copies, disk, lookups, redis, sealed, server, stub
 
     paths = PATHS if gpu is None else GPU_PATHS
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
@@ -158,6 +160,7 @@ def measure(
         copies.large: ("save to cpu, 32 MiB", "load from cpu, 32 MiB"),
         copies.small: ("save to cpu, 1 MiB", "load from cpu, 1 MiB"),
         disk.store_and_load: ("store to disk", "load from disk"),
+        sealed.store_and_load: ("sealed",),
         redis.store_and_load: ("store to redis", "load from redis"),
         redis.lookups: ("look up 512 keys in redis",),
         server.values: ("SET", "GET"),
@@ -194,7 +197,9 @@ def measure(
                     samples[path].append((ours, limit))
     for path, pairs in samples.items():
         if not pairs:
-            why = "redis-server or redis-py is not installed" if "redis" in path else _NO_SECOND_CORE
+            missing = {"redis": "redis-server or redis-py", "sealed": "cryptography"}
+            name = next((name for word, name in missing.items() if word in path), "")
+            why = f"{name} is not installed" if name else _NO_SECOND_CORE
             complain(f"{path}: left out, {why}")
     return [judge(path, pairs) for path, pairs in samples.items() if pairs]
 

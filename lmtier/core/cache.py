@@ -319,6 +319,11 @@ class Cache:
             self.step()
         return match
 
+    def wait_for_tiers(self) -> None:
+        """For owners without a loop: wait until a tier reports something, or for a moment; then step."""
+        self._wait()
+        self.step()
+
     def flush(self, timeout: float = 30.0) -> bool:
         """Step until the lower tiers have written and deleted everything that they should.
 

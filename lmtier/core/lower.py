@@ -23,6 +23,7 @@ from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
 from lmtier.core.writes import Writes
 from lmtier.errors import log
 from lmtier.format.compression import AUTO, RAW, WORDS
+from lmtier.format.keys import tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
 from lmtier.format.objects import NO_MARK, Header, Suspect
 from lmtier.observe.follower import Followers
@@ -41,7 +42,9 @@ _INTENDED = {"write_budget", "expired", "cleared"}
 """Reasons that a setting or a user intends. The log does not mention chunks dropped for them."""
 _SUSPECTS = 16  # the most that are remembered; a search ends before so many new ones arrive
 
-LOST = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.EXPIRED, Reason.CLEARED}
+LOST = {
+    *(Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.UNSEALED, Reason.EXPIRED, Reason.CLEARED),
+}
 """Reasons for which a part can never be read. Then the rest of its chunk is useless too."""
 
 Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason, float], None]"
@@ -460,6 +463,14 @@ class LowerTier(ABC):
         written."""
         self._writes.forget_missing()
 
+    @abstractmethod
+    def forget(self, tenant: bytes) -> None:
+        """Delete all chunks of this tenant. From now on this cache finds none of them."""
+
+    def is_moving(self, tenant: bytes) -> bool:
+        """Whether chunks of this tenant are being written or deleted now."""
+        return any(tenant_of(key) == tenant for key in self._going)
+
     def purge(self, suspect: Suspect) -> None:
         """Delete the chunks that `suspect` covers.
 
@@ -539,7 +550,8 @@ class LowerTier(ABC):
         for direction, breaker in (("up", self.up), ("down", self.down)):
             gauge = metrics.breaker_open.labels(label, direction)
             gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]  # mypy: lambdas
-        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL)):
+        sealed = [(Op.LOAD, Reason.SEALED)] if self.tier.keys is not None else []
+        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL), *sealed):
             # Starts at 0, so that the first one shows as a rise.
             metrics.tier_failures.labels(label, op.value, reason)
         metrics.dropped_tokens.labels(label, "queue_full")

@@ -26,6 +26,7 @@ from lmtier.core.lower import (
 )
 from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State
 from lmtier.errors import log
+from lmtier.format.keys import tenant_of
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded
 from lmtier.format.objects import Header, Suspect
 from lmtier.rules.fullness import UNBOUNDED, Fullness
@@ -53,6 +54,9 @@ class OwnedTier(LowerTier):
         self._unwanted_prefixes: tuple[bytes, ...] = ()
         """Chunks, and prefixes of keys, that were deleted before the scan was done. The scan finds their
         parts, also those of other forms; until then they stay in the storage."""
+        self._sealed: dict[bytes, Entry] = {}
+        """Chunks whose key is not known, as a load found out. They stay until they are evicted, or stored
+        again: their key may come back. Until a restart they are not asked for again."""
         self._unread: dict[bytes, None] = {}
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
@@ -77,16 +81,21 @@ class OwnedTier(LowerTier):
         return entry is not None and entry.form.serves(form) and not self.up.is_open
 
     def _live(self, key: bytes) -> Entry | None:
-        """The entry under this key. An expired one is deleted."""
+        """The entry under this key, if it can be read. An expired one is deleted."""
         entry = self.index.get(key)
-        if entry is None or not self.index.ends.is_over(entry, self._clock()):
+        if entry is None or self._is_sealed(entry):
+            return None
+        if not self.index.ends.is_over(entry, self._clock()):
             return entry
         self._expire(entry)
         return None
 
+    def _is_sealed(self, entry: Entry) -> bool:
+        return bool(self._sealed) and self._sealed.get(entry.key) is entry
+
     def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         entry = self.index.get(key)
-        if entry is None or entry.state is not State.READY:
+        if entry is None or entry.state is not State.READY or self._is_sealed(entry):
             return None
         form, layout = entry.form, asked.layout
         if form.layout is None and layout is not None:  # a scan found it: its sizes are those after encoding
@@ -164,7 +173,7 @@ class OwnedTier(LowerTier):
     def _spot_for(self, entry: Entry) -> Spot | NoSpot:
         key, form = entry.key, entry.form
         there = self.index.get(key)
-        if there is not None and there.form.serves(form):
+        if there is not None and there.form.serves(form) and not self._is_sealed(there):
             self._writes.take(key)
             return NoSpot.SKIPPED
         if there is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
@@ -282,6 +291,8 @@ class OwnedTier(LowerTier):
         elif self.index.get(mine.key) is mine:
             if lost := reasons & LOST:  # the other parts of a chunk that lost one are useless
                 self._remove(mine, worst(lost).value)
+            elif Reason.SEALED in reasons:
+                self._sealed[mine.key] = mine
             else:
                 self.index.ends.set(mine, end)  # a scan does not find out when a chunk expires
 
@@ -319,6 +330,7 @@ class OwnedTier(LowerTier):
             self._remove(entry, why)
 
     def _remove(self, entry: Entry, why: str) -> None:
+        self._sealed.pop(entry.key, None)
         self._going.add(entry.key)
         if self.index.remove(entry, why):
             self._delete(names_of(entry), entry.nbytes)
@@ -334,10 +346,16 @@ class OwnedTier(LowerTier):
         if not self.is_warm and namespace not in self._unwanted_prefixes:
             self._unwanted_prefixes += (namespace,)
 
+    def forget(self, tenant: bytes) -> None:
+        self._writes.forget_missing()
+        for entry in self.index.entries():
+            if tenant_of(entry.key) == tenant:
+                self.clear_one(entry)
+
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
         for entry in self.index.entries():
-            if entry.key.startswith(suspect.prefix) and not self.index.is_record(entry.key):
+            if suspect.concerns(entry.key):
                 self._unread[entry.key] = None
         self._read_headers()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lmtier.core.index import Index
 from lmtier.core.match import CPU, DELETED, EXPIRED, Entry, State
 from lmtier.core.slab import Slab
-from lmtier.format.layout import ChunkForm
+from lmtier.format.layout import ChunkForm, padded
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.lifetimes import AT_ONCE
 from lmtier.rules.shares import Pool
@@ -46,6 +46,8 @@ class Room:
         self._compacting = 0.0  # seconds spent since the last step
         self._took = 0  # bytes allocated since the last step
         self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a recent step took
+        self.erasing: set[Entry] = set()
+        """Chunks whose bytes are overwritten as soon as nobody uses them."""
         self._takers: set[Pool | None] = set()
         """The pools of the chunks that took them, if there are shares."""
 
@@ -155,7 +157,16 @@ class Room:
         if self.index.remove(entry, why):
             self._free([entry])
 
+    def erase(self, entry: Entry, why: str) -> None:
+        """`take_out`, and overwrite its bytes once they are free."""
+        self.erasing.add(entry)
+        self.take_out(entry, why)
+
     def _free(self, entries: Sequence[Entry]) -> None:
+        for entry in self.erasing.intersection(entries) if self.erasing else ():
+            for offset, size in zip(entry.offsets, entry.form.sizes, strict=True):
+                self.slab.wipe(offset, padded(size))
+            self.erasing.remove(entry)
         self.slab.free([offset for entry in entries for offset in entry.offsets])
         for entry in entries:
             entry.offsets = ()

@@ -160,7 +160,7 @@ class SharedTier(LowerTier):
         return None, FOREVER
 
     def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
-        if not reasons & LOST:
+        if not reasons & {*LOST, Reason.SEALED}:
             return
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
             for name in done.ok:
@@ -216,6 +216,9 @@ class SharedTier(LowerTier):
         # Other writes must not wait behind writes that may wait for ever.
         for key in self._writes.under(self._uncleared):
             self._drop(self._writes.take(key), "cleared")
+
+    def forget(self, tenant: bytes) -> None:
+        self.purge(Suspect(tenant=tenant, until=time.time_ns() // 1_000_000))
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)

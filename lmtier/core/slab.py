@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ from lmtier.format.objects import PAGE, padded
 Counts: TypeAlias = "npt.NDArray[np.int64]"
 
 _MADV_HUGEPAGE = 14
+_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -34,6 +35,7 @@ _PROT_NONE = 0
 _HUGE = 2 << 20
 _PREFAULT_STEP = 8 << 20
 _NODE_STEP = 64 << 20
+_WIPE_STEP = 64 << 20
 _MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
 _GET_MEMPOLICY, _MBIND = {"x86_64": (239, 237), "aarch64": (236, 235)}.get(os.uname().machine, (-1, -1))
 """The numbers of system calls for which the C library has no functions."""
@@ -70,6 +72,7 @@ class Memory:
         unmap.atexit = False
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         _map(self._start, nbytes, protection, kind | _MAP_FIXED, fd)
+        self.advise(_MADV_DONTDUMP)  # prompts can be read out of KV, and core dumps are sent to others
         view = memoryview(array).cast("B")
         self.view = view if is_writable else view.toreadonly()
 
@@ -378,6 +381,24 @@ class Slab(Extents):
     def clear_padding(self, offset: int, nbytes: int) -> None:
         """Zero the bytes between the payload and the end of its last page: they are written to disk too."""
         self._view[offset + nbytes : offset + padded(nbytes)] = bytes(padded(nbytes) - nbytes)
+
+    def wipe(self, offset: int, nbytes: int) -> None:
+        """Overwrite a range with zeros, outside the GIL."""
+        ctypes.memset(np.frombuffer(self.view(offset, nbytes), np.uint8).ctypes.data, 0, nbytes)
+
+    def wipe_free(self) -> Iterator[int]:
+        """Overwrite all that is free, a piece at a time. Yields the bytes of each; between them all may
+        change."""
+        at = 0
+        while True:
+            self._merge()
+            ends = ((start, start + size) for start, size in self._free.items())
+            start, end = min(((max(at, start), end) for start, end in ends if end > at), default=(0, 0))
+            if not end:
+                return
+            at = min(end, start + _WIPE_STEP)
+            self.wipe(start, at - start)
+            yield at - start
 
     def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Touch every page, so that no copy pays for a page fault (four times the cost). Takes seconds.

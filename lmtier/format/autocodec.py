@@ -100,6 +100,7 @@ class Auto:
                 log.error("lmtier: %s failed on its own bytes: %s", codec.name, error)
                 return
         ended = self._clock()
+        memory[:] = bytes(len(memory))  # a sealed tier leaves nothing readable behind
         with self._lock:
             trials = self._trials.setdefault(codec.name, _Trials())
             trials.encode.add((between - began) / size)

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from lmtier.errors import LayoutError
+from lmtier.format.keys import tenant_of
 
 MAX_BYTES = 32 << 20
 MAX_ORIGIN = 16 << 10
@@ -150,6 +151,11 @@ class Prompts:
         if not self._users[id(chunk.origin)]:
             del self._users[id(chunk.origin)], self._origins[chunk.origin]
             self._bytes -= chunk.origin.nbytes
+
+    def forget(self, tenant: bytes) -> None:
+        """Drop the tokens of one tenant."""
+        for key in [key for key in self._chunks if tenant_of(key) == tenant]:
+            self._forget(key, self._chunks.pop(key))
 
     def same(self, key: bytes) -> list[bytes]:
         """Other keys with the same tokens from the start of the prompt on, the youngest first."""

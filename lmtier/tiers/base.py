@@ -12,6 +12,7 @@ from lmtier.errors import ConfigError
 from lmtier.format.compression import RAW
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header, Suspect
+from lmtier.format.sealing import Keys
 
 
 class Op(Enum):
@@ -37,6 +38,8 @@ class Reason(StrEnum):
     CLOSED = "closed"
     EXPIRED = "expired"
     CLEARED = "cleared"
+    SEALED = "sealed"
+    UNSEALED = "unsealed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,9 @@ class Tier(ABC):
 
     wake: Callable[[], None] = staticmethod(lambda: None)
 
+    keys: Keys | None = None
+    """The keys with which it seals objects. None: it does not seal."""
+
     patience: float = 5.0
     """Seconds that `close` may wait for running calls into the storage. The owner sets it."""
 
@@ -141,6 +147,12 @@ class Tier(ABC):
             raise ConfigError(
                 f"{type(self).__name__} stores objects as they are and has no codecs; remove codec={name}"
             )
+
+    def use_keys(self, keys: Keys) -> None:
+        """Seal new objects, and accept only sealed ones. Call it before the first job."""
+        raise ConfigError(
+            f"{type(self).__name__} stores objects as they are and cannot seal them; remove seal="
+        )
 
     @abstractmethod
     def submit(self, job: Job) -> None:

@@ -25,6 +25,7 @@ from lmtier.format.autocodec import Auto
 from lmtier.format.compression import AUTO, RAW, Codec, find
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header, Scratch, Suspect
+from lmtier.format.sealing import Keys, NoKey
 from lmtier.threads import collector_paused, start_thread
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 
@@ -63,7 +64,9 @@ class _Desk:
     """A thread's own buffers, aligned for O_DIRECT. It keeps them, so the data path allocates no memory."""
 
     def __init__(self) -> None:
-        self.page = memoryview(mmap.mmap(-1, objects.PAGE))
+        page = mmap.mmap(-1, objects.PAGE)
+        page.madvise(mmap.MADV_DONTDUMP)
+        self.page = memoryview(page)
         self.scratch = Scratch()
 
 
@@ -76,8 +79,8 @@ class BlockingTier(Tier):
     The functions run on several threads at once, never twice at once for the same name. They may raise:
     FileNotFoundError is a miss, TimeoutError a deadline, OSError with ENOSPC a full tier. Any other
     exception is an error, also a KeyError. None of them reaches the caller as an exception. Objects are
-    encoded and their checksums made before `write`; they are checked and decoded after `read`, on the same
-    thread. An object that fails the check is deleted.
+    encoded and sealed, or their checksums made, before `write`; they are checked and decoded after `read`, on
+    the same thread. An object that fails the check is deleted.
 
     Reads and writes have separate threads, so that neither waits behind a queue of the other. With `askers`
     lookups have threads too: that is for a tier that every request asks.
@@ -151,7 +154,7 @@ class BlockingTier(Tier):
         """Delete the objects that `suspect` covers, in steps as `clear` does."""
         page = memoryview(bytearray(objects.PAGE))
         for name, _ in self.scan():
-            if name.key.startswith(suspect.prefix):
+            if suspect.concerns(name.key):
                 if suspect.covers(
                     name.key, objects.peek(page[: self.read(Item(name), (page,))], name)[0].made
                 ):
@@ -163,6 +166,9 @@ class BlockingTier(Tier):
     def use_codec(self, name: str) -> None:
         self._auto = Auto() if name == AUTO else None
         self._codec = find(name) if name not in (AUTO, RAW) else None
+
+    def use_keys(self, keys: Keys) -> None:
+        self.keys = keys
 
     @property
     def codec(self) -> str:
@@ -253,6 +259,13 @@ class BlockingTier(Tier):
         except objects.UnreadableObject as error:  # it is not deleted: others who share the tier may read it
             _warn_once(str(error))
             return self._fail(job, names, Reason.FOREIGN, str(error))
+        except NoKey as error:  # it is not deleted: the key may come back
+            _warn_once(str(error))
+            return self._fail(job, names, Reason.SEALED, str(error))
+        except objects.UnsealedObject as error:  # anyone can have written it, and anyone can read it
+            _warn_once(str(error))
+            self._discard(names)
+            return self._fail(job, names, Reason.UNSEALED, str(error))
         except TimeoutError as error:
             return self._fail(job, names, Reason.DEADLINE, str(error))
         except BaseException as error:  # noqa: BLE001 - the thread's edge; the caller counts a miss
@@ -271,17 +284,19 @@ class BlockingTier(Tier):
                 if self._auto is not None:
                     self._auto.read(got, time.perf_counter() - began)
                 got -= objects.PAGE
-                return {item.name: objects.unseal(page, item.payload, item.name, got, desk.scratch)}
+                header = objects.unseal(page, item.payload, item.name, got, desk.scratch, self.keys)
+                return {item.name: header}
             case Op.PEEK:
                 (item,) = items
-                return {item.name: objects.peek(page[: self.read(item, (page,))], item.name)[0]}
+                got = self.read(item, (page,))
+                return {item.name: objects.authenticate(page[:got], item.name, self.keys)[0]}
             case Op.STORE:
                 (item,) = items
                 if item.header is None:
                     raise ValueError("a STORE item needs a header")
                 with self._sealing:
                     header, payload = self._encoded(item.header, item.payload, desk.scratch)
-                    objects.seal(page, header, payload)
+                    payload = objects.seal(page, header, payload, self.keys, desk.scratch)
                 began = time.perf_counter()
                 self.write(item, (page, payload))
                 if self._auto is not None:
@@ -323,4 +338,4 @@ class BlockingTier(Tier):
 
 @lru_cache(maxsize=64)
 def _warn_once(why: str) -> None:
-    log.warning("lmtier: an object cannot be decoded here and counts as a miss: %s", why)
+    log.warning("lmtier: an object cannot be read here and counts as a miss: %s", why)

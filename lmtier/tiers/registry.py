@@ -12,6 +12,7 @@ from lmtier.config import WEAR, TierSpec, parse_seconds, parse_size, suggest
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.compression import CODECS, find
 from lmtier.tiers.base import Tier
+from lmtier.tiers.keyring import Keyring
 
 BUILTIN = {
     "disk": "lmtier_backends.disk:DiskTier",
@@ -53,7 +54,7 @@ def open_tier(spec: TierSpec) -> Tier:
     values: dict[str, object] = {}
     for name, text in spec.options.items():
         if name not in options:
-            known = options | {"capacity", "write", "policy", "codec", "ttl", *WEAR}
+            known = options | {"capacity", "write", "policy", "codec", "ttl", "seal", "key", "tenants", *WEAR}
             raise ConfigError(f"{spec}: unknown option {name!r}{suggest(name, known)}")
         try:
             values[name] = _READERS[hints[name]](text)
@@ -62,10 +63,13 @@ def open_tier(spec: TierSpec) -> Tier:
             raise ConfigError(f"{spec}: {name}={text!r} is not of type {wanted}") from None
     if spec.codec in CODECS:
         find(spec.codec)  # before anything is opened
+    keys = Keyring(spec.key, spec.tenants, str(spec)) if spec.seal else None
     factory: Callable[..., Tier] = cls
     tier = factory(spec.location, **values)
     try:
         tier.use_codec(spec.codec)
+        if keys is not None:
+            tier.use_keys(keys)
     except BaseException:
         tier.close()
         raise

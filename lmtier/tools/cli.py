@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from lmtier._version import __version__
 from lmtier.errors import ConfigError, LMTierError, TierError
-from lmtier.tools.commands import asking, checking, planning, prompts, serving
+from lmtier.tools.commands import asking, checking, forgetting, planning, prompts, serving
 from lmtier.tools.terminal import complain
 
-_GROUPS = (serving, asking, prompts, checking, planning)
+_GROUPS = (serving, asking, forgetting, prompts, checking, planning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

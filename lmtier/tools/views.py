@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from textwrap import wrap
+from typing import Any
 
 from lmtier.observe.metrics import MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
@@ -60,6 +61,31 @@ def clear(
     if after["leased_bytes"] and not force:
         said += f"; chunks in use ({size(after['leased_bytes'])}) stay: --force deletes them too"
     return said
+
+
+_COPIES = {
+    "tenant": "unreadable for everyone, also in backups",
+    "tier": "readable with the tier's key, which is not the tenant's own",
+    "none": "readable: this tier does not seal",
+}
+"""What becomes of copies that somebody else has, by who seals."""
+
+
+def forgotten(report: Mapping[str, Any]) -> str:
+    """What became of a tenant who was forgotten, and what of copies that are out of reach."""
+    rows = [("cpu", f"{report['chunks']:,}", "-", f"{size(report['overwritten'])} of memory overwritten")]
+    for tier in report["tiers"]:
+        deleted = "all that was found" if tier["chunks"] is None else f"{tier['chunks']:,}"
+        rows.append((tier["tier"], deleted, f"{tier['keys']:,}", _COPIES[tier["sealed"]]))
+    parts = [
+        f"tenant {report['tenant']} is forgotten",
+        table(("tier", "chunks deleted", "keys destroyed", "copies elsewhere"), rows),
+    ]
+    if report["in_use"]:
+        parts.append(f"{report['in_use']:,} chunks are in use; they are overwritten as soon as that ends")
+    parts += [f"{tier['tier']}: left: {tier['problem']}" for tier in report["tiers"] if tier["problem"]]
+    parts.append("Engines keep KV in their own memory until they need the room, or end.")
+    return "\n".join(parts)
 
 
 def stats(now: Snapshot, name: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from lmtier.format.layout import Name
 from lmtier.testing import TierSuite
 from lmtier_backends.disk import DiskTier
+from tests.sealed import Sealed
 
 
 class TestDisk(TierSuite):
@@ -17,3 +18,7 @@ class TestDisk(TierSuite):
 
     def plant(self, tmp_path: Path, name: Name, data: bytes):
         (tmp_path / name.key.hex()[-2:] / str(name)).write_bytes(data)
+
+
+class TestSealedDisk(Sealed, TestDisk):
+    """With every object sealed."""

@@ -24,6 +24,7 @@ from tests.redis_process import (
     sentinel,
     stored,
 )
+from tests.sealed import Sealed
 from tests.server.process import Served, Wire, served
 
 
@@ -187,3 +188,38 @@ class TestOurOwnServer(RedisSuite):
             self.wire.expect("OK", "AUTH", "open sesame")
             self.wire.expect("OK", "FLUSHALL")
             yield
+
+
+@pytest.mark.slow
+class TestSealedStandalone(Sealed, TestStandalone):
+    """With every object sealed."""
+
+
+@pytest.mark.slow
+class TestSealedInParts(Sealed, TestInParts):
+    """With every object sealed."""
+
+
+@pytest.mark.slow
+class TestSealedUnix(Sealed, TestUnix):
+    """With every object sealed."""
+
+
+@pytest.mark.slow
+class TestSealedTls(Sealed, TestTls):
+    """With every object sealed."""
+
+
+@pytest.mark.slow
+class TestSealedCluster(Sealed, TestCluster):
+    """With every object sealed."""
+
+
+@pytest.mark.slow
+class TestSealedSentinel(Sealed, TestSentinel):
+    """With every object sealed."""
+
+
+@pytest.mark.slow
+class TestSealedOurOwnServer(Sealed, TestOurOwnServer):
+    """With every object sealed."""

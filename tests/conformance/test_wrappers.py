@@ -27,6 +27,7 @@ from lmtier.testing import (
     store,
 )
 from lmtier.tiers.base import Item, Job, Op, Reason
+from tests.sealed import Sealed
 
 
 class TestMemory(TierSuite):
@@ -57,6 +58,11 @@ class TestSlow(TestMemory):
 class TestFlakyThatNeverFails(TestMemory):
     def make(self, tmp_path: Path):
         return FlakyTier(super().make(tmp_path), every=1_000_000_000)
+
+
+@pytest.mark.slow
+class TestSealedSlow(Sealed, TestSlow):
+    """A tier around another one hands the keys to it."""
 
 
 def test_a_gate_holds_jobs_in_order_until_it_opens():

@@ -4,8 +4,11 @@ import importlib.util
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from lmtier.format.layout import Name
 from lmtier.testing import TierSuite
+from tests.sealed import Sealed
 
 PATH = Path(__file__).parents[2] / "examples" / "my_tier.py"
 SPEC = importlib.util.spec_from_file_location("my_tier", PATH)
@@ -27,3 +30,8 @@ class TestMyTier(TierSuite):
         with closing(my_tier.sqlite3.connect(tmp_path / "file")) as file, file:
             file.execute("PRAGMA synchronous = OFF")
             file.execute("INSERT OR REPLACE INTO objects VALUES (?, 1, ?)", [str(name), data])
+
+
+@pytest.mark.slow
+class TestMySealedTier(Sealed, TestMyTier):
+    """It has no line for that."""

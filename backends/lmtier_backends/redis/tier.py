@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtier.errors import ConfigError, TierError, log
+from lmtier.format.keys import NAMESPACE_BYTES
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
@@ -251,18 +252,21 @@ class RedisTier(BlockingTier):
 
     def clear(self, prefix: bytes) -> Iterator[None]:
         """Also deletes parts that belong to no object. Each step ends by `deadline`."""
-        return self._search(prefix, self._clear_all)
+        return self._search(prefix.hex(), self._clear_all)
 
     def sift(self, suspect: Suspect) -> Iterator[None]:
-        return self._search(suspect.prefix, partial(self._clear_some, suspect))
+        start = suspect.prefix.hex()
+        if suspect.tenant and len(suspect.prefix) <= NAMESPACE_BYTES:
+            start = start.ljust(2 * NAMESPACE_BYTES, "?") + suspect.tenant.hex()
+        return self._search(start, partial(self._clear_some, suspect))
 
-    def _search(self, prefix: bytes, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
+    def _search(self, start: str, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
         searched: Sequence[Address] = ()
         # Keys that move between nodes during a search may be missed on both, so search again.
         while (homes := self._homes.homes(self._by())) != searched:
             searched = homes
             for address in dict.fromkeys(homes):
-                pattern = b"%s{%s*" % (self._prefix, prefix.hex().encode())
+                pattern = b"%s{%s*" % (self._prefix, start.encode())
                 yield from self._search_node(address, pattern, clear)
 
     def _search_node(
@@ -291,7 +295,8 @@ class RedisTier(BlockingTier):
 
     def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
         """Delete the objects whose headers are suspect, with their parts."""
-        objects = [(key, name) for key in keys if (name := self._name(key)) is not None]
+        named = [(key, name) for key in keys if (name := self._name(key)) is not None]
+        objects = [(key, name) for key, name in named if suspect.concerns(name.key)]
         asked = [Question.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
         doomed = []
         for (key, name), reply in zip(objects, self._asker.ask(asked, until), strict=True):

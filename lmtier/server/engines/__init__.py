@@ -65,6 +65,7 @@ class Engines:
             "UNPIN": (operating.unpin, 2, "write"),
             "PINS": (operating.pins, 1, "readonly"),
             "CLEAR": (operating.clear, -1, "write"),
+            "FORGET": (operating.forget, -3, "admin"),
             "FLUSH": (operating.flush, 2, "write"),
         }
         return {

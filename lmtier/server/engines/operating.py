@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lmtier.core.cache import Cache
+from lmtier.core.forgetting import Steps, forgetting, need_tenant
 from lmtier.core.placement import write_form
-from lmtier.format.keys import KEY_BYTES, Identity, namespace
+from lmtier.format.keys import KEY_BYTES, Identity, namespace, tenant
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import Suspect
 from lmtier.observe.prompts import Origin
@@ -36,6 +37,8 @@ MAX_CHANGES = 4096
 """The most changes in one reply."""
 MAX_CLEARINGS = 64
 """The most clears that wait for one shared tier."""
+_FORGETTING = 60.0
+"""Seconds that forgetting a tenant waits for tiers, unless the caller says otherwise."""
 
 
 class Operating:
@@ -167,6 +170,41 @@ class Operating:
         if not left:
             return OK
         return Error(f"TRYAGAIN not everything is deleted yet; the rest is not used: {', '.join(left)}")
+
+    def forget(self, caller: Caller, arguments: list[Argument]) -> Any:
+        words = [read_text(each) for each in arguments[1:]]
+        patience = _FORGETTING
+        if len(words) > 2 and words[-2].upper() == "WAIT":
+            patience = read_seconds(arguments[-1], "a timeout")
+            del words[-2:]
+        match words:
+            case [option, name] if option.upper() == "SHARE":
+                salts = [share.salt for share in self._cache.config.shares if share.name == name]
+                if not salts:
+                    raise Refused("ERR this server has no share of that name; give the tenant's salt or id")
+                who = tenant(salts[0])
+            case [option, digits] if option.upper() == "ID":
+                who = read_hex(digits.encode())
+            case [option, salt] if option.upper() == "SALT":
+                who = tenant(salt)
+            case _:
+                raise Refused("ERR LMTIER.FORGET takes ID hex | SALT text | SHARE name, and [WAIT ms]")
+        if not self._cache.is_warm:
+            raise Refused("LOADING the tiers are still being scanned, so they cannot be searched; try again")
+        if full := [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]:
+            raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
+        asks = f"{caller.kind} {caller.name} at {caller.address}"
+        need_tenant(who)
+        return self._forgetting(forgetting(self._cache, who, patience, asks), who)
+
+    def _forgetting(self, steps: Steps, who: bytes) -> Waiting:
+        self._explain.prompts.forget(who)
+        while True:
+            try:
+                must_wait = next(steps)
+            except StopIteration as end:
+                return json.dumps(end.value.fields())
+            yield None if must_wait else PAUSE
 
     # ---- flush
 

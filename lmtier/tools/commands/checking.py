@@ -61,31 +61,58 @@ def _demo(args: Namespace) -> int:
 
 def _verify_options(parser: ArgumentParser) -> None:
     parser.add_argument("dir", type=Path, metavar="DIR")
-    parser.add_argument("--fix", action="store_true", help="delete what is corrupt or orphaned")
+    parser.add_argument(
+        "--fix", action="store_true", help="delete what is corrupt or orphaned; with --key, what is unsealed"
+    )
+    parser.add_argument(
+        "--key", metavar="SOURCE", help="check seals with these keys: file:PATH, command:PROGRAM, env:NAME"
+    )
+    parser.add_argument("--tenants", default="", metavar="DIR", help="where the keys of tenants are")
+    parser.add_argument(
+        "--reseal", action="store_true", help="seal with the current key what was sealed with another"
+    )
+    parser.add_argument("--drop-sealed", action="store_true", help="delete what none of the keys opens")
     json_option(parser)
 
 
 def _verify(args: Namespace) -> int:
+    from lmtier.tiers.keyring import Keyring
     from lmtier.tiers.registry import BUILTIN
 
+    if not args.key and (args.tenants or args.reseal or args.drop_sealed):
+        raise ConfigError("--tenants, --reseal and --drop-sealed need --key")
+    keys = Keyring(args.key, args.tenants, "--key") if args.key else None
     module, _, _ = BUILTIN["disk"].partition(":")
     with Progress() as progress:
-        report = import_module(module).verify(args.dir, args.fix, progress.at)
+        report = import_module(module).verify(
+            *(args.dir, args.fix, progress.at),
+            keys=keys,
+            reseal=args.reseal,
+            drop_sealed=args.drop_sealed,
+        )
     left = len(report.findings) - report.fixed
     if args.json:
         findings = [
             {"path": str(each.path), "fault": str(each.fault), "reason": each.reason}
             for each in report.findings
         ]
-        say(
-            json.dumps({"ok": report.ok, "bytes": report.nbytes, "fixed": report.fixed, "findings": findings})
-        )
+        found = {"ok": report.ok, "bytes": report.nbytes, "fixed": report.fixed, "findings": findings}
+        sealed = {"keys": report.keys, "unchecked": report.unchecked, "resealed": report.resealed}
+        say(json.dumps(found | sealed))
     else:
         if report.findings:
             rows = [(each.path, each.fault, each.reason) for each in report.findings]
             say(table(("file", "fault", "reason"), rows))
             say()
+        if any(report.keys):
+            counted = [(key or "(not sealed)", f"{count:,}") for key, count in sorted(report.keys.items())]
+            say(table(("sealed with key", "objects"), counted))
+            say()
         say(f"{report.ok} objects are sound ({size(report.nbytes)}), {report.fixed} deleted, {left} left.")
+        if report.resealed:
+            say(f"{report.resealed} were sealed again with the current key.")
+        if report.unchecked:
+            say(f"{report.unchecked} are sealed; give --key to check them.")
         if left and not args.fix:
             say("`--fix` deletes what is corrupt or orphaned; a reader would treat it as a miss.")
     return 1 if left else 0

@@ -1,0 +1,372 @@
+"""The keys of a tier that seals: where they come from, and a directory with a key for each tenant.
+
+    key=file:PATH      one key a line, 64 hexadecimal digits; read again when the file changes
+    key=command:…      what a program prints, in the same form: a key management service
+    key=env:NAME       a variable of the environment, in the same form
+
+The first key seals new objects. The others only open what was sealed with them before. With `tenants=DIR`,
+an object is sealed with a key of its tenant, and these keys only wrap the keys of tenants:
+
+    DIR/lock           held (flock) while a file is changed
+    DIR/<8 hex>        the tenant, as in its keys; one line for each key: FORMAT, id of the key that wraps it,
+                       salt, wrapped key, all in hexadecimal, the newest last
+
+So a tenant whose file is destroyed cannot be read by anyone, also not from a backup of the tier. No key is
+ever part of a message.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import os
+import re
+import shlex
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lmtier.errors import ConfigError, TierError, log
+from lmtier.format.keys import tenant_of
+from lmtier.format.sealing import SECRET_BYTES, BadSeal, Keys, Secret, library, new_salt
+
+FORMAT = "lmtier-tenant-1"
+LOCK = "lock"
+_COMMAND_SECONDS = 30.0
+_AGAIN = 60.0
+"""The least seconds between two runs of a command."""
+_HOW = "write file:PATH, command:PROGRAM or env:NAME"
+_OTHERS = stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH
+
+Stamp = tuple[int, int, int]
+
+
+class Keyring(Keys):
+    def __init__(self, source: str, tenants: str = "", where: str = "key") -> None:
+        """`where` begins each message: which tier this is for. Raises ConfigError."""
+        library()
+        self._where = where
+        self._kind, separator, self._place = source.partition(":")
+        if not separator or self._kind not in _READERS or not self._place:
+            raise ConfigError(f"{where}: key= names a place of keys, and is no key itself; {_HOW}")
+        if self._kind == "file":
+            self._place = str(Path(self._place).expanduser())
+        self._lock = threading.Lock()
+        self._stamp: Stamp | None = None
+        self._read_at = time.monotonic()
+        self._secrets: dict[bytes, Secret] = {}
+        self._secrets = self._read()
+        self._tenants = Tenants(Path(tenants).expanduser(), self._known) if tenants else None
+
+    def __repr__(self) -> str:
+        return f"<Keyring {', '.join(each.hex() for each in self._secrets)}>"
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether each tenant has a key of its own."""
+        return self._tenants is not None
+
+    # ---- for the threads of tiers
+
+    def to_seal(self, key: bytes) -> Secret:
+        secrets = self._known()
+        first = next(iter(secrets.values()))
+        return first if self._tenants is None else self._tenants.to_seal(tenant_of(key), first)
+
+    def to_open(self, key: bytes, key_id: bytes) -> Secret | None:
+        tenants = self._tenants
+        if tenants is not None and (secret := tenants.to_open(tenant_of(key), key_id)) is not None:
+            return secret
+        # Without tenants=, or sealed before it was set.
+        if (secret := self._known().get(key_id)) is None and self._kind == "command":
+            secret = self._known(is_missing=True).get(key_id)
+        return secret
+
+    # ---- for people
+
+    def forget(self, tenant: bytes) -> int:
+        """Destroy the keys of a tenant. Returns how many there were. Raises TierError."""
+        return 0 if self._tenants is None else self._tenants.forget(tenant)
+
+    def is_current(self, key: bytes, key_id: bytes) -> bool:
+        """Whether new objects under this name are sealed with this key."""
+        return self.to_seal(key).id == key_id
+
+    # ---- the source
+
+    def _known(self, *, is_missing: bool = False) -> dict[bytes, Secret]:
+        """The keys, by id, the current one first. Reads them again if they may have changed."""
+        with self._lock:
+            now = time.monotonic()
+            is_due = is_missing and now - self._read_at > _AGAIN
+            if self._kind == "file":
+                with suppress(OSError):  # a missing file changes nothing: the keys are known
+                    is_due = _stamp(os.stat(self._place)) != self._stamp
+            if is_due:
+                self._read_at = now
+                try:
+                    self._secrets = self._read()
+                except ConfigError as error:  # a file in the middle of a change, a service that is down
+                    log.error("lmtier: %s; the keys stay as they were", error)
+            return self._secrets
+
+    def _read(self) -> dict[bytes, Secret]:
+        if self._kind == "file":
+            with suppress(OSError):
+                self._stamp = _stamp(os.stat(self._place))
+        text = _READERS[self._kind](self._place, self._where)
+        secrets: dict[bytes, Secret] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            if (line := line.strip()) and not line.startswith("#"):
+                secret = Secret(_key_in(line, f"{self._where}: line {number} of the keys"))
+                secrets[secret.id] = self._secrets.get(secret.id, secret)
+        if not secrets:
+            raise ConfigError(f"{self._where}: no key is there; put one in: openssl rand -hex 32")
+        return secrets
+
+
+def _key_in(line: str, where: str) -> bytes:
+    with suppress(ValueError, binascii.Error):
+        key = bytes.fromhex(line) if len(line) == 2 * SECRET_BYTES else base64.b64decode(line, validate=True)
+        if len(key) == SECRET_BYTES:
+            return key
+    raise ConfigError(f"{where} is not a key; write 64 hexadecimal digits, as from openssl rand -hex 32")
+
+
+def _from_file(path: str, where: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ConfigError(f"{where}: other users may write to {path}; chmod 600 it")
+            if mode & _OTHERS:
+                log.warning("lmtier: other users may read the keys in %s; chmod 600 it", path)
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+
+
+def _from_command(command: str, where: str) -> str:
+    try:
+        ran = subprocess.run(
+            shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{where}: the command for keys took more than {_COMMAND_SECONDS:g} s") from None
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: the command for keys cannot run: {said}") from None
+    if ran.returncode:
+        raise ConfigError(
+            f"{where}: the command for keys ended with status {ran.returncode}; run it by hand to see why"
+        )
+    return ran.stdout.decode("ascii", "replace")
+
+
+def _from_environment(name: str, where: str) -> str:
+    if name not in os.environ:
+        raise ConfigError(f"{where}: the environment has no {name}")
+    return os.environ[name]
+
+
+_READERS = {"file": _from_file, "command": _from_command, "env": _from_environment}
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+# ---- tenants
+
+
+class _Wrapped(NamedTuple):
+    """A key of a tenant, and how it is wrapped."""
+
+    by: bytes
+    line: str
+    secret: Secret | None
+    """None: the key that wraps it is not known."""
+
+
+class _File(NamedTuple):
+    stamp: Stamp
+    keys: tuple[_Wrapped, ...]
+    missing: frozenset[bytes] = frozenset()
+    """The ids of wrapping keys that were not known when it was read."""
+
+    @property
+    def newest(self) -> _Wrapped | None:
+        return self.keys[-1] if self.keys else None
+
+
+class Tenants:
+    """A file of wrapped keys for each tenant. Several processes and hosts may share the directory.
+
+    A file only grows, so overwriting it reaches the bytes of all of its keys.
+    """
+
+    def __init__(self, root: Path, known: Callable[[], dict[bytes, Secret]]) -> None:
+        """`known` returns the keys that may wrap others."""
+        self._root = root
+        self._known = known
+        self._lock = threading.Lock()
+        self._files: dict[bytes, _File] = {}
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = root.stat()
+        except OSError as error:
+            raise ConfigError(f"tenants={root}: {error.strerror}") from None
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"tenants={root}: other users may write there; chown it, and chmod 700 it")
+
+    def to_seal(self, tenant: bytes, wrapping: Secret) -> Secret:
+        """The tenant's key that is wrapped with `wrapping`, made now if there is none."""
+        with self._lock:
+            if (secret := self._wrapped_by(tenant, wrapping)) is not None:
+                return secret
+            with self._alone():
+                if (secret := self._wrapped_by(tenant, wrapping)) is None:  # or another process made it
+                    secret = self._make(tenant, wrapping)
+            return secret
+
+    def to_open(self, tenant: bytes, key_id: bytes) -> Secret | None:
+        with self._lock:
+            file = self._look(tenant)
+            found = (each.secret for each in file.keys if each.secret is not None) if file else ()
+            return next((secret for secret in found if secret.id == key_id), None)
+
+    def forget(self, tenant: bytes) -> int:
+        """Overwrite and delete the tenant's file."""
+        with self._lock:
+            try:
+                with self._alone():
+                    return self._destroy(tenant)
+            except OSError as error:
+                raise TierError(f"tenants={self._root}: {tenant.hex()} stays: {error.strerror}") from None
+
+    # ---- files
+
+    def _path(self, tenant: bytes) -> Path:
+        return self._root / tenant.hex()
+
+    def _wrapped_by(self, tenant: bytes, wrapping: Secret) -> Secret | None:
+        newest = file.newest if (file := self._look(tenant)) else None
+        return newest.secret if newest is not None and newest.by == wrapping.id else None
+
+    def _look(self, tenant: bytes) -> _File | None:
+        """The tenant's file as it is now. What has left it is erased from memory."""
+        known, before = self._known(), self._files.get(tenant)
+        try:
+            stamp = _stamp(os.stat(self._path(tenant)))
+        except FileNotFoundError:
+            self._drop(tenant)
+            return None
+        if before is not None and before.stamp == stamp and before.missing.isdisjoint(known):
+            return before
+        lines = self._path(tenant).read_text("ascii", "replace").splitlines()
+        had = {each.line: each.secret for each in before.keys} if before else {}
+        keys = tuple(
+            _Wrapped(by, line, had.get(line) or _unwrapped(rest, by, tenant, known))
+            for line in lines
+            if (found := _parts(line)) is not None
+            for by, *rest in (found,)
+        )
+        for line in had.keys() - {each.line for each in keys}:
+            if (gone := had[line]) is not None:
+                gone.erase()
+        missing = frozenset(each.by for each in keys) - known.keys()
+        self._files[tenant] = file = _File(stamp, keys, missing)
+        return file
+
+    def _make(self, tenant: bytes, wrapping: Secret) -> Secret:
+        secret, salt = Secret(os.urandom(SECRET_BYTES)), new_salt()
+        wrapped = secret.wrapped_by(wrapping, salt, _about(tenant, wrapping.id))
+        line = " ".join((FORMAT, wrapping.id.hex(), salt.hex(), wrapped.hex()))
+        fd = os.open(self._path(tenant), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            is_torn = size and os.pread(fd, 1, size - 1) != b"\n"  # by a kill or a power loss
+            os.write(fd, ("\n" if is_torn else "").encode() + line.encode() + b"\n")
+            os.fsync(fd)
+            stamp = _stamp(os.fstat(fd))
+        finally:
+            os.close(fd)
+        self._sync()
+        before = self._files.get(tenant)
+        before = before or _File(stamp, ())
+        self._files[tenant] = before._replace(
+            stamp=stamp, keys=(*before.keys, _Wrapped(wrapping.id, line, secret))
+        )
+        return secret
+
+    def _destroy(self, tenant: bytes) -> int:
+        self._drop(tenant)
+        try:
+            fd = os.open(self._path(tenant), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        try:
+            size = os.fstat(fd).st_size
+            lines = os.pread(fd, size, 0).decode("ascii", "replace").splitlines()
+            os.pwrite(fd, bytes(size), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.unlink(self._path(tenant))
+        self._sync()
+        return sum(_parts(line) is not None for line in lines)
+
+    def _drop(self, tenant: bytes) -> None:
+        if (file := self._files.pop(tenant, None)) is not None:
+            for each in file.keys:
+                if each.secret is not None:
+                    each.secret.erase()
+
+    def _sync(self) -> None:
+        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process changes a file meanwhile."""
+        fd = os.open(self._root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _parts(line: str) -> tuple[bytes, bytes, bytes] | None:
+    """The id of the key that wraps, the salt, and the wrapped key. None: it is not such a line."""
+    if not re.fullmatch(rf"{FORMAT} [0-9a-f]{{16}} [0-9a-f]{{64}} [0-9a-f]{{96}}", line):
+        return None
+    _, *parts = line.split()
+    by, salt, wrapped = map(bytes.fromhex, parts)
+    return by, salt, wrapped
+
+
+def _about(tenant: bytes, by: bytes) -> bytes:
+    return FORMAT.encode() + tenant + by
+
+
+def _unwrapped(
+    parts: Sequence[bytes], by: bytes, tenant: bytes, known: Mapping[bytes, Secret]
+) -> Secret | None:
+    if (wrapping := known.get(by)) is None:
+        return None
+    salt, wrapped = parts
+    try:
+        return wrapping.unwrap(wrapped, salt, _about(tenant, by))
+    except BadSeal:
+        log.error("lmtier: a key of tenant %s is damaged; what it sealed cannot be read", tenant.hex())
+        return None

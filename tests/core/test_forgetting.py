@@ -1,0 +1,282 @@
+"""A tenant who leaves: keys, chunks and memory go; what others have stays; a backup cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.forgetting import BY_TENANT, BY_TIER, NOT, forget
+from lmtier.core.match import State
+from lmtier.errors import MisuseError
+from lmtier.format.keys import NOBODY, tenant
+from lmtier.format.layout import Layout, form_of
+from lmtier.observe.prompts import Origin, Prompts
+from lmtier.testing import Gate, MemoryTier, SlowTier
+from tests.memory_flags import memory_flags
+from tests.redis_process import RedisServer, running
+from tests.sealed import key_file, keyring
+
+A, B = tenant("alice"), tenant("bob")
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=16, chunk_tokens=16, packing="token"
+)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+
+
+def keys(who: bytes, count: int, model: bytes = b"mod_") -> list[bytes]:
+    return [model + who + bytes(20) + i.to_bytes(4, "big") for i in range(count)]
+
+
+def content(key: bytes) -> bytes:
+    return (key * (FORM.room // 32))[: FORM.room]
+
+
+def save(cache: Cache, names: list[bytes], *, flushed: bool = True) -> None:
+    reservation = cache.reserve(names, FORM, by="engine")
+    for entry in reservation.entries.values():
+        cache.slab.view(entry.offsets[0], FORM.room)[:] = content(entry.key)
+    cache.commit(reservation)
+    if flushed:
+        assert cache.flush()
+
+
+def found(cache: Cache, names: list[bytes]) -> list[str]:
+    match = cache.wait(cache.match(names, FORM, deadline=20))
+    for entry in match.run:
+        assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key)
+    cache.release(match)
+    cache.check()
+    return match.sources
+
+
+def of_memory(cache: Cache, who: bytes) -> bool:
+    """Whether any byte of this tenant's chunks is left in the slab, used or free."""
+    return who + bytes(20) in bytes(cache.slab.view(0, cache.slab.capacity))
+
+
+def cache_over(*urls: str, **given: object) -> Cache:
+    tiers = (f"cpu://?capacity={32 * FORM.room}&policy=lru", *urls)
+    return Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False), **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with running(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+def sealed_disk(tmp_path: Path, *, tenants: bool = True) -> str:
+    more = f"&tenants={tmp_path}/tenants" if tenants else ""
+    key = key_file(tmp_path, 1)
+    return f"disk://{tmp_path}/kv?capacity=1GiB&seal=aes-256-gcm&key={key}{more}"
+
+
+def files(tmp_path: Path, who: bytes) -> int:
+    return len(list((tmp_path / "kv").glob(f"??/????????{who.hex()}*")))
+
+
+# ---- what goes and what stays
+
+
+def test_one_tenant_goes_from_everywhere_and_the_others_stay(tmp_path):
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        for model in (b"mod_", b"othr"):
+            save(cache, keys(A, 3, model))
+            save(cache, keys(B, 3, model))
+        assert files(tmp_path, A) == files(tmp_path, B) == 6
+        report = forget(cache, A)
+        assert (report.chunks, report.in_use, report.is_done) == (6, 0, True)
+        (told,) = report.tiers
+        assert (told.tier, told.chunks, told.keys, told.sealed) == ("disk", 6, 1, BY_TENANT)
+        assert files(tmp_path, A) == 0
+        assert not (tmp_path / "tenants" / A.hex()).exists()
+        assert not of_memory(cache, A)
+        assert found(cache, keys(A, 3)) == []
+        assert found(cache, keys(B, 3)) == ["cpu"] * 3
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        assert found(cache, keys(B, 3, b"othr")) == ["disk"] * 3
+
+
+def test_a_backup_gives_nothing_of_who_was_forgotten(tmp_path):
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        save(cache, keys(A, 3))
+        save(cache, keys(B, 3))
+        shutil.copytree(tmp_path / "kv", tmp_path / "backup")
+        forget(cache, A)
+    shutil.rmtree(tmp_path / "kv")
+    shutil.move(tmp_path / "backup", tmp_path / "kv")
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        assert found(cache, keys(B, 3)) == ["disk"] * 3
+        assert found(cache, keys(A, 3)) == []
+        assert cache.metrics.value("lmtier_missed_tokens_total", reason="sealed") == 48
+        while cache.lower[0].has_jobs:  # each of the loads finds out for itself
+            cache.wait_for_tiers()
+        save(cache, keys(A, 3))
+        assert found(cache, keys(A, 3)) == ["cpu"] * 3, "who comes back is served"
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        assert found(cache, keys(A, 3)) == ["disk"] * 3
+
+
+def test_what_was_evicted_before_is_overwritten_too(tmp_path):
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        save(cache, keys(A, 8))
+        for entry in cache.index.entries():
+            cache.room.take_out(entry)
+        assert of_memory(cache, A)
+        report = forget(cache, A)
+        assert report.chunks == 0
+        assert report.overwritten == cache.slab.capacity
+        assert not of_memory(cache, A)
+
+
+def test_what_an_engine_reads_now_is_overwritten_when_it_is_done(tmp_path):
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        save(cache, keys(A, 2))
+        match = cache.match(keys(A, 2), FORM)
+        report = forget(cache, A)
+        assert report.in_use == 2
+        for entry in match.run:
+            assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key), "never wrong"
+        assert found(cache, keys(A, 2)) == []
+        cache.release(match)
+        assert not of_memory(cache, A)
+        assert not cache.room.erasing
+        cache.check()
+
+
+def test_a_store_that_was_on_its_way_leaves_nothing_readable(tmp_path):
+    """It gets a new key after the first was destroyed. That key goes too."""
+    gate, ring = Gate(), keyring(1, tenants=str(tmp_path / "tenants"))
+    inner = MemoryTier()
+    tier = SlowTier(inner, gate)
+    tier.use_keys(ring)
+    with cache_over("null://?capacity=1MiB", tiers={"null://?capacity=1MiB": tier}) as cache:
+        save(cache, keys(A, 1))
+        (path,) = (tmp_path / "tenants").glob(A.hex())
+        gate.hold()
+        save(cache, keys(A, 3), flushed=False)
+        cache.step()
+        gate.wait_for(2)
+        report = forget(cache, A, patience=0.2)
+        assert "not everything is deleted yet" in report.tiers[0].problem
+        assert not path.exists()
+        gate.open()
+        assert cache.flush()
+        assert not inner.objects
+        assert forget(cache, A).is_done
+        assert not path.exists()
+        cache.check()
+
+
+def test_a_tier_that_others_share_is_searched(redis, tmp_path):
+    url = f"redis://127.0.0.1:{redis.port}?namespace=forget"
+    key = f"&seal=aes-256-gcm&key={key_file(tmp_path, 1)}&tenants={tmp_path}/tenants"
+    with cache_over(url + key) as cache:
+        for model in (b"mod_", b"othr"):
+            save(cache, keys(A, 3, model))
+            save(cache, keys(B, 3, model))
+        (told,) = forget(cache, A).tiers
+        assert (told.tier, told.chunks, told.keys, told.problem) == ("redis", None, 1, "")
+        for entry in cache.index.entries():
+            cache.room.take_out(entry)
+        assert found(cache, keys(A, 3)) == []
+        assert found(cache, keys(B, 3, b"othr")) == ["redis"] * 3
+        save(cache, keys(A, 1))
+        assert cache.flush()
+
+
+@pytest.mark.parametrize("sealing", [BY_TIER, NOT])
+def test_a_tier_without_keys_of_tenants_forgets_and_says_what_that_is_worth(tmp_path, sealing):
+    url = (
+        sealed_disk(tmp_path, tenants=False) if sealing == BY_TIER else f"disk://{tmp_path}/kv?capacity=1GiB"
+    )
+    with cache_over(url) as cache:
+        save(cache, keys(A, 3))
+        (told,) = forget(cache, A).tiers
+        assert (told.chunks, told.keys, told.sealed) == (3, 0, sealing)
+        assert files(tmp_path, A) == 0
+
+
+def test_a_key_that_cannot_be_destroyed_is_said_and_the_rest_goes(tmp_path, monkeypatch):
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        save(cache, keys(A, 2))
+        monkeypatch.setattr("lmtier.tiers.keyring.LOCK", "no/such/folder/lock")
+        report = forget(cache, A)
+        assert not report.is_done
+        assert f"{A.hex()} stays: No such file or directory" in report.tiers[0].problem
+        assert files(tmp_path, A) == 0
+
+
+def test_nobody_is_no_tenant():
+    with cache_over() as cache:
+        for who in (NOBODY, b"", b"12345"):
+            with pytest.raises(MisuseError):
+                forget(cache, who)
+
+
+def test_each_place_has_a_line_in_the_audit(tmp_path, caplog):
+    with cache_over(sealed_disk(tmp_path)) as cache, caplog.at_level(logging.INFO, "lmtier.audit"):
+        save(cache, keys(A, 2))
+        forget(cache, A, who="an administrator")
+    lines = [record.getMessage() for record in caplog.records if record.name == "lmtier.audit"]
+    assert lines[0] == f"lmtier: forget tenant {A.hex()}, as an administrator asks"
+    assert lines[1].startswith(f"lmtier: tenant {A.hex()}: cpu: 2 chunks deleted, 0 in use, ")
+    assert lines[2] == (
+        f"lmtier: tenant {A.hex()}: disk: 2 chunks deleted, 1 keys destroyed, sealed by: tenant"
+    )
+    assert "alice" not in caplog.text, "a salt may be a secret"
+
+
+# ---- memory
+
+
+def test_the_slab_is_in_no_core_dump():
+    with cache_over() as private, cache_over(shared=True) as shared:
+        for cache in (private, shared):
+            address = cache.slab._memory._start
+            assert "dd" in memory_flags(address), "the kernel's word for: do not dump"
+            assert "dd" in memory_flags(address + cache.slab.capacity - 1)
+
+
+def test_free_memory_is_overwritten_and_used_memory_is_not():
+    with cache_over() as cache:
+        save(cache, keys(A, 3))
+        save(cache, keys(B, 3))
+        first = cache.index.get(keys(A, 3)[2])
+        assert first is not None
+        cache.room.take_out(first)
+        assert first.state is State.GONE
+        before = cache.slab.used
+        assert sum(cache.slab.wipe_free()) == cache.slab.capacity - before
+        assert found(cache, keys(A, 2)) == ["cpu"] * 2
+        assert found(cache, keys(B, 3)) == ["cpu"] * 3
+
+
+def test_extents_that_are_taken_while_memory_is_overwritten_are_not_touched(monkeypatch):
+    monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", FORM.room)
+    with cache_over() as cache:
+        names = iter(keys(A, 20))
+        saved = []
+        for _ in cache.slab.wipe_free():
+            if (name := next(names, None)) is not None:
+                save(cache, [name])
+                saved.append(name)
+        for name in saved:
+            assert found(cache, [name]) == ["cpu"]
+
+
+def test_tokens_that_engines_sent_go_as_well():
+    prompts = Prompts(1)
+    for who in (A, B):
+        prompts.tell(keys(who, 3), bytes(12), Origin.of({}, "", who.hex()))
+    prompts.forget(A)
+    assert [prompts.get(key) is None for key in (*keys(A, 3), *keys(B, 3))] == [True] * 3 + [False] * 3
+    prompts.forget(B)
+    assert not len(prompts)
+    assert not prompts._bytes
