@@ -13,7 +13,7 @@ from lmtier.format.objects import CorruptObject
 from lmtier.wire.resp import Argument, Buffer, Error, pieces
 from lmtier_backends.redis.homes import Homes
 from lmtier_backends.redis.wire import ErrorReply, Login, Wire, dial
-from lmtier_backends.stream import Address, left
+from lmtier_backends.sockets import Address, left
 
 _HOPS = 5  # a slot moves once, or once more while we look
 

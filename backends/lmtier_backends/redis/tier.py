@@ -37,8 +37,8 @@ from lmtier.tiers.blocking import BlockingTier
 from lmtier.wire.resp import Argument, Buffer, Error, pieces
 from lmtier_backends.redis.homes import Cluster, Homes, Sentinels
 from lmtier_backends.redis.pool import Asker, Connections, Question
-from lmtier_backends.redis.wire import BadReply, ErrorReply, Login, accepted, dial
-from lmtier_backends.stream import Address, tls_context
+from lmtier_backends.redis.wire import ErrorReply, Login, accepted, dial
+from lmtier_backends.sockets import Address, BadReply, tls_context
 
 PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
 PORT = 6379

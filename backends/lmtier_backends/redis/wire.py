@@ -20,7 +20,7 @@ from lmtier.wire.resp import (
     pieces,
     to_bytes,
 )
-from lmtier_backends.stream import Address, Stream, connect
+from lmtier_backends.sockets import Address, BadReply, TimedSocket, connect
 
 T = TypeVar("T")
 _BUFFER = 64 << 10
@@ -39,10 +39,6 @@ def accepted(reply: Any) -> Any:
     if isinstance(reply, Error):
         raise ErrorReply(reply)
     return reply
-
-
-class BadReply(ConnectionError):
-    """A reply that no Redis sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ def dial(address: Address, until: float, login: Login = NOBODY, tls: ssl.SSLCont
     return wire
 
 
-class Wire(Stream):
+class Wire(TimedSocket):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._buffer = memoryview(bytearray(_BUFFER))

@@ -3,7 +3,7 @@
 Each call gets `until`, in time.monotonic(). On a plain socket the kernel keeps that time (SO_SNDTIMEO and
 SO_RCVTIMEO cover a whole call with MSG_WAITALL), so a payload is one system call and takes the GIL once.
 
-After any exception the stream must be closed: the next bytes may belong to an earlier request.
+After any exception the socket must be closed: the next bytes may belong to an earlier request.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from lmtier.format.objects import Buffer
 Address: TypeAlias = "tuple[str, int] | str"
 """Host and port, or the path of a Unix socket."""
 
+
 _SHORT = 16 << 10  # longer pieces are sent without a copy
 _IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
 _PIECES = 512  # the most pieces for one sendmsg
 _ENCRYPTED = 1 << 20  # bytes of one send over TLS, so that its time is limited again and again
 _TIMEVAL = struct.Struct("@ll")
+
+
+class BadReply(ConnectionError):
+    """An answer that no server of this kind sends."""
 
 
 def left(until: float) -> float:
@@ -96,7 +101,7 @@ def tls_context(scheme: str, ca: str, cert: str, key: str, check_hostname: bool)
     return context
 
 
-class Stream:
+class TimedSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
