@@ -49,6 +49,7 @@ def store_and_load(scale: Scale) -> Samples:
     total = BATCH * nbytes
     memory = touched(scale.memory).data
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, KEYS))
         port = stack.enter_context(_seaweed(program, scale.directory))
         objects = Objects(stack.enter_context(closing(_tier(port))), memory, layout)
         bare = stack.enter_context(closing(Bare(port, memory, nbytes)))
@@ -75,6 +76,7 @@ def lookups(scale: Scale) -> Samples:
         Name(bytes(4) + hashlib.sha256(b"%d" % number).digest()[4:], shard) for number in range(LOOKUP_CHUNKS)
     ]
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, KEYS))
         port = stack.enter_context(_seaweed(program, scale.directory))
         items = tuple(Item(name, pages(PAGE), Header(name, opaque_layout(PAGE), PAGE)) for name in names)
         with closing(_tier(port)) as writer:
@@ -189,10 +191,7 @@ class Boto3:
 
 def _tier(port: str) -> Tier:
     url = f"s3://{BUCKET}?endpoint=http://127.0.0.1:{port}&deadline=1m&connections={BATCH}"
-    with patch.dict(os.environ, KEYS):
-        tier = open_tier(TierSpec.parse(url))
-        run(tier, Job(0, Op.LOOKUP, (Item(Name(bytes(32), opaque_layout(PAGE).whole)),)), PATIENCE)
-    return tier
+    return open_tier(TierSpec.parse(url))
 
 
 def _boto3(port: str) -> Any:

@@ -85,15 +85,16 @@ class Credentials:
             keys = next((found for find in sources if (found := find(until))), None)
         # Of a file, a command or a service; in a tier a FileNotFoundError would mean a miss.
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-            if self._usable:  # the service that renews them is away for a moment
-                self._fresh_until = time.time() + _NEARBY
-                return
-            raise ConnectionError(f"credentials: {error!r}") from None
-        self._keys = keys
+            if not self._usable:
+                raise ConnectionError(f"credentials: {type(error).__name__}: {error}") from None
+            keys = None
         now = time.time()
-        if keys is None or keys.expires == float("inf"):
-            self._fresh_until = now + _KEPT
+        if keys is None and self._usable:  # what renews them is away for a moment
+            self._fresh_until = now + _NEARBY
+        elif keys is None or keys.expires == float("inf"):
+            self._keys, self._fresh_until = keys, now + _KEPT
         else:
+            self._keys = keys
             self._fresh_until = max(keys.expires - _EARLY, min(keys.expires, now + _NEARBY))
 
     def _files(self, until: float) -> Keys | None:
