@@ -6,7 +6,7 @@ time. Names are few: an object of 32 MiB is usual, so a page stands for 32 GiB.
 
     first lookup of a model     fetches its list, and waits for it, but no longer than `deadline`
     a lookup that misses        has the list fetched again, if it is older than `refresh`; it does not wait
-    nobody asks, or all is hit  nothing is fetched
+    no lookup, or all are hits  nothing is fetched
 
 A list may be wrong in both directions. A name that others stored since is a miss until the next list. A name
 that others deleted is found, and missed when it is read; then it leaves the list. What is read is checked,

@@ -1,7 +1,7 @@
 """Signs requests as S3 wants it: AWS Signature Version 4, in a header.
 
 The body of an object is not part of the signature (UNSIGNED-PAYLOAD). lmtier checks every object with
-checksums of its own when it reads it, and a sha256 takes longer than sending the bytes.
+its own checksums when it reads it, and a sha256 takes longer than sending the bytes.
 """
 
 from __future__ import annotations

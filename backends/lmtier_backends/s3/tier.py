@@ -79,7 +79,7 @@ class S3Tier(BlockingTier):
             endpoint = endpoint or os.environ.get(variable, "")
         place = _place(bucket, endpoint, region, style, (ssl_ca_certs, ssl_check_hostname))
         self._prefix = f"{prefix}/{namespace}/".removeprefix("/")
-        self._where = f"s3://{bucket}/{self._prefix} at {place.host}"
+        self._where = f"s3://{bucket}/{self._prefix}".rstrip("/") + f" at {place.host}"
         self._deadline = deadline
         self._bucket = Bucket(place, Credentials(profile, region))
         self._catalogue = Catalogue(self._page, deadline, refresh)
