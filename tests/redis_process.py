@@ -189,9 +189,9 @@ def planted(ask: Callable[..., Any], name: Name, data: bytes, part: int = 0) -> 
 class Proxy:
     """Between a client and a server: counts, cuts, stalls, drips, slows down. Down is towards the client."""
 
-    def __init__(self, server: tuple[str, int]) -> None:
+    def __init__(self, server: tuple[str, int], port: int = 0) -> None:
         self._server = server
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._gone = threading.Event()

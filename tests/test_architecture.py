@@ -102,7 +102,7 @@ def test_arrows_point_down(path):
 
 @pytest.mark.parametrize("path", sorted(ROOTS["lmtier_backends"].rglob("*.py")), ids=lambda path: path.stem)
 def test_a_backend_sees_the_seam_and_nothing_above_it(path):
-    assert parts(path) <= {"errors", "forks", "format", "tiers", "wire"}
+    assert parts(path) <= {"errors", "threads", "forks", "format", "tiers", "wire"}
 
 
 @pytest.mark.parametrize(

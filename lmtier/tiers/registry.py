@@ -22,6 +22,7 @@ BUILTIN = {
     "unix": "lmtier_backends.redis.tier:UnixTier",
     "redis-sentinel": "lmtier_backends.redis.tier:SentinelTier",
     "redis-cluster": "lmtier_backends.redis.tier:ClusterTier",
+    "s3": "lmtier_backends.s3.tier:S3Tier",
 }
 GROUP = "lmtier.tiers"
 
@@ -64,6 +65,8 @@ def open_tier(spec: TierSpec) -> Tier:
     if spec.codec in CODECS:
         find(spec.codec)  # before anything is opened
     keys = Keyring(spec.key, spec.tenants, str(spec)) if spec.seal else None
+    if "ttl" in options:  # it is the cache's option, and this tier wants to know it
+        values["ttl"] = spec.ttl
     factory: Callable[..., Tier] = cls
     tier = factory(spec.location, **values)
     try:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from lmtier.wire.resp import Argument, Error
-from lmtier_backends.redis.wire import Address, BadReply, accepted, left
+from lmtier_backends.redis.wire import accepted
+from lmtier_backends.sockets import Address, BadReply, left
 
 SLOTS = 16384
 

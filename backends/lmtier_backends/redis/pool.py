@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from lmtier.format.objects import CorruptObject
 from lmtier.wire.resp import Argument, Buffer, Error, pieces
 from lmtier_backends.redis.homes import Homes
-from lmtier_backends.redis.wire import Address, ErrorReply, Login, Wire, dial, left
+from lmtier_backends.redis.wire import ErrorReply, Login, Wire, dial
+from lmtier_backends.sockets import Address, left
 
 _HOPS = 5  # a slot moves once, or once more while we look
 

@@ -38,7 +38,8 @@ from lmtier.tiers.blocking import BlockingTier
 from lmtier.wire.resp import Argument, Buffer, Error, pieces
 from lmtier_backends.redis.homes import Cluster, Homes, Sentinels
 from lmtier_backends.redis.pool import Asker, Connections, Question
-from lmtier_backends.redis.wire import Address, BadReply, ErrorReply, Login, accepted, dial
+from lmtier_backends.redis.wire import ErrorReply, Login, accepted, dial
+from lmtier_backends.sockets import Address, BadReply, tls_context
 
 PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
 PORT = 6379
@@ -140,7 +141,8 @@ class RedisTier(BlockingTier):
         self._where = f"{self.scheme}://{place} namespace {namespace}"
         self._litter: deque[bytes] = deque(maxlen=_MOST_LITTER)
         """Parts that belong to no object, to be deleted with the next write."""
-        tls = tls_context(ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname) if is_tls else None
+        certificates = (ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname)
+        tls = tls_context(self.scheme, *certificates) if is_tls else None
 
         def login() -> Login:  # read for each connection, because a password may change
             secret = password or secret_in(password_file) or os.environ.get(PASSWORD_VARIABLE, "")
@@ -483,14 +485,3 @@ def split_login(location: str, scheme: str) -> tuple[str, str, str]:
 def secret_in(file: str) -> str:
     text = Path(file).expanduser().read_text("utf-8", "surrogateescape") if file else ""
     return text.partition("\n")[0].strip()
-
-
-def tls_context(ca: str, cert: str, key: str, check_hostname: bool) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=ca or None)
-        context.check_hostname = check_hostname
-        if cert or key:
-            context.load_cert_chain(cert, key or None)
-    except (OSError, ssl.SSLError) as error:
-        raise TierError(f"redis tier: certificates {ca} {cert} {key}: {error}") from None
-    return context

@@ -1,47 +1,29 @@
-"""One connection to a Redis: commands, replies, and payloads directly from and into memory, with deadlines.
-
-Each call gets `until`, in time.monotonic(), and ends by then whatever the other side does; single bytes do
-not extend it. On a plain socket the kernel keeps that time (SO_SNDTIMEO and SO_RCVTIMEO cover a whole call
-with MSG_WAITALL), so a payload is one system call and takes the GIL once.
-
-After any exception the connection must be closed: the next bytes may belong to an earlier request.
-"""
+"""One connection to a Redis: commands, replies, and payloads directly from and into memory."""
 
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import ssl
-import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from lmtier import forks
 from lmtier.wire.replies import Replies
 from lmtier.wire.resp import (
     CRLF,
     INCOMPLETE,
     Argument,
-    Buffer,
     Error,
     Incomplete,
     ProtocolError,
     pieces,
     to_bytes,
 )
+from lmtier_backends.sockets import Address, BadReply, TimedSocket, connect
 
 T = TypeVar("T")
-Address: TypeAlias = "tuple[str, int] | str"
-"""Host and port, or the path of a Unix socket."""
-
 _BUFFER = 64 << 10
-_SHORT = 16 << 10  # longer pieces of a command are sent without a copy
-_IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
-_PIECES = 512  # the most pieces for one sendmsg
-_TIMEVAL = struct.Struct("@ll")
 
 
 class ErrorReply(OSError):
@@ -57,10 +39,6 @@ def accepted(reply: Any) -> Any:
     if isinstance(reply, Error):
         raise ErrorReply(reply)
     return reply
-
-
-class BadReply(ConnectionError):
-    """A reply that no Redis sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +66,10 @@ class Login:
 NOBODY = Login()
 
 
-def left(until: float) -> float:
-    """Seconds until then. Raises TimeoutError if there are none."""
-    seconds = until - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("the server did not answer in time")
-    return seconds
-
-
-def _joined(pieces: Sequence[Buffer]) -> list[Buffer]:
-    joined: list[Buffer] = []
-    short: list[Buffer] = []
-    for piece in pieces:
-        if len(piece) < _SHORT:
-            short.append(piece)
-        else:
-            joined += (b"".join(short), piece)
-            short = []
-    return [*joined, b"".join(short)] if short else joined
-
-
 def dial(address: Address, until: float, login: Login = NOBODY, tls: ssl.SSLContext | None = None) -> Wire:
     """A connection that is logged in. Raises OSError."""
-    sock = _connect(address, until)
+    sock = connect(address, until, tls)
     try:
-        if tls is not None:
-            host = address if isinstance(address, str) else address[0]
-            sock.settimeout(left(until))
-            sock = tls.wrap_socket(sock, server_hostname=host)
-            forks.close_in_child(sock)
         wire = Wire(sock)
         said = login.commands()
         if said:
@@ -132,80 +85,15 @@ def dial(address: Address, until: float, login: Login = NOBODY, tls: ssl.SSLCont
     return wire
 
 
-def _connect(address: Address, until: float) -> socket.socket:
-    if isinstance(address, str):
-        places: list[tuple[socket.AddressFamily, object]] = [(socket.AF_UNIX, address)]
-    else:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        places = [(family, place) for family, *_, place in found]
-    problem: OSError = ConnectionError(f"{address} is no address")
-    for tried, (family, place) in enumerate(places):
-        sock = socket.socket(family)
-        forks.close_in_child(sock)
-        try:
-            # So that a silent address leaves time for the next one.
-            sock.settimeout(left(until) / (len(places) - tried))
-            sock.connect(place)  # type: ignore[arg-type]  # a path or a pair, as the family wants it
-            if family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-        except OSError as error:
-            sock.close()
-            problem = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise problem
-
-
-class Wire:
+class Wire(TimedSocket):
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._is_tls = isinstance(sock, ssl.SSLSocket)
-        if not self._is_tls:
-            sock.settimeout(None)
+        super().__init__(sock)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._replies = Replies()
         self._crlf = memoryview(bytearray(2))
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._sock.fileno() < 0
 
     def is_stale(self) -> bool:
-        """Whether an idle connection was closed, or has unexpected bytes."""
-        return self._replies.has_more or bool(self._poll.poll(0))
-
-    def close(self) -> None:
-        self._sock.close()
-
-    # ---- sending
-
-    def send(self, pieces: Sequence[Buffer], until: float) -> None:
-        """Send whole commands, from `command`; those of a pipeline one after the other."""
-        rest = [memoryview(piece) for piece in _joined(pieces)]
-        if self._is_tls:
-            for piece in rest:
-                self._sock.settimeout(left(until))
-                self._sock.sendall(piece)
-            return
-        while rest:
-            self._limit(socket.SO_SNDTIMEO, until)
-            try:
-                sent = self._sock.sendmsg(rest[:_PIECES])
-            except BlockingIOError:
-                raise TimeoutError("the server takes no more bytes") from None
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if sent:
-                rest[0] = rest[0][sent:]
-
-    # ---- receiving
+        return self._replies.has_more or super().is_stale()
 
     def reply(self, until: float) -> Any:
         """The next reply, a small one."""
@@ -243,7 +131,7 @@ class Wire:
         """
         try:
             while (found := read()) is INCOMPLETE:
-                got = self._receive(self._buffer[:most], until)
+                got = self.receive(self._buffer[:most], until)
                 self._replies.feed(self._buffer[:got])
                 most = 1 if most < _BUFFER else most
         except ProtocolError as error:
@@ -254,50 +142,10 @@ class Wire:
         """Fill `views` with the next bytes. The last of them must be the end of a line."""
         rest = [view for view in views if view]
         while rest:
-            if self._replies.has_more:
-                got = self._replies.take(rest[0])
-            elif self._is_tls:
-                got = self._receive(rest[0], until)
-            else:
-                got = self._receive_all(rest, until)
+            got = self._replies.take(rest[0]) if self._replies.has_more else self.receive_all(rest, until)
             while rest and got >= len(rest[0]):
                 got -= len(rest.pop(0))
             if got:
                 rest[0] = rest[0][got:]
         if bytes(self._crlf) != CRLF:
             raise BadReply(f"a string ends in {bytes(self._crlf)!r}")
-
-    def _receive(self, view: memoryview, until: float) -> int:
-        """Receive at least one byte."""
-        if self._is_tls:
-            self._sock.settimeout(left(until))
-        else:
-            self._limit(socket.SO_RCVTIMEO, until)
-        try:
-            got = self._sock.recv_into(view)
-        except BlockingIOError:
-            raise TimeoutError("the server did not answer in time") from None
-        return self._some(got)
-
-    def _receive_all(self, views: Sequence[memoryview], until: float) -> int:
-        """Receive everything in one call. It is less only after a timeout or a signal."""
-        self._limit(socket.SO_RCVTIMEO, until)
-        try:
-            got = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-        except BlockingIOError:
-            raise TimeoutError("the server stopped in the middle of a reply") from None
-        return self._some(got)
-
-    @staticmethod
-    def _some(got: int) -> int:
-        if not got:
-            raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
-        return got
-
-    def _limit(self, option: int, until: float) -> None:
-        seconds = left(until)
-        whole = int(seconds)
-        # A timeout of zero would mean no limit.
-        self._sock.setsockopt(
-            socket.SOL_SOCKET, option, _TIMEVAL.pack(whole, max(1000, int((seconds - whole) * 1e6)))
-        )

@@ -1,0 +1,309 @@
+"""The requests to one bucket: read, write, delete and list objects. Each call ends by `until`.
+
+A connection is kept for the next call. There are as many as threads that call, and one request at a time is
+in flight on each.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import html
+import re
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import NamedTuple, TypeVar
+from xml.sax.saxutils import escape
+
+from lmtier.format.objects import Buffer
+from lmtier_backends.s3.credentials import Credentials
+from lmtier_backends.s3.http import HttpReply, HttpWire, reason
+from lmtier_backends.s3.signing import EMPTY, UNSIGNED, query_of, quoted, sign
+from lmtier_backends.sockets import Address, BadReply, connect
+
+T = TypeVar("T")
+MOST_DELETED = 1000
+"""Names in one request, the most that S3 takes."""
+_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge"}
+_SKEWED = "RequestTimeTooSkewed"
+_UNKNOWN = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AccessDenied"}
+
+
+class S3Error(OSError):
+    """The server answered with an error."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        number = errno.ENOSPC if code in _FULL or status == 507 else errno.EPROTO
+        super().__init__(number, ": ".join(filter(None, (code or reason(status), message))))
+        self.status = status
+        self.code = code
+
+
+class Page(NamedTuple):
+    """Some names of a bucket, in order."""
+
+    found: list[tuple[str, int]]
+    """Name and bytes of each object."""
+    more: str
+    """Where the next page begins; empty: this is the last one."""
+
+
+class Rule(NamedTuple):
+    """A lifecycle rule that deletes objects."""
+
+    name: str
+    prefix: str
+    days: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a bucket is."""
+
+    address: Address
+    host: str
+    """As requests name it."""
+    base: str
+    """What comes before an object's name in the path of a request."""
+    region: str
+    tls: ssl.SSLContext | None
+
+
+class Bucket:
+    def __init__(self, place: Place, credentials: Credentials) -> None:
+        self.place = place
+        self._credentials = credentials
+        self._idle: deque[HttpWire] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.skew = 0.0
+        """Seconds by which the server's clock is ahead of ours, once it has refused a request for that."""
+        self.is_doubtful = False
+        """Whether the last call has failed."""
+
+    # ---- objects
+
+    def get(self, key: str, into: Sequence[memoryview], until: float, *, start_only: bool) -> int | None:
+        """Read an object into memory. Returns its length, or None if it does not exist.
+
+        `start_only`: only so much as `into` takes is asked for, and returned as the length.
+        """
+        room = sum(map(len, into))
+        headers = {"Range": f"bytes=0-{room - 1}"} if start_only else {}
+
+        def take(wire: HttpWire, reply: HttpReply) -> int | None:
+            if reply.status in (200, 206):
+                return wire.fill(reply, into, until)
+            problem = self._refusal(wire, reply, until)
+            if problem.code == "NoSuchKey":
+                return None
+            if problem.code == "InvalidRange" and start_only:  # an empty object
+                return 0
+            raise problem
+
+        return self._ask("GET", key, {}, until, take, headers=headers)
+
+    def put(self, key: str, pieces: Sequence[Buffer], until: float) -> None:
+        self._ask("PUT", key, {}, until, self._need_good(until), body=pieces)
+
+    def delete(self, keys: Sequence[str], until: float) -> None:
+        """Delete these, some hundreds in a request. A name that does not exist is no error."""
+        for at in range(0, len(keys), MOST_DELETED):
+            listed = "".join(
+                f"<Object><Key>{escape(key)}</Key></Object>" for key in keys[at : at + MOST_DELETED]
+            )
+            body = f"<Delete><Quiet>true</Quiet>{listed}</Delete>".encode()
+            checked = {
+                "Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+            }
+            text = self._ask("POST", "", {"delete": ""}, until, self._text(until), checked, (body,))
+            for error in re.findall(r"<Error>.*?</Error>", text, re.DOTALL):
+                if _field(error, "Code") != "NoSuchKey":
+                    raise S3Error(200, _field(error, "Code"), _field(error, "Message")[:200])
+
+    def page(self, prefix: str, after: str, until: float, most: int = 1000) -> Page:
+        """The names that begin with `prefix`, from the page that `after` names on."""
+        query = {"list-type": "2", "prefix": prefix, "max-keys": str(most)}
+        if after:
+            query["continuation-token"] = after
+        text = self._ask("GET", "", query, until, self._text(until))
+        if "<ListBucketResult" not in text:
+            raise BadReply(f"not a list of names: {text!r:.80}")
+        found = []
+        for each in re.findall(r"<Contents>.*?</Contents>", text, re.DOTALL):
+            size = _field(each, "Size")
+            if not size.isdecimal():
+                raise BadReply(f"not an entry of a list: {each!r:.80}")
+            found.append((html.unescape(_field(each, "Key")), int(size)))
+        is_cut = _field(text, "IsTruncated") == "true"
+        more = html.unescape(_field(text, "NextContinuationToken")) if is_cut else ""
+        if is_cut and (not more or not found):
+            raise BadReply("a list of names that ends in the middle")
+        return Page(found, more)
+
+    def rules(self, until: float) -> list[Rule]:
+        """The lifecycle rules that delete objects by age alone."""
+        try:
+            text = self._ask("GET", "", {"lifecycle": ""}, until, self._text(until))
+        except S3Error as error:
+            if error.code == "NoSuchLifecycleConfiguration":
+                return []
+            raise
+        rules = []
+        for each in re.findall(r"<Rule>.*?</Rule>", text, re.DOTALL):
+            expiration = re.search(r"<Expiration>.*?</Expiration>", each, re.DOTALL)
+            days = _field(expiration[0], "Days") if expiration else ""
+            is_plain = not re.search(r"<(Tag|ObjectSizeGreaterThan|ObjectSizeLessThan)>", each)
+            if _field(each, "Status") == "Enabled" and is_plain and days.isdecimal():
+                rules.append(Rule(_field(each, "ID"), html.unescape(_field(each, "Prefix")), int(days)))
+        return rules
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+    # ---- requests and replies
+
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        until: float,
+        take: Callable[[HttpWire, HttpReply], T],
+        headers: Mapping[str, str] = {},
+        body: Sequence[Buffer] = (),
+    ) -> T:
+        """Send a request, again if the server only says what time it is. `take` gets the reply."""
+        try:
+            try:
+                result = self._exchange(method, key, query, until, take, headers, body)
+            except S3Error as error:
+                if error.code != _SKEWED:
+                    raise
+                result = self._exchange(method, key, query, until, take, headers, body)
+        except OSError:
+            self.is_doubtful = True
+            raise
+        self.is_doubtful = False
+        return result
+
+    def _exchange(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        until: float,
+        take: Callable[[HttpWire, HttpReply], T],
+        headers: Mapping[str, str],
+        body: Sequence[Buffer],
+    ) -> T:
+        keys = self._credentials.keys(until)
+        path, words = quoted(f"{self.place.base}{key}"), query_of(query)
+        payload = (
+            UNSIGNED if method == "PUT" else hashlib.sha256(b"".join(body)).hexdigest() if body else EMPTY
+        )
+        named = {"Host": self.place.host, **headers}
+        now = time.time() + self.skew
+        signed = sign(method, path, words, named, payload, keys, self.place.region, now)
+        lines = [f"{method} {path}{f'?{words}' if words else ''} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in signed.items()]
+        lines += [f"content-length: {sum(map(len, body))}"] if method in ("PUT", "POST") else []
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        wire = self._borrow(until)
+        try:
+            try:
+                reply = wire.ask(head, body, until)
+            except ConnectionError:
+                if not wire.replies:
+                    raise
+                # The server ended an idle connection while we began to use it.
+                wire.close()
+                wire = self._dial(until)
+                reply = wire.ask(head, body, until)
+            result = take(wire, reply)
+        except S3Error as error:
+            self._give_back(wire)
+            if error.code == _SKEWED:
+                self.skew = _time_in(reply) - time.time()
+            if error.code in _UNKNOWN:
+                self._credentials.refused(keys)
+            raise
+        except BaseException:
+            wire.close()
+            raise
+        self._give_back(wire)
+        return result
+
+    def _need_good(self, until: float) -> Callable[[HttpWire, HttpReply], None]:
+        def take(wire: HttpWire, reply: HttpReply) -> None:
+            if reply.status != 200:
+                raise self._refusal(wire, reply, until)
+            wire.read(reply, until)
+
+        return take
+
+    def _text(self, until: float) -> Callable[[HttpWire, HttpReply], str]:
+        def take(wire: HttpWire, reply: HttpReply) -> str:
+            if reply.status != 200:
+                raise self._refusal(wire, reply, until)
+            return wire.read(reply, until).decode(errors="replace")
+
+        return take
+
+    def _refusal(self, wire: HttpWire, reply: HttpReply, until: float) -> S3Error:
+        text = wire.read(reply, until).decode(errors="replace")
+        code, message = _field(text, "Code"), html.unescape(_field(text, "Message"))[:200]
+        if 300 <= reply.status < 400:  # KV goes to no other place than the one that was named
+            region = reply.headers.get("x-amz-bucket-region")
+            where = f"region={region}" if region else reply.headers.get("location", "elsewhere")[:200]
+            message = f"the server sends us on to {where}; name that place in the URL of the tier"
+        return S3Error(reply.status, code, message)
+
+    # ---- connections
+
+    def _borrow(self, until: float) -> HttpWire:
+        while True:
+            try:
+                wire = self._idle.pop()  # the one that was used last
+            except IndexError:
+                return self._dial(until)
+            if not wire.is_stale():
+                return wire
+            wire.close()
+
+    def _dial(self, until: float) -> HttpWire:
+        if self._closed:
+            raise ConnectionError("closed")
+        try:
+            return HttpWire(connect(self.place.address, until, self.place.tls))
+        except FileNotFoundError as error:  # in a tier this exception would mean a miss
+            raise ConnectionError(str(error)) from None
+
+    def _give_back(self, wire: HttpWire) -> None:
+        with self._lock:
+            if self._closed or wire.is_closed or wire.is_stale():
+                wire.close()
+            else:
+                self._idle.append(wire)
+
+
+def _field(text: str, name: str) -> str:
+    """The text of the first such element, still escaped."""
+    found = re.search(rf"<{name}>([^<]*)</{name}>", text)
+    return found[1].strip() if found else ""
+
+
+def _time_in(reply: HttpReply) -> float:
+    with suppress(ValueError, TypeError):
+        return parsedate_to_datetime(reply.headers.get("date", "")).timestamp()
+    return time.time()

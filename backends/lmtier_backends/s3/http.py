@@ -1,0 +1,178 @@
+"""One HTTP/1.1 connection: a request, its reply, and bodies directly from and into memory, with deadlines."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lmtier.format.objects import Buffer
+from lmtier_backends.sockets import BadReply, TimedSocket
+
+_HEAD = 64 << 10
+"""The most bytes of a reply before its body."""
+MOST = 8 << 20
+"""The most bytes of a body that is read as a whole. A page of 1,000 names takes some 300 KB."""
+_NO_BODY = {204, 304}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    """A reply without its body."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    """By name in lower case."""
+    length: int | None = None
+    """Bytes of the body; None: it comes in chunks, or until the connection ends."""
+
+
+class HttpWire(TimedSocket):
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._head = memoryview(bytearray(_HEAD))
+        self._ahead = memoryview(b"")
+        """Bytes of the body that came with the head."""
+        self._ends = False
+        """Whether the server closes the connection after this reply."""
+        self.replies = 0
+
+    def is_stale(self) -> bool:
+        return self._ends or bool(self._ahead) or super().is_stale()
+
+    def ask(self, head: bytes, body: Sequence[Buffer], until: float) -> HttpReply:
+        """Send a request. Returns the reply; its body must be read next, or the connection closed."""
+        self._ahead = memoryview(b"")
+        self.send((head, *body), until)
+        while (reply := self._reply(until)).status < 200:  # "100 Continue" and its like come before a reply
+            pass
+        self.replies += 1
+        return reply
+
+    def _reply(self, until: float) -> HttpReply:
+        text, self._ahead = self._until_blank_line(until)
+        status, *lines = text.decode("latin-1").split("\r\n")
+        version, _, rest = status.partition(" ")
+        code = rest[:3]
+        if not version.startswith("HTTP/1.") or not re.fullmatch("[1-5][0-9][0-9]", code):
+            raise BadReply(f"not a reply of HTTP: {status!r:.60}")
+        headers = {}
+        for line in lines:
+            name, colon, value = line.partition(":")
+            if not colon:
+                raise BadReply(f"not a header of HTTP: {line!r:.60}")
+            headers[name.strip().lower()] = value.strip()
+        self._ends = version == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
+        if int(code) in _NO_BODY or int(code) < 200:
+            return HttpReply(int(code), headers, 0)
+        length = headers.get("content-length")
+        if "transfer-encoding" in headers or length is None:
+            return HttpReply(int(code), headers)
+        if not re.fullmatch("[0-9]{1,18}", length):
+            raise BadReply(f"Content-Length: {length!r:.60}")
+        return HttpReply(int(code), headers, int(length))
+
+    def _until_blank_line(self, until: float) -> tuple[bytes, memoryview]:
+        """The head of the next reply, and what came after it."""
+        got = len(self._ahead)
+        self._head[:got] = bytes(self._ahead)
+        searched = 0
+        while True:
+            end = bytes(self._head[searched:got]).find(b"\r\n\r\n")
+            if end >= 0:
+                end += searched
+                return bytes(self._head[:end]), self._head[end + 4 : got]
+            if got == _HEAD:
+                raise BadReply(f"the head of a reply takes more than {_HEAD} bytes")
+            searched = max(0, got - 3)
+            got += self.receive(self._head[got:], until)
+
+    # ---- bodies
+
+    def fill(self, reply: HttpReply, views: Sequence[memoryview], until: float) -> int:
+        """Read the body into `views`. Returns its length; what does not fit is not read."""
+        if reply.length is None:
+            raise BadReply("an object came without its length")
+        targets, rest = [], reply.length
+        for view in views:
+            if part := view[:rest]:
+                targets.append(part)
+                rest -= len(part)
+        while targets:
+            got = self._take(targets[0]) if self._ahead else self.receive_all(targets, until)
+            while targets and got >= len(targets[0]):
+                got -= len(targets.pop(0))
+            if got:
+                targets[0] = targets[0][got:]
+        if rest:
+            self.close()
+        return reply.length
+
+    def read(self, reply: HttpReply, until: float) -> bytes:
+        """The whole body, a small one."""
+        if reply.length is not None:
+            if reply.length > MOST:
+                raise BadReply(f"a body of {reply.length} bytes, where {MOST} are enough")
+            body = bytearray(reply.length)
+            self.fill(reply, (memoryview(body),), until)
+            return bytes(body)
+        if reply.headers.get("transfer-encoding", "").lower() == "chunked":
+            return self._chunks(until)
+        self._ends = True
+        return self._rest(until)
+
+    def _chunks(self, until: float) -> bytes:
+        body = bytearray()
+        while True:
+            size = self._line(until).partition(b";")[0].strip()
+            try:
+                more = int(size, 16) if size[:1].isalnum() else -1
+            except ValueError:
+                more = -1
+            if not 0 <= more <= MOST - len(body):
+                raise BadReply(f"a chunk of {size!r:.40} bytes")
+            if not more:
+                while self._line(until):  # headers after the body
+                    pass
+                return bytes(body)
+            chunk = bytearray(more)
+            self.fill(HttpReply(200, length=more), (memoryview(chunk),), until)
+            body += chunk
+            if self._line(until):
+                raise BadReply("a chunk is longer than it says")
+
+    def _line(self, until: float) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\r\n"):
+            if len(line) > 4096:
+                raise BadReply("a line of more than 4096 bytes")
+            line += self._byte(until)
+        return bytes(line[:-2])
+
+    def _byte(self, until: float) -> bytes:
+        if not self._ahead:
+            self._ahead = self._head[: self.receive(self._head, until)]
+        byte, self._ahead = bytes(self._ahead[:1]), self._ahead[1:]
+        return byte
+
+    def _rest(self, until: float) -> bytes:
+        body = bytearray(self._ahead)
+        self._ahead = memoryview(b"")
+        while len(body) <= MOST:
+            try:
+                body += self._head[: self.receive(self._head, until)]
+            except ConnectionResetError:
+                return bytes(body)
+        raise BadReply(f"a body of more than {MOST} bytes")
+
+    def _take(self, view: memoryview) -> int:
+        got = min(len(view), len(self._ahead))
+        view[:got] = self._ahead[:got]
+        self._ahead = self._ahead[got:]
+        return got
+
+
+def reason(status: int) -> str:
+    return f"{status} {http.client.responses.get(status, '')}".strip()

@@ -1,0 +1,192 @@
+"""A socket whose calls all end by a given time, whatever the other side does; single bytes do not extend it.
+
+Each call gets `until`, in time.monotonic(). On a plain socket the kernel keeps that time (SO_SNDTIMEO and
+SO_RCVTIMEO cover a whole call with MSG_WAITALL), so a payload is one system call and takes the GIL once.
+
+After any exception the socket must be closed: the next bytes may belong to an earlier request.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from lmtier import forks
+from lmtier.errors import TierError
+from lmtier.format.objects import Buffer
+
+Address: TypeAlias = "tuple[str, int] | str"
+"""Host and port, or the path of a Unix socket."""
+
+
+_SHORT = 16 << 10  # longer pieces are sent without a copy
+_IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
+_PIECES = 512  # the most pieces for one sendmsg
+_ENCRYPTED = 1 << 20  # bytes of one send over TLS, so that its time is limited again and again
+_TIMEVAL = struct.Struct("@ll")
+
+
+class BadReply(ConnectionError):
+    """An answer that no server of this kind sends."""
+
+
+def left(until: float) -> float:
+    """Seconds until then. Raises TimeoutError if there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("the server did not answer in time")
+    return seconds
+
+
+def connect(address: Address, until: float, tls: ssl.SSLContext | None = None) -> socket.socket:
+    """A connected socket. Raises OSError."""
+    sock = _connect(address, until)
+    if tls is None:
+        sock.settimeout(None)
+        return sock
+    try:
+        sock.settimeout(left(until))
+        sock = tls.wrap_socket(sock, server_hostname=address if isinstance(address, str) else address[0])
+        forks.close_in_child(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect(address: Address, until: float) -> socket.socket:
+    if isinstance(address, str):
+        places: list[tuple[socket.AddressFamily, object]] = [(socket.AF_UNIX, address)]
+    else:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        places = [(family, place) for family, *_, place in found]
+    problem: OSError = ConnectionError(f"{address} is no address")
+    for tried, (family, place) in enumerate(places):
+        sock = socket.socket(family)
+        forks.close_in_child(sock)
+        try:
+            # So that a silent address leaves time for the next one.
+            sock.settimeout(left(until) / (len(places) - tried))
+            sock.connect(place)  # type: ignore[arg-type]  # a path or a pair, as the family wants it
+            if family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+        except OSError as error:
+            sock.close()
+            problem = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise problem
+
+
+def tls_context(scheme: str, ca: str, cert: str, key: str, check_hostname: bool) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        context.check_hostname = check_hostname
+        if cert or key:
+            context.load_cert_chain(cert, key or None)
+    except (OSError, ssl.SSLError) as error:
+        files = " ".join(filter(None, (ca, cert, key)))
+        raise TierError(f"{scheme} tier: certificates {files}: {error}") from None
+    return context
+
+
+class TimedSocket:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._sock.fileno() < 0
+
+    def is_stale(self) -> bool:
+        """Whether an idle connection was closed, or has unexpected bytes."""
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        self._sock.close()
+
+    # ---- sending
+
+    def send(self, pieces: Sequence[Buffer], until: float) -> None:
+        rest = [memoryview(piece) for piece in _joined(pieces)]
+        while rest:
+            sent = self._send(rest, until)
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if sent:
+                rest[0] = rest[0][sent:]
+
+    def _send(self, rest: list[memoryview], until: float) -> int:
+        if self._is_tls:
+            self._sock.settimeout(left(until))
+            return self._sock.send(rest[0][:_ENCRYPTED])
+        self._limit(socket.SO_SNDTIMEO, until)
+        try:
+            return self._sock.sendmsg(rest[:_PIECES])
+        except BlockingIOError:
+            raise TimeoutError("the server takes no more bytes") from None
+
+    # ---- receiving
+
+    def receive(self, view: memoryview, until: float) -> int:
+        """Receive at least one byte."""
+        if self._is_tls:
+            self._sock.settimeout(left(until))
+        else:
+            self._limit(socket.SO_RCVTIMEO, until)
+        try:
+            got = self._sock.recv_into(view)
+        except BlockingIOError:
+            raise TimeoutError("the server did not answer in time") from None
+        return self._some(got)
+
+    def receive_all(self, views: Sequence[memoryview], until: float) -> int:
+        """Receive everything, if the socket can do that in one call, and at least one byte."""
+        if self._is_tls:
+            return self.receive(views[0], until)
+        self._limit(socket.SO_RCVTIMEO, until)
+        try:
+            got = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            raise TimeoutError("the server stopped in the middle of a reply") from None
+        return self._some(got)
+
+    @staticmethod
+    def _some(got: int) -> int:
+        if not got:
+            raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
+        return got
+
+    def _limit(self, option: int, until: float) -> None:
+        seconds = left(until)
+        whole = int(seconds)
+        # A timeout of zero would mean no limit.
+        self._sock.setsockopt(
+            socket.SOL_SOCKET, option, _TIMEVAL.pack(whole, max(1000, int((seconds - whole) * 1e6)))
+        )
+
+
+def _joined(pieces: Sequence[Buffer]) -> list[Buffer]:
+    joined: list[Buffer] = []
+    short: list[Buffer] = []
+    for piece in pieces:
+        if len(piece) < _SHORT:
+            short.append(piece)
+        else:
+            joined += (b"".join(short), piece)
+            short = []
+    return [*joined, b"".join(short)] if short else joined
