@@ -16,6 +16,7 @@ from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded
 from lmtier.format.objects import Header
 from lmtier.observe.follower import Followers
+from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
 from lmtier.tiers.base import Reason, Stat
 
@@ -47,10 +48,11 @@ class Matches:
         deadline: float,
         cost: Cost | None = None,
         began: float = 0.0,
+        session: Agent | None = None,
     ) -> Match:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record."""
-        match = Match(next(self._ids), keys, form, tokens, deadline)
+        match = Match(next(self._ids), keys, form, tokens, deadline, session=session)
         self.open[match.id] = match
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
@@ -293,6 +295,8 @@ class Matches:
         if missed is None:
             return
         self.weighing.settle(match)
+        if match.session is not None:
+            match.session.saved += match.asked_tokens - sum(missed.values())
         for hear in self._followers.settled:
             hear(match, missed)
 

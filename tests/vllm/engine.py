@@ -78,13 +78,25 @@ class Engine:
         return self._hear()
 
     def generate(
-        self, prompts: list[list[int]], tokens: int = 8, *, salt: str = "", lora: str = "", ttl: object = None
+        self,
+        prompts: list[list[int]],
+        tokens: int = 8,
+        *,
+        salt: str = "",
+        lora: str = "",
+        ttl: object = None,
+        params: dict[str, Any] | None = None,
     ) -> list[Output]:
-        """All at once, as vLLM schedules them."""
-        return [
-            Output(each)
-            for each in self.ask("generate", prompts=prompts, tokens=tokens, salt=salt, lora=lora, ttl=ttl)
-        ]
+        """All at once, as vLLM schedules them. `params` are their kv_transfer_params."""
+        params = params if ttl is None else {"lmtier_ttl": ttl}
+        given = {"prompts": prompts, "tokens": tokens, "salt": salt, "lora": lora, "params": params}
+        return [Output(each) for each in self.ask("generate", **given)]
+
+    def ask_in_session(
+        self, prompt: list[int], session: str, hints: dict[str, Any] | None = None, salt: str = ""
+    ) -> Output:
+        """One request, with vLLM's own fields for its session and its hints."""
+        return Output(self.ask("ask_in_session", prompt=prompt, session=session, hints=hints, salt=salt))
 
     def see(
         self,
@@ -259,8 +271,8 @@ def main() -> None:
     llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None)
     say("ready")
 
-    def greedy(tokens: int, ttl: object = None) -> Any:
-        more = {"extra_args": {"kv_transfer_params": {"lmtier_ttl": ttl}}} if ttl is not None else {}
+    def greedy(tokens: int, params: dict[str, Any] | None = None) -> Any:
+        more = {"extra_args": {"kv_transfer_params": params}} if params is not None else {}
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
     def outcome(each: Any) -> dict[str, Any]:
@@ -271,9 +283,28 @@ def main() -> None:
             "reason": answer.finish_reason,
         }
 
-    def generate(prompts: list[list[int]], tokens: int, salt: str, lora: str, ttl: object = None) -> Any:
+    def generate(
+        prompts: list[list[int]], tokens: int, salt: str, lora: str, params: dict[str, Any] | None = None
+    ) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
-        return llm.generate(asked, greedy(tokens, ttl), use_tqdm=False, lora_request=adapter(lora))
+        return llm.generate(asked, greedy(tokens, params), use_tqdm=False, lora_request=adapter(lora))
+
+    def ask_in_session(prompt: list[int], session: str, hints: dict[str, Any] | None, salt: str) -> Any:
+        import msgspec
+        from vllm.v1.kv_hints import KvHintsEnvelope
+
+        llm.llm_engine.add_request(
+            f"said {time.monotonic_ns()}",
+            {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
+            greedy(8),
+            session_id=session,
+            kv_hints=None if hints is None else msgspec.convert(hints, KvHintsEnvelope),
+        )
+        done: list[Any] = []
+        while not done:
+            done = [each for each in llm.llm_engine.step() if each.finished]
+        settle()
+        return outcome(done[0])
 
     def adapter(lora: str) -> Any:
         return LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
@@ -320,6 +351,8 @@ def main() -> None:
                 found = generate(**given)
                 settle()
                 say([outcome(each) for each in found])
+            case "ask_in_session":
+                say(ask_in_session(**given))
             case "see":
                 say([outcome(each) for each in see(**given)])
             case "embed":

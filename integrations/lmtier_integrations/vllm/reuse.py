@@ -49,7 +49,10 @@ class Reuse:
         if not whole:
             return
         chain = known.keys(tokens)
-        match = self._client.match(chain.keys[:whole], self._names.form, tokens=tokens)
+        said = known.said
+        match = self._client.match(
+            chain.keys[:whole], self._names.form, tokens=tokens, session=said.session, parent=said.parent
+        )
         self._client.trace(match, known.request.trace_headers)
         known.tell()
         self._bring_up(match)

@@ -123,7 +123,8 @@ class Sessions:
             "approximation": config.approximation,
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
-            "options": "HAS TTL PRESENCE",  # of verbs that older servers of this protocol have without them
+            # options of verbs that older servers of this protocol have without them
+            "options": "HAS TTL PRESENCE SESSION",
             "slab": caller.is_local and self._cache.slab.fd is not None,
         }
 
