@@ -54,6 +54,7 @@ class Matches:
         record."""
         match = Match(next(self._ids), keys, form, tokens, deadline, session=session)
         self.open[match.id] = match
+        match.saves = cost
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
             match.cut, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
@@ -295,8 +296,11 @@ class Matches:
         if missed is None:
             return
         self.weighing.settle(match)
+        hit = match.asked_tokens - sum(missed.values())
         if match.session is not None:
-            match.session.saved += match.asked_tokens - sum(missed.values())
+            match.session.saved += hit
+        if match.saves is not None:
+            self._gauges.save(match.saves.prefill(0, hit) - match.saves.fixed)
         for hear in self._followers.settled:
             hear(match, missed)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
 from typing import TypedDict
 
 from lmtier.core.index import Index
@@ -56,11 +57,17 @@ class AgentSessions:
         self._waiting: OrderedDict[Agent, float] = OrderedDict()
         """Who waits for a person, and since when; the longest first."""
         self._ended, self._forgotten = metrics.sessions_ended, metrics.sessions_forgotten
-        for state in (ASKING, WAITING):
-            metrics.sessions.labels(state).set_function(self._count_of(state))
+        metrics.sessions.labels(ASKING).set_function(lambda: self.active)
+        metrics.sessions.labels(WAITING).set_function(lambda: self.waiting)
 
-    def _count_of(self, state: str) -> Callable[[], float]:
-        return lambda: len(self._waiting) if state == WAITING else len(self.book) - len(self._waiting)
+    @property
+    def waiting(self) -> int:
+        """How many wait for a person."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        return len(self.book) - len(self._waiting)
 
     # ---- requests
 
@@ -155,9 +162,13 @@ class AgentSessions:
 
     # ---- display
 
+    def top(self, most: int) -> list[Agent]:
+        """Those that saved most, the first the most."""
+        return nlargest(most, self.book, key=lambda agent: agent.saved)
+
     def recent(self, most: int) -> list[Agent]:
         """Those that asked last, the youngest first."""
-        return sorted(self.book, key=lambda asker: asker.seen, reverse=True)[:most]
+        return nlargest(most, self.book, key=lambda asker: asker.seen)
 
     def now(self, asker: Agent) -> SessionNow:
         now = self._clock()

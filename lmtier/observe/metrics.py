@@ -130,6 +130,9 @@ class Metrics:
         self.asked_tokens = counter("asked_tokens", "Tokens of prompts that were looked up.")
         self.hit_tokens = counter("hit_tokens", "Tokens supplied, by the tier that had them.", "tier")
         self.missed_tokens = counter("missed_tokens", "Tokens not supplied, by reason.", "reason")
+        self.saved_gpu_seconds = counter(
+            "saved_gpu_seconds", "Seconds that engines need not compute because of hits, by their own costs."
+        )
         self.stored_tokens = counter("stored_tokens", "Tokens whose KV became readable in a tier.", "tier")
         self.skipped_tokens = counter(
             "skipped_tokens", "Tokens not saved because they were stored already (skip_leading_tokens)."

@@ -124,7 +124,7 @@ class Server:
         }
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
-        self._report = Report(self.cache, self._roster.clients, self._started)
+        self._report = Report(self.cache, self._roster.clients, self._started, gpu_hour=serving.gpu_hour)
         self._history = History()
         self._forms = forms(self.cache)
         self._pages = routes(self.cache, self._report, self._history, self._engines.explain)

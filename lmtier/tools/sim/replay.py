@@ -58,9 +58,9 @@ class Outcome:
     seconds: float
     """The duration of the trace."""
     bytes_per_token: float
-    told: str = "none"
+    hinted: str = "trace"
     """Which hints the trace had; one of traces.HINTS."""
-    hints: int = 0
+    executed: int = 0
     """Hints that were executed."""
     requests: int = 0
     chunks: int = 0
@@ -159,7 +159,7 @@ def replay(
             reservation = cache.reserve(keys, form)
             cache.commit(reservation)
             outcomes = cache.hint(request.hints, session=request.session) if request.hints else ()
-            outcome.hints += sum(each.result == DONE for each in outcomes)
+            outcome.executed += sum(each.result == DONE for each in outcomes)
             _finish(cache)
             outcome.requests += 1
             outcome.chunks += len(keys)

@@ -61,7 +61,7 @@ class Trace:
     def tokens(self) -> int:
         return sum(request.tokens for request in self.requests)
 
-    def told(self, what: str, person_after: float = PERSON_AFTER) -> Trace:
+    def hinted(self, what: str, person_after: float = PERSON_AFTER) -> Trace:
         """This trace with other hints; `what` is one of HINTS.
 
         A trace does not say when an agent knew that its session was over, or that it had to wait for a
@@ -74,7 +74,7 @@ class Trace:
                 self, requests=[each._replace(session="", parent="", hints=()) for each in self.requests]
             )
         following: dict[str, float] = {}
-        told: list[TraceRequest] = []
+        made: list[TraceRequest] = []
         for number, each in reversed([*enumerate(self.requests)]):
             hints: list[Action] = []
             if each.session:
@@ -84,8 +84,8 @@ class Trace:
                 elif what == "waits" and then - each.at > person_after:
                     hints.append(Action(f"{number}", WAIT))
                 following[each.session] = each.at
-            told.append(each._replace(hints=tuple(hints)))
-        return replace(self, requests=told[::-1])
+            made.append(each._replace(hints=tuple(hints)))
+        return replace(self, requests=made[::-1])
 
     def keys(self, chunk_tokens: int, *, partial: bool = False) -> Iterator[list[bytes]]:
         """The keys of each request's whole chunks. They are chained, so each covers all chunks before it.
