@@ -323,6 +323,8 @@ class Serving:
     """text, or json: one object a line."""
     request_log: str = ""
     """A file that records the lookups of engines, to replay them: keys and lengths, no text."""
+    gpu_hour: float = 0.0
+    """The price of an hour of an engine's GPUs: the report says what hits save; 0: it says hours only."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -332,6 +334,8 @@ class Serving:
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
+        if not 0 <= self.gpu_hour < float("inf"):
+            raise ConfigError(f"serve: gpu_hour={self.gpu_hour}: a price is 0 or more")
         for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in known:
                 word = getattr(self, name)

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from lmtier import forks
 from lmtier.errors import TierError
-from lmtier.format.objects import Buffer
+from lmtier.format.sealing import Buffer
 
 Address: TypeAlias = "tuple[str, int] | str"
 """Host and port, or the path of a Unix socket."""

@@ -146,6 +146,8 @@ class Client:
         tokens: int | None = None,
         deadline: float | None = None,
         ends: ChunkForm | None = None,
+        session: str = "",
+        parent: str = "",
     ) -> Match:
         """As Cache.match; empty if no server answers, and with `ends` also if it knows no states."""
         names = tuple(keys)
@@ -162,14 +164,15 @@ class Client:
             which = f"{number}{AND_STATE}{last}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
+            asker = _asker(session, parent) if "SESSION" in link.options else ()
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
             if names and not link.traces and link.look is not None and link.look.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
-                self._server.post("LMTIER.MISSED", which, asked, *arguments(names))
+                self._server.post("LMTIER.MISSED", which, asked, *asker, *arguments(names))
                 return match
-            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *arguments(names)]
+            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *asker, *arguments(names)]
             entries: list[Entry] = []
 
             def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
@@ -413,6 +416,19 @@ class Client:
         """
         self._server.declare(identity, form, lora)
 
+    # ---- sessions
+
+    def hint(self, envelope: Mapping[str, Any], *, salt: str = "", session: str = "") -> None:
+        """As Cache.hint, for the tenant of this salt. Does not wait for the server."""
+        link = self._server.reach()
+        if link is not None and "SESSION" in link.options:
+            options = [word for pair in (("SALT", salt), ("SESSION", session)) if pair[1] for word in pair]
+            self._server.post("LMTIER.HINT", json.dumps(envelope), *options, then=self._hinted)
+
+    def _hinted(self, reply: Any) -> None:
+        if isinstance(reply, Error):
+            log.warning("lmtier: the server at %s refused hints: %s", self._server.address, reply)
+
     # ---- the whole cache
 
     def compared(self, chunks: int, differing: int) -> None:
@@ -499,6 +515,12 @@ class Client:
         if not isinstance(reply, list):
             return False
         return self._server.understood(lambda: read_match(match, fields_of(reply), entries)) is not None
+
+
+def _asker(session: str, parent: str) -> tuple[Argument, ...]:
+    if not session:
+        return ()
+    return ("SESSION", session, "PARENT", parent) if parent else ("SESSION", session)
 
 
 def _lifetime(ttl: float | None) -> tuple[Argument, ...]:

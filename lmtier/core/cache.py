@@ -16,6 +16,7 @@ from lmtier import forks
 from lmtier.config import Config
 from lmtier.core import ram
 from lmtier.core.gauges import Gauges, places
+from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.lower import Above
 from lmtier.core.lower_tiers import LowerTiers
@@ -25,14 +26,17 @@ from lmtier.core.pinning import NamedPins
 from lmtier.core.presence import Presence
 from lmtier.core.reservations import Reservations
 from lmtier.core.room import Room
+from lmtier.core.sessions import AgentSessions
 from lmtier.core.slab import Slab
 from lmtier.core.weighing import Weighing
 from lmtier.errors import ConfigError, MisuseError, log
+from lmtier.format.keys import NOBODY
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.format.objects import Suspect
 from lmtier.observe.follower import Followers
 from lmtier.observe.metrics import Metrics
 from lmtier.observe.miss_curve import Outlook
+from lmtier.rules.hints import Action, ActionResult
 from lmtier.rules.lifetimes import FOREVER, MAX_TTL, Pinned
 from lmtier.rules.policy import make_policy
 from lmtier.rules.worth import Cost
@@ -114,6 +118,8 @@ class Cache:
             self.presence = Presence()
         indexes = {CPU: self.index, **{tier.label: tier.index for tier in self.lower.owned}}
         self.pinning = NamedPins(indexes, clock)
+        self.sessions = AgentSessions(indexes, self.metrics, self.chunk_tokens, clock)
+        self._hinting = Hinting(self, clock)
         for index in indexes.values():
             index.presence = self.presence
         self.outlook = Outlook(places(self.index, self.lower), self.chunk_tokens)
@@ -169,6 +175,8 @@ class Cache:
         deadline: float | None = None,
         cost: Cost | None = None,
         ends: ChunkForm | None = None,
+        session: str = "",
+        parent: str = "",
     ) -> Match:
         """Find the longest stored prefix of `keys` that a reader of `form` can use.
 
@@ -177,6 +185,9 @@ class Cache:
 
         `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is the time that
         computing would take: with `worth=auto` the match ends where loading would take longer.
+
+        `session` is the name of the session that asks, and `parent` of the one that started it. Without a
+        name a request belongs to the session whose prompt it extends.
         """
         began = time.monotonic()
         self._need_open()
@@ -187,7 +198,8 @@ class Cache:
         if asked < whole:
             raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends)
+        asker = self.sessions.asks(names, form, asked, session, parent) if whole else None
+        match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, asker)
         # The state is the tail: it leaves before the chunks that it makes usable.
         self.index.touch(match.run + match.end.run if match.end is not None else match.run)
         self.lower.see(names, match.run)
@@ -255,6 +267,7 @@ class Cache:
         end = len(keys) if most is None else most
         reservation = self._reservations.reserve(keys, form, first, self._seconds(ttl), by, end)
         self.lower.seen.append(tuple(keys))
+        self.sessions.reserves(keys)
         return reservation
 
     def commit(
@@ -286,6 +299,8 @@ class Cache:
         if self.presence is not None and self.is_warm:
             self.presence.trust()
         self._end_lifetimes()
+        self.sessions.step()
+        self._hinting.step()
         if self.lower:
             self.lower.touch()
             self._write_ahead()
@@ -451,6 +466,15 @@ class Cache:
     def pinned(self) -> list[Pinned]:
         return self.pinning.pinned()
 
+    # ---- sessions
+
+    def hint(
+        self, actions: Sequence[Action], tenant: bytes = NOBODY, session: str = ""
+    ) -> list[ActionResult]:
+        """Execute hints of a tenant. `session` is meant where an action names none."""
+        self._need_open()
+        return self._hinting.execute(actions, tenant, session)
+
     # ---- named values: chunks that may be replaced
 
     def forget(self, key: bytes, form: ChunkForm) -> None:
@@ -518,6 +542,7 @@ class Cache:
         self.slab.check()
         self.index.check()
         self.pinning.pins.check()
+        self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
         leases: dict[Entry, int] = {}
         self._matches.check()

@@ -55,6 +55,10 @@ class Gauges:
         """Count chunks that need not be stored because they already are."""
         self._metrics.skipped_tokens.inc(chunks * self.chunk_tokens)
 
+    def save(self, seconds: float) -> None:
+        """Count the time that an engine need not compute."""
+        self._metrics.saved_gpu_seconds.inc(seconds)
+
     def drop(self, keys: Sequence[bytes], why: str, form: ChunkForm) -> None:
         count_dropped(self._metrics, CPU, why, [form.room] * len(keys), self.tokens(keys))
 

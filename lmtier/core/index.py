@@ -25,6 +25,7 @@ from lmtier.core.presence import Presence
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.follower import Followers
+from lmtier.rules.foretold import Foretold
 from lmtier.rules.fullness import UNBOUNDED
 from lmtier.rules.lifetimes import Ends
 from lmtier.rules.policy import Keyed, Policy
@@ -65,8 +66,8 @@ class Index:
         self.leased_bytes = 0
         """Bytes that cannot leave now: leased or not READY. They let `evict` give up early."""
         self._entries: dict[bytes, Entry] = {}
-        self._policy = policy
-        self.pools = Pools(shares, capacity, policy) if shares else None
+        self._policy = Foretold(policy)
+        self.pools = Pools(shares, capacity, self._policy) if shares else None
         self._max_ghosts = ghosts
         self.records: set[bytes] = set()
         """The keys of complete records."""
@@ -126,7 +127,7 @@ class Index:
         if self.pools is not None:
             self.pools.of(entry.key).count(used, leased)
 
-    def _policy_of(self, entry: Entry) -> Policy[Keyed]:
+    def _policy_of(self, entry: Entry) -> Foretold[Keyed]:
         return self._policy if self.pools is None else self.pools.of(entry.key).policy
 
     def rekey(self, entry: Entry, key: bytes) -> None:
@@ -269,7 +270,17 @@ class Index:
         for policy, part in self._by_policy(run):
             policy.refresh(part)
 
-    def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[Policy[Keyed], Iterable[Entry]]]:
+    def over(self, run: Sequence[Entry]) -> None:
+        """These are not asked for again: they leave before others. `run` is given head first."""
+        for policy, part in self._by_policy(run):
+            policy.over(part)
+
+    def wait(self, run: Sequence[Entry]) -> None:
+        """These are asked for again, but late. `run` is given head first."""
+        for policy, part in self._by_policy(run):
+            policy.wait(part)
+
+    def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[Foretold[Keyed], Iterable[Entry]]]:
         """Tail first. Nearly always all entries belong to one tenant."""
         if self.pools is None:
             return ((self._policy, reversed(run)),)
@@ -283,7 +294,9 @@ class Index:
     def order(self) -> list[Entry]:
         """All entries in the policy's order of eviction. Pools are merged by last use."""
         policies = [self._policy] if self.pools is None else [pool.policy for pool in self.pools]
-        orders = ([each for each in policy.order() if isinstance(each, Entry)] for policy in policies)
+        orders = (
+            [each for each in dict.fromkeys(policy.order()) if isinstance(each, Entry)] for policy in policies
+        )
         return list(merge(*orders, key=lambda entry: entry.used))
 
     def pool(self, key: bytes) -> Pool | None:
@@ -299,7 +312,7 @@ class Index:
         freed = 0
         if self.used == self.leased_bytes:
             return victims, freed
-        childless: dict[Entry, int] = {}  # parents of victims -> how many of their kids go
+        childless: dict[Entry, int] = {}  # parents of victims -> how many of their kids go; victims -> -1
         turns = self._policy.order() if self.pools is None else self.pools.order(victims, asker, claim)
         with closing(turns) as order:
             for entry in order:
@@ -307,6 +320,7 @@ class Index:
                 if entry.leases or entry.kids != childless.get(entry, 0):
                     continue
                 victims.append(entry)
+                childless[entry] = -1  # an order may have it twice
                 freed += entry.nbytes
                 if freed >= need:
                     break

@@ -12,6 +12,7 @@ from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.format.objects import Made
 from lmtier.rules.lifetimes import FOREVER
+from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
 
 CPU = "cpu"
@@ -135,12 +136,16 @@ class Match:
     released: bool = False
     asker: str = ""
     """Who asked, for display."""
+    session: Agent | None = None
+    """The session that asked, if a request did."""
     limit: float = field(init=False)
     """The requested deadline. `deadline` is earlier if computing takes less time."""
     patience: float = float("inf")
     """Seconds after `prefetch` until the engine computes instead."""
     cost: Cost | None = None
     """The engine's time to compute, if only chunks that are worth it should be loaded."""
+    saves: Cost | None = None
+    """The engine's time to compute, which hits save."""
     has: int = 0
     """The number of tokens that the engine has itself."""
     decision: tuple[str, str] | None = None

@@ -20,6 +20,7 @@ from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded
 from lmtier.format.objects import Header
 from lmtier.observe.follower import Followers
+from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
 from lmtier.tiers.base import Reason, Stat
 
@@ -52,11 +53,13 @@ class Matches:
         cost: Cost | None = None,
         began: float = 0.0,
         ends: ChunkForm | None = None,
+        session: Agent | None = None,
     ) -> Match:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record."""
-        match = Match(next(self._ids), keys, form, tokens, deadline, ends)
+        match = Match(next(self._ids), keys, form, tokens, deadline, ends, session=session)
         self.open[match.id] = match
+        match.saves = cost
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
             match.cut, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
@@ -360,6 +363,11 @@ class Matches:
         if missed is None:
             return
         self.weighing.settle(match)
+        hit = match.asked_tokens - sum(missed.values())
+        if match.session is not None:
+            match.session.saved += hit
+        if match.saves is not None:
+            self._gauges.save(match.saves.prefill(0, hit) - match.saves.fixed)
         for hear in self._followers.settled:
             hear(match, missed)
 

@@ -83,6 +83,10 @@ LABELS = {
     "decision": "`all`, `part` or `none` of what was found",
     "why": "`faster` to load, `slower`; `unmeasured`: the tier or the engine; as set: `always`, `never`",
     "version": "of lmtier",
+    "state": "of agent sessions: `active`, and `waiting` for a person",
+    "action": "of hints: `pin`, `retain`, `ttl`, `prefetch`, `release`, `session_end`, `session_wait`, "
+    "`demote`; `other`: all that lmtier does not know",
+    "result": "of hints: `done`, `repeated`, `unknown`, `refused`",
 }
 """Every label and its values. All are bounded, by the settings or by a list in the source."""
 
@@ -130,6 +134,9 @@ class Metrics:
         self.asked_tokens = counter("asked_tokens", "Tokens of prompts that were looked up.")
         self.hit_tokens = counter("hit_tokens", "Tokens supplied, by the tier that had them.", "tier")
         self.missed_tokens = counter("missed_tokens", "Tokens not supplied, by reason.", "reason")
+        self.saved_gpu_seconds = counter(
+            "saved_gpu_seconds", "Seconds that engines need not compute because of hits, by their own costs."
+        )
         self.stored_tokens = counter("stored_tokens", "Tokens whose KV became readable in a tier.", "tier")
         self.skipped_tokens = counter(
             "skipped_tokens", "Tokens not saved because they were stored already (skip_leading_tokens)."
@@ -198,6 +205,14 @@ class Metrics:
         self.queue_depth = gauge("queue_depth", "Jobs waiting or running.", "tier", "op")
         self.leased_bytes = gauge(
             "leased_bytes", "Bytes in the slab that cannot leave now: leased, loading or being filled."
+        )
+        self.sessions = gauge("sessions", "Agent sessions in the book, by what they do.", "state")
+        self.sessions_ended = counter("sessions_ended", "Agent sessions that were over.")
+        self.sessions_forgotten = counter(
+            "sessions_forgotten", "Agent sessions that the bounded book had no room for."
+        )
+        self.hints = counter(
+            "hints", "Hints of engines and routers, by action and result.", "action", "result"
         )
         self.pins = gauge("pins", "Prefixes that are pinned, by name.")
         self.pinned_bytes = gauge("pinned_bytes", "Bytes that stay because they are pinned.", "tier")

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from lmtier.errors import ConfigError
 from lmtier.format.keys import tenant, tenant_of
-from lmtier.rules.policy import Keyed, Policy
+from lmtier.rules.foretold import Foretold
+from lmtier.rules.policy import Keyed
 
 OTHER = "other"
 """The name of all tenants without a share."""
@@ -90,7 +91,7 @@ class Pool:
 
     __slots__ = ("evicted", "leased_bytes", "name", "policy", "room", "used")
 
-    def __init__(self, name: str, room: int, policy: Policy[Keyed]) -> None:
+    def __init__(self, name: str, room: int, policy: Foretold[Keyed]) -> None:
         self.name = name
         self.room = room
         """Bytes that it never loses to other pools."""
@@ -117,7 +118,7 @@ class Pool:
 
 
 class Pools:
-    def __init__(self, shares: Sequence[Share], capacity: int, policy: Policy[Keyed]) -> None:
+    def __init__(self, shares: Sequence[Share], capacity: int, policy: Foretold[Keyed]) -> None:
         self._of = {
             tenant(share.salt): Pool(share.name, int(capacity * share.part), policy.another())
             for share in shares

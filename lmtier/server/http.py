@@ -1,4 +1,6 @@
-"""HTTP/1.1 for browsers and Prometheus: bytes in, bytes out; GET and HEAD only; no sockets here.
+"""HTTP/1.1 for browsers, Prometheus and routers: bytes in, bytes out; no sockets here.
+
+Pages are read with GET and HEAD. A form takes a JSON body with POST, and always needs the token.
 
 The owner of the socket feeds the received bytes to a `Conversation` and sends the result of `next`. A request
 must be well-formed to the byte, so that a proxy in front cannot be made to read it differently.
@@ -19,11 +21,15 @@ from typing import NamedTuple, TypeAlias
 from lmtier._version import __version__
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
+from lmtier.format.keys import tenant
+from lmtier.rules.hints import actions_of
 from lmtier.server.explain import Explain
 from lmtier.server.report import History, Report
 
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
+MAX_BODY = 256 << 10
+"""Bytes of a form."""
 OPEN = frozenset({"/healthz", "/health", "/readyz"})
 """The pages that need no token, because Kubernetes has none. They answer with one word."""
 
@@ -62,6 +68,7 @@ class Response(NamedTuple):
 
 
 Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
+Forms: TypeAlias = "Mapping[str, Callable[[bytes], Response]]"
 
 
 class Reply(NamedTuple):
@@ -85,14 +92,20 @@ class _Request(NamedTuple):
     headers: dict[str, str]
     keep: bool
 
+    @property
+    def length(self) -> int:
+        """Of its body."""
+        return int(self.headers.get("content-length", "0"))
+
 
 class Http:
-    """The served pages, and the token that they need."""
+    """The served pages and forms, and the token that they need."""
 
-    def __init__(self, pages: Pages, token: str | None = None) -> None:
+    def __init__(self, pages: Pages, token: str | None = None, forms: Forms | None = None) -> None:
         if token == "":
             raise MisuseError("an empty token would allow every client; pass None for no token")
         self._pages = pages
+        self._forms = forms or {}
         self._token = None if token is None else token.encode()
 
     def conversation(self) -> Conversation:
@@ -100,13 +113,32 @@ class Http:
         return Conversation(self)
 
     def answer(self, method: str, path: str, authorization: str) -> Response:
+        """The answer to a request without a body."""
         if path not in OPEN and not self._is_trusted(authorization):
             return sentence(401, "send the token as Authorization: Bearer, or as the password", _CHALLENGE)
+        if path in self._forms:
+            return sentence(405, f"{path} takes a JSON body with POST", (("Allow", "POST"),))
         if method not in ("GET", "HEAD"):
             return sentence(405, f"{method} is not supported; use GET or HEAD", (("Allow", "GET, HEAD"),))
         if path not in self._pages:
             return sentence(404, f"no such page; there are {', '.join(sorted(self._pages))}")
         return self._pages[path]()
+
+    def form(self, request: _Request) -> Callable[[bytes], Response] | None:
+        """What takes the body of this request; None: `answer` answers it."""
+        if request.method != "POST" or request.path not in self._forms:
+            return None
+        if not self._is_trusted(request.headers.get("authorization", "")):
+            return None
+        if self._token is None:  # any page in a browser can send a form; it cannot know a token
+            raise _Refusal(403, "this needs a token: start the server with --token-file")
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise _Refusal(415, "send JSON, with Content-Type: application/json")
+        if "content-length" not in request.headers:
+            raise _Refusal(411, "send the length of the body, as Content-Length")
+        if request.length > MAX_BODY:
+            raise _Refusal(413, f"the body has at most {MAX_BODY} bytes")
+        return self._forms[request.path]
 
     def _is_trusted(self, authorization: str) -> bool:
         if self._token is None:
@@ -126,12 +158,14 @@ class Http:
 class Conversation:
     """One connection: requests in, replies out, in order.
 
-    It holds at most one head and the bytes after it.
+    It holds at most one head or body, and the bytes after it.
     """
 
     def __init__(self, http: Http) -> None:
         self._http = http
         self._input = bytearray()
+        self._form: tuple[_Request, Callable[[bytes], Response]] | None = None
+        """A request whose body has not come yet, and what takes it."""
         self._over = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
@@ -147,10 +181,15 @@ class Conversation:
         if self._over:
             return None
         try:
-            head = self._head()
-            if head is None:
-                return None
-            request = parse(head)
+            if self._form is None:
+                head = self._head()
+                if head is None:
+                    return None
+                request = parse(head)
+                if (form := self._http.form(request)) is not None:
+                    self._form = request, form
+            if self._form is not None:
+                return self._fill(*self._form)
         except _Refusal as refusal:
             return self._reply(sentence(refusal.status, str(refusal)), with_body=True, keep=False)
         response = self._http.answer(request.method, request.path, request.headers.get("authorization", ""))
@@ -160,6 +199,15 @@ class Conversation:
         if has_body and response.status not in (401, 405):
             response = sentence(413, "requests have no body here")
         return self._reply(response, request.method != "HEAD", request.keep and not has_body)
+
+    def _fill(self, request: _Request, form: Callable[[bytes], Response]) -> Reply | None:
+        """Give the form its body, once all of it is here."""
+        if len(self._input) < request.length:
+            return None
+        self._form = None
+        body = bytes(self._input[: request.length])
+        del self._input[: request.length]
+        return self._reply(form(body), with_body=True, keep=request.keep)
 
     def _head(self) -> bytes | None:
         """Take the next request's line and headers out of the input."""
@@ -231,6 +279,25 @@ def parse(head: bytes) -> _Request:
 
 def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ()) -> Response:
     return Response(status, JSON, json.dumps({"error": error}).encode() + b"\n", headers)
+
+
+def forms(cache: Cache) -> dict[str, Callable[[bytes], Response]]:
+    """What takes a body, by path."""
+
+    def hints(body: bytes) -> Response:
+        try:
+            said = json.loads(body)
+            salt, session = (said.pop(name, "") for name in ("salt", "session")) if said else ("", "")
+            if not isinstance(salt, str) or not isinstance(session, str):
+                raise MisuseError("salt and session are text")
+            outcomes = cache.hint(actions_of(said), tenant(salt), session)
+        except (ValueError, RecursionError, AttributeError, TypeError):
+            return sentence(400, "the body is an envelope of hints: a JSON object")
+        except MisuseError as error:
+            return sentence(400, str(error))
+        return Response(200, JSON, json.dumps([outcome._asdict() for outcome in outcomes]).encode())
+
+    return {"/api/hints": hints}
 
 
 def routes(

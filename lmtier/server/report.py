@@ -20,12 +20,15 @@ from lmtier.config import TierSpec
 from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU
+from lmtier.core.sessions import SessionNow
 from lmtier.observe.metrics import MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
+from lmtier.rules.money import HOUR, Worth, next_gib
 
 Client = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
 
+_TOP = 10  # sessions
 _SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
@@ -75,6 +78,33 @@ class TierNow(TypedDict):
     failures: int
 
 
+class NextGib(TypedDict):
+    """What one more GiB of a tier would save in a day, by the miss curve."""
+
+    gpu_hours: float
+    money: float
+
+
+class Savings(TypedDict):
+    """What hits have saved since the start, by the engines' own costs of computing."""
+
+    gpu_hour: float
+    """The price of an hour; 0: not set, so `money` is 0."""
+    gpu_hours: float
+    money: float
+    next_gib: dict[str, NextGib]
+    """By tier; tiers whose curve is not known yet are missing."""
+
+
+class SessionsNow(TypedDict):
+    """Agent sessions."""
+
+    active: int
+    waiting: int
+    top: list[SessionNow]
+    """Those that saved most."""
+
+
 class Snapshot(TypedDict):
     version: str
     time: float
@@ -89,6 +119,8 @@ class Snapshot(TypedDict):
     tiers: list[TierNow]
     curve: dict[str, dict[str, float | None]]
     """The hit rate of each bounded tier if it were alone and so many times its size. None: not known."""
+    savings: Savings
+    sessions: SessionsNow
     busy: float
     """CPU seconds of the main thread. Near 1 per second it is the bottleneck."""
     lookup_seconds: float
@@ -107,8 +139,10 @@ class Report:
         clients: Callable[[], list[Client]],
         started: float,
         clock: Callable[[], float] = time.monotonic,
+        gpu_hour: float = 0.0,
     ) -> None:
-        """`started` is the start of the server, by `clock`."""
+        """`started` is the start of the server, by `clock`; `gpu_hour` is the price of an engine's hour."""
+        self._gpu_hour = gpu_hour
         self._cache = cache
         self._clients = clients
         self._started = started
@@ -197,11 +231,46 @@ class Report:
                 }
                 for place in cache.outlook.places
             },
+            "savings": self._savings(),
+            "sessions": self._sessions(),
             "busy": sum(metrics.sums(metrics.owner_seconds).values()),
             "lookup_seconds": sum(metrics.sums(metrics.lookup_seconds).values()),
             "clients": self._clients(),
             "verify_failures": total(metrics.sums(metrics.verify_failures)),
             "corrupt": sum(count for key, count in failed.items() if key.split()[1] == "corrupt"),
+        }
+
+    def _savings(self) -> Savings:
+        cache, metrics = self._cache, self._cache.metrics
+        saved = sum(metrics.sums(metrics.saved_gpu_seconds).values())
+        hit = total(metrics.sums(metrics.hit_tokens))
+        worth = Worth(saved / HOUR, self._gpu_hour)
+        found: dict[str, NextGib] = {}
+        for place in cache.outlook.places if hit else ():
+            now, more = (_known(cache.outlook.hit_ratio(place, factor)) for factor in (1, 2))
+            if now is None or more is None:
+                continue
+            each = next_gib(
+                *(now, more, place.capacity),
+                asked=total(metrics.sums(metrics.asked_tokens)),
+                seconds=self._clock() - self._started,
+                token=saved / hit,
+                price=self._gpu_hour,
+            )
+            found[place.tier] = {"gpu_hours": each.gpu_hours, "money": each.money}
+        return {
+            "gpu_hour": self._gpu_hour,
+            "gpu_hours": worth.gpu_hours,
+            "money": worth.money,
+            "next_gib": found,
+        }
+
+    def _sessions(self) -> SessionsNow:
+        sessions = self._cache.sessions
+        return {
+            "active": sessions.active,
+            "waiting": sessions.waiting,
+            "top": [sessions.now(each) for each in sessions.top(_TOP)],
         }
 
 

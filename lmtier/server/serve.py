@@ -33,7 +33,7 @@ from lmtier.server.commands import Caller, Command
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import Engines
-from lmtier.server.http import Http, routes
+from lmtier.server.http import Http, forms, routes
 from lmtier.server.listening import Door, Doors, written
 from lmtier.server.process import allow_files, tell_systemd
 from lmtier.server.redis import redis_table
@@ -124,8 +124,9 @@ class Server:
         }
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
-        self._report = Report(self.cache, self._roster.clients, self._started)
+        self._report = Report(self.cache, self._roster.clients, self._started, gpu_hour=serving.gpu_hour)
         self._history = History()
+        self._forms = forms(self.cache)
         self._pages = routes(self.cache, self._report, self._history, self._engines.explain)
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         for kind in ("redis", "engine", "http"):
@@ -377,7 +378,7 @@ class Server:
         forks.close_in_child(sock)
         if kind == "http":
             caller.kind = kind
-            return HttpConnection(sock, Http(self._pages, token).conversation(), caller)
+            return HttpConnection(sock, Http(self._pages, token, self._forms).conversation(), caller)
         caller.is_trusted = caller.is_local or token is None
         return Connection(self._dispatch, sock, caller)
 

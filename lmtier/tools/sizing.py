@@ -16,6 +16,7 @@ from typing import Any
 from lmtier.config import suggest
 from lmtier.errors import ConfigError
 from lmtier.format.layout import DTYPE_BYTES, ChunkForm, LayerShape, Layout, form_of
+from lmtier.rules.money import GIB, HOUR, Worth
 from lmtier.tools.terminal import number, size, table
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -263,6 +264,38 @@ def report(
     if model.stateless:
         lines += ["", "The states of layers without attention are not counted."]
     return "\n".join(lines)
+
+
+def worth(found: Sequence[Holding], prefills: Sequence[float], price: float) -> str:
+    """What each tier saves whenever all that it holds is used once more, and what a GiB of it does."""
+    rows = [
+        (each.tier, f"{rate:,.0f}", number(once.gpu_hours), f"{once.money:,.2f}", f"{of_gib.money:,.4f}")
+        for each in found
+        for rate in prefills
+        for once, of_gib in [_worth_of(each, rate, price)]
+    ]
+    headers = ("used once more", "tokens/s computed", "GPU-hours", f"at {price:g} an hour", "a GiB of it")
+    return table(headers, rows)
+
+
+def _worth_of(each: Holding, rate: float, price: float) -> tuple[Worth, Worth]:
+    hours = each.tokens / rate / HOUR
+    return Worth(hours, price), Worth(hours * GIB / each.capacity, price)
+
+
+def worth_as_json(found: Sequence[Holding], prefills: Sequence[float], price: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "tier": each.tier,
+            "prefill": rate,
+            "gpu_hours": once.gpu_hours,
+            "money": once.money,
+            "money_per_gib": of_gib.money,
+        }
+        for each in found
+        for rate in prefills
+        for once, of_gib in [_worth_of(each, rate, price)]
+    ]
 
 
 def as_json(

@@ -279,3 +279,21 @@ def breaker(tier: TierNow) -> str:
     if not bad:
         return "closed" if tier["warm"] else "scanning"
     return "open" if len(bad) == len(states) else f"open {bad[0]}"
+
+
+def sessions(found: Sequence[Mapping[str, Any]]) -> str:
+    """The agent sessions that asked last."""
+    rows = [
+        (
+            f"{each['session']}" + (f" of {each['parent']}" if each["parent"] else ""),
+            each["state"] + (f", {each['children']} below" if each["children"] else ""),
+            f"{each['requests']:,}",
+            f"{each['tokens']:,}",
+            ", ".join(f"{tokens:,} in {tier}" for tier, tokens in each["kept"].items() if tokens) or "none",
+            f"{each['saved']:,}",
+            f"{span(each['idle'])} ago",
+        )
+        for each in found
+    ]
+    headers = ("session", "state", "requests", "tokens", "kept", "saved", "last seen")
+    return table(headers, rows) if rows else "no session has asked yet"

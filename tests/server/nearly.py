@@ -53,6 +53,8 @@ VERBS = {
     "PIN": 1,
     "UNPIN": 1,
     "PINS": 1,
+    "HINT": 1,
+    "SESSIONS": 1,
     "DISCARD": 1,
     "CLEAR": 0.05,
     "FLUSH": 0.2,

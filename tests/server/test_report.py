@@ -10,6 +10,7 @@ from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.format.layout import form_of, padded
 from lmtier.observe.metrics import MISS_REASONS
+from lmtier.rules.worth import Cost
 from lmtier.server.report import History, Report, without_secrets
 from lmtier.testing import FlakyTier, Gate, MemoryTier, SlowTier, opaque_layout
 from lmtier.tiers.base import Op
@@ -103,6 +104,29 @@ def test_sums_agree_with_the_exposition(make, tmp_path):
     assert metrics.sums(metrics.transfer_bytes, "tier", "direction") == {"disk down": moved}
     assert metrics.sums(metrics.hit_ratio) == {"": 0.75}
     assert not any(metrics.sums(metrics.dropped_tokens, "tier", "reason").values())
+
+
+def test_hits_are_worth_the_time_that_engines_need_not_compute(make):
+    cache = make()
+    store(cache, keys(3))
+    cost = Cost(fixed=9.0, token=2.0, position=0.5, copy=0.0)
+    cache.release(cache.wait(cache.match(keys(3), FORM, tokens=4, cost=cost)))
+    report = Report(cache, list, started=0.0, clock=lambda: 86_400.0, gpu_hour=3600.0)
+    savings = report.snapshot()["savings"]
+    assert savings["money"] == pytest.approx(3 * 2.0 + 0.5 * 9 / 2)
+    assert savings["gpu_hours"] * 3600 == pytest.approx(savings["money"])
+    assert savings["next_gib"].keys() <= {"cpu"}
+
+
+def test_the_sessions_that_saved_most_are_in_the_report(make):
+    cache = make()
+    store(cache, keys(3))
+    for name, turns in (("little", 1), ("much", 3)):
+        for _ in range(turns):
+            cache.release(cache.match(keys(3), FORM, session=name))
+    sessions = report_of(cache).snapshot()["sessions"]
+    assert [(each["session"], each["saved"]) for each in sessions["top"][:2]] == [("much", 9), ("little", 3)]
+    assert (sessions["active"], sessions["waiting"]) == (2, 0)
 
 
 def test_a_tier_that_fails_is_seen_to_be_left_alone(make):

@@ -14,11 +14,12 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError
 from lmtier.format.layout import form_of, stored_size
+from lmtier.rules.hints import END, Action
 from lmtier.rules.policy import POLICIES
 from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
 from lmtier.tools.sim import report, synthetic, traces
-from lmtier.tools.sim.replay import Hardware, replay
+from lmtier.tools.sim.replay import Hardware, Outcome, replay
 from lmtier.tools.sim.traces import Trace, TraceRequest
 
 CHUNK = 3 * 4096  # bytes, in the real cache of these tests
@@ -279,3 +280,99 @@ def test_chance_does_not_leak_into_the_caller():
     random.seed(5)
     synthetic.make("rag", requests=10, seed=1)
     assert random.random() == expected
+
+
+# ---- sessions, hints and money
+
+
+def agents(*, ends: bool = False) -> Trace:
+    """Sessions of eight blocks each; two of them take turns, and the others ask once."""
+    requests = []
+    for turn in range(60):
+        name = f"once{turn}" if turn % 3 else f"s{turn % 2}"
+        hints = (Action(f"{turn}", END),) if ends and (name.startswith("once") or turn >= 54) else ()
+        blocks = [f"{name}-{n}" for n in range(8)]
+        requests.append(TraceRequest(float(turn), 8 * TOKENS, 1, blocks, name, "", hints))
+    return Trace("agents", TOKENS, requests)
+
+
+def hits_of(trace: Trace) -> int:
+    url = f"cpu://?capacity={20 * CHUNK}&policy=lru"
+    return replay(trace, [url], chunk_tokens=TOKENS, bytes_per_token=CHUNK / TOKENS).hit_tokens
+
+
+def test_hints_of_a_trace_are_executed_by_the_real_cache():
+    trace = agents(ends=True)
+    plain = trace.hinted("none")
+    assert not any(request.session or request.hints for request in plain.requests)
+    assert hits_of(trace) > hits_of(plain)
+    assert hits_of(agents().hinted("ends")) == hits_of(trace)
+
+
+def test_ends_and_waits_are_taken_from_what_comes_next():
+    requests = [TraceRequest(at, 9, 1, [at], "one") for at in (0.0, 1.0, 30.0)]
+    trace = Trace("t", 9, [*requests, TraceRequest(31.0, 9, 1, [4.0])])
+    kinds = [[hint.type for hint in request.hints] for request in trace.hinted("waits").requests]
+    assert kinds == [[], ["session_wait"], ["session_end"], []]
+    assert [len(each.hints) for each in trace.hinted("ends").requests] == [0, 0, 1, 0]
+    assert [len(each.hints) for each in trace.hinted("waits", 0.5).requests] == [1, 1, 1, 0]
+
+
+def test_sessions_and_hints_are_read_from_a_trace(tmp_path):
+    hint = {"action_type": "session_wait", "payload": {"for": "tool"}}
+    line = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
+    more = {"session_id": "s", "parent_session_id": "p", "hints": [hint]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(line | more) + "\n" + json.dumps(line))
+    first, second = traces.read(tmp_path / "t.jsonl", block_tokens=512).requests
+    assert (first.session, first.parent, second.session) == ("s", "p", "")
+    assert [(each.type, each.payload) for each in first.hints] == [("session_wait", {"for": "tool"})]
+
+
+def test_the_command_says_what_hints_are_worth_and_what_hits_save(tmp_path, capsys):
+    lines = [
+        {
+            "timestamp": 1000 * request.at,
+            "input_length": request.tokens,
+            "output_length": 1,
+            "hash_ids": list(request.blocks),
+            "session_id": request.session,
+        }
+        for request in agents().requests
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["simulate", str(tmp_path / "t.jsonl"), "-t", "cpu://?capacity=6MiB,12MiB&policy=lru"]
+    words += ["--bytes-per-token", "1KiB", "--block-tokens", "256"]
+    plot = tmp_path / "plot.svg"
+    assert main([*words, "--hints", "none,ends", "--gpu-hour", "3.6", "--plot", str(plot)]) == 0
+    out = capsys.readouterr().out
+    assert "what hints are worth" in out
+    assert "what hits save" in out
+    assert "hints: ends" in plot.read_text()
+    assert main([*words, "--hints", "ends", "--gpu-hour", "3.6", "--json"]) == 0
+    small, large = json.loads(capsys.readouterr().out)
+    assert small["hints"] == {"which": "ends", "executed": 42}
+    tokens = sum(large["hit_tokens"].values())
+    assert large["saved"]["money"] == pytest.approx(tokens / 10_000 / 3600 * 3.6)
+    assert main([*words, "--hints", "end"]) == 2
+    assert "did you mean 'ends'" in capsys.readouterr().err
+    assert main([*words, "--gpu-hour", "-1"]) == 2
+
+
+def test_hints_need_a_trace_with_sessions(capsys):
+    words = ["simulate", "--synthetic", "rag", "--requests", "5", "-t", "cpu://?capacity=1GiB"]
+    assert main([*words, "--hints", "ends"]) == 2
+    assert "no session_id" in capsys.readouterr().err
+
+
+def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():
+    def outcome(gib: int, ratio: float) -> Outcome:
+        made = Outcome(Config(tiers=[f"cpu://?capacity={gib}GiB"]).stores, 86_400.0, 1.0, tokens=3_600_000)
+        made.hits = {"cpu": round(ratio * made.tokens)}
+        return made
+
+    small, middle, large = outcome(1, 0.1), outcome(2, 0.2), outcome(4, 0.3)
+    found = [
+        report.next_gib_of(each, [large, small, middle], Hardware(prefill=1.0), 2.0)
+        for each in (small, middle, large)
+    ]
+    assert [each and round(each.money, 6) for each in found] == [200.0, 100.0, None]

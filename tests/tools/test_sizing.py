@@ -277,6 +277,17 @@ def test_the_command_says_what_fits(config, capsys):
         assert words in out
 
 
+def test_the_command_says_what_a_full_tier_saves(config, capsys):
+    words = ["size", str(config), "--cpu", "64GiB", "--prefill", "10000", "--gpu-hour", "3.6"]
+    assert main(words) == 0
+    assert "at 3.6 an hour" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (once,) = said["reused_once"]
+    assert once["money"] == pytest.approx(said["tiers"][0]["tokens"] / 10_000 / 3600 * 3.6)
+    assert once["money_per_gib"] == pytest.approx(once["money"] / 64)
+
+
 def test_the_simulator_takes_a_model(config, capsys):
     argv = ["simulate", "--synthetic", "rag", "--requests", "20", "-t", "cpu://?capacity=1GiB"]
     assert main([*argv, "--model", str(config)]) == 0

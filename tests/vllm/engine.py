@@ -85,11 +85,22 @@ class Engine:
         salt: str = "",
         lora: str = "",
         ttl: object = None,
+        params: dict[str, Any] | None = None,
         logprobs: int = 0,
     ) -> list[Output]:
-        """All at once, as vLLM schedules them. `logprobs`: say so many of the likeliest first tokens."""
-        asked = {"salt": salt, "lora": lora, "ttl": ttl, "logprobs": logprobs}
+        """All at once, as vLLM schedules them. `params` are their kv_transfer_params.
+
+        `logprobs`: say so many of the likeliest first tokens.
+        """
+        params = params if ttl is None else {"lmtier_ttl": ttl}
+        asked = {"salt": salt, "lora": lora, "params": params, "logprobs": logprobs}
         return [Output(each) for each in self.ask("generate", prompts=prompts, tokens=tokens, **asked)]
+
+    def ask_in_session(
+        self, prompt: list[int], session: str, hints: dict[str, Any] | None = None, salt: str = ""
+    ) -> Output:
+        """One request, with vLLM's own fields for its session and its hints."""
+        return Output(self.ask("ask_in_session", prompt=prompt, session=session, hints=hints, salt=salt))
 
     def see(
         self,
@@ -268,10 +279,10 @@ def main() -> None:
     llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None)
     say("ready")
 
-    def greedy(tokens: int, ttl: object = None, logprobs: int = 0) -> Any:
+    def greedy(tokens: int, params: dict[str, Any] | None = None, logprobs: int = 0) -> Any:
         more: dict[str, Any] = {"logprobs": logprobs} if logprobs else {}
-        if ttl is not None:
-            more["extra_args"] = {"kv_transfer_params": {"lmtier_ttl": ttl}}
+        if params is not None:
+            more["extra_args"] = {"kv_transfer_params": params}
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
     def outcome(each: Any) -> dict[str, Any]:
@@ -287,11 +298,33 @@ def main() -> None:
         }
 
     def generate(
-        prompts: list[list[int]], tokens: int, salt: str, lora: str, ttl: object, logprobs: int
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str,
+        lora: str,
+        params: dict[str, Any] | None = None,
+        logprobs: int = 0,
     ) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
-        how = greedy(tokens, ttl, logprobs)
+        how = greedy(tokens, params, logprobs)
         return llm.generate(asked, how, use_tqdm=False, lora_request=adapter(lora))
+
+    def ask_in_session(prompt: list[int], session: str, hints: dict[str, Any] | None, salt: str) -> Any:
+        import msgspec
+        from vllm.v1.kv_hints import KvHintsEnvelope
+
+        llm.llm_engine.add_request(
+            f"said {time.monotonic_ns()}",
+            {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
+            greedy(8),
+            session_id=session,
+            kv_hints=None if hints is None else msgspec.convert(hints, KvHintsEnvelope),
+        )
+        done: list[Any] = []
+        while not done:
+            done = [each for each in llm.llm_engine.step() if each.finished]
+        settle()
+        return outcome(done[0])
 
     def adapter(lora: str) -> Any:
         return LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
@@ -338,6 +371,8 @@ def main() -> None:
                 found = generate(**given)
                 settle()
                 say([outcome(each) for each in found])
+            case "ask_in_session":
+                say(ask_in_session(**given))
             case "see":
                 say([outcome(each) for each in see(**given)])
             case "embed":

@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple, TypeVar
 from xml.sax.saxutils import escape
 
-from lmtier.format.objects import Buffer
+from lmtier.format.sealing import Buffer
 from lmtier_backends.s3.credentials import Credentials
 from lmtier_backends.s3.http import HttpReply, HttpWire, reason
 from lmtier_backends.s3.signing import EMPTY, UNSIGNED, query_of, quoted, sign

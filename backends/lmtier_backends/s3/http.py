@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lmtier.format.objects import Buffer
+from lmtier.format.sealing import Buffer
 from lmtier_backends.sockets import BadReply, TimedSocket
 
 _HEAD = 64 << 10

@@ -216,7 +216,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.wants_a_step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self._scheduler.forget(request)
+        self._scheduler.finished(request)
         return False, None
 
     def request_finished_all_groups(

@@ -17,6 +17,7 @@ from lmtier_integrations.vllm.identity import lora_of, ttl_of
 from lmtier_integrations.vllm.media import Contents
 from lmtier_integrations.vllm.messages import Adapter
 from lmtier_integrations.vllm.names import Names
+from lmtier_integrations.vllm.sessions import Said
 from lmtier_integrations.vllm.stats import Stats
 
 NEVER = float("-inf")
@@ -41,6 +42,8 @@ class FollowedRequest:
     """The adapter in its keys."""
     client: Client
     names: Names
+    said: Said
+    """Of its session."""
     ttl: float | None = field(init=False)
     """Of what is stored."""
     match: Match | None = None

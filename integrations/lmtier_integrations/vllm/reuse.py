@@ -56,15 +56,22 @@ class Reuse:
 
     def look(self, known: FollowedRequest) -> None:
         """Match anew; what an older match holds is given back only if the new one has more."""
-        assert self._names.form is not None
+        form, said = self._names.form, known.said
+        assert form is not None
         known.looked_at = time.monotonic()
         tokens = known.request.num_tokens
         whole = (tokens - 1) // self._chunk_tokens  # something is left to compute
         if not whole:
             return
         chain = known.keys(tokens)
-        form, ends = self._names.form, self._names.ends
-        match = self._client.match(chain.keys[:whole], form, tokens=tokens, ends=ends)
+        match = self._client.match(
+            chain.keys[:whole],
+            form,
+            tokens=tokens,
+            ends=self._names.ends,
+            session=said.session,
+            parent=said.parent,
+        )
         self._client.trace(match, known.request.trace_headers)
         known.tell()
         self._bring_up(match)

@@ -11,6 +11,7 @@ followed    one request: its keys, what it waits for, what of it is stored
 reuse       what a request may reuse, and how long it waits for it
 storing     what a step stores
 copying     what ranks load and save just now
+sessions    what a request says of its session
 names       what KV is called, by weights, adapters and media
 doubts      whether ranks still have the weights that names say
 steps       what vLLM says of a step
@@ -40,6 +41,7 @@ from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.reuse import Reuse
+from lmtier_integrations.vllm.sessions import said_by
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log
 from lmtier_integrations.vllm.stats import Stats
 from lmtier_integrations.vllm.steps import blocks_taken, work_of
@@ -164,7 +166,7 @@ class Scheduler:
         adapter = self._names.adapter_of(request)
         if adapter is not None and not adapter[1]:
             return  # its adapter's content is not known
-        known = FollowedRequest(request, media, adapter, self._client, self._names)
+        known = FollowedRequest(request, media, adapter, self._client, self._names, said_by(request))
         self._requests[request.request_id] = known
         if self._may_load(known) and self._reuse.has_room(self._requests.values()):
             with self._client.together():
@@ -200,6 +202,14 @@ class Scheduler:
         """Which tiers the tokens come from that were promised just now."""
         known = self._requests.get(request.request_id)
         return self._reuse.sources(known, external_tokens) if known is not None else {}
+
+    def finished(self, request: Request) -> None:
+        """Its hints are sent now: they are about what it has stored."""
+        known = self._requests.get(request.request_id)
+        self.forget(request)
+        if known is not None:
+            for envelope in known.said.hints:
+                self._client.hint(envelope, salt=request.cache_salt or "", session=known.said.session)
 
     def forget(self, request: Request) -> None:
         if (known := self._requests.pop(request.request_id, None)) is not None:

@@ -64,6 +64,8 @@ class Engines:
             "PIN": (operating.pin, -3, "write"),
             "UNPIN": (operating.unpin, 2, "write"),
             "PINS": (operating.pins, 1, "readonly"),
+            "HINT": (operating.hint, -2, "write"),
+            "SESSIONS": (operating.sessions, -1, "readonly"),
             "CLEAR": (operating.clear, -1, "write"),
             "FORGET": (operating.forget, -3, "admin"),
             "FLUSH": (operating.flush, 2, "write"),

@@ -86,6 +86,15 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
     return keys
 
 
+def read_asker(arguments: list[Argument]) -> tuple[str, str, list[Argument]]:
+    """Reads `[SESSION name [PARENT name]]` before the keys: both names, or empty ones, and the rest."""
+    names = {b"SESSION": "", b"PARENT": ""}
+    while len(arguments) > 1 and len(arguments[0]) < 8 and (word := bytes(arguments[0]).upper()) in names:
+        names[word] = read_name(read_text(arguments[1]))
+        arguments = arguments[2:]
+    return names[b"SESSION"], names[b"PARENT"], arguments
+
+
 def read_lifetime(arguments: list[Argument]) -> tuple[float | None, list[bytes]]:
     """Reads `[TTL milliseconds] keys…`."""
     if len(arguments[0]) == 3 and bytes(arguments[0]).upper() == b"TTL":

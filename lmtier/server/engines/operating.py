@@ -15,6 +15,8 @@ from lmtier.format.keys import KEY_BYTES, Identity, namespace, tenant
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import Suspect
 from lmtier.observe.prompts import Origin
+from lmtier.rules.hints import read_envelope
+from lmtier.rules.sessions import MAX_SESSIONS, Agent
 from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_IDENTITY,
@@ -120,6 +122,31 @@ class Operating:
 
     def pins(self, caller: Caller, arguments: list[Argument]) -> Any:
         return json.dumps([pin._asdict() for pin in self._cache.pinned()])
+
+    # ---- sessions
+
+    def sessions(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """The agent sessions that asked last, with what each tier has of them."""
+        if len(arguments) > 2:
+            raise Refused("ERR LMTIER.SESSIONS takes [how many]")
+        most = read_number(arguments[1], "a number of sessions", MAX_SESSIONS) if len(arguments) > 1 else 20
+        return self._listing(self._cache.sessions.recent(most))
+
+    def _listing(self, askers: list[Agent]) -> Waiting:
+        found = []
+        for asker in askers:
+            found.append({**self._cache.sessions.now(asker), "kept": self._cache.sessions.kept(asker)})
+            yield PAUSE
+        return json.dumps(found)
+
+    def hint(self, caller: Caller, arguments: list[Argument]) -> Any:
+        """Execute an envelope of hints of one tenant; its salt is proof enough that it is this tenant's."""
+        words = [read_text(each) for each in arguments[2:]]
+        salt, session = take_option(words, "SALT"), take_option(words, "SESSION")
+        if words:
+            raise Refused("ERR LMTIER.HINT takes an envelope, [SALT salt], [SESSION name], no more")
+        outcomes = self._cache.hint(read_envelope(bytes(arguments[1])), tenant(salt), session)
+        return json.dumps([outcome._asdict() for outcome in outcomes])
 
     # ---- clear
 

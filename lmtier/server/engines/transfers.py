@@ -18,6 +18,7 @@ from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
+    read_asker,
     read_hex,
     read_keys,
     read_lifetime,
@@ -75,6 +76,7 @@ class Transfers:
     ) -> Match:
         session = session_of(caller)
         chunks, ends = session.forms_of(form)
+        asker, parent, keys = read_asker(keys)
         match = self._cache.match(
             read_keys(keys),
             chunks,
@@ -82,6 +84,8 @@ class Transfers:
             deadline=deadline,
             cost=session.cost,
             ends=ends,
+            session=asker,
+            parent=parent,
         )
         match.asker = caller.name
         if self._log is not None:

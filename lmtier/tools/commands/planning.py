@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lmtier import config
+from lmtier.config import suggest
 from lmtier.errors import ConfigError
 from lmtier.tools.commands.command import Subcommand, json_option
 from lmtier.tools.terminal import Progress, say
@@ -56,8 +57,37 @@ def _simulate_options(parser: ArgumentParser) -> None:
         metavar="TIER=TIME",
         help="until the first byte: disk=1ms (default: this; others 2ms)",
     )
+    parser.add_argument(
+        *("--hints",),
+        default="",
+        metavar="WHICH,…",
+        help="none: no sessions; trace: what the trace has (default); ends: sessions end with their last "
+        "request; waits: and agents say that they wait for a person",
+    )
+    parser.add_argument(
+        *("--person-after",),
+        default="10s",
+        metavar="TIME",
+        help="with waits: an agent that is silent for longer waits for a person (default: %(default)s)",
+    )
+    _price_option(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="hits by capacity: out.svg, out.png")
     json_option(parser)
+
+
+def _price_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu-hour",
+        type=float,
+        default=0.0,
+        metavar="PRICE",
+        help="of all GPUs of the engine: what hits save",
+    )
+
+
+def _check_price(args: Namespace) -> None:
+    if not 0 <= args.gpu_hour < float("inf"):
+        raise ConfigError(f"--gpu-hour {args.gpu_hour}: a price is 0 or more")
 
 
 def _simulate(args: Namespace) -> int:
@@ -71,6 +101,11 @@ def _simulate(args: Namespace) -> int:
     for name in ("requests", "prefill", "chunk_tokens", "block_tokens"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
+    hints = args.hints.split(",") if args.hints else ["trace"]
+    if unknown := [each for each in hints if each not in traces.HINTS]:
+        raise ConfigError(f"--hints {unknown[0]}: unknown{suggest(unknown[0], traces.HINTS)}")
+    person_after = config.parse_seconds(args.person_after)
+    _check_price(args)
     if args.plot:
         report.check_plot(args.plot)
     hardware = Hardware(
@@ -86,20 +121,28 @@ def _simulate(args: Namespace) -> int:
     per_token = config.parse_size(args.bytes_per_token)
     if args.model:
         per_token = sizing.read(args.model).bytes_per_token
+    if hints != ["trace"] and not any(request.session for request in trace.requests):
+        raise ConfigError(f"--hints {args.hints}: the trace has no session_id, so there are no sessions")
     outcomes = []
-    with Progress(len(configurations)) as progress:
-        for urls in configurations:
-            outcome = replay(
-                trace, urls, chunk_tokens=chunk_tokens, bytes_per_token=per_token, hardware=hardware
-            )
-            outcomes.append(outcome)
-            progress.step(report.described(outcome.specs))
+    with Progress(len(configurations) * len(hints)) as progress:
+        for which in hints:
+            with_hints = trace.hinted(which, person_after)
+            for urls in configurations:
+                outcome = replay(
+                    with_hints, urls, chunk_tokens=chunk_tokens, bytes_per_token=per_token, hardware=hardware
+                )
+                outcome.hinted = which
+                outcomes.append(outcome)
+                progress.step(report.described(outcome.specs))
     if args.json:
-        say(json.dumps([report.as_json(outcome) for outcome in outcomes], indent=2))
+        say(json.dumps([report.as_json(each, hardware, args.gpu_hour) for each in outcomes], indent=2))
     else:
         say(report.summary(trace, chunk_tokens, per_token, hardware))
         say()
         say(report.report(outcomes))
+        if more := report.worth(outcomes, hardware, args.gpu_hour):
+            say()
+            say(more)
     if args.plot:
         report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
     return 0
@@ -140,6 +183,7 @@ def _size_options(parser: ArgumentParser) -> None:
         metavar="N",
         help="tokens a second that the engine computes (default: 2000, 10000 and 50000)",
     )
+    _price_option(parser)
     json_option(parser)
 
 
@@ -153,15 +197,22 @@ def _size(args: Namespace) -> int:
     ):
         if min(values) <= 0:
             raise ConfigError(f"--{name} {min(values)}: must be more than 0")
+    _check_price(args)
     model = sizing.read(args.model, args.kv_dtype)
     given = {"cpu": args.cpu, "disk": args.disk}
     capacities = {tier: config.parse_size(text) for tier, text in given.items() if text}
     form = model.form(args.chunk_tokens, args.tp)
     found = sizing.holdings(capacities, form, args.chunk_tokens)
     if args.json:
-        say(json.dumps(sizing.as_json(model, found, form, lengths=lengths, prefills=prefills), indent=2))
+        made = sizing.as_json(model, found, form, lengths=lengths, prefills=prefills)
+        if args.gpu_hour:
+            made["reused_once"] = sizing.worth_as_json(found, prefills, args.gpu_hour)
+        say(json.dumps(made, indent=2))
     else:
         say(sizing.report(model, found, form, lengths=lengths, prefills=prefills))
+        if args.gpu_hour and found:
+            say()
+            say(sizing.worth(found, prefills, args.gpu_hour))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`lmtier prefetch`, `pin`, `unpin` and `pins`: load and pin prompts by their tokens."""
+"""`lmtier prefetch`, `pin`, `unpin`, `pins`: prompts by their tokens; and `lmtier sessions`: who asks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from lmtier import config
 from lmtier.errors import ConfigError
+from lmtier.rules import hints
 from lmtier.rules.lifetimes import MAX_TTL
+from lmtier.rules.sessions import MAX_SESSIONS
 from lmtier.tools.commands.command import Subcommand, address_argument, address_in, json_option, server_option
 from lmtier.tools.terminal import Progress, say
+
+if TYPE_CHECKING:
+    from lmtier.tools.console import Remote
 
 
 def _prompt_options(parser: ArgumentParser) -> None:
@@ -124,6 +130,42 @@ def _pins(args: Namespace) -> int:
     return 0
 
 
+# ---- sessions
+
+
+def _sessions_options(parser: ArgumentParser) -> None:
+    address_argument(parser)
+    parser.add_argument("--most", type=int, default=20, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--end", metavar="NAME", help="end this one: what only it needs leaves first")
+    parser.add_argument("--salt", default="", help="with --end: its requests' cache salt (default: none)")
+    json_option(parser)
+
+
+def _sessions(args: Namespace) -> int:
+    from lmtier.tools import views
+    from lmtier.tools.console import Remote
+
+    if not 0 < args.most <= MAX_SESSIONS:
+        raise ConfigError(
+            f"--most {args.most}: must be 1 to {MAX_SESSIONS}, which is what a server remembers"
+        )
+    with Remote(address_in(args)) as remote:
+        if args.end:
+            return _end_session(remote, args.end, args.salt)
+        found = remote.json("LMTIER.SESSIONS", str(args.most), kind=list)
+    say(json.dumps(found, indent=2) if args.json else views.sessions(found))
+    return 0
+
+
+def _end_session(remote: Remote, name: str, salt: str) -> int:
+    said = hints.envelope(uuid4().hex, (hints.END, {"session": name}))
+    options = ("SALT", salt) if salt else ()
+    (outcome,) = remote.json("LMTIER.HINT", json.dumps(said), *options, kind=list)
+    is_done = outcome["result"] == hints.DONE
+    say(f"{name} is over" if is_done else f"{name}: {outcome['why']}")
+    return 0 if is_done else 1
+
+
 COMMANDS = (
     Subcommand(
         "prefetch", "bring prompts up into memory before they are asked for", _prefetch_options, _prefetch
@@ -131,4 +173,7 @@ COMMANDS = (
     Subcommand("pin", "keep prompts from being evicted, where they are", _pin_options, _pin),
     Subcommand("unpin", "let go of what was pinned under a name", _unpin_options, _unpin),
     Subcommand("pins", "what is pinned", _pins_options, _pins),
+    Subcommand(
+        "sessions", "which agent sessions ask, and what is kept of them", _sessions_options, _sessions
+    ),
 )

@@ -18,6 +18,7 @@ from lmtier.errors import ConfigError
 from lmtier.format.layout import PAGE, LayerShape, Layout, form_of, padded, stored_size
 from lmtier.format.objects import Header
 from lmtier.observe.metrics import Metrics
+from lmtier.rules.hints import DONE
 from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Job, Op, Tier
 from lmtier.tools.sim.traces import Trace
@@ -57,6 +58,10 @@ class Outcome:
     seconds: float
     """The duration of the trace."""
     bytes_per_token: float
+    hinted: str = "trace"
+    """Which hints the trace had; one of traces.HINTS."""
+    executed: int = 0
+    """Hints that were executed."""
     requests: int = 0
     chunks: int = 0
     """Chunks that were looked up."""
@@ -146,13 +151,15 @@ def replay(
     with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:
         for request, keys in zip(trace.requests, trace.keys(chunk_tokens, partial=partial), strict=True):
             now = request.at
-            match = cache.match(keys, form)
+            match = cache.match(keys, form, session=request.session, parent=request.parent)
             cache.prefetch(match)
             _finish(cache)
             hits = {label: match.sources.count(label) * chunk_tokens for label in set(match.sources)}
             cache.release(match)
             reservation = cache.reserve(keys, form)
             cache.commit(reservation)
+            outcomes = cache.hint(request.hints, session=request.session) if request.hints else ()
+            outcome.executed += sum(each.result == DONE for each in outcomes)
             _finish(cache)
             outcome.requests += 1
             outcome.chunks += len(keys)

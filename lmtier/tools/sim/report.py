@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lmtier.config import TierSpec
 from lmtier.errors import ConfigError
+from lmtier.rules.money import HOUR, Worth, next_gib
 from lmtier.tools.sim.replay import Hardware, Outcome
 from lmtier.tools.sim.traces import Trace
 from lmtier.tools.terminal import number, size, table
@@ -77,15 +78,97 @@ def report(outcomes: Sequence[Outcome]) -> str:
     """A row for each configuration."""
     labels = list(dict.fromkeys(label for outcome in outcomes for label in outcome.hits))
     lower = [label for label in labels if label != "cpu"]
-    headers = ["tiers", "hit %", *(f"{label} %" for label in labels if lower), "tokens saved"]
+    has_hints = {outcome.hinted for outcome in outcomes} != {"trace"}
+    headers = [
+        "tiers",
+        *(["hints"] if has_hints else []),
+        "hit %",
+        *(f"{label} %" for label in labels if lower),
+        "tokens saved",
+    ]
     for label in lower:
         headers += [f"{label} read", f"{label} written", f"{label} written/day"]
     headers += ["TTFT p50 ms", "p95", "p99"]
-    return table(headers, ([*_row(outcome, labels, lower)] for outcome in outcomes))
+    return table(headers, ([*_row(outcome, labels, lower, has_hints)] for outcome in outcomes))
 
 
-def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str]) -> Iterator[str]:
+def worth(outcomes: Sequence[Outcome], hardware: Hardware, price: float) -> str:
+    """What hints are worth, and with a price what hits save; empty if there is nothing to compare."""
+    parts = []
+    if len({outcome.hinted for outcome in outcomes}) > 1:
+        by_tiers: dict[str, dict[str, float]] = {}
+        for outcome in outcomes:
+            by_tiers.setdefault(described(outcome.specs), {})[outcome.hinted] = outcome.hit_ratio
+        names = list(dict.fromkeys(outcome.hinted for outcome in outcomes))
+        rows = [
+            (
+                tiers,
+                f"{100 * ratios[names[0]]:.2f}",
+                *(f"{100 * (ratios[n] - ratios[names[0]]):+.2f}" for n in names[1:]),
+            )
+            for tiers, ratios in by_tiers.items()
+        ]
+        parts.append(table(("what hints are worth", f"{names[0]}, hit %", *names[1:]), rows))
+    if price:
+        rows = []
+        for outcome in outcomes:
+            each = saved(outcome, hardware, price)
+            more = next_gib_of(outcome, outcomes, hardware, price)
+            rows.append(
+                (
+                    described(outcome.specs) + (f", {outcome.hinted}" if outcome.hinted != "trace" else ""),
+                    number(each.gpu_hours),
+                    f"{each.money:,.2f}",
+                    "-" if more is None else f"{more.money:,.2f}",
+                )
+            )
+        headers = ("what hits save", "GPU-hours", f"at {price:g} an hour", "the next GiB, a day")
+        parts.append(table(headers, rows))
+    return "\n\n".join(parts)
+
+
+def saved(outcome: Outcome, hardware: Hardware, price: float) -> Worth:
+    return Worth(outcome.hit_tokens / hardware.prefill / HOUR, price)
+
+
+def next_gib_of(
+    outcome: Outcome, outcomes: Sequence[Outcome], hardware: Hardware, price: float
+) -> Worth | None:
+    """What one more GiB saves in a day, by the next larger variant of the same rules; None: there is none."""
+    larger = [each for each in outcomes if _is_larger(each, outcome)]
+    if not larger or not outcome.seconds:
+        return None
+    other = min(larger, key=_capacity)
+    return next_gib(
+        *(outcome.hit_ratio, other.hit_ratio, _capacity(other) - _capacity(outcome)),
+        asked=outcome.tokens,
+        seconds=outcome.seconds,
+        token=1 / hardware.prefill,
+        price=price,
+    )
+
+
+def _is_larger(one: Outcome, other: Outcome) -> bool:
+    """Whether they differ in the capacity of a single tier, and in nothing else."""
+    if one.hinted != other.hinted or _names(one.specs) != _names(other.specs):
+        return False
+    pairs = [(a.capacity, b.capacity) for a, b in zip(one.specs, other.specs, strict=True)]
+    differing = [(a, b) for a, b in pairs if a != b]
+    return len(differing) == 1 and all(a is not None and b is not None and a > b for a, b in differing)
+
+
+def _names(specs: Sequence[TierSpec]) -> list[tuple[str, str]]:
+    return [(spec.scheme, _rules(spec)) for spec in specs]
+
+
+def _capacity(outcome: Outcome) -> int:
+    return sum(spec.capacity or 0 for spec in outcome.specs)
+
+
+def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str], has_hints: bool) -> Iterator[str]:
     yield described(outcome.specs)
+    if has_hints:
+        yield outcome.hinted
     yield f"{100 * outcome.hit_ratio:.2f}"
     for label in labels if lower else ():
         yield f"{100 * outcome.hits.get(label, 0) / max(1, outcome.tokens):.2f}"
@@ -99,8 +182,11 @@ def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str]) -> Itera
     yield from (number(1e3 * outcome.percentile(share)) for share in (0.5, 0.95, 0.99))
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: Outcome, hardware: Hardware, price: float = 0.0) -> dict[str, Any]:
+    worth = saved(outcome, hardware, price)
     return {
+        "hints": {"which": outcome.hinted, "executed": outcome.executed},
+        "saved": {"gpu_hours": worth.gpu_hours, "money": worth.money},
         "tiers": [
             {
                 "scheme": s.scheme,
@@ -138,6 +224,8 @@ def curves(outcomes: Iterable[Outcome]) -> list[PlotLine]:
     points: dict[str, list[tuple[float, float]]] = {}
     for outcome in outcomes:
         name = " + ".join(f"{spec.scheme} {_rules(spec)}" for spec in outcome.specs)
+        if outcome.hinted != "trace":
+            name += f", hints: {outcome.hinted}"
         capacity = sum(spec.capacity or 0 for spec in outcome.specs) / (1 << 30)
         points.setdefault(name, []).append((capacity, outcome.hit_ratio))
     return [PlotLine(name, sorted(each)) for name, each in points.items()]

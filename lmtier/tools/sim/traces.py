@@ -4,7 +4,9 @@
     Qwen-Bailian     the same with chat_id and others; its timestamp is in seconds
     Azure            CSV: TIMESTAMP, ContextTokens, GeneratedTokens. It has no contents: nothing is shared
 
-`hash_ids[i]` names the i-th block of the prompt; the last may be a part of one. A file may be gzipped.
+`hash_ids[i]` names the i-th block of the prompt; the last may be a part of one. A file may be gzipped. A line
+of JSON may also have `session_id`, `parent_session_id`, and `hints`: a list of actions, each with an
+`action_type` and a `payload`, that are executed after the request.
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ import gzip
 import hashlib
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtier.errors import ConfigError
-from lmtier.format.keys import KEY_BYTES, NAMESPACE_BYTES, namespace
+from lmtier.format.keys import KEY_BYTES, NAMESPACE_BYTES, NOBODY, namespace
+from lmtier.rules.hints import END, WAIT, Action
 
+HINTS = ("none", "trace", "ends", "waits")
+"""Which hints a replay gets: none, and no sessions; those of the trace; the ends of sessions; waits too."""
+PERSON_AFTER = 10.0
+"""With `waits`: an agent that is silent for so many seconds waits for a person."""
 _SPACE = namespace("simulated")
 
 
@@ -33,6 +40,11 @@ class TraceRequest(NamedTuple):
     output: int
     blocks: Sequence[Hashable]
     """The content of the prompt, block by block; the last may be partial. Empty: not known."""
+    session: str = ""
+    parent: str = ""
+    """The session that started this one."""
+    hints: tuple[Action, ...] = ()
+    """They are executed after it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,32 @@ class Trace:
     def tokens(self) -> int:
         return sum(request.tokens for request in self.requests)
 
+    def hinted(self, what: str, person_after: float = PERSON_AFTER) -> Trace:
+        """This trace with other hints; `what` is one of HINTS.
+
+        A trace does not say when an agent knew that its session was over, or that it had to wait for a
+        person. `ends` and `waits` take both from what comes next in the trace.
+        """
+        if what == "trace":
+            return self
+        if what == "none":
+            return replace(
+                self, requests=[each._replace(session="", parent="", hints=()) for each in self.requests]
+            )
+        following: dict[str, float] = {}
+        made: list[TraceRequest] = []
+        for number, each in reversed([*enumerate(self.requests)]):
+            hints: list[Action] = []
+            if each.session:
+                then = following.get(each.session)
+                if then is None:
+                    hints.append(Action(f"{number}", END))
+                elif what == "waits" and then - each.at > person_after:
+                    hints.append(Action(f"{number}", WAIT))
+                following[each.session] = each.at
+            made.append(each._replace(hints=tuple(hints)))
+        return replace(self, requests=made[::-1])
+
     def keys(self, chunk_tokens: int, *, partial: bool = False) -> Iterator[list[bytes]]:
         """The keys of each request's whole chunks. They are chained, so each covers all chunks before it.
 
@@ -61,7 +99,8 @@ class Trace:
                 " multiple, or an even part"
             )
         known: dict[tuple[bytes, tuple[Hashable, ...]], bytes] = {}
-        for number, (_, tokens, _, blocks) in enumerate(self.requests):
+        for number, request in enumerate(self.requests):
+            tokens, blocks = request.tokens, request.blocks
             keys: list[bytes] = []
             key = b"" if blocks else b"%d" % number
             for i in range(-(-tokens // chunk_tokens) if partial else tokens // chunk_tokens):
@@ -69,7 +108,7 @@ class Trace:
                 link = (key, content)
                 if (found := known.get(link)) is None:
                     digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES)
-                    found = known[link] = _SPACE + digest.digest()
+                    found = known[link] = _SPACE + NOBODY + digest.digest()[len(NOBODY) :]
                 keys.append(found)
                 key = found
             yield keys
@@ -105,13 +144,23 @@ def read(path: Path, *, block_tokens: int | None = None) -> Trace:
 
 
 def _jsonl(lines: Iterable[str]) -> Iterator[TraceRequest]:
-    for line in lines:
+    for number, line in enumerate(lines):
         if line.strip():
             each: dict[str, Any] = json.loads(line)
             unit = 1 if "chat_id" in each else 1000
             at = float(each["timestamp"]) / unit
+            hints = [
+                Action(f"{number}/{n}", str(hint["action_type"]), payload=dict(hint.get("payload", {})))
+                for n, hint in enumerate(each.get("hints", ()))
+            ]
             yield TraceRequest(
-                at, int(each["input_length"]), int(each["output_length"]), tuple(each["hash_ids"])
+                at,
+                int(each["input_length"]),
+                int(each["output_length"]),
+                tuple(each["hash_ids"]),
+                str(each.get("session_id", "")),
+                str(each.get("parent_session_id", "")),
+                tuple(hints),
             )
 
 
@@ -125,7 +174,8 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceRequest]:
 def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:
     """The only block size, or the only power of two, that fits the lengths of all prompts."""
     low, high = 1, 1 << 20
-    for _, tokens, _, blocks in requests:
+    for request in requests:
+        tokens, blocks = request.tokens, request.blocks
         if blocks:
             low = max(low, -(-tokens // len(blocks)))
         if len(blocks) > 1:

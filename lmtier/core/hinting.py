@@ -1,0 +1,163 @@
+"""Executes hints: pin, retain, ttl, prefetch, release, session_end, session_wait, demote.
+
+A hint acts for one tenant: it reaches only sessions and chunks of this tenant. It changes what the cache
+keeps and when, never what it answers, so a wrong one costs hits and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lmtier.core.index import Index
+from lmtier.core.lower_tiers import LowerTiers
+from lmtier.core.match import Match, State
+from lmtier.core.sessions import AgentSessions
+from lmtier.errors import MisuseError
+from lmtier.format.keys import is_value, tenant_of
+from lmtier.format.layout import ChunkForm
+from lmtier.observe.metrics import Metrics
+from lmtier.rules import hints
+from lmtier.rules.hints import Action, ActionResult, Remembered
+from lmtier.rules.sessions import Agent
+
+MAX_BRINGING = 64
+"""The most prefetches at a time."""
+_DEADLINE = 30.0
+"""Seconds that a prefetch may take, unless it says so."""
+
+
+class Calls(Protocol):
+    """The calls of the cache that hints use."""
+
+    index: Index
+    lower: LowerTiers
+    sessions: AgentSessions
+    metrics: Metrics
+
+    def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]: ...
+
+    def unpin(self, name: str) -> bool: ...
+
+    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match: ...
+
+    def prefetch(self, match: Match) -> None: ...
+
+    def release(self, match: Match) -> None: ...
+
+
+class Hinting:
+    def __init__(self, cache: Calls, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._remembered = Remembered()
+        self._bringing: list[Match] = []
+        """What prefetches load. They lease it until it is in the slab."""
+
+    def execute(self, actions: Sequence[Action], tenant: bytes, session: str = "") -> list[ActionResult]:
+        """Execute the actions for a tenant. `session` is meant where an action names none."""
+        outcomes = []
+        for action in actions:
+            outcome = self._execute(action, tenant, session)
+            label = action.type if action.type in hints.ACTIONS else hints.OTHER
+            self._cache.metrics.hints.labels(label, outcome.result).inc()
+            outcomes.append(outcome)
+        return outcomes
+
+    def _execute(self, action: Action, tenant: bytes, session: str) -> ActionResult:
+        if not action.is_known:
+            why = "" if action.type not in hints.ACTIONS else "another version"
+            return ActionResult(action.id, action.type, hints.UNKNOWN, why)
+        if self._remembered.has(tenant, action.id):
+            return ActionResult(action.id, action.type, hints.REPEATED)
+        try:
+            name, keys = action.target(session)
+            self._do(action, tenant, name, keys)
+        except MisuseError as error:
+            return ActionResult(action.id, action.type, hints.REFUSED, str(error))
+        self._remembered.add(tenant, action.id)
+        return ActionResult(action.id, action.type, hints.DONE)
+
+    def _do(self, action: Action, tenant: bytes, name: str, keys: tuple[bytes, ...]) -> None:
+        if any(is_value(key) or tenant_of(key) != tenant for key in keys):
+            raise MisuseError("a key belongs to another tenant")  # also if no such chunk exists
+        pin = f"{tenant.hex()} {name or keys[0].hex()}"
+        if action.type == hints.RELEASE:
+            self._cache.unpin(pin)
+            return
+        asker = self._cache.sessions.get(tenant, name) if name else None
+        if name and asker is None:
+            raise MisuseError("no such session is known")
+        chain = keys if asker is None else asker.chain
+        match action.type:
+            case hints.PIN | hints.RETAIN:
+                seconds = action.seconds(None)
+                if action.type == hints.RETAIN and seconds is None:
+                    raise MisuseError("retain needs seconds")
+                self._cache.pin(pin, chain, seconds)
+            case hints.PREFETCH:
+                self._prefetch(chain, asker, action.seconds(_DEADLINE) or _DEADLINE)
+            case hints.TTL:
+                if (seconds := action.seconds(None)) is None:
+                    raise MisuseError("ttl needs seconds")
+                self._end_in(self._own(asker, keys), seconds)
+            case hints.DEMOTE:
+                self._demote(self._own(asker, keys))
+            case hints.WAIT:
+                assert asker is not None
+                self._wait(asker, action.payload.get("for", "person"))
+            case hints.END:
+                assert asker is not None
+                self._cache.unpin(pin)
+                self._cache.sessions.end(asker)
+
+    def _own(self, asker: Agent | None, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The chunks that an action may harm: of a session, only those that no other session needs."""
+        return keys if asker is None else self._cache.sessions.own(asker)
+
+    def _wait(self, asker: Agent, what: object) -> None:
+        match what:
+            case "person":
+                self._cache.sessions.wait(asker)
+            case "tool":
+                self._cache.sessions.work(asker)
+            case _:
+                raise MisuseError("session_wait is for a person or for a tool")
+
+    def _prefetch(self, keys: Sequence[bytes], asker: Agent | None, seconds: float) -> None:
+        first = self._cache.index.get(keys[0]) if keys else None
+        form = first.form if first is not None else None if asker is None else asker.form
+        if form is None:
+            raise MisuseError("the form of these chunks is not known: name a session")
+        if len(self._bringing) == MAX_BRINGING:
+            raise MisuseError(f"{MAX_BRINGING} prefetches are running: try again later")
+        match = self._cache.bring(keys, form, deadline=seconds)
+        self._bringing.append(match)
+        if not match.asking:
+            self._cache.prefetch(match)
+
+    def _end_in(self, keys: Sequence[bytes], seconds: float) -> None:
+        """An end never moves to a later time."""
+        end = self._clock() + seconds
+        for index in (self._cache.index, *(tier.index for tier in self._cache.lower.owned)):
+            for key in keys:
+                if (entry := index.get(key)) is not None and end < index.ends.end(entry):
+                    index.ends.set(entry, end)
+
+    def _demote(self, keys: Sequence[bytes]) -> None:
+        """Write them to the tiers below, and let them leave the slab before others."""
+        index = self._cache.index
+        run = [entry for key in keys if (entry := index.get(key)) is not None]
+        for entry in run:
+            for tier in self._cache.lower if entry.state is State.READY else ():
+                tier.offer(entry)
+        index.over(run)
+
+    def step(self) -> None:
+        """Continue the prefetches, and release what has arrived."""
+        for match in list(self._bringing):
+            if not match.asking and match.below and not match.waiting:
+                self._cache.prefetch(match)
+            if match.ready:  # its deadline has passed at the latest
+                self._bringing.remove(match)
+                self._cache.release(match)

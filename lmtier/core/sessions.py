@@ -1,0 +1,199 @@
+"""Sessions in a cache: what a session's end, its waiting and its children mean for chunks.
+
+When a session ends, the chunks that only it needs leave before others. When it waits for a person, they leave
+next. A parent lives as long as its children: their requests keep its chunks young, and until the last child
+is over, its own end and its waiting have no effect.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
+from typing import TypedDict
+
+from lmtier.core.index import Index
+from lmtier.core.match import CPU, Entry
+from lmtier.format.keys import tenant_of
+from lmtier.format.layout import ChunkForm
+from lmtier.observe.metrics import Metrics
+from lmtier.rules.foretold import Gaps
+from lmtier.rules.sessions import ASKING, OVER, WAITING, Agent, Book
+
+
+class SessionNow(TypedDict):
+    """A session, for display."""
+
+    session: str
+    tenant: str
+    state: str
+    parent: str
+    children: int
+    requests: int
+    tokens: int
+    """Of its last prompt, in whole chunks."""
+    asked: int
+    saved: int
+    age: float
+    idle: float
+    """Seconds since it asked."""
+
+
+class AgentSessions:
+    def __init__(
+        self,
+        places: Mapping[str, Index],
+        metrics: Metrics,
+        chunk_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`places`: the indexes of the slab and of owned tiers, by label."""
+        self.book = Book()
+        self.gaps = Gaps()
+        self._places = places
+        self._slab = places[CPU]
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._waiting: OrderedDict[Agent, float] = OrderedDict()
+        """Who waits for a person, and since when; the longest first."""
+        self._ended, self._forgotten = metrics.sessions_ended, metrics.sessions_forgotten
+        metrics.sessions.labels(ASKING).set_function(lambda: self.active)
+        metrics.sessions.labels(WAITING).set_function(lambda: self.waiting)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a person."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        return len(self.book) - len(self._waiting)
+
+    # ---- requests
+
+    def asks(
+        self, keys: Sequence[bytes], form: ChunkForm, tokens: int, name: str = "", parent: str = ""
+    ) -> Agent:
+        """A request for `keys`, of which there is at least one."""
+        asker = self.book.named(tenant_of(keys[0]), name, parent) if name else self.book.nameless(keys)
+        now = self._clock()
+        if not asker.requests:
+            asker.began = now
+        if (since := self._waiting.pop(asker, None)) is not None:
+            self.gaps.add(now - since)
+        asker.state, asker.seen, asker.form = ASKING, now, form
+        asker.requests += 1
+        asker.asked += tokens
+        self._extend(asker, keys)
+        above = asker.parent
+        while above is not None:  # before the request's own chunks, which so become younger
+            self._slab.refresh(self._run(self._slab, above.chain))
+            above = above.parent
+        return asker
+
+    def reserves(self, keys: Sequence[bytes]) -> None:
+        """A request stores these: its prompt, and what was generated for it."""
+        asker = self.book.continued(keys) if keys else None
+        if asker is not None and len(keys) > len(asker.chain):
+            self._extend(asker, keys)
+
+    def _extend(self, asker: Agent, keys: Sequence[bytes]) -> None:
+        for dropped in self.book.extend(asker, keys):
+            self._waiting.pop(dropped, None)
+            self._forgotten.inc()
+
+    def get(self, tenant: bytes, name: str) -> Agent | None:
+        return self.book.get(tenant, name)
+
+    # ---- what becomes of its chunks
+
+    def own(self, asker: Agent) -> tuple[bytes, ...]:
+        """The keys of its last prompt that no other session needs."""
+        return asker.chain[self.book.needed_by_others(asker) :]
+
+    def end(self, asker: Agent) -> None:
+        """It asks for nothing any more."""
+        if asker not in self.book:
+            return
+        self._waiting.pop(asker, None)
+        asker.state = OVER
+        while asker.state == OVER and not asker.children:
+            for index in self._places.values():
+                index.over(self._run(index, self.own(asker)))
+            above = asker.parent
+            self.book.drop(asker)
+            self._ended.inc()
+            if above is None:
+                return
+            asker = above  # whose end may have waited for this one
+            if asker.state == WAITING and not asker.children:
+                self._let_wait(asker)
+
+    def wait(self, asker: Agent) -> None:
+        """It waits for a person, so it asks again, but late."""
+        if asker.state == OVER or asker not in self.book:
+            return
+        asker.state = WAITING
+        self._waiting[asker] = self._clock()
+        self._waiting.move_to_end(asker)
+        if not asker.children:
+            self._let_wait(asker)
+
+    def _let_wait(self, asker: Agent) -> None:
+        self._slab.wait(self._run(self._slab, self.own(asker)))
+
+    def work(self, asker: Agent) -> None:
+        """It waits for a tool, so it asks again soon."""
+        if self._waiting.pop(asker, None) is not None:
+            asker.state = ASKING
+            self._slab.refresh(self._run(self._slab, asker.chain))
+
+    def step(self) -> None:
+        """End those that have waited for longer than hardly any comes back after."""
+        while self._waiting:
+            asker, since = next(iter(self._waiting.items()))
+            if self._clock() - since <= self.gaps.longest:
+                return
+            self.end(asker)
+
+    @staticmethod
+    def _run(index: Index, keys: Sequence[bytes]) -> list[Entry]:
+        return [entry for key in keys if (entry := index.get(key)) is not None]
+
+    # ---- display
+
+    def top(self, most: int) -> list[Agent]:
+        """Those that saved most, the first the most."""
+        return nlargest(most, self.book, key=lambda agent: agent.saved)
+
+    def recent(self, most: int) -> list[Agent]:
+        """Those that asked last, the youngest first."""
+        return nlargest(most, self.book, key=lambda asker: asker.seen)
+
+    def now(self, asker: Agent) -> SessionNow:
+        now = self._clock()
+        return {
+            "session": asker.label,
+            "tenant": asker.tenant.hex(),
+            "state": asker.state,
+            "parent": asker.parent.label if asker.parent is not None else "",
+            "children": asker.children,
+            "requests": asker.requests,
+            "tokens": len(asker.chain) * self._chunk_tokens,
+            "asked": asker.asked,
+            "saved": asker.saved,
+            "age": now - asker.began,
+            "idle": now - asker.seen,
+        }
+
+    def kept(self, asker: Agent) -> dict[str, int]:
+        """How many tokens of its last prompt each tier has."""
+        size = self._chunk_tokens
+        return {
+            label: size * sum(key in index for key in asker.chain) for label, index in self._places.items()
+        }
+
+    def check(self) -> None:
+        self.book.check()
+        waiting = {each for each in self.book if each.state == WAITING}
+        assert waiting == set(self._waiting), "who waits is wrong"

@@ -1,0 +1,196 @@
+"""The book of sessions: who asks, what each asked for last, and what no other needs. No I/O.
+
+A session is a conversation, or one agent: its prompts mostly extend each other. Its name comes from the
+engine. A request without a name continues the session whose last prompt it extends, if there is one.
+
+The book keeps the keys of each session's last prompt. Keys are chained, so two prompts share a prefix and
+nothing else, and the keys that only one session needs are the end of its prompt. The book is bounded. It
+forgets those first that asked least recently, and sessions without a name before others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lmtier.format.keys import tenant_of
+from lmtier.format.layout import ChunkForm
+
+MAX_SESSIONS = 4096
+MAX_NAMELESS = 1024
+MAX_KEYS = 1 << 19
+"""The most keys in the book: some 40 MB."""
+_LOOK_BACK = 256
+"""How many chunks a request can be longer than the one that it continues, if it has no name."""
+
+ASKING, WAITING, OVER = "active", "waiting", "over"
+
+
+@dataclass(eq=False, slots=True)
+class Agent:
+    """One session."""
+
+    tenant: bytes
+    name: str
+    """Empty: it was found by its prompts."""
+    number: int
+    parent: Agent | None = None
+    """The session that started this one and lives as long as it."""
+    children: int = 0
+    """Sessions that it has started and that are not over."""
+    state: str = ASKING
+    chain: tuple[bytes, ...] = ()
+    """The keys of its last prompt."""
+    form: ChunkForm | None = None
+    began: float = 0.0
+    seen: float = 0.0
+    """When it asked last."""
+    requests: int = 0
+    asked: int = 0
+    """Tokens of all its prompts."""
+    saved: int = 0
+    """Those of them that a tier supplied."""
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.label}: {self.state}, {len(self.chain)} chunks, {self.children} children>"
+
+    @property
+    def label(self) -> str:
+        """A name for display."""
+        return self.name or f"(nameless {self.number})"
+
+
+class Book:
+    def __init__(self, max_keys: int = MAX_KEYS, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_keys, self._max_sessions = max_keys, max_sessions
+        self._named: OrderedDict[tuple[bytes, str], Agent] = OrderedDict()
+        self._nameless: OrderedDict[int, Agent] = OrderedDict()
+        self._tails: dict[bytes, Agent] = {}
+        """By the last key of a prompt: the session that asked for it last."""
+        self._number = 0
+        self.keys = 0
+        """The number of keys in all chains."""
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._nameless)
+
+    def __iter__(self) -> Iterator[Agent]:
+        yield from self._named.values()
+        yield from self._nameless.values()
+
+    def get(self, tenant: bytes, name: str) -> Agent | None:
+        return self._named.get((tenant, name))
+
+    def __contains__(self, asker: Agent) -> bool:
+        if asker.name:
+            return self._named.get((asker.tenant, asker.name)) is asker
+        return asker.number in self._nameless
+
+    # ---- requests
+
+    def named(self, tenant: bytes, name: str, parent: str = "") -> Agent:
+        """The session of this name, which may be new. `parent` is its parent's name."""
+        asker = self._named.get((tenant, name))
+        if asker is None:
+            self._number += 1
+            asker = self._named[tenant, name] = Agent(tenant, name, self._number)
+        self._named.move_to_end((tenant, name))
+        if parent and asker.parent is None and parent != name:
+            found = self.named(tenant, parent)
+            if asker not in _ancestors(found):  # otherwise both would wait for the other's end
+                asker.parent = found
+                found.children += 1
+        return asker
+
+    def nameless(self, keys: Sequence[bytes]) -> Agent:
+        """The session that a request without a name belongs to, which may be new."""
+        asker = self.continued(keys)
+        if asker is None:
+            self._number += 1
+            asker = self._nameless[self._number] = Agent(tenant_of(keys[0]), "", self._number)
+        if not asker.name:
+            self._nameless.move_to_end(asker.number)
+        return asker
+
+    def continued(self, keys: Sequence[bytes]) -> Agent | None:
+        """The session whose last prompt `keys` extend or repeat, if it is not much shorter."""
+        tails = self._tails
+        for key in reversed(keys[-_LOOK_BACK:]):
+            if (asker := tails.get(key)) is not None:
+                return asker
+        return None
+
+    def extend(self, asker: Agent, keys: Sequence[bytes]) -> list[Agent]:
+        """Its last prompt is `keys` now. Returns the sessions that had to be forgotten for it."""
+        self._set_chain(asker, tuple(keys))
+        dropped: list[Agent] = []
+        while len(self) > 1 and (
+            self.keys > self._max_keys
+            or len(self._named) > self._max_sessions
+            or len(self._nameless) > MAX_NAMELESS
+        ):
+            books: tuple[OrderedDict[int, Agent] | OrderedDict[tuple[bytes, str], Agent], ...]
+            books = (self._named, self._nameless)
+            if len(self._named) <= self._max_sessions and self._nameless:
+                books = (self._nameless, self._named)
+            oldest = next(each for book in books for each in book.values() if each is not asker)
+            self.drop(oldest)
+            dropped.append(oldest)
+        return dropped
+
+    def _set_chain(self, asker: Agent, chain: tuple[bytes, ...]) -> None:
+        if asker.chain and self._tails.get(asker.chain[-1]) is asker:
+            del self._tails[asker.chain[-1]]
+        self.keys += len(chain) - len(asker.chain)
+        asker.chain = chain
+        if chain:
+            self._tails[chain[-1]] = asker
+
+    # ---- ends
+
+    def drop(self, asker: Agent) -> None:
+        self._set_chain(asker, ())
+        if asker.name:
+            del self._named[asker.tenant, asker.name]
+        else:
+            del self._nameless[asker.number]
+        if asker.parent is not None:
+            asker.parent.children -= 1
+            asker.parent = None
+        for each in self if asker.children else ():
+            if each.parent is asker:
+                each.parent = None
+                asker.children -= 1
+
+    def needed_by_others(self, asker: Agent) -> int:
+        """How many chunks at the start of its last prompt other sessions need too."""
+        mine, most = asker.chain, 0
+        for each in self:
+            other = each.chain
+            if each is asker or len(other) <= most or most >= len(mine) or other[most] != mine[most]:
+                continue
+            low, high = most + 1, min(len(mine), len(other))
+            while low < high:  # equal keys have equal keys before them
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if mine[middle - 1] == other[middle - 1] else (low, middle - 1)
+            most = low
+        return most
+
+    def check(self) -> None:
+        """Check every invariant; raises AssertionError."""
+        askers = set(self)
+        assert self.keys == sum(len(each.chain) for each in askers), "the number of keys is wrong"
+        assert self.keys <= self._max_keys or len(askers) == 1, "too many keys"
+        assert all(self._tails[key].chain[-1] == key for key in self._tails), "a tail is not its session's"
+        assert set(self._tails.values()) <= askers, "a tail of a forgotten session"
+        parents = [each.parent for each in askers if each.parent is not None]
+        assert askers.issuperset(parents), "a forgotten session has a child"
+        for each in askers:
+            assert each.children == parents.count(each), f"{each!r} has {parents.count(each)}"
+
+
+def _ancestors(asker: Agent | None) -> Iterator[Agent]:
+    while asker is not None:
+        yield asker
+        asker = asker.parent

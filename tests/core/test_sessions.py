@@ -1,0 +1,182 @@
+"""Sessions in a cache: who has ended leaves first, who waits next, and a parent outlives its children."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.format.keys import NOBODY, tenant
+from lmtier.rules.foretold import Gaps
+from lmtier.rules.policy import POLICIES
+from lmtier.tiers.base import Tier
+from tests.core.test_pinning import ONE, ROOM, C, Time, keys
+
+
+def named(count: int, name: str, salt: str = "") -> list[bytes]:
+    """Keys of a tenant's requests."""
+    return [b"test" + tenant(salt) + key[8:] for key in keys(count, name)]
+
+
+def ask(cache: Cache, names: list[bytes], session: str = "", parent: str = "") -> int:
+    """A request that loads and stores. Returns how many of its chunks were in the slab."""
+    match = cache.match(names, ONE, session=session, parent=parent)
+    found = match.chunks
+    cache.release(match)
+    reservation = cache.reserve(names, ONE)
+    cache.commit(reservation)
+    cache.step()
+    cache.check()
+    return found
+
+
+def there(cache: Cache, names: list[bytes]) -> int:
+    return sum(key in cache.index for key in names)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def make(time):
+    caches: list[Cache] = []
+
+    def make(*tiers: str, opened: dict[str, Tier] | None = None, **settings) -> Cache:
+        config = Config(tiers=tiers, chunk_tokens=C, prefault=False, **settings)
+        caches.append(Cache(config, clock=time, tiers=opened))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close(timeout=5)
+        cache.check()
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def cache(request, make):
+    return make(f"cpu://?capacity={12 * ROOM}&policy={request.param}")
+
+
+def end(cache: Cache, session: str) -> None:
+    asker = cache.sessions.get(NOBODY, session)
+    assert asker is not None
+    cache.sessions.end(asker)
+    cache.check()
+
+
+def wait(cache: Cache, session: str) -> None:
+    asker = cache.sessions.get(NOBODY, session)
+    assert asker is not None
+    cache.sessions.wait(asker)
+    cache.check()
+
+
+def test_the_chunks_of_an_ended_session_leave_before_older_ones(cache):
+    old, ended = named(4, "old"), named(4, "ended")
+    ask(cache, old, "one")
+    ask(cache, old, "one")
+    ask(cache, ended, "two")
+    ask(cache, ended, "two")
+    end(cache, "two")
+    ask(cache, named(8, "new"), "three")
+    assert (there(cache, old), there(cache, ended)) == (4, 0)
+
+
+def test_what_another_session_needs_stays_when_one_ends(cache):
+    system = named(3, "system")
+    one, two = system + named(4, "one"), system + named(3, "two")
+    ask(cache, one, "one")
+    ask(cache, two, "two")
+    end(cache, "one")
+    ask(cache, named(5, "new"), "three")
+    assert there(cache, two) == 6
+    assert there(cache, one[3:]) < 4
+
+
+def test_who_waits_for_a_person_leaves_before_who_works_the_last_to_wait_first(cache):
+    for name in ("one", "two", "three"):
+        ask(cache, named(4, name), name)
+    wait(cache, "one")
+    wait(cache, "two")
+    ask(cache, named(4, "new"), "four")
+    assert [there(cache, named(4, name)) for name in ("one", "two", "three")] == [4, 0, 4]
+    assert ask(cache, named(4, "one"), "one") == 4
+    ask(cache, named(2, "newer"), "five")
+    assert there(cache, named(4, "one")) == 4  # it works again
+
+
+def test_a_request_of_a_session_that_ended_begins_a_new_one(cache):
+    ask(cache, named(4, "one"), "one")
+    end(cache, "one")
+    assert cache.sessions.get(NOBODY, "one") is None
+    assert ask(cache, named(4, "one"), "one") == 4
+    assert cache.sessions.get(NOBODY, "one").requests == 1
+    ask(cache, named(8, "other"), "two")
+    ask(cache, named(2, "more"), "three")
+    assert there(cache, named(4, "one") + named(8, "other")) == 10
+
+
+def test_a_branch_is_kept_while_children_live(make):
+    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
+    parent = named(4, "parent")
+    ask(cache, parent, "parent")
+    child = [*parent[:2], *named(2, "child")]
+    ask(cache, child, "child", "parent")
+    end(cache, "parent")  # too early: its child is alive
+    for turn in range(4):
+        ask(cache, named(4, f"flood{turn}"))
+        ask(cache, child, "child", "parent")
+    assert there(cache, parent) == 4  # older than all that came, but kept young by its child
+    end(cache, "child")
+    assert cache.sessions.get(NOBODY, "parent") is None
+    ask(cache, named(6, "new"))
+    assert there(cache, parent) == 0
+
+
+def test_generated_chunks_belong_to_the_session_too(cache):
+    prompt = named(4, "one")
+    match = cache.match(prompt, ONE, session="one")
+    cache.release(match)
+    cache.commit(cache.reserve([*prompt, *named(2, "answer")], ONE))
+    ask(cache, named(6, "two"), "two")
+    end(cache, "one")
+    ask(cache, named(6, "three"), "three")
+    assert there(cache, [*prompt, *named(2, "answer")]) == 0
+    assert there(cache, named(6, "two")) == 6
+
+
+def test_who_comes_back_no_more_is_over(make, time):
+    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
+    for _ in range(Gaps.ENOUGH):
+        ask(cache, named(2, "one"), "one")
+        wait(cache, "one")
+        time.pass_by(5)
+    ask(cache, named(2, "one"), "one")
+    wait(cache, "one")
+    time.pass_by(16)
+    cache.step()
+    assert cache.sessions.get(NOBODY, "one") is not None
+    time.pass_by(0.5)
+    cache.step()
+    assert cache.sessions.get(NOBODY, "one") is None
+
+
+def test_hits_are_counted_for_the_session(cache):
+    ask(cache, named(4, "one"), "one")
+    ask(cache, named(4, "one"), "one")
+    (asker,) = cache.sessions.recent(5)
+    now = cache.sessions.now(asker)
+    assert (now["requests"], now["tokens"], now["asked"], now["saved"]) == (2, 4 * C, 8 * C, 4 * C)
+    assert cache.sessions.kept(asker) == {"cpu": 4 * C}
+
+
+def test_a_session_of_one_tenant_takes_no_room_from_the_share_of_another(make):
+    cache = make(f"cpu://?capacity={8 * ROOM}&policy=lru", shares="a=50%")
+    mine = named(4, "mine", "a")
+    ask(cache, mine, "agent")
+    cache.sessions.end(cache.sessions.get(tenant("a"), "agent"))
+    for turn in range(3):
+        ask(cache, named(4, f"flood{turn}"))
+    assert there(cache, mine) == 4  # over, but within its share

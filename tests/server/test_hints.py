@@ -1,0 +1,162 @@
+"""Sessions and hints on a real server: over its own protocol, over HTTP, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lmtier.client.client import Client
+from lmtier.rules.hints import MAX_BYTES, envelope
+from lmtier.tools.cli import main
+from lmtier.tools.console import Address, Remote
+from tests.server.process import Served, until
+from tests.server.test_lifetimes import FORM, ROOM, TOKENS, keys, store
+
+TOKEN = "sesame"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    served = Served(
+        *(folder, f"cpu://?capacity={16 * ROOM}"),
+        config={"chunk_tokens": 1},
+        unix=str(folder / "socket"),
+        http="127.0.0.1:0",
+        token=TOKEN,
+    )
+    yield served
+    served.process.kill()
+    served.process.wait()
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[Client]:
+    with Client(server.where["unix"]) as client:
+        client.clear()
+        yield client
+
+
+@pytest.fixture
+def remote(server: Served) -> Iterator[Remote]:
+    with Remote(Address(unix=server.where["unix"])) as remote:
+        yield remote
+
+
+def ask(client: Client, names: list[bytes], session: str, parent: str = "") -> int:
+    match = client.match(names, FORM, session=session, parent=parent)
+    found = match.chunks
+    client.release(match)
+    store(client, names)
+    return found
+
+
+def listed(remote: Remote) -> dict[str, dict[str, Any]]:
+    return {each["session"]: each for each in remote.json("LMTIER.SESSIONS", "100", kind=list)}
+
+
+def test_sessions_are_listed_with_what_they_saved_and_what_is_kept(client, remote, capsys):
+    ask(client, keys(TOKENS[:8]), "listed")
+    assert ask(client, keys(TOKENS[:8]), "listed") == 8
+    ask(client, keys([*TOKENS[:4], 7, 7]), "below", "listed")
+    found = listed(remote)["listed"]
+    assert (found["requests"], found["tokens"], found["saved"], found["children"]) == (2, 8, 8, 1)
+    assert found["kept"] == {"cpu": 8}
+    assert main(["sessions", remote.address.unix]) == 0
+    out = capsys.readouterr().out
+    assert "below of listed" in out
+    assert "8 in cpu" in out
+    assert main(["sessions", remote.address.unix, "--json"]) == 0
+    assert {each["session"] for each in json.loads(capsys.readouterr().out)} >= {"listed", "below"}
+    assert main(["sessions", remote.address.unix, "--most", "0"]) == 2
+
+
+def test_a_lookup_that_no_tier_can_answer_counts_for_its_session_too(client, remote):
+    match = client.match(keys([5, 5, 5]), FORM, session="missed")
+    client.release(match)
+    until(lambda: "missed" in listed(remote))
+    assert (listed(remote)["missed"]["asked"], listed(remote)["missed"]["saved"]) == (3, 0)
+
+
+def test_a_person_ends_a_session(client, remote, capsys):
+    ask(client, keys(TOKENS[:8], "salty"), "ending")
+    address = remote.address.unix
+    assert main(["sessions", address, "--end", "ending"]) == 1  # another tenant's
+    assert "no such session is known" in capsys.readouterr().out
+    assert main(["sessions", address, "--end", "ending", "--salt", "salty"]) == 0
+    assert "ending is over" in capsys.readouterr().out
+    assert "ending" not in listed(remote)
+
+
+def test_an_engine_sends_hints_without_waiting(client, remote):
+    ask(client, keys(TOKENS[:8]), "hinting")
+    client.hint(envelope("e1", ("pin", {})), session="hinting")
+    until(lambda: any(pin["chunks"] == 8 for pin in remote.json("LMTIER.PINS", kind=list)))
+    client.hint({"protocol_version": "1"})  # refused in the log
+    client.hint(envelope("e2", ("session_end", {"session": "hinting"})))
+    until(lambda: "hinting" not in listed(remote))
+    assert remote.json("LMTIER.PINS", kind=list) == []
+
+
+def post(server: Served, body: bytes, token: str = TOKEN, kind: str = "application/json") -> tuple[int, Any]:
+    headers = {"Content-Type": kind} | ({"Authorization": f"Bearer {token}"} if token else {})
+    url = f"http://{server.where['http']}/api/hints"
+    request = urllib.request.Request(url, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_hints_come_over_http_with_the_token(server, client, remote):
+    ask(client, keys(TOKENS[:8], "salty"), "web")
+    said = envelope("h1", ("session_end", {}), ("fetch", {}))
+    assert post(server, json.dumps(said).encode(), token="")[0] == 401
+    assert post(server, json.dumps(said).encode(), token="wrong")[0] == 401
+    assert post(server, json.dumps(said).encode(), kind="text/plain")[0] == 415
+    assert "web" in listed(remote)
+    status, outcomes = post(server, json.dumps({**said, "salt": "salty", "session": "web"}).encode())
+    assert (status, [each["result"] for each in outcomes]) == (200, ["done", "unknown"])
+    assert "web" not in listed(remote)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[7]", b"7", b'"x"', b"{}", b'{"salt": 7}', b"\xff"])
+def test_another_body_is_refused_in_a_sentence(server, body):
+    status, answer = post(server, body)
+    assert status == 400
+    assert answer["error"]
+
+
+def test_a_body_is_bounded_and_read_whole(server):
+    assert post(server, b" " * (MAX_BYTES + 1))[0] == 413
+    status, answer = post(server, json.dumps(envelope("big")).encode().ljust(MAX_BYTES))
+    assert (status, answer) == (200, [])
+
+
+def test_a_server_without_a_token_takes_no_hints_over_http(tmp_path):
+    served = Served(tmp_path, f"cpu://?capacity={16 * ROOM}", http="127.0.0.1:0")
+    try:
+        status, answer = post(served, json.dumps(envelope("h")).encode(), token="")
+        assert (status, "token" in answer["error"]) == (403, True)
+    finally:
+        served.process.kill()
+        served.process.wait()
+
+
+def test_wrong_words_are_refused(remote):
+    said = json.dumps(envelope("w"))
+    for words in (
+        ("LMTIER.HINT", said, "MORE"),
+        ("LMTIER.HINT", "{"),
+        ("LMTIER.SESSIONS", "x"),
+        ("LMTIER.SESSIONS", "1", "2"),
+    ):
+        with pytest.raises(Exception, match=r"ERR|MISUSE"):
+            remote.ask(*words)

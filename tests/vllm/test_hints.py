@@ -1,0 +1,76 @@
+"""A real vLLM passes on which session a request belongs to, and the hints that came with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from lmtier.rules.hints import envelope
+from lmtier.tools.console import Address, Remote
+from lmtier_integrations.vllm.sessions import said_by
+from tests.server.process import until
+from tests.vllm.conftest import CacheServer, prompts_of, transfer
+from tests.vllm.engine import Engine
+
+
+def listed(remote: Remote) -> dict[str, dict[str, Any]]:
+    return {each["session"]: each for each in remote.json("LMTIER.SESSIONS", kind=list)}
+
+
+def pins(remote: Remote) -> list[int]:
+    return [each["chunks"] for each in remote.json("LMTIER.PINS", kind=list)]
+
+
+def test_sessions_and_hints_reach_the_server_in_both_ways(models, tmp_path, server: CacheServer):
+    first, second, third = prompts_of(600, 600, 600)
+    with (
+        Engine(
+            *(tmp_path, models / "qwen2"), transfer=transfer(server=str(server.path)), max_model_len=2048
+        ) as engine,
+        Remote(Address(unix=str(server.path))) as remote,
+    ):
+        # as kv_transfer_params, in every version
+        engine.generate([first], params={"lmtier_session": "one"})
+        engine.generate([second], params={"lmtier_session": "two", "lmtier_parent": "one"})
+        engine.forget()
+        told = {"lmtier_session": "one", "lmtier_hints": envelope("m1", ("pin", {}), ("fetch", {}))}
+        assert engine.generate([first], params=told)[0].cached == 512
+        until(lambda: pins(remote) == [2])
+        found = listed(remote)
+        assert (found["one"]["requests"], found["one"]["children"], found["two"]["parent"]) == (2, 1, "one")
+        assert (found["one"]["saved"], found["one"]["kept"]["cpu"]) == (512, 512)
+
+        # as vLLM's own fields, from 0.32 on
+        engine.ask_in_session(third, "three", salt="tenant")
+        until(lambda: "three" in listed(remote))
+        engine.ask_in_session(third, "three", envelope("m2", ("session_end", {})), salt="tenant")
+        until(lambda: "three" not in listed(remote))
+        # another tenant cannot end it
+        engine.ask_in_session(first, "other", envelope("m3", ("session_end", {"session": "one"})), "tenant")
+        engine.ask_in_session(first, "other", envelope("m4", ("session_end", {})), "tenant")
+        until(lambda: "other" not in listed(remote))
+        assert listed(remote).keys() >= {"one", "two"}
+        # and what its own ends
+        engine.ask_in_session(second, "two", envelope("m5", ("session_end", {})))
+        engine.ask_in_session(first, "one", envelope("m6", ("session_end", {})))
+        until(lambda: not {"one", "two"} & listed(remote).keys())
+        assert pins(remote) == []
+
+
+WRONG = {"lmtier_session": 7, "lmtier_parent": "x" * 1000, "lmtier_hints": "x"}
+
+
+@pytest.mark.parametrize("said", ["x", ["lmtier_session"], 7, {}, WRONG])
+def test_what_a_user_says_wrong_about_sessions_stops_no_engine(said):
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = said  # versions differ in what they let through
+    assert said_by(request) == ("", "", ())
+
+
+def test_hints_of_a_request_without_a_session_are_about_its_prompt():
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = {"lmtier_hints": envelope("m", ("pin", {}))}
+    assert said_by(request)[0] == "r"
