@@ -47,7 +47,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TIER=SIZE",
-        help="bytes a second: cpu=20GB, disk=3GB (default: these; others 1GB)",
+        help="bytes a second: cpu=20GB, disk=3GB, gpu=392GB (default: these; others 1GB)",
     )
     parser.add_argument(
         *("--latency",),
@@ -55,6 +55,12 @@ def _simulate_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="TIER=TIME",
         help="until the first byte: disk=1ms (default: this; others 2ms)",
+    )
+    parser.add_argument(
+        *("--engine",), metavar="SIZE", default="0", help="memory of the engine's own prefix cache"
+    )
+    parser.add_argument(
+        *("--forgets",), metavar="TIME", default="0s", help="how often the engine empties it: 10m"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="hits by capacity: out.svg, out.png")
     json_option(parser)
@@ -90,7 +96,12 @@ def _simulate(args: Namespace) -> int:
     with Progress(len(configurations)) as progress:
         for urls in configurations:
             outcome = replay(
-                trace, urls, chunk_tokens=chunk_tokens, bytes_per_token=per_token, hardware=hardware
+                *(trace, urls),
+                chunk_tokens=chunk_tokens,
+                bytes_per_token=per_token,
+                hardware=hardware,
+                engine=config.parse_size(args.engine),
+                forgets=config.parse_seconds(args.forgets),
             )
             outcomes.append(outcome)
             progress.step(report.described(outcome.specs))
