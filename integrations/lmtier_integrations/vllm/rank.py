@@ -112,7 +112,6 @@ class Rank:
         return bool(
             report.facts
             or report.loaded
-            or report.saved
             or report.runs
             or report.epoch != self.epoch
             or report.names
@@ -307,9 +306,7 @@ class RankSaves:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.of_step: list[tuple[SavePlan, Save]] = []
-        self.leaving: list[tuple[SavePlan, Save]] = []
-        """Saves that fill places in GPU memory too, and may be under way."""
+        self.of_step: list[Save] = []
         self.left_over: list[Reservation] = []
         """Reservations that could not be ended, because the server did not answer just then."""
 
@@ -320,28 +317,26 @@ class RankSaves:
         if not rank.adopt(reservation):
             rank.stats.add("save_failures")
             self.left_over.append(reservation)
-            self._end(plan, is_good=False)
         elif rank.plan.epoch < rank.epoch or not rank.is_named_right(
             rank.plan.names, plan.adapter, plan.since
         ):
-            self._drop(plan, reservation)
+            self._drop(reservation)
         elif not place.can_save(reservation):
-            self._drop(plan, reservation, "unpinned_saves")
+            self._drop(reservation, "unpinned_saves")
         else:
             try:
                 blocks = mover.kv.check(rank.kernel_blocks(plan.block_ids))
-                save = place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)), plan.near)
+                save = place.save(reservation, dict(zip(plan.chunks, blocks, strict=True)))
             except (LayoutError, DeviceError) as error:
                 log.error("lmtier: a save could not begin: %s", error)
-                self._drop(plan, reservation)
+                self._drop(reservation)
                 return
-            self.of_step.append((plan, save))
+            self.of_step.append(save)
 
-    def _drop(self, plan: SavePlan, reservation: Reservation, why: str = "save_failures") -> None:
+    def _drop(self, reservation: Reservation, why: str = "save_failures") -> None:
         """Before anything of it was copied."""
         self._rank.stats.add(why)
         self._rank.client.abort(reservation, self._rank.mover.kv.shard)
-        self._end(plan, is_good=False)
 
     def end_left_over(self) -> None:
         """Give back what was reserved while the server stalled. Another run of it knows nothing of that."""
@@ -361,20 +356,17 @@ class RankSaves:
 
     def _each(self, work: Callable[[Save], None]) -> None:
         """What the driver refuses costs that save only. That the device is broken the engine finds out."""
-        for each in list(self.of_step):
-            plan, save = each
+        for save in list(self.of_step):
             try:
                 work(save)
             except DeviceError as error:
                 log.error("lmtier: a save is given up: %s", error)
-                self.of_step.remove(each)
-                self._abort(plan, save)
+                self.of_step.remove(save)
+                self._abort(save)
 
-    def _abort(self, plan: SavePlan, save: Save) -> None:
+    def _abort(self, save: Save) -> None:
         save.abort()
         self._rank.stats.add("save_failures")
-        if plan.near is not None:
-            self.leaving.append((plan, save))
 
     def finish(self) -> None:
         """The step has computed. What a load has failed below is not stored."""
@@ -382,27 +374,11 @@ class RankSaves:
         began = time.perf_counter()
         if rank.plan.epoch >= rank.epoch:
             self._each(lambda save: save.all())
-        for plan, save in self.of_step:
+        for save in self.of_step:
             if rank.plan.epoch < rank.epoch:
-                self._abort(plan, save)
+                self._abort(save)
                 continue
             save.commit()
             rank.stats.add("save_bytes", rank.nbytes(save.tokens))
-            if plan.near is not None:
-                self.leaving.append((plan, save))
         self.of_step = []
         rank.spent("save_seconds", began)
-
-    def land(self) -> None:
-        """End those that the device is done with."""
-        for plan, save in [each for each in self.leaving if each[1].done]:
-            self.leaving.remove((plan, save))
-            self._end(plan, is_good=not save.reservation.aborted)
-
-    def _end(self, plan: SavePlan, *, is_good: bool) -> None:
-        """Its places in GPU memory are written no more."""
-        if plan.near is not None:
-            report = self._rank.report
-            report.saved[plan.id] = 1
-            if not is_good:
-                report.failed.add(plan.id)

@@ -24,7 +24,7 @@ class Storing:
         self, parts: Parts, *, block_tokens: int, step_tokens: int, has_windows: bool, saves_decode: bool
     ) -> None:
         """`step_tokens`: the most in a step; `has_windows`: blocks may leave a request before it ends."""
-        self._client, self._names, self._copying, self._stats, self._events = parts
+        self._client, self._names, _, self._stats, self._events = parts
         self._chunk_tokens = parts.client.chunk_tokens
         self._chunk_blocks = self._chunk_tokens // block_tokens
         self._step_tokens = step_tokens
@@ -125,9 +125,8 @@ class Storing:
             self._events.saw(known.request, known.keys(), ())
         if reservation.entries:
             self._client.trace(reservation, known.request.trace_headers)
-            near = self._copying.save(reservation)
             plan.saves.append(
-                SavePlan.of(reservation, tables, self._chunk_blocks, near, known.since, known.adapter)
+                SavePlan.of(reservation, tables, self._chunk_blocks, known.since, known.adapter)
             )
             self._stats.add("saved_tokens", len(reservation.entries) * self._chunk_tokens)
             self._client.disown(reservation)

@@ -140,7 +140,7 @@ class Worker:
         self._rests = not (plan.has_work or self._has_more())
         if self._rests:
             return
-        self._land()
+        self.loads.land()
         if plan.run:
             rank.client.step()
             rank.report.runs[rank.client.run] = 1
@@ -163,7 +163,6 @@ class Worker:
         return bool(
             rank.mover.under_way
             or self.loads.landing
-            or self.saves.leaving
             or self.saves.left_over
             or self._was_under_way
             or rank.place.is_busy
@@ -196,7 +195,7 @@ class Worker:
             self._prefill.copied(loads.copied, rank.seconds["load_seconds"])
         if self.saves.of_step:
             self.saves.finish()
-        self._land()
+        self.loads.land()
         rank.place.tell(self.stats)
         self.copies_layers = False
 
@@ -214,12 +213,7 @@ class Worker:
         if self.saves.of_step:
             self.saves.finish()
         self.rank.mover.drain()
-        self._land()
-
-    def _land(self) -> None:
-        """Finish what the device is done with."""
         self.loads.land()
-        self.saves.land()
 
     # ---- after a step
 
