@@ -218,6 +218,11 @@ class CudaLoad(Load):
                 [self._run[chunk] for chunk, _, _ in self._chunks], mover.form
             )
             near = self._places.near
+            self.from_copies = [
+                chunk
+                for (chunk, _, _), place in zip(self._chunks, near, strict=True)
+                if place is not None and place.is_there
+            ]
         try:
             self._bound = self._bring_near(near)
             self._load = mover.order.load(self._bound.blocks)
