@@ -24,7 +24,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lmtier.errors import LayoutError
 from lmtier.format.keys import Identity
 from lmtier.rules.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, window_of
@@ -73,12 +72,8 @@ class Worker:
         self._leave.callback(client.close)
         self._files = files_of(self._config) if self._memory is not None else ""
         device = device_of(declared.tensors)
-        if device is not None and self._cache.needs_kv_cache_zeroing:
-            raise LayoutError(
-                "lmtier serves engines on GPUs whose layers keep KV in one precision: others zero the blocks "
-                "that they hand out, some before they ask whether a copy of those is under way"
-            )
-        is_layerwise = self._settings.mode == LAYERWISE
+        # With micro-batches a layer's hook is called after a part of the step. Then all goes after the step.
+        is_layerwise = self._settings.mode == LAYERWISE and not self._config.parallel_config.use_ubatching
         identity = Identity(model=self._config.model_config.model)
         of_all = client, declared, identity, self._settings.config.gpu
         place: OnCpu | OnGpu
