@@ -10,7 +10,8 @@
 #     vllm          times to first token and answers, beside a plain engine           10
 #
 # bash bench/gpu_day.sh --simulated probe tests bench toy rehearses those stages on any machine, on the simulated
-# device; what they measure then means nothing.
+# device; so do transformers, and vllm with PYTHON=.venv-vllm/bin/python, on a CPU. What they measure then means
+# nothing.
 #
 # Needs torch with CUDA, cupy, pytest, hypothesis, numpy, xxhash and prometheus-client, and no installation of
 # lmtier; vllm needs vLLM too. Results go to OUT, or to bench/results/<GPU>-<date>.
@@ -43,6 +44,8 @@ for each in "$@"; do
         *toy) stage toy 260 "$PYTHON" bench/gpu_toy.py "${simulated[@]}" --json "$OUT/toy.json" ;;
         --simulatedtests) stage tests 400 "${TESTS[@]}" tests/copy/test_cuda_*.py tests/bench tests/test_toy_engine.py ;;
         --simulatedbench) stage bench 300 "$PYTHON" bench/gpu_simulated.py ;;
+        --simulatedtransformers) stage transformers 240 "$PYTHON" bench/gpu_transformers.py --device cpu ;;
+        --simulatedvllm) stage vllm 600 "$PYTHON" bench/gpu_vllm.py equal ttft --device cpu ;;
         tests) stage tests 400 "${TESTS[@]}" tests/gpu --junit-xml "$OUT/tests.xml" ;;
         bench) stage bench 300 "$PYTHON" -m lmtier bench --gpu ;;
         sanitize)

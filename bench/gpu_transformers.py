@@ -4,8 +4,9 @@
 
 The model is a Llama of 1.1 billion random weights in bf16. Prompt by prompt, in turn: the model alone; with
 lmtier, cold, which also saves; from the CPU tier; and with the prompt's KV kept on the GPU, which no tier can
-beat. Then, again beside the model alone, from disk, through a new store on the same folder. A time ends when
-the host has the token. Before that, in a first pass over other keys, answers of a few tokens are compared:
+beat. Then, again beside the model alone, from disk, through a new store on the same folder; and through one
+more, from copies in GPU memory. A time ends when the host has the token. Before that, in a first pass over
+other keys, answers of a few tokens are compared:
 
     cold           with those of the model alone, which computes the very same
     from tiers     with those of the KV kept on the GPU: both compute the same few tokens. The model alone
@@ -68,6 +69,7 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 ALONE, COLD, CPU, KEPT = "the model alone", "lmtier, cold", "lmtier, from the CPU tier", "KV kept on the GPU"
 AGAIN, DISK = "the model alone, again", "lmtier, new store, from disk"
+COPIES = "lmtier, from copies in GPU memory"
 OTHER_KEYS = "compared"
 VERSIONS = "lmtier", "torch", "transformers", "cupy-cuda13x", "numpy"
 
@@ -151,6 +153,17 @@ class Bench:
                 self.time(times, AGAIN, prompt)
                 self.time(times, DISK, prompt, store.generate)
             tiers = {tier: each["used"] for tier, each in store.cache.stats().items() if "used" in each}
+        if self.is_gpu:
+            with self.opened(folder, "gpu://?capacity={capacity}&policy=lru") as store:
+                for prompt, answers in zip(prompts, wanted, strict=True):
+                    self.answer(prompt, store.generate, salt=OTHER_KEYS)  # a load leaves copies
+                    got = self.answer(prompt, store.generate, salt=OTHER_KEYS)
+                    self.compare(COPIES, got, answers, same, like_kept)
+                for prompt in prompts[: len(times[ALONE])]:
+                    store.generate(prompt, max_new_tokens=1, do_sample=False)
+                    self.rest(store)
+                    assert store.cache_for(prompt).loaded == [{"gpu": whole}]
+                    self.time(times, COPIES, prompt, store.generate)
         nbytes = whole * self.token_bytes
         return [
             {
@@ -172,11 +185,11 @@ class Bench:
             for way, each in times.items()
         ]
 
-    def opened(self, folder: Path) -> PrefixCache:
+    def opened(self, folder: Path, *above: str) -> PrefixCache:
         options = self.options
         store = PrefixCache(
             self.model,
-            *(tier.format(folder=folder, capacity=options.capacity) for tier in TIERS),
+            *(tier.format(folder=folder, capacity=options.capacity) for tier in (*above, *TIERS)),
             chunk_tokens=options.chunk_tokens,
             load_deadline=30,
             verify=options.verify,

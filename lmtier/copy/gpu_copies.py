@@ -1,11 +1,14 @@
 """Copies of chunks in an engine's own GPU memory: which chunks, and at which offsets. No memory, no I/O.
 
 Every chunk here comes from a match, so the slab has it too, and it is leased there. A copy only saves the
-PCIe transfer; losing it is harmless. For a transfer, each chunk has one of these:
+PCIe transfer; losing it is harmless. For a load, each chunk has one of these:
 
-    a complete copy     the transfer reads it; it does not move until `done`
-    a place to fill     the transfer writes it; it can be read after `done`, if it was verified
-    neither             no room, or another transfer is filling it: the chunk goes over PCIe
+    a complete copy     the load reads it; it does not move until `done`
+    a place to fill     the load writes it; it can be read after `done`, if it was verified
+    neither             no room, or another load is filling it: the chunk goes over PCIe
+
+Rejected: saves that leave copies too. Much of what is saved is never loaded, and takes the room of what is
+(docs/LOG.md).
 
 All ranks use the same offsets. A chunk takes as much room as the largest shard of its form.
 """
@@ -35,7 +38,7 @@ class GpuPlace(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GpuPlaces:
-    """The places that one load or save uses until `GpuCopies.done`."""
+    """The places that one load uses until `GpuCopies.done`."""
 
     near: tuple[GpuPlace | None, ...]
     """The place of each chunk, in order."""
@@ -67,11 +70,6 @@ class GpuCopies:
                 self.index.lease(copy)  # before room is made for others
         self.index.touch([copy for copy in ready if copy is not None])
         return self._give(run, ready, form)
-
-    def save(self, entries: Sequence[Entry], form: ChunkForm) -> GpuPlaces:
-        """Places for chunks that were just reserved, head first. Older copies of them are deleted."""
-        self.forget(entry.key for entry in entries)
-        return self._give(entries, [None] * len(entries), form)
 
     def done(self, places: GpuPlaces, *, believed: bool = True) -> None:
         """No rank reads or writes these places any more. Filled places can be read from now on.

@@ -239,6 +239,8 @@ class Load:
     """Whether all of its copies have ended."""
     seconds: float | None = None
     """The time that the device needed, once `done`. None: this thread copied during the calls."""
+    from_copies: Sequence[int] = ()
+    """The chunks that come from copies in GPU memory which the mover manages."""
 
     def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
         if match.released or not match.ready:

@@ -59,12 +59,6 @@ def test_what_a_load_has_put_there_the_next_one_finds_in_its_place():
     assert second.there == 2
 
 
-def test_what_a_save_has_put_there_the_next_load_finds():
-    copies, run = GpuCopies(8 * PAGE), promised("a", "b")
-    copies.done(copies.save(run, WHOLE))
-    assert there(copies.load(run, WHOLE)) == [True, True]
-
-
 def test_what_is_being_filled_nobody_else_reads_or_fills():
     copies, run = GpuCopies(8 * PAGE), promised("a")
     filling = copies.load(run, WHOLE)
@@ -162,8 +156,6 @@ def test_a_chunk_that_was_computed_anew_is_not_read_from_its_old_copy():
     assert there(put(copies, promised("a", mark=b"one"))) == [True]
     assert there(put(copies, promised("a", mark=b"two"))) == [False]
     assert there(put(copies, promised("a", mark=b"two"))) == [True]
-    copies.done(copies.save(promised("a"), WHOLE))
-    assert there(put(copies, promised("a", mark=b"two"))) == [False]
 
 
 def test_chunks_without_a_fingerprint_are_those_whose_fingerprints_are_empty():
@@ -172,27 +164,6 @@ def test_chunks_without_a_fingerprint_are_those_whose_fingerprints_are_empty():
     (entry,) = promised("a", form=SPLIT)
     entry.prints = (b"", b"")
     assert there(copies.load([entry], SPLIT)) == [True]
-
-
-def test_a_save_takes_the_fingerprints_that_its_commit_has_left():
-    copies, (entry,) = GpuCopies(8 * PAGE), promised("a")
-    places = copies.save([entry], WHOLE)
-    entry.prints = (b"mark",)
-    copies.done(places)
-    assert there(copies.load(promised("a", mark=b"mark"), WHOLE)) == [True]
-
-
-def test_a_save_replaces_a_copy_that_is_still_read():
-    copies = GpuCopies(8 * PAGE)
-    put(copies, promised("a"))
-    reading = copies.load(promised("a"), WHOLE)
-    saving = copies.save(promised("a"), WHOLE)
-    assert there(saving) == [False]
-    assert saving.near[0] != reading.near[0]
-    copies.done(reading)
-    copies.done(saving)
-    copies.check()
-    assert copies.extents.used == 2 * PAGE
 
 
 def test_a_chunk_takes_what_the_largest_shard_does():
@@ -246,7 +217,7 @@ def test_the_policies_are_those_of_every_tier(policy):
 
 
 class Transfers(RuleBasedStateMachine):
-    """Any order of loads and saves and their ends, beside a dict of what can be read, and memory of pages."""
+    """Any order of loads and their ends, beside a dict of what can be read, and memory of pages."""
 
     chunks = st.integers(0, 3), st.integers(1, 4)
     forms = st.sampled_from([WHOLE, WHOLE, WHOLE, QUARTERS])
@@ -291,17 +262,8 @@ class Transfers(RuleBasedStateMachine):
         run = self.run_of(first, length, form)
         self.started(self.copies.load(run, form), run, form)
 
-    @rule(first=chunks[0], length=chunks[1], form=forms)
-    def save(self, first: int, length: int, form: ChunkForm) -> None:
-        for number in range(first, first + length):
-            self.version[key(number)] += 1
-        run = self.run_of(first, length, form)
-        for entry in run:
-            self.readable.pop(entry.key, None)
-        self.started(self.copies.save(run, form), run, form)
-
     @rule(number=st.integers(0, 7))
-    def somebody_else_saves(self, number: int) -> None:
+    def computed_anew(self, number: int) -> None:
         self.version[key(number)] += 1
 
     @rule(numbers=st.sets(st.integers(0, 7)), everything=st.booleans())

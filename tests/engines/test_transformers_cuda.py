@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from lmtier.config import Config
 from lmtier.copy.cuda.mover import CudaMover
 from lmtier.copy.cuda.page_lock import PageLock
 from lmtier.copy.mover import Mover
 from lmtier.core.cache import Cache
-from lmtier.errors import CanaryError, DeviceError, MisuseError
+from lmtier.errors import CanaryError, ConfigError, DeviceError, MisuseError
 from lmtier_integrations.transformers import PrefixCache, buffer, places, prefix_cache
 from tests.cuda_device import SimulatedDevice, SimulatedStream
 from tests.engines.models import answer, model_of, prompt_of
@@ -472,7 +473,7 @@ def test_a_gpu_that_cannot_be_used_leaves_the_buffer_in_cpu_memory(monkeypatch, 
         opened.append(index)
 
     monkeypatch.setattr(places, "import_module", lambda _: SimpleNamespace(CudaDevice=device_of))
-    cache: Any = None
+    cache: Any = SimpleNamespace(config=Config())
     place = places.place_for(cache, {torch.device("cuda", 3)})  # which need not be the current one
     if failure is None:
         assert isinstance(place, places.InGpuMemory)
@@ -532,9 +533,57 @@ def test_what_is_found_before_it_has_arrived_is_not_that_of_the_prompt(opened, i
     device.check()  # all that is left comes to its end
 
 
+# ---- copies in GPU memory
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_a_prompt_that_was_loaded_once_comes_from_gpu_memory(opened, verify):
+    """Also through another buffer: a longer prompt needs a larger one."""
+    model, short, long = model_of("llama"), prompt_of(53), prompt_of(9 * C + 3, seed=2)
+    alone = {prompt: answer(model.generate, prompt) for prompt in (short, long)}
+    device = Device()
+    store = opened(model, "gpu://?capacity=1MiB", "cpu://?capacity=4MiB", device=device, verify=verify)
+    whole = 53 // C * C
+    for tier in ("", "cpu", "gpu"):
+        cache = store.cache_for(short)
+        assert cache.loaded == [{tier: whole} if tier else {}]
+        assert answer(model.generate, short, past_key_values=cache) == alone[short]
+    for tier in ("", "cpu", "gpu"):
+        cache = store.cache_for(long)
+        assert cache.loaded == [{tier: 9 * C} if tier else {}]
+        assert answer(model.generate, long, past_key_values=cache) == alone[long]
+    np.frombuffer(store.cache.slab.view(0, store.cache.slab.capacity), np.uint8)[:] = 0
+    assert answer(store.generate, short) == alone[short], "nothing came from the slab"
+    assert store.cache.metrics.value("lmtier_verify_failures_total") == 0
+
+
+def test_other_weights_never_find_the_copies_of_old_ones(opened):
+    model, prompt = model_of("llama"), prompt_of(53)
+    store = opened(model, "gpu://?capacity=1MiB", "cpu://?capacity=4MiB")
+    for _ in range(3):
+        answer(store.generate, prompt)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    assert found(store, prompt) == [0]
+    alone = answer(model.generate, prompt)
+    for _ in range(3):
+        assert answer(store.generate, prompt) == alone
+
+
 # ---- what is declined
 
 
-def test_copies_in_gpu_memory_are_declined(opened):
-    with pytest.raises(MisuseError, match="gpu://"):
-        opened(model_of("llama"), "gpu://?capacity=1MiB", "cpu://?capacity=4MiB")
+def test_copies_in_gpu_memory_need_a_gpu():
+    tiers = "gpu://?capacity=1MiB", "cpu://?capacity=4MiB"
+    with pytest.raises(MisuseError, match=r"gpu://.*leave that tier out"):
+        PrefixCache(model_of("llama"), *tiers, chunk_tokens=C, prefault=False)
+
+
+def test_a_gpu_without_room_for_copies_is_one_sentence(opened, monkeypatch):
+    def memory(nbytes):
+        raise torch.cuda.OutOfMemoryError
+
+    device = Device()
+    monkeypatch.setattr(device, "memory", memory)
+    with pytest.raises(ConfigError, match=r"gpu://.*no room"):
+        opened(model_of("llama"), "gpu://?capacity=1MiB", "cpu://?capacity=4MiB", device=device)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -111,6 +113,66 @@ def test_a_capacity_counts_whole_chunks_of_the_model():
         assert replay(trace, urls, chunk_tokens=256, bytes_per_token=1024).hit_ratio == share
     with pytest.raises(ConfigError, match="too small for one chunk"):
         replay(trace, ["cpu://?capacity=100KiB"], chunk_tokens=256, bytes_per_token=1024)
+
+
+# ---- the engine's GPU memory
+
+
+def asked(*prompts: Sequence[int], apart: float = 1.0) -> Trace:
+    requests = [TraceRequest(n * apart, 256 * len(each), 1, each) for n, each in enumerate(prompts)]
+    return Trace("prompts", 256, requests)
+
+
+def by_source(trace: Trace, *urls: str, **options: Any) -> list[dict[str, int]]:
+    """How many chunks of each request come from where."""
+    found: list[dict[str, int]] = []
+    replay(
+        *(trace, [*urls, "cpu://?capacity=1GiB"]),
+        chunk_tokens=256,
+        bytes_per_token=1024,
+        heard=lambda cache, hits: found.append({label: n // 256 for label, n in hits.items()}),
+        **options,
+    )
+    return found
+
+
+CHUNK_OF_A_MODEL = 256 * 1024
+
+
+def test_what_the_engine_has_itself_comes_from_no_tier():
+    trace = asked([1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3])
+    assert by_source(trace) == [{}, {"cpu": 2}, {}, {"cpu": 3}]
+    # Room for four chunks: the tail of the oldest prompt leaves first.
+    assert by_source(trace, engine=4 * CHUNK_OF_A_MODEL) == [{}, {"engine": 2}, {}, {"engine": 2, "cpu": 1}]
+    assert by_source(trace, engine=3 * CHUNK_OF_A_MODEL)[3] == {"engine": 1, "cpu": 2}
+
+
+def test_an_engine_that_forgets_loads_again():
+    trace = asked([1, 2], [1, 2], [1, 2], [1, 2], apart=4.0)
+    kept = by_source(trace, engine=1 << 30, forgets=7.0)
+    assert kept == [{}, {"engine": 2}, {"cpu": 2}, {"engine": 2}]
+
+
+def test_a_load_leaves_copies_in_gpu_memory_as_a_real_one_does():
+    gpu = f"gpu://?capacity={2 * CHUNK_OF_A_MODEL}&policy=lru"
+    trace = asked([1, 2, 3], [1, 2, 3], [1, 2, 3], [7], [7], [1, 2])
+    assert by_source(trace, gpu) == [
+        *({}, {"cpu": 3}, {"gpu": 2, "cpu": 1}),  # there is room for the head only
+        *({}, {"cpu": 1}, {"gpu": 1, "cpu": 1}),  # 7 was loaded, and took the place of 2
+    ]
+    # What the engine has itself leaves no copy.
+    assert by_source(trace, gpu, engine=3 * CHUNK_OF_A_MODEL)[1] == {"engine": 3}
+
+
+def test_a_copy_comes_faster_than_the_bus():
+    trace = asked([1, 2], [1, 2], [1, 2])
+    hardware = Hardware(prefill=1e9, bandwidth={"cpu": 1e6})
+    gpu = f"gpu://?capacity={2 * CHUNK_OF_A_MODEL}"
+    urls = [gpu, "cpu://?capacity=1GiB"]
+    outcome = replay(trace, urls, chunk_tokens=256, bytes_per_token=1024, hardware=hardware)
+    assert [round(each, 2) for each in outcome.ttft] == [0.0, 0.0, round(2 * CHUNK_OF_A_MODEL / 1e6, 2)]
+    with pytest.raises(ConfigError, match="too small for one chunk"):
+        replay(trace, ["gpu://?capacity=8KiB", urls[1]], chunk_tokens=256, bytes_per_token=1024)
 
 
 # ---- traces
@@ -246,6 +308,18 @@ def test_the_command_prints_a_row_for_each_configuration_and_draws_a_plot(capsys
     drawn = ElementTree.parse(tmp_path / "p.svg").getroot()
     assert len(drawn.findall("{*}polyline")) == 2
     assert len(drawn.findall("{*}circle")) == 4
+
+
+def test_the_table_has_a_column_for_each_source(capsys):
+    argv = ["simulate", "--synthetic", "multi-turn", "--requests", "50", "--engine", "1GiB"]
+    argv += ["--forgets", "1m", "-t", "gpu://?capacity=1GiB,2GiB", "-t", "cpu://?capacity=4GiB"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "gpu 1 GiB arc + cpu 4 GiB arc" in out
+    header = next(line for line in out.splitlines() if line.startswith("tiers"))
+    assert [word for word in header.split() if word in ("gpu", "engine", "cpu", "read")] == [
+        *("engine", "gpu", "cpu")
+    ]
 
 
 def test_json_has_what_the_table_has(capsys):

@@ -9,7 +9,7 @@ Loads are no part of a step, as on a GPU, unless LMTIER_TEST_LOADS is "in steps"
 
 Of hooks it says: "one has none", and the second layer never calls them; "replay" and "old replay", steps that
 are one graph, as vLLM's two model runners tell it; "untold", such steps, and nobody tells; "no end", steps
-without wait_for_save.
+without wait_for_save; "halves", layers that call them when the first of two micro-batches is through.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def _is_hooked(self: worker.Worker, name: str) -> bool:
 def _wait_if_hooked(self: worker.Worker, name: str) -> None:
     if _is_hooked(self, name):
         _hooks[0](self, name)
+    if told() == "halves":  # nothing of this layer was computed, as little as there is of the second half
+        _hooks[1](self, name)
 
 
 def _save_if_hooked(self: worker.Worker, name: str) -> None:

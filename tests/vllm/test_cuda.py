@@ -13,10 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 import lmtier_integrations.vllm
 from lmtier.client.client import Client
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, LayoutError
 from lmtier_integrations.vllm import LMTierConnector
 from lmtier_integrations.vllm.settings import Settings
 from tests.server.process import until
@@ -179,6 +189,29 @@ def test_hooks_that_are_not_called(models, tmp_path, server):
     idle(server.path)
 
 
+def test_micro_batches_save_nothing_before_the_step_is_computed(models, tmp_path, server):
+    prompts = prompts_of(*(400 + 17 * n for n in range(4)), prefix=200)
+    (fault := tmp_path / "fault").write_text("halves")
+    how = simulated(server)
+    del how["kv_connector_extra_config"]["tiers"]
+    with Engine(
+        tmp_path,
+        models / "qwen2",
+        transfer=how,
+        env={"LMTIER_TEST_FAULT": str(fault)},
+        ubatch_size=2,
+        all2all_backend="deepep_low_latency",  # vLLM wants one of these then
+        **{**SMALL, "num_gpu_blocks_override": 200},
+    ) as engine:
+        engine.generate(prompts, 1)  # what ends with this step is saved in it
+        engine.forget()
+        outputs = engine.generate(prompts, 8)
+        assert cached(outputs) == loadable(prompts)
+        engine.forget(external=True)
+        assert tokens(engine.generate(prompts, 8)) == tokens(outputs)
+    idle(server.path)
+
+
 def test_loads_that_requests_wait_for(models, tmp_path, server):
     """Two block tables, one of which loses blocks: a load is no part of a step there."""
     prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)
@@ -299,6 +332,31 @@ def test_the_order_of_blocks_is_a_wish_that_can_be_left_out(monkeypatch):
     assert [asked(), asked(layout="BLHNC"), asked(layout="any")] == ["BLHNC", "BLHNC", None]
     with pytest.raises(ConfigError, match="layout='NHD'"):
         Settings.of({"layout": "NHD"}, 32, 0)
+
+
+def test_what_writes_blocks_before_it_asks_is_declined(monkeypatch):
+    """Model Runner V2 zeroes new blocks, and copies those of partial hits, before `handle_preemptions`."""
+    monkeypatch.setattr(lmtier_integrations.vllm, "is_on_gpu", lambda config: True)
+    attention: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64}
+
+    def config_of(*dtypes: torch.dtype) -> KVCacheConfig:
+        specs = [FullAttentionSpec(block_size=64, dtype=dtype, **attention) for dtype in dtypes]
+        groups = [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate(specs)]
+        return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+
+    how = KVTransferConfig(**transfer(tiers=["cpu://?capacity=64MiB"]))
+    config: Any = SimpleNamespace(
+        kv_transfer_config=how, cache_config=SimpleNamespace(block_size=64), model_config=None
+    )
+    mixed = config_of(torch.bfloat16, torch.float8_e4m3fn)
+    with pytest.raises(LayoutError, match="keep KV in one precision"):
+        LMTierConnector(config, KVConnectorRole.WORKER, mixed)
+
+    # Copies there are of layers with state only, which are declined.
+    assert not partial_hash_hits_enabled(config_of(torch.bfloat16).kv_cache_groups, hash_block_size=16)
+    window = SlidingWindowSpec(block_size=32, dtype=torch.bfloat16, sliding_window=128, **attention)
+    groups = [*config_of(torch.bfloat16).kv_cache_groups, KVCacheGroupSpec(["window"], window)]
+    assert not partial_hash_hits_enabled(groups, hash_block_size=16)
 
 
 def test_an_engine_on_a_cpu_declines_it(models, tmp_path):

@@ -137,18 +137,21 @@ class ChunkBuffer:
         matches: list[Match] = []
         held: dict[int, Match] = {}
         """The matches whose leases end here. A load ends the leases of its match itself, perhaps later."""
+        sources: list[list[str]] = []
         prefixes: list[list[Tensor]] = []
         try:
             for number, row in enumerate(rows):
                 matches.append(self.mover.match(row.chain))
                 held[number] = matches[-1]
                 row.saved = matches[-1].chunks
+                sources.append(list(matches[-1].sources))
             self.place.follow()
             if end := _common_end(rows):
                 prefixes = self._prefixes(rows, max(row.end for row in rows))
             for number, row in enumerate(rows):
                 if prefixes and row.pad < end:
-                    self._load_row(number, row, held.pop(number), prefixes)
+                    for chunk in self._load_row(number, row, held.pop(number), prefixes):
+                        sources[number][chunk] = "gpu"
         except DeviceError as error:
             _warn(error, f"load {end} tokens: they are computed")
             prefixes = []
@@ -159,13 +162,16 @@ class ChunkBuffer:
         # It is less if a fingerprint differed.
         end = _common_end(rows) if prefixes else 0
         found = [
-            _by_tier(match.sources, end - row.pad, self.chunk_tokens)
-            for match, row in zip(matches, rows, strict=True)
+            _by_tier(places, end - row.pad, self.chunk_tokens)
+            for places, row in zip(sources, rows, strict=True)
         ]
         return found, _handed_over(prefixes, end)
 
-    def _load_row(self, number: int, row: PromptRow, match: Match, prefixes: list[list[Tensor]]) -> None:
-        """Load a match through the buffer into this row of the prefixes."""
+    def _load_row(
+        self, number: int, row: PromptRow, match: Match, prefixes: list[list[Tensor]]
+    ) -> Sequence[int]:
+        """Load a match through the buffer into this row of the prefixes. Returns chunks that were copied on
+        the GPU."""
         there = slice(row.pad, row.end)
         # Wait for chunks with fingerprints: only verified chunks count as stored.
         with self.place.current(), self.mover.load(match, range(match.chunks)) as load:
@@ -175,6 +181,7 @@ class ChunkBuffer:
         for blocks, (keys, values) in zip(self._blocks, prefixes, strict=True):
             for block, plane in _facing(blocks, keys[number, :, there], values[number, :, there]):
                 plane.copy_(block)
+        return load.from_copies
 
     def _prefixes(self, rows: Sequence[PromptRow], columns: int) -> list[list[Tensor]]:
         """Room for the stored KV of these rows. Empty if the GPU has no room."""

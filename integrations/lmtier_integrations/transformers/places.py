@@ -15,9 +15,10 @@ from lmtier.client.client import Client
 from lmtier.copy.cuda.mover import CudaMover
 from lmtier.copy.cuda.page_lock import PageLock, PageLockingDevice
 from lmtier.copy.cuda.paging import CudaKV
+from lmtier.copy.gpu_copies import GpuCopies
 from lmtier.copy.mover import Mover, RankKV, Save
 from lmtier.copy.paging import PagedKV
-from lmtier.errors import log
+from lmtier.errors import ConfigError, MisuseError, log
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Layout
 
@@ -30,6 +31,11 @@ class InCpuMemory:
     device = torch.device("cpu")
 
     def __init__(self, cache: lmtier.Cache | Client) -> None:
+        if cache.config.gpu is not None:
+            raise MisuseError(
+                f"tier {cache.config.gpu.url!r}: copies in GPU memory are for models whose KV is on one GPU, "
+                "with cupy; leave that tier out"
+            )
         self._cache = cache
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -75,6 +81,15 @@ class InGpuMemory:
         self._cache, self._copies = cache, copies
         self._slab: object = None
         self._page_lock: PageLock | None = None
+        self._gpu_copies: GpuCopies | None = None
+        """The gpu:// tier. It outlives the buffers, which grow."""
+        spec = cache.config.gpu
+        if spec is not None and spec.capacity is not None:
+            try:
+                self._held = copies.memory(spec.capacity)
+            except torch.cuda.OutOfMemoryError:
+                raise ConfigError(f"{spec}: the GPU has no room for it; choose a smaller capacity") from None
+            self._gpu_copies = GpuCopies(spec.capacity, spec.policy)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.device)
@@ -88,7 +103,9 @@ class InGpuMemory:
 
     def mover(self, kv: RankKV, identity: Identity) -> Mover:
         assert isinstance(kv, CudaKV)
-        return CudaMover(self._cache, kv, identity, layerwise=False)
+        if self._gpu_copies is not None:
+            kv.hold(self._gpu_copies.extents.capacity, self._held)
+        return CudaMover(self._cache, kv, identity, layerwise=False, gpu_copies=self._gpu_copies)
 
     def give_back(self, kv: RankKV) -> None:
         assert isinstance(kv, CudaKV)

@@ -64,10 +64,7 @@ class PrefixCache:
         if server:
             self.cache: lmtier.Cache | Client = Client(server, name="transformers")
         else:
-            config = Config(**{**settings, **({"tiers": tiers} if tiers else {})})
-            if config.gpu is not None:
-                raise MisuseError(f"tier {config.gpu.url!r}: lmtier keeps no copies there for transformers")
-            self.cache = lmtier.Cache(config)
+            self.cache = lmtier.Cache(Config(**{**settings, **({"tiers": tiers} if tiers else {})}))
         try:
             self._buffer = ChunkBuffer(self.cache, probed, self._identity(digest))
         except BaseException:

@@ -79,6 +79,12 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if KVConnectorTransferResults is None and is_on_gpu(vllm_config):
             raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
+        if is_on_gpu(vllm_config) and kv_cache_config.needs_kv_cache_zeroing:
+            # Model Runner V2 zeroes them before it asks whether a copy of those is under way.
+            raise LayoutError(
+                "lmtier serves engines on GPUs whose layers keep KV in one precision: others zero the blocks "
+                "that they hand out; give all layers one kv-cache-dtype"
+            )
         launcher = Launcher(settings, transfer.engine_id)
         self._half: Scheduler | Worker
         self._scheduler: Scheduler

@@ -1,4 +1,4 @@
-"""The running loads and saves of ranks: leases and places in GPU memory are held until all ranks are done."""
+"""The running loads of ranks: leases and places in GPU memory are held until all ranks are done."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from lmtier.config import TierSpec
 from lmtier.copy.gpu_copies import GpuCopies, GpuPlaces
-from lmtier.core.match import Match, Reservation
+from lmtier.core.match import Match
 from lmtier_integrations.vllm.messages import Near, RankReport
 
 
 @dataclass(eq=False, slots=True)
 class _Copy:
+    match: Match
     left: int
     """Ranks that are not done."""
-    match: Match | None = None
     places: GpuPlaces | None = None
     """In their GPUs' own memory."""
     is_believed: bool = True
@@ -27,8 +27,6 @@ class Copying:
         """Copies in the GPUs' own memory."""
         self._loads: dict[int, _Copy] = {}
         """By the match's number."""
-        self._saves: dict[int, _Copy] = {}
-        """By the reservation's number: those with places in GPU memory."""
         self.epoch = 0
         """Counts loads that failed, as ranks report them."""
         self.is_under_way = False
@@ -40,39 +38,28 @@ class Copying:
 
     def load(self, match: Match, first: int) -> tuple[Near | None, int]:
         """Ranks load chunks from `first` on: their places in GPU memory, and how many lie there already."""
-        copy = self._loads[match.id] = _Copy(self._ranks, match)
+        copy = self._loads[match.id] = _Copy(match, self._ranks)
         if self._gpu is None:
             return None, 0
         copy.places = self._gpu.load(match.run[first:], match.form)
         return _near(copy.places), copy.places.there
-
-    def save(self, reservation: Reservation) -> Near | None:
-        """Ranks fill it. Places in GPU memory are filled by the way."""
-        form = reservation.form
-        if self._gpu is None or self._ranks > len(form.shards):
-            return None  # replicas save nothing, so they would have no copy
-        places = self._gpu.save(list(reservation.entries.values()), form)
-        self._saves[reservation.id] = _Copy(self._ranks, places=places)
-        return _near(places)
 
     def learn(self, report: RankReport) -> list[Match]:
         """Matches that all ranks are done with."""
         self.epoch = max(self.epoch, report.epoch)
         self.is_under_way = report.under_way > 0
         ended: list[Match] = []
-        for reported, known in ((report.loaded, self._loads), (report.saved, self._saves)):
-            for number in report.failed & known.keys():
-                known[number].is_believed = False
-            for number, ranks in reported.items():
-                copy = known[number]
-                copy.left -= ranks
-                if copy.left:
-                    continue
-                del known[number]
-                if copy.match is not None:
-                    ended.append(copy.match)
-                if self._gpu is not None and copy.places is not None:
-                    self._gpu.done(copy.places, believed=copy.is_believed)
+        for number in report.failed:
+            self._loads[number].is_believed = False
+        for number, ranks in report.loaded.items():
+            copy = self._loads[number]
+            copy.left -= ranks
+            if copy.left:
+                continue
+            del self._loads[number]
+            ended.append(copy.match)
+            if self._gpu is not None and copy.places is not None:
+                self._gpu.done(copy.places, believed=copy.is_believed)
         return ended
 
     def forget_gpu(self) -> None:

@@ -79,7 +79,6 @@ class SavePlan:
     placement: Placement
     block_ids: list[list[int]]
     """Of these chunks, one after the other, by table."""
-    near: Near | None = None
     since: int = 0
     """The first step that may have computed any of it."""
     adapter: Adapter | None = None
@@ -92,7 +91,6 @@ class SavePlan:
         reservation: Reservation,
         tables: Sequence[Sequence[int]],
         blocks_a_chunk: int,
-        near: Near | None = None,
         since: int = 0,
         adapter: Adapter | None = None,
     ) -> SavePlan:
@@ -109,7 +107,6 @@ class SavePlan:
                 ]
                 for table in tables
             ],
-            near,
             since,
             adapter,
         )
@@ -153,10 +150,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """Of each rank, if it was asked."""
     loaded: dict[int, int] = field(default_factory=dict)
     """Matches whose copies have ended or failed, with the number of ranks."""
-    saved: dict[int, int] = field(default_factory=dict)
-    """The same of reservations with places in GPU memory."""
     failed: set[int] = field(default_factory=set)
-    """The matches and reservations that failed."""
+    """Those of them that failed."""
     epoch: int = 0
     names: int = 0
     """What the scheduler is to count, because weights have changed; 0: they have not."""
@@ -180,7 +175,6 @@ class RankReport(KVConnectorWorkerMetadata):
         return RankReport(
             self.facts | other.facts,
             _sum(self.loaded, other.loaded),
-            _sum(self.saved, other.saved),
             self.failed | other.failed,
             max(self.epoch, other.epoch),
             max(self.names, other.names),

@@ -80,7 +80,7 @@ class OnCpu:
         """Whether a save does not delay the engine."""
         return True
 
-    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
+    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
         return self.mover.fill(reservation, blocks)
 
     def follow(self, client: Client) -> None:
@@ -161,8 +161,8 @@ class OnGpu:
         last = max((entry.offsets[number] for entry in reservation.entries.values()), default=0)
         return self._page_lock is not None and self._page_lock.covers(last + nbytes)
 
-    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds], near: Near | None) -> Save:
-        return self.mover.fill(reservation, blocks, near=near)
+    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
+        return self.mover.fill(reservation, blocks)
 
     def follow(self, client: Client) -> None:
         # Not before the first step: until then the engine may capture graphs, which page-locking disturbs.

@@ -123,7 +123,6 @@ class Rank:
         return bool(
             report.facts
             or report.loaded
-            or report.saved
             or report.runs
             or report.epoch != self.epoch
             or report.names
@@ -346,8 +345,6 @@ class RankSaves:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.of_step: list[tuple[SavePlan, Save]] = []
-        self.leaving: list[tuple[SavePlan, Save]] = []
-        """Saves that fill places in GPU memory too, and may be under way."""
         self.left_over: list[Reservation] = []
         """Reservations that could not be ended, because the server did not answer just then."""
 
@@ -358,7 +355,6 @@ class RankSaves:
         if not rank.adopt(reservation):
             rank.stats.add("save_failures")
             self.left_over.append(reservation)
-            self._end(plan, is_good=False)
         elif rank.plan.epoch < rank.epoch or not rank.is_named_right(
             rank.plan.names, plan.adapter, plan.since
         ):
@@ -369,10 +365,8 @@ class RankSaves:
             try:
                 tables = plan.block_ids if plan.is_state else rank.kernel_blocks(plan.block_ids)
                 blocks = dict(zip(plan.chunks, mover.kv.check(tables), strict=True))
-                if plan.is_state:
-                    save = mover.fill(reservation, blocks)
-                else:
-                    save = place.save(reservation, blocks, plan.near)
+                fill = mover.fill if plan.is_state else place.save
+                save = fill(reservation, blocks)
             except (LayoutError, DeviceError) as error:
                 log.error("lmtier: a save could not begin: %s", error)
                 self._drop(plan, reservation)
@@ -383,7 +377,6 @@ class RankSaves:
         """Before anything of it was copied."""
         self._rank.stats.add(why)
         self._rank.client.abort(reservation, self._rank.mover_of(plan).kv.shard)
-        self._end(plan, is_good=False)
 
     def end_left_over(self) -> None:
         """Give back what was reserved while the server stalled. Another run of it knows nothing of that."""
@@ -412,13 +405,11 @@ class RankSaves:
             except DeviceError as error:
                 log.error("lmtier: a save is given up: %s", error)
                 self.of_step.remove(each)
-                self._abort(plan, save)
+                self._abort(save)
 
-    def _abort(self, plan: SavePlan, save: Save) -> None:
+    def _abort(self, save: Save) -> None:
         save.abort()
         self._rank.stats.add("save_failures")
-        if plan.near is not None:
-            self.leaving.append((plan, save))
 
     def finish(self) -> None:
         """The step has computed. What a load has failed below is not stored."""
@@ -428,25 +419,9 @@ class RankSaves:
             self._each(lambda save: save.all())
         for plan, save in self.of_step:
             if rank.plan.epoch < rank.epoch:
-                self._abort(plan, save)
+                self._abort(save)
                 continue
             save.commit()
             rank.stats.add("save_bytes", rank.state_bytes if plan.is_state else rank.nbytes(save.tokens))
-            if plan.near is not None:
-                self.leaving.append((plan, save))
         self.of_step = []
         rank.spent("save_seconds", began)
-
-    def land(self) -> None:
-        """End those that the device is done with."""
-        for plan, save in [each for each in self.leaving if each[1].done]:
-            self.leaving.remove((plan, save))
-            self._end(plan, is_good=not save.reservation.aborted)
-
-    def _end(self, plan: SavePlan, *, is_good: bool) -> None:
-        """Its places in GPU memory are written no more."""
-        if plan.near is not None:
-            report = self._rank.report
-            report.saved[plan.id] = 1
-            if not is_good:
-                report.failed.add(plan.id)

@@ -36,7 +36,7 @@ class Storing:
     ) -> None:
         """`step_tokens`: the most in a step; `has_windows`: blocks may leave a request before it ends;
         `groups`: the block tables of layers with KV, and those of layers with a state."""
-        self._client, self._names, self._copying, self._stats, self._events = parts
+        self._client, self._names, _, self._stats, self._events = parts
         self._chunk_tokens = parts.client.chunk_tokens
         self._chunk_blocks = self._chunk_tokens // block_tokens
         self._step_tokens = step_tokens
@@ -102,7 +102,7 @@ class Storing:
         reservation = self._client.reserve(pair, ends, first=1, ttl=known.ttl)
         if reservation.entries:
             places, since, adapter = reservation.placement, known.since, known.adapter
-            save = SavePlan(reservation.id, [1], places, blocks, None, since, adapter, is_state=True)
+            save = SavePlan(reservation.id, [1], places, blocks, since, adapter, is_state=True)
             plan.saves.append(save)
             self._stats.add("saved_states")
             self._client.disown(reservation)
@@ -173,9 +173,8 @@ class Storing:
             self._events.saw(known.request, known.keys(), ())
         if reservation.entries:
             self._client.trace(reservation, known.request.trace_headers)
-            near = self._copying.save(reservation)
             plan.saves.append(
-                SavePlan.of(reservation, tables, self._chunk_blocks, near, known.since, known.adapter)
+                SavePlan.of(reservation, tables, self._chunk_blocks, known.since, known.adapter)
             )
             self._stats.add("saved_tokens", len(reservation.entries) * self._chunk_tokens)
             self._client.disown(reservation)

@@ -24,7 +24,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lmtier.errors import LayoutError
 from lmtier.format.keys import Identity
 from lmtier.rules.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, state_groups, window_of
@@ -75,12 +74,8 @@ class Worker:
         self._leave.callback(client.close)
         self._files = files_of(self._config) if self._memory is not None else ""
         device = device_of(declared.tensors)
-        if device is not None and self._cache.needs_kv_cache_zeroing:
-            raise LayoutError(
-                "lmtier serves engines on GPUs whose layers keep KV in one precision: others zero the blocks "
-                "that they hand out, some before they ask whether a copy of those is under way"
-            )
-        is_layerwise = self._settings.mode == LAYERWISE
+        # With micro-batches a layer's hook is called after a part of the step. Then all goes after the step.
+        is_layerwise = self._settings.mode == LAYERWISE and not self._config.parallel_config.use_ubatching
         identity = Identity(model=self._config.model_config.model)
         of_all = client, declared, identity, self._settings.config.gpu
         self._states = states = declare_states(self._config, self._cache, tensors, client.chunk_tokens)
@@ -146,7 +141,7 @@ class Worker:
         self._rests = not (plan.has_work or self._has_more())
         if self._rests:
             return
-        self._land()
+        self.loads.land()
         if plan.run:
             rank.client.step()
             rank.report.runs[rank.client.run] = 1
@@ -169,7 +164,6 @@ class Worker:
         return bool(
             rank.mover.under_way
             or self.loads.landing
-            or self.saves.leaving
             or self.saves.left_over
             or self._was_under_way
             or rank.place.is_busy
@@ -202,7 +196,7 @@ class Worker:
             self._prefill.copied(loads.copied, rank.seconds["load_seconds"])
         if self.saves.of_step:
             self.saves.finish()
-        self._land()
+        self.loads.land()
         rank.place.tell(self.stats)
         self.copies_layers = False
 
@@ -220,12 +214,7 @@ class Worker:
         if self.saves.of_step:
             self.saves.finish()
         self.rank.mover.drain()
-        self._land()
-
-    def _land(self) -> None:
-        """Finish what the device is done with."""
         self.loads.land()
-        self.saves.land()
 
     # ---- after a step
 

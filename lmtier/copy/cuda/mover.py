@@ -6,8 +6,8 @@
 The mover on a CPU commits, compares fingerprints and ends leases at once. This mover does so in `poll`, when
 the device is done. Call `poll` in the owner's step. Only `drain` waits for the device.
 
-`near` names the chunks that use places in GPU memory. Its caller calls `GpuCopies.done` when all ranks are
-done. Without `near`, a mover whose settings have a gpu:// tier manages the places itself.
+`near` names the places in GPU memory that a load reads or fills. Its caller calls `GpuCopies.done` when all
+ranks are done. Without `near`, a mover with `gpu_copies` manages the places itself.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class CudaMover(Mover):
         ranks: Sequence[Shard] | None = None,
         spare_blocks: Sequence[int] | None = None,
         layerwise: bool = True,
+        gpu_copies: GpuCopies | None = None,
     ) -> None:
         self.order = Order(kv.device)
         self.layerwise = layerwise
-        self.gpu_copies: GpuCopies | None = None
-        """The gpu:// tier, if this mover manages it."""
+        self.gpu_copies = gpu_copies
+        """The gpu:// tier, if this mover manages it; `kv` holds its memory. By default from the settings."""
         spec = cache.config.gpu
-        if spec is not None and spec.capacity is not None:
+        if gpu_copies is None and spec is not None and spec.capacity is not None:
             self.gpu_copies = GpuCopies(spec.capacity, spec.policy)
             kv.hold(spec.capacity)
         super().__init__(cache, kv, identity, ranks=ranks, spare_blocks=spare_blocks)
@@ -72,12 +73,9 @@ class CudaMover(Mover):
         self._need(match.form)
         return CudaLoad(self, match, block_ids, computed_tokens, near)
 
-    def fill(
-        self, reservation: Reservation, blocks: Mapping[int, BlockIds], *, near: Near | None = None
-    ) -> CudaSave:
-        """`near` has a place, or None, for each chunk of the reservation, in order."""
+    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> CudaSave:
         self._need(reservation.form)
-        return CudaSave(self, reservation, blocks, near)
+        return CudaSave(self, reservation, blocks)
 
     @property
     def under_way(self) -> int:
@@ -99,7 +97,7 @@ class CudaMover(Mover):
         self.order.drain()
 
     def give_back(self, places: GpuPlaces | None, *, believed: bool) -> None:
-        """Give back the places that a save or load has in this mover's own tier."""
+        """Give back the places that a load has in this mover's own tier."""
         if self.gpu_copies is not None and places is not None:
             self.gpu_copies.done(places, believed=believed)
 
@@ -114,28 +112,15 @@ class CudaSave(Save):
         mover: CudaMover,
         reservation: Reservation,
         blocks: Mapping[int, BlockIds],
-        near: Near | None = None,
     ) -> None:
         super().__init__(mover, reservation, blocks)
         self._kv = mover.kv
-        self.done = False
         self._bound.check_whole()
         self._groups: list[range] = []
         """Groups of layers that are not enqueued yet. One is enqueued once all of its layers may be."""
         self._group_of: dict[int, range] = {}
         self._marked = [(chunk, ids) for chunk, ids in self._chunks if chunk in self._prints]
-        self._cuda = mover
-        self._places: GpuPlaces | None = None
-        if near is None and mover.gpu_copies is not None:
-            self._places = mover.gpu_copies.save(list(reservation.entries.values()), mover.form)
-            near = self._places.near
-        try:
-            if near is not None:
-                self._kv.bring_near(self._bound, near)
-            self._store = mover.order.store(self._bound.blocks)
-        except BaseException:
-            mover.give_back(self._places, believed=False)
-            raise
+        self._store = mover.order.store(self._bound.blocks)
         self._marks = self._kv.take_marks(len(self._marked))
         self._marked = self._marked[: self._marks.chunks]  # the others are stored without a fingerprint
         self._prints = {chunk: {} for chunk, _ in self._marked}
@@ -184,22 +169,17 @@ class CudaSave(Save):
         self._store.end(self._abort)
 
     def _commit(self) -> None:
-        self.done = True
         for number, (chunk, _) in enumerate(self._marked):
             self._prints[chunk] = dict(zip(self._kv.layers, self._marks.prints(number), strict=True))
         self._kv.give_back(self._marks)
         try:
             super().commit()
         except BaseException:
-            self._cuda.give_back(self._places, believed=False)
             super().abort()
             raise
-        self._cuda.give_back(self._places, believed=True)
 
     def _abort(self) -> None:
-        self.done = True
         self._kv.give_back(self._marks)
-        self._cuda.give_back(self._places, believed=False)
         super().abort()
 
 
@@ -238,6 +218,11 @@ class CudaLoad(Load):
                 [self._run[chunk] for chunk, _, _ in self._chunks], mover.form
             )
             near = self._places.near
+            self.from_copies = [
+                chunk
+                for (chunk, _, _), place in zip(self._chunks, near, strict=True)
+                if place is not None and place.is_there
+            ]
         try:
             self._bound = self._bring_near(near)
             self._load = mover.order.load(self._bound.blocks)

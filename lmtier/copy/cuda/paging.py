@@ -113,11 +113,12 @@ class CudaKV(Blocks):
         self._marks_memory, self._marks_room = device.host_memory(_MARKS_BYTES), Extents(_MARKS_BYTES)
         self._own(self._marks_memory.ctypes.data)
 
-    def hold(self, nbytes: int) -> None:
-        """Allocate this much GPU memory for the payloads of chunks with places. Call it once, at start."""
+    def hold(self, nbytes: int, address: int = 0) -> None:
+        """Allocate this much GPU memory for the payloads of chunks with places, or use what the caller owns
+        at `address`. Call it once, at start."""
         if self._held_bytes:
             raise MisuseError("this rank holds memory for copies already")
-        self._held, self._held_bytes = self._own(self.device.memory(nbytes)), nbytes
+        self._held, self._held_bytes = address or self._own(self.device.memory(nbytes)), nbytes
 
     def close(self) -> None:
         """Free the GPU memory of this object. All transfers must have ended."""

@@ -48,7 +48,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TIER=SIZE",
-        help="bytes a second: cpu=20GB, disk=3GB (default: these; others 1GB)",
+        help="bytes a second: cpu=20GB, disk=3GB, gpu=392GB (default: these; others 1GB)",
     )
     parser.add_argument(
         *("--latency",),
@@ -56,6 +56,12 @@ def _simulate_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="TIER=TIME",
         help="until the first byte: disk=1ms (default: this; others 2ms)",
+    )
+    parser.add_argument(
+        *("--engine",), metavar="SIZE", default="0", help="memory of the engine's own prefix cache"
+    )
+    parser.add_argument(
+        *("--forgets",), metavar="TIME", default="0s", help="how often the engine empties it: 10m"
     )
     parser.add_argument(
         *("--hints",),
@@ -129,7 +135,12 @@ def _simulate(args: Namespace) -> int:
             with_hints = trace.hinted(which, person_after)
             for urls in configurations:
                 outcome = replay(
-                    with_hints, urls, chunk_tokens=chunk_tokens, bytes_per_token=per_token, hardware=hardware
+                    *(with_hints, urls),
+                    chunk_tokens=chunk_tokens,
+                    bytes_per_token=per_token,
+                    hardware=hardware,
+                    engine=config.parse_size(args.engine),
+                    forgets=config.parse_seconds(args.forgets),
                 )
                 outcome.hinted = which
                 outcomes.append(outcome)

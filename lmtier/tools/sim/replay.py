@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from lmtier.config import Config, TierSpec
+from lmtier.copy.gpu_copies import GpuCopies
 from lmtier.core.cache import Cache
 from lmtier.core.match import CPU
 from lmtier.errors import ConfigError
@@ -21,10 +23,12 @@ from lmtier.observe.metrics import Metrics
 from lmtier.rules.hints import DONE
 from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Job, Op, Tier
+from lmtier.tools.sim.engine import ENGINE, GPU, EngineMemory
 from lmtier.tools.sim.traces import Trace
 
 _HOT_METRICS = ("transfer_bytes", "transfer_seconds", "stored_tokens", "dropped_tokens", "evictions")
-_USUAL = {"cpu": (20e9, 0.0), "disk": (3e9, 1e-3)}  # bytes per second, seconds until the first byte
+# Bytes per second, and seconds until the first byte. A copy in GPU memory: as measured on an H100.
+_USUAL = {ENGINE: (inf, 0.0), GPU: (392e9, 0.0), "cpu": (20e9, 0.0), "disk": (3e9, 1e-3)}
 _FAR = (1e9, 2e-3)
 _AT_REST = stored_size(PAGE)  # the size of a chunk of one page in a lower tier
 
@@ -126,17 +130,21 @@ def replay(
     bytes_per_token: float,
     hardware: Hardware | None = None,
     partial: bool = False,
+    engine: int = 0,
+    forgets: float = 0.0,
     heard: Callable[[Cache, Mapping[str, int]], None] = lambda cache, hits: None,
 ) -> Outcome:
     """Replay a trace on a cache with these tiers. `heard` is called with the result of each request.
 
-    `partial` counts the last part of a prompt as a whole chunk, as studies of policies do.
+    `partial` counts the last part of a prompt as a whole chunk, as studies of policies do. `engine`: the
+    bytes of the engine's own prefix cache, which it empties after `forgets` seconds each; 0: never.
     """
     hardware = hardware or Hardware()
     nbytes = round(chunk_tokens * bytes_per_token)
     layout = Layout((LayerShape(1, PAGE, 0),), "u8", chunk_tokens, chunk_tokens, "simulated")
     form = form_of(layout, [layout.whole])
-    specs = Config(tiers=urls).stores
+    given = Config(tiers=urls)
+    specs, gpu = given.stores, given.gpu
     tiers = [InstantTier(layout) for _ in specs[1:]]
     config = Config(
         chunk_tokens=chunk_tokens,
@@ -145,19 +153,28 @@ def replay(
         prefault=False,
         queue_length=1 << 40,  # no limit: a trace does not show when chunks come faster than a disk writes
     )
-    outcome = Outcome(specs, trace.seconds, bytes_per_token)
+    copies = None
+    if gpu is not None:
+        copies = GpuCopies(_chunks_of(gpu, padded(nbytes)) * PAGE, gpu.policy)
+    memory = EngineMemory(engine // nbytes, forgets, copies)
+    outcome = Outcome(given.specs, trace.seconds, bytes_per_token)
     opened = dict(zip(config.tiers[1:], tiers, strict=True))
     now = 0.0
     with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:
+        near = [ENGINE] * (engine > 0) + [GPU] * (gpu is not None)
+        outcome.hits = dict.fromkeys([*near, CPU, *(below.label for below in cache.lower)], 0)
         for request, keys in zip(trace.requests, trace.keys(chunk_tokens, partial=partial), strict=True):
             now = request.at
+            own = memory.has(keys, now)
             match = cache.match(keys, form, session=request.session, parent=request.parent)
-            cache.prefetch(match)
+            cache.prefetch(match, has=own * chunk_tokens)
             _finish(cache)
-            hits = {label: match.sources.count(label) * chunk_tokens for label in set(match.sources)}
+            sources = memory.load(match, own, form)
+            hits = {label: sources.count(label) * chunk_tokens for label in set(sources)}
             cache.release(match)
             reservation = cache.reserve(keys, form)
             cache.commit(reservation)
+            memory.keep(keys)
             outcomes = cache.hint(request.hints, session=request.session) if request.hints else ()
             outcome.executed += sum(each.result == DONE for each in outcomes)
             _finish(cache)
@@ -166,15 +183,13 @@ def replay(
             outcome.tokens += max(request.tokens, len(keys) * chunk_tokens)
             outcome.saved += len(reservation.entries) * chunk_tokens
             for label, tokens in hits.items():
-                outcome.hits[label] = outcome.hits.get(label, 0) + tokens
+                outcome.hits[label] += tokens
             missed = request.tokens - sum(hits.values())
             outcome.ttft.append(hardware.seconds(missed, hits, bytes_per_token))
             heard(cache, hits)
         for below, tier in zip(cache.lower, tiers, strict=True):
             outcome.read[below.label] = tier.loaded * stored_size(nbytes)
             outcome.written[below.label] = tier.stored * stored_size(nbytes)
-            outcome.hits.setdefault(below.label, 0)
-    outcome.hits.setdefault(CPU, 0)
     outcome.ttft.sort()
     return outcome
 
@@ -196,10 +211,15 @@ def _in_chunks(number: int, spec: TierSpec, nbytes: int) -> str:
             rules += f"&writes_per_day={max(1, spec.writes_per_day * scaled // room)}"
     if spec.capacity is None:
         return f"{spec.scheme}:///{number}?{rules[1:]}"
-    chunks = spec.capacity // room
-    if not chunks:
+    capacity = _chunks_of(spec, room) * scaled
+    return f"{spec.scheme}://{f'/{number}' if number else ''}?capacity={capacity}{rules}"
+
+
+def _chunks_of(spec: TierSpec, room: int) -> int:
+    assert spec.capacity is not None
+    if not (chunks := spec.capacity // room):
         raise ConfigError(f"{spec} is too small for one chunk of {room} bytes; give it more capacity")
-    return f"{spec.scheme}://{f'/{number}' if number else ''}?capacity={chunks * scaled}{rules}"
+    return chunks
 
 
 class _Unread:

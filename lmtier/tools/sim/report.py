@@ -34,7 +34,7 @@ def variants(urls: Sequence[str], policies: str = "", writes: str = "") -> list[
         choices.append([f"{head}{mark}{'&'.join(chosen)}" for chosen in product(*each)])
     for_all = [_words("policy", policies), _words("write", writes)]
     return [
-        [_with(url, policy, "" if url.startswith("cpu:") else write) for url in chosen]
+        [_with(url, policy, "" if url.startswith(("cpu:", "gpu:")) else write) for url in chosen]
         for *chosen, policy, write in product(*choices, *for_all)
     ]
 
@@ -59,7 +59,7 @@ def _room(spec: TierSpec) -> str:
 
 
 def _rules(spec: TierSpec) -> str:
-    if spec.scheme == "cpu":
+    if spec.scheme in ("gpu", "cpu"):
         return spec.policy
     budget = "" if spec.writes_per_day is None else f" {size(spec.writes_per_day)}/day"
     return f"{spec.policy} {spec.write}{budget}"
@@ -77,13 +77,13 @@ def summary(trace: Trace, chunk_tokens: int, bytes_per_token: float, hardware: H
 def report(outcomes: Sequence[Outcome]) -> str:
     """A row for each configuration."""
     labels = list(dict.fromkeys(label for outcome in outcomes for label in outcome.hits))
-    lower = [label for label in labels if label != "cpu"]
+    lower = [label for label in labels if any(label in outcome.written for outcome in outcomes)]
     has_hints = {outcome.hinted for outcome in outcomes} != {"trace"}
     headers = [
         "tiers",
         *(["hints"] if has_hints else []),
         "hit %",
-        *(f"{label} %" for label in labels if lower),
+        *(f"{label} %" for label in labels if len(labels) > 1),
         "tokens saved",
     ]
     for label in lower:
@@ -170,7 +170,7 @@ def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str], has_hint
     if has_hints:
         yield outcome.hinted
     yield f"{100 * outcome.hit_ratio:.2f}"
-    for label in labels if lower else ():
+    for label in labels if len(labels) > 1 else ():
         yield f"{100 * outcome.hits.get(label, 0) / max(1, outcome.tokens):.2f}"
     yield f"{outcome.hit_tokens:,}"
     for label in lower:
