@@ -16,7 +16,7 @@ class _Copy:
     """Ranks that are not done."""
     match: Match | None = None
     places: GpuPlaces | None = None
-    """In their GPUs' own memory."""
+    """The places in GPU memory."""
     is_believed: bool = True
 
 
@@ -24,22 +24,22 @@ class Copying:
     def __init__(self, ranks: int, gpu: TierSpec | None) -> None:
         self._ranks = ranks
         self._gpu = GpuCopies(gpu.capacity, gpu.policy) if gpu is not None and gpu.capacity else None
-        """Copies in the GPUs' own memory."""
+        """The copies in GPU memory."""
         self._loads: dict[int, _Copy] = {}
-        """By the match's number."""
+        """By the number of the match."""
         self._saves: dict[int, _Copy] = {}
-        """By the reservation's number: those with places in GPU memory."""
+        """The saves with places in GPU memory, by the number of the reservation."""
         self.epoch = 0
-        """Counts loads that failed, as ranks report them."""
+        """The number of failed loads that ranks have reported."""
         self.is_under_way = False
-        """Whether ranks copy on: only in a further step do they commit and end leases."""
+        """Whether ranks have unfinished copies. They need another step to commit and to end leases."""
 
     @property
     def has_loads(self) -> bool:
         return bool(self._loads)
 
     def load(self, match: Match, first: int) -> tuple[Near | None, int]:
-        """Ranks load chunks from `first` on: their places in GPU memory, and how many lie there already."""
+        """Ranks load chunks from `first` on. Returns places in GPU memory, and how many have copies there."""
         copy = self._loads[match.id] = _Copy(self._ranks, match)
         if self._gpu is None:
             return None, 0
@@ -47,7 +47,7 @@ class Copying:
         return _near(copy.places), copy.places.there
 
     def save(self, reservation: Reservation) -> Near | None:
-        """Ranks fill it. Places in GPU memory are filled by the way."""
+        """Ranks fill the reservation, and its places in GPU memory too."""
         form = reservation.form
         if self._gpu is None or self._ranks > len(form.shards):
             return None  # replicas save nothing, so they would have no copy
@@ -56,7 +56,7 @@ class Copying:
         return _near(places)
 
     def learn(self, report: RankReport) -> list[Match]:
-        """Matches that all ranks are done with."""
+        """Apply a report. Returns the matches that no rank uses any more."""
         self.epoch = max(self.epoch, report.epoch)
         self.is_under_way = report.under_way > 0
         ended: list[Match] = []
@@ -76,7 +76,7 @@ class Copying:
         return ended
 
     def forget_gpu(self) -> None:
-        """What lies in GPU memory is of other weights, or of another run of the server."""
+        """Delete all copies: they are from other weights, or from another run of the server."""
         if self._gpu is not None:
             self._gpu.clear()
 
