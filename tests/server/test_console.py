@@ -211,7 +211,7 @@ def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_p
     assert ["disk", str(disk), "1 GiB", "always", "lru"] in cells
     assert server.where["unix"] == str(tmp_path / "socket")
     assert f"http://{server.where['http']}/metrics" in server.screen
-    assert "A token is not asked for; no TLS." in server.screen
+    assert "Clients need no token; TLS is off." in server.screen
     assert "default tiers" not in server.screen
     assert server.stop() == 0
     assert "INFO lmtier: stopping" in server.log
@@ -332,7 +332,7 @@ def test_other_hosts_are_not_let_in_without_a_token(serve):
     assert (
         serve("--listen", "0.0.0.0:0", "--http", "", LMTIER_TOKEN=TOKEN).where["redis"].startswith("0.0.0.0:")
     )
-    assert "is not asked for" in serve("--listen", "0.0.0.0:0", "--http", "", "--insecure").screen
+    assert "need no token" in serve("--listen", "0.0.0.0:0", "--http", "", "--insecure").screen
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_client_certificates_are_asked_for(serve, run, certificates):
     settings = {"tls_cert": "server.crt", "tls_key": "server.key", "tls_ca": "client.crt"}
     options = [f"serve.{name}={certificates / file}" for name, file in settings.items()]
     server = serve(*ANY, *(word for option in options for word in ("--set", option)))
-    assert "with a certificate of the client's" in server.screen
+    assert "clients need a certificate" in server.screen
     to = ("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
     code, _, err = run(*to)
     assert (code, "give --cert and --key" in err) == (1, True), err
@@ -618,7 +618,7 @@ def test_where_nobody_listens_every_command_says_so(run, command, tmp_path):
     for address in (f"127.0.0.1:{port}", tmp_path / "socket"):
         code, out, err = run(*command, address)
         assert (code, out) == (1, "")
-        assert err.startswith(f"lmtier: {address} is not there: is `lmtier serve` running?")
+        assert err.startswith(f"lmtier: {address} does not answer: is `lmtier serve` running?")
         assert err.count("\n") == 1
 
 
@@ -1076,7 +1076,7 @@ def test_top_of_no_server_leaves_the_terminal_alone(terminal, tmp_path):
     view = terminal("top", tmp_path / "socket")
     assert view.ends() == 1
     assert Screen.BEGIN.encode() not in view.output
-    assert b"is not there" in view.output
+    assert b"does not answer" in view.output
 
 
 def test_watched_stats_replace_what_stands_on_a_terminal(shared, terminal):
