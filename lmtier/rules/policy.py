@@ -223,7 +223,7 @@ class ARC(_TwoLists[E]):
         self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0.0
-        self._capacity = 0  # entries that there were, as long as none had to leave while there were fewer
+        self._capacity = 0  # how many entries fit: the most so far; evictions below that lower it
 
     @property
     def target(self) -> float:
@@ -280,7 +280,7 @@ class Adaptive(_TwoLists[E]):
     def __init__(self) -> None:
         super().__init__()
         self._left = _Recent()
-        self._most = 0  # entries that there were, as long as none had to leave while there were fewer
+        self._most = 0  # how many entries fit, as in ARC
         self._trials = [_Trial(share) for share in self.SHARES]
         self._balance = 0  # above 0, the second one hits more
         self.share = self.SHARES[0]

@@ -30,7 +30,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
     words = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (command for group in _GROUPS for command in group.COMMANDS):
-        own = words.add_parser(command.name, help=command.help, description=command.description or None)
+        description = command.description or f"{command.help[:1].upper()}{command.help[1:]}."
+        own = words.add_parser(command.name, help=command.help, description=description)
         command.options(own)
         own.set_defaults(run=command.run)
     return parser

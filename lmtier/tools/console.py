@@ -238,7 +238,7 @@ class Remote:
             return "closed the connection; its log may say why"
         if self.address.tls:
             return (
-                "closed the connection; if it asks for a certificate of yours, give --cert and --key; "
+                "closed the connection; if it wants a client certificate, pass --cert and --key; "
                 "if it has no TLS, write redis://"
             )
         return "closed the connection without an answer; if it asks for TLS, write rediss://"
@@ -248,15 +248,15 @@ class Remote:
         if isinstance(error, ssl.SSLCertVerificationError):
             said = error.verify_message.rstrip(".")
             return self._trouble(
-                f"shows a certificate that is not trusted ({said}): name its authority with --ca"
+                f"has a certificate that is not trusted ({said}): pass its authority with --ca"
             )
         if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return self._trouble(self._hung_up())
         if isinstance(error, ssl.SSLError):
             if "CERTIFICATE_REQUIRED" in (error.reason or "") or "HANDSHAKE_FAILURE" in (error.reason or ""):
-                return self._trouble("asks for a certificate of yours: give --cert and --key")
+                return self._trouble("wants a client certificate: pass --cert and --key")
             return self._trouble(
-                f"does not speak TLS as we do ({error.reason}): write redis:// if it has none"
+                f"does not speak TLS as this client does ({error.reason}): write redis:// if it has no TLS"
             )
         if isinstance(error, socket.gaierror):
             return self._trouble("cannot be found: is the host's name right?")
@@ -265,11 +265,11 @@ class Remote:
             return self._trouble(f"did not answer within {timeout:g} s{hint}")
         if isinstance(error, ConnectionRefusedError | FileNotFoundError):
             return self._trouble(
-                "is not there: is `lmtier serve` running? `lmtier config` shows where it listens"
+                "does not answer: is `lmtier serve` running? `lmtier config` shows its address"
             )
         if isinstance(error, PermissionError):
             return self._trouble(
-                "may be opened by the server's own user only: become that, or use its TCP address"
+                "may be opened only by the server's user: run as that user, or use the TCP address"
             )
         if isinstance(error, ConnectionResetError | BrokenPipeError):
             return self._trouble(self._hung_up())

@@ -66,8 +66,10 @@ def read_prompts(file: Path) -> list[list[int]]:
             found = [json.loads(text)]
         except ValueError:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from None
     if len(found) == 1 and isinstance(found[0], list) and found[0] and isinstance(found[0][0], list):
         (found,) = found
     if not found or any(

@@ -114,7 +114,7 @@ def stats(now: Snapshot, name: str) -> str:
 def explained(found: Sequence[Explanation], columns: int) -> str:
     """A line for each lookup, and under it why."""
     if not found:
-        return "No lookup missed a whole chunk, as far back as the server remembers."
+        return "None of the lookups that the server remembers missed a whole chunk."
     rows = [
         (
             f"{span(each['ago'])} ago",

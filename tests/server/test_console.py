@@ -109,7 +109,7 @@ class Serve:
         lines = []
         for line in out:
             lines.append(line)
-            if line.startswith("A token "):
+            if line.startswith("Clients "):
                 break
         self.screen = "".join(lines)
         if not self.screen:
@@ -211,7 +211,7 @@ def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_p
     assert ["disk", str(disk), "1 GiB", "always", "lru"] in cells
     assert server.where["unix"] == str(tmp_path / "socket")
     assert f"http://{server.where['http']}/metrics" in server.screen
-    assert "A token is not asked for; no TLS." in server.screen
+    assert "Clients need no token; TLS is off." in server.screen
     assert "default tiers" not in server.screen
     assert server.stop() == 0
     assert "INFO lmtier: stopping" in server.log
@@ -275,7 +275,9 @@ def test_where_routers_listen_is_said(serve, tmp_path):
     )
     server = serve(*ANY, *places)
     assert server.where["kv-events"] == f"ipc://{tmp_path}/events"
-    assert re.search(r"^kv-replay +ipc://.*/replay +routers that missed some", server.screen, re.MULTILINE)
+    assert re.search(
+        r"^kv-replay +ipc://.*/replay +routers: to get missed events again", server.screen, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -332,7 +334,7 @@ def test_other_hosts_are_not_let_in_without_a_token(serve):
     assert (
         serve("--listen", "0.0.0.0:0", "--http", "", LMTIER_TOKEN=TOKEN).where["redis"].startswith("0.0.0.0:")
     )
-    assert "is not asked for" in serve("--listen", "0.0.0.0:0", "--http", "", "--insecure").screen
+    assert "need no token" in serve("--listen", "0.0.0.0:0", "--http", "", "--insecure").screen
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_a_token_is_asked_for_and_never_shown(serve, run, tmp_path, monkeypatch)
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "wrong").write_text("another\n")
     server = serve(*ANY, "--token-file", tmp_path / "token")
-    assert "A token is asked for" in server.screen
+    assert "Clients must send the token" in server.screen
     code, out, err = run("ping", server.redis)
     assert (code, out) == (1, "")
     assert (
@@ -438,7 +440,7 @@ def test_tls_with_a_certificate_of_ones_own(serve, run, certificates, tmp_path):
         f'[serve]\ntls_cert = "{certificates}/server.crt"\ntls_key = "{certificates}/server.key"\n'
     )
     server = serve(*ANY, "--config", file)
-    assert "; TLS." in server.screen
+    assert "; TLS is on." in server.screen
     assert f"https://{server.where['http']}/" in server.screen
     code, out, _ = run("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
     assert (code, "ready" in out) == (0, True)
@@ -455,10 +457,10 @@ def test_client_certificates_are_asked_for(serve, run, certificates):
     settings = {"tls_cert": "server.crt", "tls_key": "server.key", "tls_ca": "client.crt"}
     options = [f"serve.{name}={certificates / file}" for name, file in settings.items()]
     server = serve(*ANY, *(word for option in options for word in ("--set", option)))
-    assert "with a certificate of the client's" in server.screen
+    assert "clients need a certificate" in server.screen
     to = ("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
     code, _, err = run(*to)
-    assert (code, "give --cert and --key" in err) == (1, True), err
+    assert (code, "pass --cert and --key" in err) == (1, True), err
     assert run(*to, "--cert", certificates / "client.crt", "--key", certificates / "client.key")[0] == 0
 
 
@@ -618,7 +620,7 @@ def test_where_nobody_listens_every_command_says_so(run, command, tmp_path):
     for address in (f"127.0.0.1:{port}", tmp_path / "socket"):
         code, out, err = run(*command, address)
         assert (code, out) == (1, "")
-        assert err.startswith(f"lmtier: {address} is not there: is `lmtier serve` running?")
+        assert err.startswith(f"lmtier: {address} does not answer: is `lmtier serve` running?")
         assert err.count("\n") == 1
 
 
@@ -1065,7 +1067,7 @@ def test_top_waits_for_a_server_that_went_away(serve, terminal, tmp_path):
     view = terminal("top", tmp_path / "socket")
     view.shows("ready")
     assert server.stop() == 0
-    view.shows(r"is\s+not\s+there:\s+is\s+`lmtier")
+    view.shows(r"does\s+not\s+answer:\s+is\s+`lmtier")
     serve(*ANY, "--unix", tmp_path / "socket")
     view.shows(f"lmtier {lmtier.__version__}, ready")
     view.type(b"q")
@@ -1076,7 +1078,7 @@ def test_top_of_no_server_leaves_the_terminal_alone(terminal, tmp_path):
     view = terminal("top", tmp_path / "socket")
     assert view.ends() == 1
     assert Screen.BEGIN.encode() not in view.output
-    assert b"is not there" in view.output
+    assert b"does not answer" in view.output
 
 
 def test_watched_stats_replace_what_stands_on_a_terminal(shared, terminal):

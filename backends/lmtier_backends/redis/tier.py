@@ -356,7 +356,7 @@ class RedisTier(BlockingTier):
         try:
             accepted(self._asker.ask([_card_of(self._prefix + b"{}")], until)[0])
         except OSError as error:
-            log.warning("lmtier: %s cannot be used now, going on without it: %s", self._where, error)
+            log.warning("lmtier: %s does not work now; the server runs without it: %s", self._where, error)
 
     # ---- the differences between the schemes
 

@@ -35,11 +35,11 @@ from lmtier_integrations.vllm.worker import Worker
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
-except ImportError:  # before 0.30 no load can fail where there are several block tables
+except ImportError:  # before 0.30, with several block tables, a load cannot fail
     KVConnectorTransferResults = None
 
-    class SupportsHMA:  # type: ignore[no-redef]  # one of the two
-        """Not that of vLLM, which then keeps one table, and sliding windows as full attention."""
+    class SupportsHMA:  # type: ignore[no-redef]  # only one of the two is defined
+        """A stand-in. Without its own class vLLM keeps one block table, and windows as full attention."""
 
 
 try:
@@ -47,14 +47,14 @@ try:
 except ImportError:  # before 0.32
     CacheHitSource = None
 
-# Asked for in each step; vLLM reads it, and changes nothing.
+# Returned in most steps. vLLM does not change it.
 _NOTHING_ARRIVED = KVConnectorTransferResults() if KVConnectorTransferResults is not None else None
 
 NAME = "LMTierConnector"
 
 
 def register() -> None:
-    """vLLM calls this at start, by an entry point: then the connector's name alone is enough."""
+    """vLLM calls this at start, by an entry point. Then users only have to name the connector."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
@@ -94,7 +94,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._half = self._worker = Worker(vllm_config, kv_cache_config, settings, launcher)
 
-    # ---- what vLLM asks of any connector
+    # ---- the calls of every connector
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -102,10 +102,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Any will do; on a GPU, blocks whose layers lie together are copied by no kernel. vLLM uses what its
-        backend can.
+        """The wanted order of a block. If its layers are together, a GPU copies it without a kernel.
 
-        It asks this first, so this is where a model that cannot be served is declined.
+        vLLM takes an order that its backend supports. This is its first call, so models that lmtier cannot
+        serve are declined here.
         """
         model = vllm_config.model_config
         if model is not None and model.is_attention_free:
@@ -115,8 +115,8 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if getattr(vllm_config, "diffusion_config", None) is not None:  # from 0.31 on
             raise LayoutError(
-                f"lmtier serves models whose tokens see only what is before them, and {model.model} computes "
-                "several at once: start it without this connector"
+                f"lmtier serves models whose tokens only see earlier tokens, but {model.model} computes "
+                "several tokens at once: start it without this connector"
             )
         asked = vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout", BLHNC)
         return None if asked == ANY or not is_on_gpu(vllm_config) else BLHNC
@@ -143,7 +143,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # Called before each step, whether something was preempted or not, and before blocks are zeroed.
+        # vLLM calls this before each step, also without preemptions, and before it zeroes blocks.
         assert isinstance(kv_connector_metadata, Plan)
         self._worker.reuse(kv_connector_metadata)
 
@@ -153,13 +153,13 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(connector_metadata)
 
     def has_connector_metadata(self) -> bool:
-        # Asked at each layer, before its two hooks are called: most steps have nothing for them.
+        # vLLM asks before it calls the two hooks of a layer. Most steps have nothing for the hooks.
         return self._worker.copies_layers
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if not self._worker.loads.of_step:
             return
-        # A step that replays one graph has no context, or one that shows it: then no layer calls hooks. So
+        # A step that replays one CUDA graph calls no hooks. It has no context, or the context shows it. So
         # graphs need not be piecewise.
         is_graph = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         self._worker.loads.start(calls_hooks=forward_context.attn_metadata is not None and not is_graph)
@@ -217,8 +217,8 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.events()
 
     def has_pending_push_work(self) -> bool:
-        # All of 0.29 to 0.32 ask this before they rest, and step on without tokens while it is so. The other
-        # way, request_finished returning True until finished_sending, would also keep a request's blocks.
+        # vLLM 0.29 to 0.32 ask this before they go idle, and run steps without tokens while it is True.
+        # Rejected: request_finished returns True until finished_sending. It also keeps a request's blocks.
         return self._scheduler.wants_a_step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:

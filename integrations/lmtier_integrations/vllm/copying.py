@@ -16,7 +16,7 @@ class _Copy:
     left: int
     """Ranks that are not done."""
     places: GpuPlaces | None = None
-    """In their GPUs' own memory."""
+    """The places in GPU memory."""
     is_believed: bool = True
 
 
@@ -24,13 +24,13 @@ class Copying:
     def __init__(self, ranks: int, gpu: TierSpec | None) -> None:
         self._ranks = ranks
         self._gpu = GpuCopies(gpu.capacity, gpu.policy) if gpu is not None and gpu.capacity else None
-        """Copies in the GPUs' own memory."""
+        """The copies in GPU memory."""
         self._loads: dict[int, _Copy] = {}
         """By the match's number."""
         self.epoch = 0
-        """Counts loads that failed, as ranks report them."""
+        """The number of failed loads that ranks have reported."""
         self.is_under_way = False
-        """Whether ranks copy on: only in a further step do they commit and end leases."""
+        """Whether ranks have unfinished copies. They need another step to commit and to end leases."""
 
     @property
     def has_loads(self) -> bool:
@@ -45,7 +45,7 @@ class Copying:
         return _near(copy.places), copy.places.there
 
     def learn(self, report: RankReport) -> list[Match]:
-        """Matches that all ranks are done with."""
+        """Apply a report. Returns the matches that no rank uses any more."""
         self.epoch = max(self.epoch, report.epoch)
         self.is_under_way = report.under_way > 0
         ended: list[Match] = []
@@ -63,7 +63,7 @@ class Copying:
         return ended
 
     def forget_gpu(self) -> None:
-        """What lies in GPU memory is of other weights, or of another run of the server."""
+        """Delete all copies: they are from other weights, or from another run of the server."""
         if self._gpu is not None:
             self._gpu.clear()
 

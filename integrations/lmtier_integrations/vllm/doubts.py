@@ -20,7 +20,7 @@ from lmtier_integrations.vllm.messages import Plan, RankReport
 
 class Doubts:
     def __init__(self, ranks: int, period: float) -> None:
-        """In the process of the engine's core, while it makes the connector."""
+        """Call it in the process of the engine's core, while vLLM makes the connector."""
         self._ranks, self._period = ranks, period
         self.step = 0
         """The number of the last plan."""
@@ -49,12 +49,12 @@ class Doubts:
 
     @property
     def sees_engine(self) -> bool:
-        """Whether what the engine does to weights is seen."""
+        """Whether lmtier sees the calls that may change weights."""
         return self._engine is not None
 
     @property
     def wants_a_step(self) -> bool:
-        """A step would reach an engine that sleeps, so not then."""
+        """Whether to ask for a step. Not while the engine sleeps: a step would disturb it."""
         return self.is_open and (self._engine is None or self._engine.pause_state == PauseState.UNPAUSED)
 
     def _reset(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class Doubts:
         self.is_open, self._since = True, self.step + 1
 
     def first_step(self, computed_tokens: int) -> int:
-        """Of a request that the engine has so many tokens of: the first step that may have computed any."""
+        """The first step that may have computed any of a request's `computed_tokens` tokens."""
         return self._reset_at + 1 if computed_tokens else self.step + 1
 
     def planned(self, plan: Plan) -> None:

@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 class FollowedRequest:
     request: Request
     media: Contents
-    """Images, audio and video behind its tokens."""
+    """The images, audio and video of its placeholders."""
     adapter: Adapter | None
     """The adapter in its keys."""
     client: Client
@@ -45,15 +45,15 @@ class FollowedRequest:
     said: Said
     """Of its session."""
     ttl: float | None = field(init=False)
-    """Of what is stored."""
+    """The ttl of its stored chunks."""
     match: Match | None = None
     looked_at: float = NEVER
     computed: int = 0
     """The tokens that the engine had when it got the promise."""
     promise: tuple[Match, list[list[int]]] | None = None
-    """The match that the engine has taken for its next step, with its blocks."""
+    """The match that the engine has accepted for its next step, with the blocks."""
     taken: int = -1
-    """The number of preemptions when the engine last took a promise. It takes at most one after each."""
+    """The number of preemptions when the engine last accepted a promise: at most one after each."""
     asked: Asked | None = None
     """A requested reservation for its chunks from number `stored` on."""
     stored: int = 0
@@ -73,7 +73,7 @@ class FollowedRequest:
         self.due = self.client.chunk_tokens
 
     def keys(self, tokens: int = 0) -> KeyChain:
-        """Of its first `tokens` tokens at least, as far as whole chunks go."""
+        """The keys of the whole chunks among at least its first `tokens` tokens."""
         chain = self._chain
         if chain is None:
             first = self.names.seed(self._lora, self._salt)

@@ -42,7 +42,7 @@ _SECRET = secrets.token_hex(16)
 
 
 def identity_of(config: VllmConfig, name: str = "") -> Identity:
-    """Of the model and all that the engine does to it; what the layout says is added by the mover."""
+    """The identity of the model with the engine's settings. The mover adds the layout."""
     model, cache = config.model_config, config.cache_config
     weights = _weights(model.model, model.revision, model.hf_config)
     why = ""
@@ -66,13 +66,13 @@ def identity_of(config: VllmConfig, name: str = "") -> Identity:
 
 
 def lora_of(request: Request, content: str) -> str:
-    """The adapter as keys know it: by its content, because another one may come to lie at the same place."""
+    """The adapter's part of the key. It includes the content, because the files may be replaced."""
     lora: LoRARequest | None = request.lora_request
     return "" if lora is None else f"{lora.lora_name}\0{content}"
 
 
 def ttl_of(request: Request) -> float | None:
-    """Seconds that what it computes may be used, if it says so. A wrong word of a user's stops no engine."""
+    """The request's `lmtier_ttl` in seconds, if it has one. A wrong value is logged and ignored."""
     params = request.kv_transfer_params
     seconds = params.get("lmtier_ttl") if isinstance(params, dict) else None
     if seconds is None:
@@ -93,7 +93,7 @@ def _weights(model: str, revision: str | None, config: Any) -> str:
 
 
 def _draft(config: VllmConfig) -> str:
-    """A draft model has KV in the same blocks."""
+    """The identity of the draft model, because its KV is in the same blocks."""
     speculative = config.speculative_config
     if speculative is None:
         return ""
@@ -103,11 +103,11 @@ def _draft(config: VllmConfig) -> str:
     return f"{speculative.method} {_weights(draft.model, draft.revision, draft.hf_config) or _SECRET}"
 
 
-# ---- what of the configuration changes KV for the same tokens: `fields.toml` says of each field whether
+# ---- settings that change KV for the same tokens: `fields.toml` lists every field of the configuration
 
 
 def facts_of(config: VllmConfig) -> dict[str, Any]:
-    """What is said that changes KV, and is not the default; so most engines have none."""
+    """The settings that change KV and differ from the default. Most engines have none."""
     model = config.model_config
     found = _configured(config)
     found |= {
@@ -127,13 +127,13 @@ def why_private(config: VllmConfig) -> str:
     """Why KV is private to this run although the weights are known; empty if it is shared."""
     load, extra = config.load_config.load_format, config.load_config.model_loader_extra_config
     if load == "dummy":
-        return "load_format=dummy makes weights up"
+        return "load_format=dummy gives the model random weights"
     if load not in _FROM_FILES:
-        return f"load_format={load} reads weights elsewhere"
+        return f"load_format={load} does not read the weights in the model's folder"
     if other := sorted(set(extra or {}) - _FOR_SPEED) if isinstance(extra, dict | None) else [str(extra)]:
-        return f"model_loader_extra_config may name other weights, by {', '.join(other)}"
+        return f"model_loader_extra_config may name other weights with {', '.join(other)}"
     if getattr(config.model_config, "model_class_overrides", None):
-        return "model_class_overrides runs code that changes"
+        return "model_class_overrides runs code that may change"
     return ""
 
 
@@ -164,7 +164,7 @@ def _default(field: Any) -> Any:
 
 
 def _code_of(model: Any) -> str:
-    """A digest of code that comes with the model, or with a plug-in; empty if it is vLLM's own."""
+    """A digest of the code that comes with the model or a plug-in. Empty for vLLM's own code."""
     if model.trust_remote_code and getattr(model.hf_config, "auto_map", None):
         folder = Path(model.model)
         if not folder.is_dir():

@@ -53,20 +53,20 @@ class Declared:
     layout: Layout
     shard: Shard
     shards: list[Shard]
-    """Of all ranks."""
+    """The shards of all ranks."""
     writes: bool
-    """False: another rank stores the same."""
+    """False: another rank stores the same shard."""
     tensors: list[Any]
     tables: list[int]
     """Which of a request's block tables each of them goes by, counted among those with KV."""
     numbers: dict[str, int]
-    """Layer name -> its number in the model."""
+    """Maps a layer's name to its number in the model."""
     ratio: int
-    """Kernel blocks in one block of the scheduler's."""
+    """The number of kernel blocks in one block of the scheduler."""
     block_bytes: int
-    """What one kernel block takes over all layers of this rank, as the engine says."""
+    """The bytes of one kernel block over all layers of this rank, as the engine declares them."""
     from_scratch: str
-    """A backend that cannot go on from loaded KV, or nothing."""
+    """The backend, if it cannot continue from loaded KV; else empty."""
 
 
 def declare(
@@ -172,7 +172,7 @@ def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
 
 
 def window_of(cache: KVCacheConfig) -> int:
-    """The smallest sliding window out of which blocks are dropped, in tokens; 0: none."""
+    """The smallest sliding window that blocks leave, in tokens; 0: there is none."""
     windows = [
         spec.sliding_window for spec in layer_specs(cache).values() if isinstance(spec, SlidingWindowSpec)
     ]
@@ -200,7 +200,7 @@ def tables_of_layers(cache: KVCacheConfig, groups: Sequence[int]) -> dict[str, i
 def owners_of(
     specs: Mapping[str, KVCacheSpec], tables: Mapping[str, int], tensors: Mapping[str, Any]
 ) -> list[str]:
-    """Layers in the model's order; of those that share memory and blocks, the first."""
+    """The layers in the model's order. Of layers that share memory and blocks, only the first."""
     owners: dict[tuple[int, int], str] = {}
     for name in sorted(specs, key=_natural):
         if name not in tensors:
@@ -238,7 +238,7 @@ def _packing(
     ranks: int,
     ratio: int,
 ) -> tuple[str, str]:
-    """How a block's content is ordered, and its dtype."""
+    """The packing of a block, and its dtype."""
     said = {
         (*_inner(specs[name], backends[name], getattr(layers[name], "isa", "")), _dtype(config, specs[name]))
         for name in owners
@@ -287,7 +287,7 @@ def _shape(
     packing: str,
     is_opaque: bool,
 ) -> LayerShape:
-    """Of the whole model, from what one rank has."""
+    """The layout of the whole model, from the part of one rank."""
     if isinstance(spec, MLAAttentionSpec):
         heads = spec.num_heads  # every rank has all of it
     elif ranks == 1:

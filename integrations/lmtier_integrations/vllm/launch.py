@@ -27,10 +27,10 @@ from lmtier.wire.resp import command
 from lmtier_integrations.vllm.settings import Settings, log
 
 _PATIENCE = 60.0  # seconds until a private server must answer
-_LINGER = 5.0  # seconds without a connection until it ends; it must let go of its disk before the next start
-_AGAIN = 5.0  # seconds between attempts to bring it back
+_LINGER = 5.0  # seconds without a connection until it ends; the next start needs its disk
+_AGAIN = 5.0  # seconds between attempts to restart it
 _PROBE = 0.2  # seconds for a server to show that it is alive
-_OLD = 24 * 3600.0  # seconds until the log of an engine that has gone is swept away
+_OLD = 24 * 3600.0  # seconds until the log of an ended engine is deleted
 
 
 class Launcher:
@@ -56,7 +56,7 @@ class Launcher:
         return Client(address, engine=self.session, shard=shard, name=name, token=token, waits=False)
 
     def revive(self) -> None:
-        """Bring a private server back that died; returns at once, and does nothing if it lives."""
+        """Restart the private server if it has died. Returns at once."""
         now = time.monotonic()
         if not self.is_private or now - self._tried < _AGAIN:
             return
@@ -90,7 +90,7 @@ class Launcher:
                         f"lmtier's private server does not answer within {_PATIENCE:.0f} s. "
                         f"{self._last_words()}"
                     )
-                time.sleep(0.01)  # another process starts
+                time.sleep(0.01)  # another process starts it
 
     def _spawn(self) -> None:
         config = self.settings.config
@@ -118,8 +118,7 @@ class Launcher:
                 env=environment,
                 cwd="/",
                 # Not a separate session: waiting workers of vLLM spin on sched_yield, which yields only to
-                # their
-                # own session (autogroup). Ctrl-C does not reach another group either.
+                # their own session (autogroup). A separate group is enough to keep Ctrl-C away.
                 process_group=0,
             )
         finally:
@@ -129,7 +128,7 @@ class Launcher:
             os.sched_setaffinity(self._process.pid, range(os.cpu_count() or 1))
 
     def _answers(self) -> bool:
-        """Whether it answers: it listens before it has opened its tiers, which may fail."""
+        """Whether it answers. To listen is not enough: opening its tiers comes later, and may fail."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(_PROBE)
             try:
@@ -161,7 +160,7 @@ class Launcher:
                         raise TierError(
                             f"another process holds {self.path.with_suffix('.lock')} and does not end"
                         ) from None
-                    time.sleep(0.01)  # to wait in the kernel would know no deadline
+                    time.sleep(0.01)  # a wait in the kernel has no deadline
             yield
         finally:
             os.close(descriptor)

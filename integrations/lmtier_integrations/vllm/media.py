@@ -26,8 +26,8 @@ from lmtier.format.keys import Extra
 from lmtier_integrations.identity import preparing_files_in
 from lmtier_integrations.vllm.settings import log
 
-_NAMES = 65_536  # of vLLM's, with the content last seen under each: more than its caches hold items
-_LEAST = 16  # bytes of content for each token: an embedding has hundreds, a patch of pixels too
+_NAMES = 65_536  # names of vLLM's that are remembered with their content: more than its caches hold items
+_LEAST = 16  # least bytes of content per token: embeddings and patches of pixels have hundreds
 _PREPARES = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -36,7 +36,7 @@ _PREPARES = (
     "video_pruning_rate",
     "video_pruning_method",
 )
-"""Of vLLM's `MultiModalConfig`: what changes embeddings for the same file, or for the same tensors."""
+"""The fields of vLLM's `MultiModalConfig` that change embeddings for the same file or the same tensors."""
 _SCALES = "mm_encoder_fp8_scale_path"
 
 Contents = list[Extra]
@@ -49,18 +49,18 @@ class Media:
         model = config.model_config
         settings = model.multimodal_config
         self._preparation = preparation_of(model) if settings is not None else ""
-        # Else vLLM counts items, or hashes such a count together with the options of a request.
+        # Without these caches vLLM names items by a count, or by a hash of the count and some options.
         has_hashes = config.cache_config.enable_prefix_caching or (
             settings is not None and settings.mm_processor_cache_gb > 0
         )
         self._trusts_ids = trusts_ids and has_hashes
-        # Embeddings may come from elsewhere then, by vLLM's name for them.
+        # With this setting embeddings may come from another engine, by vLLM's name for them.
         self._sees_contents = config.ec_transfer_config is None
         self._run = secrets.token_hex(16)
         self._contents: OrderedDict[str, str] = OrderedDict()
         """The last content under each of vLLM's names; empty: there were different contents."""
         self._hashed: dict[int, tuple[weakref.ref[Any], str]] = {}
-        """By identity, because vLLM keeps the items that come again."""
+        """By the identity of the item: vLLM keeps the objects of repeated items."""
         self._is_told = False
 
     def of(self, request: Request) -> Contents | None:
@@ -86,27 +86,24 @@ class Media:
                 self._is_told = True
                 log.warning(
                     "lmtier: this engine does not show the content of an item (%s), so only this run finds "
-                    "KV after it; with trust_media_ids, vLLM's names count as names of content",
+                    "KV after it; to share it, set trust_media_ids if vLLM's names identify the content",
                     feature.modality,
                 )
             return f"private {self._run} {identifier}"
         return self._agreed(identifier, content)
 
     def _agreed(self, identifier: str, content: str) -> str:
-        """vLLM shares its results by an item's name.
-
-        If one name has had two contents, the item is not cached.
-        """
+        """The content; empty if this name has had two contents, because vLLM may mix them up."""
         known = self._contents.pop(identifier, content)
         if known and known != content:
-            log.warning("lmtier: two contents came under one name, %.80r: not cached", identifier)
+            log.warning("lmtier: two contents have the same name, %.80r, and are not cached", identifier)
         self._contents[identifier] = content if known == content else ""
         if len(self._contents) > _NAMES:
             self._contents.popitem(last=False)
         return self._contents[identifier]
 
     def _content_of(self, feature: Any) -> str:
-        """Empty: it is not here, or not all of it."""
+        """A digest of the item. Empty: the item is not in this process, or only a part of it."""
         item, place = feature.data, feature.mm_position
         if not item:
             return ""
@@ -122,9 +119,9 @@ class Media:
 
 
 def preparation_of(model: Any) -> str:
-    """A digest of all that is between a file and its embeddings, but for the weights: `model` is vLLM's.
+    """A digest of everything that turns a file into embeddings, except the weights.
 
-    Also of what prepares tensors: some of it is done by the model, after the tensors were hashed.
+    `model` is vLLM's configuration. Steps that the model does after the tensors were hashed are included.
     """
     settings = model.multimodal_config
     said = {name: getattr(settings, name, None) for name in _PREPARES}
@@ -139,9 +136,9 @@ def preparation_of(model: Any) -> str:
 
 
 def _hash(item: Any, tokens: int) -> str:
-    """Of an item's tensors; empty if one is unreadable here, or if they are too few to be all of it.
+    """A digest of an item's tensors. Empty: one is unreadable here, or they are too small to be complete.
 
-    An engine that gets KV from others lets a request leave the embeddings out and send their sizes only.
+    An engine that gets KV from others accepts requests with only the sizes of the embeddings.
     """
     digest, large = blake3(), 0
     for name in sorted(item):
@@ -158,7 +155,7 @@ def _framed(kind: str, content: bytes) -> bytes:
 
 
 def _add(digest: Any, value: Any) -> bool:
-    """Every part says its kind and length first, so that no two values are the same bytes."""
+    """Hash a value. Each part begins with its kind and length, so different values differ in bytes."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             return False
@@ -179,7 +176,7 @@ def _add(digest: Any, value: Any) -> bool:
 
 
 def _bytes_of(value: Any) -> int:
-    """Of numbers that may be pixels, sound or embeddings: sizes and positions are integers."""
+    """The bytes of a value that may be pixels, sound or embeddings. Sizes and positions do not count."""
     if isinstance(value, torch.Tensor):
         is_large = value.is_floating_point() or value.dtype == torch.uint8
         return value.numel() * value.element_size() if is_large else 0

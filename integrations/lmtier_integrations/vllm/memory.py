@@ -39,13 +39,13 @@ _CHANGES = (
     "finish_weight_update",
     "reset_weights",
 )
-"""Methods of vLLM's worker after which weights are others. It reloads and loads by its model runner."""
+"""Methods of vLLM's worker that change weights. Its model runner has the methods that load and reload."""
 _SAMPLE = 1024  # elements of each tensor that are compared
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def caller(kind: type[T]) -> T | None:
-    """The object of this class on the call stack: one of its methods has called this, directly or not.
+    """The object of this class whose method is on the call stack.
 
     vLLM makes connectors inside its worker and its scheduler, but passes neither to them.
     """
@@ -59,7 +59,7 @@ def caller(kind: type[T]) -> T | None:
 
 
 def wrap(leave: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """From now on, `around(method, *args, **kwargs)` is what a call of that method does, until `leave`."""
+    """Replace a method by `around(method, *args, **kwargs)`, until `leave` is closed."""
     method = getattr(owner, name, None)
     if method is None:  # not in this version of vLLM
         return
@@ -73,10 +73,10 @@ def wrap(leave: ExitStack, owner: Any, name: str, around: Callable[..., Any]) ->
 
 
 def files_of(config: VllmConfig) -> str:
-    """The files that weights have just been loaded from, by their stamps; empty: they may be others by now.
+    """The stamps of the files that the weights were just loaded from. Empty: they may have changed since.
 
-    A process that vLLM started for them has loaded nothing from files that are newer than itself. In the
-    process of a user, who may have written them there, only what comes after the loading is seen.
+    If vLLM started this process, files that are newer than the process may have been replaced during the
+    load. In a user's own process the weights' files may be newer, so only later changes are noticed.
     """
     stamps = stamps_of(config.model_config.model)
     is_own = vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or (
@@ -88,7 +88,7 @@ def files_of(config: VllmConfig) -> str:
 
 
 def origin_of(config: VllmConfig) -> str:
-    """As above, of files that the scheduler's half reads."""
+    """The same for the files that the scheduler's half reads."""
     return _named(stamps_of(config.model_config.model))
 
 
@@ -101,34 +101,34 @@ class _Held:
     """An adapter that was read."""
 
     name: str
-    """As vLLM tells them apart in its own prefix cache."""
+    """The name that vLLM's own prefix cache uses for it."""
     content: str
-    """A digest of the files; empty: they changed while they were read, or others here have its name."""
+    """A digest of the files. Empty: they changed during the read, or another adapter here has this name."""
     since: int
-    """The first step from which on its name stands for nothing else."""
+    """The first step from which on the name means only this adapter."""
 
 
 class LoadedModel:
     def __init__(self, config: VllmConfig, worker: Any) -> None:
         self._config, self._worker = config, worker
         self.step = 0
-        """The last one that began."""
+        """The step that began last."""
         self.since = 0
         """The first step that computed with these weights."""
         self.origin: Origin = "", ""
-        """Of weights that have changed."""
+        """Where changed weights came from."""
         self.has_news = False
         """Whether something has happened since the last step."""
         self.has_slept = False
-        """At level 1, which keeps the weights."""
+        """Whether it has slept at level 1, which keeps the weights."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called before memory is changed or unmapped: no copy may be under way then."""
+        """Called before memory is changed or unmapped. It ends all copies."""
         self._is_asleep = False
         self._has_changed = False
         self._loaded: set[str] | None = None
         self._adapters: dict[int, _Held] = {}
         self._last: dict[str, str] = {}
-        """What was read last under each name."""
+        """Maps each name to the content that was read last under it."""
         self._told: dict[int, str] = {}
         self._sample: _Sample | None = None
         self._leave = ExitStack()
@@ -204,7 +204,7 @@ class LoadedModel:
         self.before_change()
         self._changed()
         result = method(*args, **kwargs)
-        # What was not loaded is of before, so the files alone would not name it.
+        # A parameter that was not loaded keeps its old value, so the files would be a wrong name.
         is_whole = self._loaded is not None and names <= self._loaded
         if is_of_files and is_whole and before == stamps_of(place):
             self._changed(self._origin_in(place, before, revision))
@@ -214,7 +214,7 @@ class LoadedModel:
         if not stamps:
             commit = revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
             return commit, commit
-        is_first = self._config.parallel_config.rank == 0  # reading all of it once is enough
+        is_first = self._config.parallel_config.rank == 0  # one rank reads all files for the digest
         digest = weights_in(place) if is_first else ""
         return (_named(stamps), digest) if stamps_of(place) == stamps else ("", "")
 
@@ -257,7 +257,7 @@ class LoadedModel:
     # ---- what a step asks
 
     def begin(self, *, compares: bool) -> tuple[bool, bool]:
-        """Whether the weights are others than in the last step; and whether that was only found now."""
+        """Whether weights have changed since the last step, and whether only a comparison found that."""
         is_noticed, self._has_changed, self.has_news = self._has_changed, False, False
         is_found = False
         if (is_noticed or compares) and not self._is_asleep:
@@ -266,13 +266,13 @@ class LoadedModel:
             is_found = self._sample.take() and not is_noticed
         if is_found:
             self.origin = "", ""
-            log.warning("lmtier: weights have changed, and vLLM was not asked to change them")
+            log.warning("lmtier: the weights have changed without a call of vLLM")
         if is_noticed or is_found:
             self.since = self.step
         return is_noticed or is_found, is_found
 
     def holds(self, adapter: Adapter | None, since: int | None = None) -> bool:
-        """Whether this is in memory, and if asked, since that step."""
+        """Whether this adapter is in memory, and has been since step `since` if one is given."""
         if adapter is None:
             return True
         number, content = adapter
@@ -280,7 +280,7 @@ class LoadedModel:
         return held is not None and held.content == content and (since is None or held.since <= since)
 
     def adapters(self) -> dict[int, str] | None:
-        """Those in memory, if they are others than when this was asked last."""
+        """The adapters in memory. None: the same as in the last call."""
         if self._manager is None:
             return None
         found = {
@@ -314,9 +314,9 @@ class _Sample:
         self._before: list[torch.Tensor] | None = None
 
     def take(self) -> bool:
-        """Whether it differs from that of the last time."""
+        """Take a sample. Returns whether it differs from the last one."""
         tensors = [tensor for owner, name in self._places if (tensor := owner.get(name)) is not None]
-        # One that moved has the same content perhaps: a look at it tells.
+        # A tensor that moved may still have the same content, so compare the content.
         if len(tensors) != len(self._seen) or any(
             tensor is not old or tensor.data_ptr() != at
             for tensor, (old, at) in zip(tensors, self._seen, strict=True)
@@ -331,7 +331,7 @@ class _Sample:
 
     @staticmethod
     def _views_of(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """By device and width, because only such can be put together."""
+        """Views of the sampled elements, grouped by device and width so that they can be concatenated."""
         views: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         unseen = 0
         for number, tensor in enumerate({id(tensor): tensor for tensor in tensors}.values()):
@@ -340,7 +340,7 @@ class _Sample:
                 continue
             try:
                 plain = tensor.detach().view(_BITS[size])
-                # Odd, so that it is no divisor of a row's length, and never the same column.
+                # An odd step does not divide a row's length, so the samples fall into different columns.
                 step = max(1, count // _SAMPLE) | 1
                 first = 17 * number % step
                 if first + step > count:

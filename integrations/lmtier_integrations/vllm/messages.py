@@ -1,4 +1,4 @@
-"""What the scheduler and the workers of an engine tell each other; all of it can be pickled."""
+"""The messages between the scheduler and the workers of an engine. All of them can be pickled."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ NULL_BLOCK = 0
 """In a request's block table: a block that has left a sliding window, or a state that is not kept."""
 
 Near: TypeAlias = "list[tuple[int, bool] | None]"
-"""Of each chunk: a place in the GPU's own memory, and whether its copy lies there already; or None."""
+"""For each chunk: its place in GPU memory, and whether a copy is there already; or None."""
 
 Work: TypeAlias = "tuple[int, float]"
-"""Of a step that mostly computes prompts: its tokens, and the sum of their positions."""
+"""For a step that mostly computes prompts: the number of its tokens, and the sum of their positions."""
 
 Adapter: TypeAlias = "tuple[int, str]"
-"""Its number, as vLLM counts them, and what it is by content."""
+"""An adapter: vLLM's number for it, and a digest of its content."""
 
 Origin: TypeAlias = "tuple[str, str]"
-"""Of weights that were loaded from files: which ones, and a digest of them, from the rank that has taken it;
-empty: from elsewhere."""
+"""The files that weights were loaded from, and their digest, from the rank that computed it. Empty: the
+weights were not loaded from files."""
 
 
 @dataclass
 class RankFacts:
-    """How the model's KV is laid out in a worker, and which part of it is there."""
+    """The layout of the model's KV in a worker, and the part that the worker holds."""
 
     layout: bytes
     shard: Shard
     run: int
     from_scratch: str
-    """A backend that cannot go on from loaded KV, or nothing."""
+    """The backend, if it cannot continue from loaded KV; else empty."""
     is_asynchronous: bool
-    """Whether copies go on after a step: on a GPU."""
+    """Whether copies continue after a step, as on a GPU."""
     files: str
     """The files that its weights are of; empty: that is not known, or weights may change unseen."""
     states: tuple[bytes, Shard] | None = None
@@ -56,12 +56,12 @@ class LoadPlan:
     id: int
     placement: Placement
     block_ids: list[list[int]]
-    """Of each block table."""
+    """For each block table."""
     computed_tokens: int
     request: str
-    """The request that waits for this one, if it does: an asynchronous load."""
+    """For an asynchronous load: the request that waits for it."""
     near: Near | None = None
-    """Of the chunks that are not computed whole."""
+    """For the chunks that the engine has not computed completely."""
     adapter: Adapter | None = None
     """That the keys say it was computed with."""
     end: Placement | None = None
@@ -114,61 +114,61 @@ class SavePlan:
 
 @dataclass
 class Plan(KVConnectorMetadata):
-    """The scheduler, to the workers, each step."""
+    """From the scheduler to the workers, in each step."""
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
     epoch: int = 0
-    """Counts failed loads, as far as the scheduler knew of them. What was planned before it learned of one
-    may stand on blocks that were not loaded: nothing of that step is stored."""
+    """The number of failed loads that the scheduler knew of. A rank that knows of more stores nothing in this
+    step, because the step may compute from blocks that were not loaded."""
     step: int = 0
-    """Its number."""
+    """The number of the step."""
     names: int = 0
-    """Counts names of the model, as far as the scheduler knew that its weights have changed. Under older ones
-    than a rank's nothing is loaded and nothing stored."""
+    """How often the model's name had changed, as far as the scheduler knew. A rank that knows of more changes
+    loads nothing and stores nothing."""
     compares: bool = False
-    """Whether ranks are to see, before they compute, if their weights are those of before."""
+    """Whether ranks must compare their weights with their earlier ones before they compute."""
     asks: bool = False
-    """Whether the workers are to say what they hold: the scheduler knows nothing of them yet."""
+    """Whether workers must report their facts, because the scheduler has none yet."""
     run: int = 0
-    """The run of the server that the workers are asked to follow to; 0: all are there."""
+    """The run of the server that workers must connect to; 0: all are connected to it."""
     taken: list[int] = field(default_factory=list)
     """Blocks that the engine hands out in this step. Only filled if workers are asynchronous."""
     computes: Work | None = None
 
     @property
     def has_work(self) -> bool:
-        """For a worker, once blocks have changed hands."""
+        """Whether a worker has more to do than to wait for copies in `taken`."""
         return bool(self.loads or self.saves or self.computes or self.asks or self.run or self.compares)
 
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """The workers, to the scheduler, each step; added up over the ranks."""
+    """From the workers to the scheduler, in each step; added up over the ranks."""
 
     facts: dict[int, RankFacts] = field(default_factory=dict)
-    """Of each rank, if it was asked."""
+    """By rank, if the plan asked."""
     loaded: dict[int, int] = field(default_factory=dict)
     """Matches whose copies have ended or failed, with the number of ranks."""
     failed: set[int] = field(default_factory=set)
     """Those of them that failed."""
     epoch: int = 0
     names: int = 0
-    """What the scheduler is to count, because weights have changed; 0: they have not."""
+    """The new `Plan.names`, because weights have changed; 0: they have not."""
     origins: dict[int, Origin] = field(default_factory=dict)
-    """Of each rank whose weights have changed."""
+    """For each rank whose weights have changed."""
     was_unnoticed: bool = False
-    """Whether they had changed for a while."""
+    """Whether a comparison found the change, some time after it happened."""
     compared: dict[int, int] = field(default_factory=dict)
     """Maps a step to the number of ranks that have compared their weights, or learned of a change, in it."""
     slept: int = 0
-    """Ranks that have slept, at the level that keeps weights."""
+    """The number of ranks that have slept at level 1, which keeps the weights."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
     """The adapters in each rank's memory, if they have changed."""
     runs: dict[int, int] = field(default_factory=dict)
-    """How many ranks followed to which run of the server."""
+    """Maps a run of the server to the number of ranks that have connected to it."""
     under_way: int = 0
-    """Saves and loads that have not ended."""
+    """The number of unfinished saves and loads."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport)

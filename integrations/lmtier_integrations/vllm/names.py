@@ -25,7 +25,7 @@ from lmtier_integrations.vllm.memory import origin_of
 from lmtier_integrations.vllm.messages import Adapter, RankReport
 from lmtier_integrations.vllm.settings import Settings, log
 
-_SEEDS = 4096  # of adapters and salts
+_SEEDS = 4096  # pairs of adapter and salt
 
 
 class Names:
@@ -35,25 +35,25 @@ class Names:
         self._ranks = config.parallel_config.world_size
         files = origin_of(config)
         self._identity = identity_of(config, settings.model)
-        self._files = files if origin_of(config) == files else ""  # else they change just now
+        self._files = files if origin_of(config) == files else ""  # empty if they have just changed
         self._is_own = bool(why_private(config))
-        """Whether no other run of the engine may ever find what is stored."""
+        """Whether no other run of the engine may find the stored KV."""
         self.media = Media(config, trusts_ids=settings.trust_media_ids)
         self.form: ChunkForm | None = None
         """Of what this engine stores; None: workers have not said what they hold."""
         self.ends: ChunkForm | None = None
         """Of the state that a prefix has to end with, if the model keeps any."""
         self.count = 0
-        """Counts what the model was called by, as the ranks do."""
+        """How often the model's name has changed, as the ranks count it."""
         self._before_reset = ""
-        """The weights' name before the engine forgot, if it did so since they were compared."""
+        """The weights' name before a reset, if ranks have not compared since."""
         self._has_slept = False
-        """Whether all ranks have slept since then, and have the same weights still."""
+        """Whether all ranks have slept since the reset, at the level that keeps the weights."""
         self._seeds: dict[tuple[str, str], bytes] = {}
         self._adapters: dict[int, str] = {}
-        """Of each adapter in the ranks' memory, by its number, what it is; empty: they do not agree."""
+        """Maps an adapter's number to its content in the ranks' memory. Empty: the ranks do not agree."""
         self._adapters_of: dict[int, dict[int, str]] = {}
-        """The same of each rank."""
+        """The same for each rank."""
 
     def meet(
         self, layout: Layout, form: ChunkForm, files: set[str], ends: ChunkForm | None, *, is_watched: bool
@@ -71,7 +71,7 @@ class Names:
         self._client.declare(self._identity, form)
 
     def seed(self, lora: str, salt: str) -> bytes:
-        """Where keys begin, of requests with this adapter and salt."""
+        """The start of the key chains of requests with this adapter and salt."""
         found = self._seeds.get((lora, salt))
         if found is None:
             if len(self._seeds) > _SEEDS:
@@ -83,19 +83,19 @@ class Names:
         return found
 
     def tell(self, keys: Sequence[bytes], tokens: Sequence[int], lora: str, salt: str, parent: bytes) -> None:
-        """Say to the server what these keys stand for."""
+        """Send the server the tokens and the origin of these keys."""
         self._client.tell(keys, tokens, Origin.of(asdict(self._identity), lora, salt), parent)
 
     # ---- weights
 
     def change(self, report: RankReport) -> None:
-        """Ranks have other weights than before. All of them know from where: then that is their name."""
+        """Ranks have new weights. If all of them know the same source, it becomes the name."""
         self.count = report.names
         files = {files for files, _ in report.origins.values()}
         digest = max((digest for _, digest in report.origins.values()), default="")
         if len(report.origins) < self._ranks or len(files) > 1 or "" in files or self._is_own:
             digest = ""
-        log.info("lmtier: the weights have changed; they are %s", digest[:16] or "known to this run only")
+        log.info("lmtier: the weights have changed: %s", digest[:16] or "their KV is private to this run")
         self._before_reset = ""
         self._rename(digest or f"since a change {secrets.token_hex(16)}")
 
@@ -110,10 +110,10 @@ class Names:
         self._rename(f"since a reset {secrets.token_hex(16)}")
 
     def slept(self, ranks: int) -> None:
-        """So many ranks have slept: they forget all, and keep the weights.
+        """So many ranks have slept: they have dropped their KV and kept the weights.
 
-        The step that says so may not end the doubt, if the engine was reset again beside it. So it counts
-        until a later one does.
+        The step with this report may not end the doubt, if the engine was reset again meanwhile. So the
+        report counts until a later step ends it.
         """
         self._has_slept |= ranks == self._ranks
 
@@ -126,7 +126,7 @@ class Names:
         return True
 
     def _rename(self, weights: str) -> None:
-        """From here on the model's weights are called this."""
+        """Use this name for the model's weights from now on."""
         self._identity = replace(self._identity, weights=weights)
         self._seeds.clear()
         if self.form is not None:
@@ -135,7 +135,7 @@ class Names:
     # ---- adapters
 
     def adapter_of(self, request: Request) -> Adapter | None:
-        """What the ranks have read. Of one that they have not, its files: they tell if it was another."""
+        """The request's adapter as the ranks have read it; or as its files are, if they have not read it."""
         lora = request.lora_request
         if lora is None:
             return None
@@ -143,7 +143,7 @@ class Names:
         return lora.lora_int_id, adapter_in(lora.lora_path) if known is None else known
 
     def learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:
-        """What ranks have read."""
+        """Apply the adapters that ranks have reported."""
         self._adapters_of |= told
         ranks = list(self._adapters_of.values())
         self._adapters = {
@@ -153,5 +153,5 @@ class Names:
         }
 
     def is_current(self, adapter: Adapter | None) -> bool:
-        """Whether ranks have nothing else under that number."""
+        """Whether no rank has another adapter under that number."""
         return adapter is None or self._adapters.get(adapter[0], adapter[1]) == adapter[1]

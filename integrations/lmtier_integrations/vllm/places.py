@@ -32,14 +32,14 @@ from lmtier_integrations.vllm.kv import Declared
 from lmtier_integrations.vllm.messages import Near, Work
 from lmtier_integrations.vllm.stats import Stats
 
-_HELPERS = 3  # threads beside the engine's own that copy on a CPU: a few take all that memory gives
+_HELPERS = 3  # more threads that copy on a CPU: a few use the full speed of memory
 
 
 class OnCpu:
     is_asynchronous = False
-    """Whether saves and loads go on after their calls have returned."""
+    """Whether saves and loads continue after their calls have returned."""
     is_busy = False
-    """Whether it wants a step, though nothing is planned for it."""
+    """Whether it needs a step although nothing is planned."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class OnCpu:
         return Mover(client, kv, identity, ranks=declared.shards)
 
     def begin(self, work: Work | None, *, waits: bool) -> None:
-        """A step's own work begins. `waits`: loads are part of it."""
+        """The computation of a step begins. `waits`: it waits for loads."""
         self._work, self._began = work, time.perf_counter()
 
     def end(self, copying: float) -> Iterator[tuple[Work, float]]:
-        """Steps of which it is known now how many seconds they computed; copies in this one took so many."""
+        """Steps whose computing time is known now, in seconds. `copying`: seconds of copies in this step."""
         if self._work is not None:
             yield self._work, time.perf_counter() - self._began - copying
 
     def load(self, match: Match, blocks: Blocks, computed_tokens: int, near: Near | None) -> Load:
-        """Begin it; its leases are the caller's to end."""
+        """Begin a load. The caller ends its leases."""
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens)
 
     def can_save(self, reservation: Reservation) -> bool:
@@ -95,7 +95,7 @@ class OnCpu:
 
 
 def _cores() -> set[int]:
-    """Those that this process's threads may use, each of them perhaps one only: they wait while we copy."""
+    """The cores of all threads of this process. Each thread may be bound to one, and waits while we copy."""
     cores: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
@@ -125,14 +125,14 @@ class OnGpu:
         self.mover = CudaMover(client, kv, identity, ranks=declared.shards, layerwise=layerwise)
         self._run = 0
         self._page_lock: PageLock | None = None
-        """Of the slab."""
+        """The page lock of the present slab."""
         self._pins_at_start = pins_at_start
         self._pin_seconds = 0.0
-        """Of slabs that are gone."""
+        """Seconds for earlier slabs."""
         self._told = dict.fromkeys(("pinned_bytes", "pin_seconds", "slab_pinned", "slab_pin_failed"), 0.0)
         self._began: tuple[Work, Event] | None = None
         self._computing: deque[tuple[Work, Event, Event]] = deque()
-        """Steps that are to be measured, and the events around them."""
+        """The steps to measure, with the events before and after each."""
 
     @property
     def is_busy(self) -> bool:
@@ -156,7 +156,7 @@ class OnGpu:
         return self.mover.begin(match, blocks, computed_tokens=computed_tokens, near=near)
 
     def can_save(self, reservation: Reservation) -> bool:
-        """Copies to what is not page-locked yet would hold the engine's thread up until its step ends."""
+        """Whether the memory is page-locked. A copy to other memory would block the engine's thread."""
         number, nbytes = self.mover.number, self.mover.kv.nbytes
         last = max((entry.offsets[number] for entry in reservation.entries.values()), default=0)
         return self._page_lock is not None and self._page_lock.covers(last + nbytes)
@@ -173,7 +173,7 @@ class OnGpu:
                 self._page_lock.leave()
             self._run = client.run
             self._page_lock = self._device.lock_pages(client.slab.view(0, client.slab.capacity))
-            # The first step computes nothing: workers only say in it what KV they hold.
+            # The first step computes nothing: workers only report their facts.
             if is_first and self._pins_at_start:
                 self._page_lock.hurry()
 
@@ -203,12 +203,12 @@ class OnGpu:
 
 
 def is_on_gpu(config: VllmConfig) -> bool:
-    """Whether this engine keeps its KV on a GPU: asked before there is any."""
+    """Whether this engine will keep its KV on a GPU."""
     return bool(config.device_config.device_type != "cpu")
 
 
 def device_of(tensors: Sequence[Any]) -> PageLockingDevice | None:
-    """The GPU that these lie on; None: they are in this process's own memory."""
+    """The GPU of these tensors; None: they are in CPU memory."""
     found = {tensor.device for tensor in tensors}
     if all(device.type == "cpu" for device in found):
         return None

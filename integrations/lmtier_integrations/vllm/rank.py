@@ -47,11 +47,11 @@ class Rank:
         self.plan = Plan()
         self.report = RankReport()
         self.epoch = 0
-        """Counts failed loads: what an older plan computes may stand on blocks that were not loaded."""
+        """The number of failed loads. An older plan may compute from blocks that were not loaded."""
         self._names = 0
-        """Counts names of the model: plans with older ones are of other weights."""
+        """How often the model's name has changed. An older plan has keys of other weights."""
         self.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
-        """What this step has spent on copies, on this thread."""
+        """The seconds of this thread for copies in this step."""
 
     # ---- what is in memory
 
@@ -71,7 +71,7 @@ class Rank:
             report.adapters[self.number] = adapters
 
     def is_named_right(self, names: int, adapter: Adapter | None, since: int | None = None) -> bool:
-        """Whether names that count `names` are of what is in memory; if asked, since that step."""
+        """Whether keys with these names fit the memory, and have since step `since` if one is given."""
         memory = self._memory
         if memory is None:
             return True
@@ -82,13 +82,13 @@ class Rank:
     # ---- copies
 
     def adopt(self, thing: Match | Reservation) -> bool:
-        """This may bring another slab, but only while nothing of the one before is held, and so copied."""
+        """Use it in this process. The slab may change, but only while nothing of the old one is in use."""
         is_adopted = self.client.adopt(thing)
         self.place.follow(self.client)
         return is_adopted
 
     def kernel_blocks(self, tables: list[list[int]]) -> list[list[int]]:
-        """As the tensors number them; the null block, which stands for those that left a window, as -1."""
+        """The block ids of the tensors. A block that has left a window, the null block, becomes -1."""
         ratio = self.declared.ratio
         if ratio == 1 and not any(NULL_BLOCK in table for table in tables):
             return tables
@@ -168,24 +168,24 @@ class _Loading:
 
 
 class RankLoads:
-    """From the slab into blocks of requests."""
+    """Loads from the slab into blocks of requests."""
 
     def __init__(self, rank: Rank, prefill: Prefill, *, layerwise: bool) -> None:
         self._rank, self._prefill = rank, prefill
         self.is_layerwise = layerwise
         self.of_step: list[_Loading] = []
         self.landing: list[_Loading] = []
-        """On their way, and nothing in a step has to be done for them any more."""
+        """Unfinished loads for which a step has nothing to do any more."""
         self.copied = 0
-        """Tokens that this step has loaded, on this thread."""
+        """The tokens that this thread has loaded in this step."""
         self._hooked: set[int] = set()
         """Layers that have called their hooks so far."""
         self._first_hooked: int | None = None
-        """The one that was first. A draft model's come later, and not in every step."""
+        """The first of them. Layers of a draft model come later, and not in every step."""
         self.listens = False
         """Whether loads of this step rely on hooks."""
         self._is_due, self._is_seen = False, False
-        """Whether the first must call in this step, because loads are left to hooks; whether it has."""
+        """Whether the first layer must call its hook in this step, and whether it has."""
         self._failed_blocks: set[int] = set()
         self._arrived: set[str] = set()
         self._lost: set[str] = set()
@@ -223,7 +223,7 @@ class RankLoads:
         return states.begin(Match.elsewhere(plan.id, placement), plan.end_block_ids)
 
     def start(self, *, calls_hooks: bool) -> None:
-        """Those that requests wait for; of others, layers whose hooks are not relied upon."""
+        """Start the loads that requests wait for; for the others, load the layers without reliable hooks."""
         began = time.perf_counter()
         waited_for = [each for each in self.of_step if each.plan.request]
         for each in waited_for:
@@ -243,7 +243,7 @@ class RankLoads:
         self._rank.spent("load_seconds", began)
 
     def layer(self, number: int) -> None:
-        """Its hook calls."""
+        """The hook of this layer was called."""
         if self._first_hooked is None:
             self._first_hooked = number
         self._is_seen |= number == self._first_hooked
@@ -254,13 +254,13 @@ class RankLoads:
         self._rank.spent("load_seconds", began)
 
     def finish(self) -> None:
-        """What was computed on them counts from here on, so what is compared is compared now."""
+        """Confirm the loads of this step, because the result of the step counts from now on."""
         is_bad = self._is_due and not self._is_seen
         if is_bad:
             log.error("lmtier: the engine has stopped calling the hooks of its layers: from now on mode=step")
             self.is_layerwise = False
         for each in self.of_step:
-            each.load.all()  # of layers that did not run in this step: of a draft model, say
+            each.load.all()  # some layers did not run in this step, such as those of a draft model
             if is_bad:
                 self._fail(each.plan)
                 each.has_failed = True
@@ -272,7 +272,7 @@ class RankLoads:
         self.land()
 
     def land(self) -> None:
-        """End those that the device is done with."""
+        """End the loads that the device has finished."""
         self._rank.mover.poll()
         if not self.landing:  # most steps
             return
@@ -301,18 +301,18 @@ class RankLoads:
         self._end(plan, loading.match)
 
     def _end(self, plan: LoadPlan, match: Match) -> None:
-        """Nothing of it is under way, so its leases may end."""
+        """The load has no unfinished copy, so its leases may end."""
         self._rank.report.loaded[plan.id] = 1
         if plan.request:
             self._arrived.add(plan.request)
         self._rank.client.disown(match)
 
     def _fail(self, plan: LoadPlan, believed: int = 0) -> None:
-        """Tell the engine what to compute after all; nothing that was computed on it is stored."""
+        """The engine must compute these tokens. Nothing that was computed from them is stored."""
         rank = self._rank
         rank.stats.add("load_failures")
         rank.report.failed.add(plan.id)
-        if plan.request:  # nothing was computed on it: it still waits, and starts anew
+        if plan.request:  # nothing was computed from it: the request still waits, and starts again
             self._lost.add(plan.request)
             return
         rank.epoch = max(rank.epoch, rank.plan.epoch) + 1
@@ -323,10 +323,10 @@ class RankLoads:
         self._failed_blocks.update(blocks[first:end])
 
     def failed_blocks(self) -> set[int]:
-        """What the engine must compute after all.
+        """The blocks that the engine must compute, because their loads have failed.
 
-        An engine with a draft model asks before it calls wait_for_save. It must be known by then: otherwise
-        the engine keeps the token that was computed from it.
+        An engine with a draft model asks before it calls wait_for_save. The loads must be checked by then:
+        otherwise the engine keeps the token that was computed from a failed one.
         """
         if self.of_step:
             self.finish()
@@ -334,19 +334,19 @@ class RankLoads:
         return failed
 
     def arrivals(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended, and those of them that have to be computed."""
+        """Requests whose loads have ended, and those of them whose loads have failed."""
         arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
         return arrived, lost
 
 
 class RankSaves:
-    """From blocks into room that was reserved, layer by layer or whole; then it is committed."""
+    """Saves from blocks into reserved room, layer by layer or whole, and commits."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.of_step: list[tuple[SavePlan, Save]] = []
         self.left_over: list[Reservation] = []
-        """Reservations that could not be ended, because the server did not answer just then."""
+        """Reservations that could not be ended, because the server did not answer."""
 
     def prepare(self, plan: SavePlan) -> None:
         rank = self._rank
@@ -374,12 +374,12 @@ class RankSaves:
             self.of_step.append((plan, save))
 
     def _drop(self, plan: SavePlan, reservation: Reservation, why: str = "save_failures") -> None:
-        """Before anything of it was copied."""
+        """Abort a save before its first copy."""
         self._rank.stats.add(why)
         self._rank.client.abort(reservation, self._rank.mover_of(plan).kv.shard)
 
     def end_left_over(self) -> None:
-        """Give back what was reserved while the server stalled. Another run of it knows nothing of that."""
+        """End the reservations that were made while the server stalled. Other runs do not know them."""
         client = self._rank.client
         waiting, self.left_over = self.left_over, []
         for reservation in waiting:
@@ -412,7 +412,7 @@ class RankSaves:
         self._rank.stats.add("save_failures")
 
     def finish(self) -> None:
-        """The step has computed. What a load has failed below is not stored."""
+        """The step has computed. If a load has failed, nothing of the step is stored."""
         rank = self._rank
         began = time.perf_counter()
         if rank.plan.epoch >= rank.epoch:

@@ -15,11 +15,11 @@ from lmtier.core.match import CPU, Match, State
 from lmtier_integrations.vllm.followed import NEVER, FollowedRequest, Parts
 from lmtier_integrations.vllm.messages import LoadPlan, Plan
 
-_ASK = 0.001  # seconds between questions to a server that reads: an engine that waits asks in a loop
+_ASK = 0.001  # seconds between polls of a server that reads: a waiting engine polls in a loop
 _FRESH = 0.1  # seconds until a lookup that found less than everything is made again
 _LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
-_IN_VAIN = 5.0  # seconds for which a request is not looked up again that has waited until its deadline
-_AHEAD = 0.5  # of the slab may be leased by requests that the engine has not come to
+_IN_VAIN = 5.0  # seconds without another lookup for a request that has waited until its deadline
+_AHEAD = 0.5  # the part of the slab that requests may lease before the engine schedules them
 
 
 class Reuse:
@@ -40,13 +40,13 @@ class Reuse:
         self._waits, self._joins = waits, waits and shares
         self._kv_groups, self._state_groups = groups
         self._arriving: Counter[bytes] = Counter()
-        """Chunks that requests wait for: who needs the same waits with them, and then shares their blocks."""
+        """Chunks that requests wait for. Another request for one waits too, and then shares the blocks."""
         self._promised: list[FollowedRequest] = []
-        """Requests that the engine has taken something for, since the last plan."""
+        """Requests for which the engine has accepted a promise since the last plan."""
         self._asked_at = NEVER
 
     def has_room(self, requests: Iterable[FollowedRequest]) -> bool:
-        """For what one more request may lease before the engine comes to it."""
+        """Whether one more request may lease chunks before the engine schedules it."""
         assert self._names.form is not None
         matches = [each.match for each in requests if each.match is not None]
         leased = self._names.form.room * sum(len(match.run) for match in matches)
@@ -125,7 +125,7 @@ class Reuse:
         known.stored, known.due = match.chunks, (match.chunks + 1) * self._chunk_tokens
         more = match.chunks * self._chunk_tokens - computed_tokens
         if more <= 0:
-            # What the engine had itself is young again by the match, in every tier.
+            # The match has marked the engine's own prefix as used, in every tier.
             known.drop()
             return 0
         if match.run[computed_tokens // self._chunk_tokens].key in self._arriving:
@@ -134,7 +134,7 @@ class Reuse:
         return more
 
     def _has_arrived(self, match: Match) -> bool:
-        """One question is for all requests that wait."""
+        """Whether the match is ready. One poll serves all requests that wait."""
         if not match.ready and (now := time.monotonic()) - self._asked_at >= _ASK:
             self._asked_at = now
             self._client.step()
@@ -142,7 +142,7 @@ class Reuse:
         return match.ready
 
     def allocated(self, known: FollowedRequest, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The engine has blocks for the request, and takes so many of the tokens that it was promised."""
+        """The engine has blocks for the request, and accepts so many of the promised tokens."""
         match = known.match
         if match is None:
             return
@@ -151,7 +151,7 @@ class Reuse:
             return
         known.match = None
         known.taken = known.request.num_preemptions
-        known.looked_at = NEVER  # should it be preempted, another look is due
+        known.looked_at = NEVER  # after a preemption, look it up again
         known.promise = match, list(blocks.get_block_ids())
         known.loaded = match.chunks
         self._promised.append(known)
@@ -160,7 +160,7 @@ class Reuse:
         self._stats.add("loaded_tokens", external_tokens)
 
     def sources(self, known: FollowedRequest, external_tokens: int) -> dict[str, int]:
-        """Which tiers the tokens come from that were promised just now."""
+        """The tiers of the tokens that were just promised."""
         if known.promise is None:
             return {}
         match, _ = known.promise
@@ -173,7 +173,7 @@ class Reuse:
         return found if sum(found.values()) == external_tokens else {}
 
     def plan(self, plan: Plan, scheduled: Collection[str]) -> dict[str, int]:
-        """Load what was promised. From which token on requests of this step are loaded."""
+        """Load the promised chunks. Maps each such request of this step to its first loaded token."""
         loaded_from: dict[str, int] = {}
         if not self._promised:  # most steps
             return loaded_from
@@ -200,7 +200,7 @@ class Reuse:
         return loaded_from
 
     def release(self, match: Match) -> None:
-        """One that the engine has taken."""
+        """Release a match that the engine has accepted."""
         for entry in match.run if self._joins else ():
             if self._arriving[entry.key] > 1:
                 self._arriving[entry.key] -= 1

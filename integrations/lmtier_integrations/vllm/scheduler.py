@@ -47,7 +47,7 @@ from lmtier_integrations.vllm.stats import Stats
 from lmtier_integrations.vllm.steps import blocks_taken, work_of
 from lmtier_integrations.vllm.storing import Storing
 
-_PROMPTS = 8  # tokens a request, on average, from which on a step counts as one that computes prompts
+_PROMPTS = 8  # average tokens per request from which on a step counts as one that computes prompts
 
 
 class Scheduler:
@@ -58,12 +58,12 @@ class Scheduler:
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or len(cache.kv_cache_groups) > 1
         self.waits_for_loads = has_windows or is_on_gpu(config)
-        """Whether loads are asynchronous. Only where they must be: what a step loads by itself is shared at
-        once with all requests of the same prefix.
+        """Whether loads are asynchronous. Synchronous loads are better where they are possible: a step shares
+        them at once with all requests of the same prefix.
 
-        Where blocks leave windows, a synchronous load that fails cannot be taken back: earlier blocks, which
-        the engine would compute from, were never loaded. On a GPU the next step has begun by then, and vLLM's
-        second model runner computes on from the wrong token (vLLM #49250).
+        If blocks leave windows, a failed synchronous load cannot be undone: the engine would compute from
+        earlier blocks that were never loaded. On a GPU the next step has begun before the load is checked,
+        and vLLM's second model runner continues from the wrong token (vLLM #49250).
         """
         self._launcher = launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
@@ -78,8 +78,8 @@ class Scheduler:
         check_chunks(client.chunk_tokens, self._block_tokens, window, has_states=bool(groups[1]))
         if self._loads and transfer.kv_load_failure_policy != "recompute":
             log.warning(
-                'lmtier: kv_load_failure_policy is "fail": should the cache lose what it promised, '
-                'requests fail; set it to "recompute", which costs them time only'
+                'lmtier: kv_load_failure_policy is "fail": if the cache loses a promised chunk, the request '
+                'fails; set it to "recompute", which only costs time'
             )
         self.stats = Stats()
         told = config.kv_events_config
@@ -101,21 +101,21 @@ class Scheduler:
         )
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
-        """The run of the server on which all ranks are: only what is promised there can be loaded."""
+        """The run of the server to which all ranks are connected. Only its promises can be loaded."""
         self._is_asynchronous = False
-        """Whether ranks copy on after a step."""
+        """Whether copies of ranks continue after a step."""
         self._unserved = 0
         self._doubts = Doubts(self._ranks, parse_seconds(settings.check_weights))
 
     def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
-        """What the workers hold, by rank: they say so in the first step, in which nothing is computed.
+        """Apply the facts of the workers, which report them in the first step. That step computes nothing.
 
-        Rejected: vLLM's handshake. Beside other connectors (MultiConnector) it carries what one of them says.
+        Rejected: vLLM's handshake. With several connectors (MultiConnector) it carries the data of only one.
         """
         if len(ranks) != self._ranks:
             raise LayoutError(
-                f"{len(ranks)} of {self._ranks} workers have said what KV they hold: lmtier needs an "
-                "executor of vLLM that gathers what all of them report"
+                f"only {len(ranks)} of {self._ranks} workers have reported their KV: lmtier needs an "
+                "executor of vLLM that gathers the reports of all workers"
             )
         layouts = {facts.layout for facts in ranks.values()}
         if len(layouts) != 1:
@@ -142,7 +142,7 @@ class Scheduler:
 
     @property
     def wants_a_step(self) -> bool:
-        """Though there may be nothing to compute in it."""
+        """Whether lmtier needs a step, even one that computes nothing."""
         return self._names.form is None or self._copying.is_under_way or self._doubts.wants_a_step
 
     @property
@@ -162,7 +162,7 @@ class Scheduler:
             self._distrust({each.identifier for each in request.mm_features})
             return
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-            return  # tokens that do not say what was computed, or that may still change
+            return  # the tokens do not identify the KV, or may still change
         adapter = self._names.adapter_of(request)
         if adapter is not None and not adapter[1]:
             return  # its adapter's content is not known
@@ -175,7 +175,7 @@ class Scheduler:
                     self._storing.ask_ahead(known)
 
     def _distrust(self, names: set[str]) -> None:
-        """vLLM may from now on give one request what it computed for another under the same name."""
+        """Stop following requests with these names: two contents share each, and vLLM may mix them up."""
         for known in list(self._requests.values()):
             if any(each.identifier in names for each in known.request.mm_features):
                 self.forget(known.request)
@@ -183,7 +183,7 @@ class Scheduler:
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
         if self._names.form is None or self._doubts.is_open:
-            return None  # it begins when the workers have said what they hold: in the next step
+            return None  # known after the workers' next report
         known = self._requests.get(request.request_id)
         if known is None:
             return 0
@@ -194,12 +194,12 @@ class Scheduler:
         return self._reuse.matched(known, computed_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The engine has blocks for the request, and takes so many of the tokens that it was promised."""
+        """The engine has blocks for the request, and accepts so many of the promised tokens."""
         if (known := self._requests.get(request.request_id)) is not None:
             self._reuse.allocated(known, blocks, external_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
-        """Which tiers the tokens come from that were promised just now."""
+        """The tiers of the tokens that were just promised."""
         known = self._requests.get(request.request_id)
         return self._reuse.sources(known, external_tokens) if known is not None else {}
 
@@ -236,7 +236,8 @@ class Scheduler:
             plan.taken = blocks_taken(output, loaded_from, self._block_tokens)
         if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
             plan.computes = work_of(output)
-        # A replica has no shard to abort: if it fails a load, what it added to the others must not be stored.
+        # A replica has no shard to abort. If its load fails, the sums that it adds to other ranks are wrong,
+        # and must not be stored.
         has_replicas = self._ranks > len(names.form.shards)
         is_unconfirmed = has_replicas and self._copying.has_loads and not self.waits_for_loads
         if self._saves and self._is_ready and not is_unconfirmed:
@@ -245,7 +246,7 @@ class Scheduler:
         return plan
 
     def learn(self, report: RankReport) -> None:
-        """What became of it."""
+        """Apply the ranks' report about a step."""
         names = self._names
         if report.facts and names.form is None:
             self._meet(report.facts)
@@ -266,7 +267,7 @@ class Scheduler:
         for match in self._copying.learn(report):
             self._reuse.release(match)
         for run, ranks in report.runs.items():
-            if ranks == self._ranks:  # in one step: a rank says so in each
+            if ranks == self._ranks:  # all of them in the same step
                 self._agreed = run
                 self._copying.forget_gpu()
 
@@ -292,7 +293,7 @@ class Scheduler:
     # ---- others
 
     def events(self) -> list[KVCacheEvent]:
-        """For routers, if the engine publishes events."""
+        """The events for routers, if the engine publishes any."""
         return self._events.take() if self._events is not None else []
 
     def close(self) -> None:

@@ -9,20 +9,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "loaded_tokens": "prompt tokens whose KV was promised to the engine",
-    "gpu_hit_tokens": "of these, tokens whose KV lay in the GPU's own memory, copied there before",
+    "gpu_hit_tokens": "those of the loaded tokens that came from copies in GPU memory",
     "saved_tokens": "tokens whose KV was reserved for storing",
     "saved_states": "states of layers without KV that were reserved for storing",
     "load_bytes": "bytes copied into the engine's blocks",
-    "load_seconds": "time spent on that; on a GPU, also that of the device",
+    "load_seconds": "time of these copies; on a GPU, the device's time too",
     "save_bytes": "bytes copied out of the engine's blocks",
-    "save_seconds": "time spent on that; on a GPU, on enqueueing it",
-    "prefill_seconds": "time in steps that compute prompts, without copies",
-    "prefill_expected_seconds": "what was expected of them",
-    "load_failures": "loads that failed after they were promised, and were recomputed",
+    "save_seconds": "time of these copies; on a GPU, only the time to enqueue them",
+    "prefill_seconds": "time of steps that compute prompts, without copies",
+    "prefill_expected_seconds": "expected time of these steps",
+    "load_failures": "promised loads that failed; their tokens were computed",
     "save_failures": "saves that were given up",
-    "unpinned_saves": "saves left out, because their memory was not pinned yet for the GPU",
+    "unpinned_saves": "saves left out, because their memory was not pinned for the GPU yet",
     "pin_seconds": "time that the driver took to pin the slab for GPUs, over all ranks",
-    "unnamed_requests": "requests not cached, because one of vLLM's names had come with two contents",
+    "unnamed_requests": "requests not cached, because two images or sounds had the same name in vLLM",
     "unserved": "calls that found no server",
 }
 

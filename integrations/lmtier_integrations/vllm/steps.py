@@ -12,7 +12,7 @@ from lmtier_integrations.vllm.messages import NULL_BLOCK, Work
 try:
     _tables_of = KVConnectorBlockState.get_block_ids
     SHOWS_TABLES = True
-except AttributeError:  # before 0.30: only the tables that this step made longer
+except AttributeError:  # before 0.30, vLLM only shows the tables that this step extends
     SHOWS_TABLES = False
 
     def _tables_of(state: KVConnectorBlockState, req_id: str) -> tuple[list[int], ...] | None:
@@ -48,7 +48,7 @@ def blocks_taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_
     for request_id, computed, tables in zip(
         cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
     ):
-        # Of one that was preempted these are all of its blocks, else only those that are new.
+        # For a preempted request these are all of its blocks, otherwise only the new ones.
         is_whole = request_id in cached.resumed_req_ids
         given.append((request_id, computed if is_whole else 0, tables or ()))
     return sorted(

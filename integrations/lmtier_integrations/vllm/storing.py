@@ -20,7 +20,7 @@ from lmtier_integrations.vllm.followed import FollowedRequest, Parts
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
 from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, states_of, tables_of
 
-_TOGETHER = 256  # generated tokens that are stored at once, where they do not leave a window meanwhile
+_TOGETHER = 256  # generated tokens that are stored at once, unless blocks may leave a window
 
 
 class Storing:
@@ -43,12 +43,13 @@ class Storing:
         self._has_windows, self._saves_decode = has_windows, saves_decode
         self._kv_groups, self._state_groups = groups
         self._ahead: tuple[FollowedRequest, Asked] | None = None
-        """The request that has asked for room before the first step that computes it, and what it asked."""
+        """The request that has asked for room before its first step, and the request for room."""
 
     def ask_ahead(self, known: FollowedRequest) -> None:
-        """Nothing of it is stored, so it will be. In one message with the lookup: each may wake the server.
+        """Ask for room for a prompt of which nothing is stored, in one message with the lookup.
 
-        For one request at a time: who comes after many others waits long, and must not hold room meanwhile.
+        Each message may wake the server. Only one request at a time does this: a request behind many others
+        waits long, and must not hold room meanwhile.
         """
         assert self._names.form is not None
         if self._ahead is not None and self._ahead[0].asked is self._ahead[1]:
@@ -60,7 +61,7 @@ class Storing:
             self._ahead = known, known.asked
 
     def plan(self, plan: Plan, output: SchedulerOutput, requests: Mapping[str, FollowedRequest]) -> None:
-        """Save what is complete of those requests that the step computes."""
+        """Save the complete chunks of the requests that the step computes."""
         scheduled, size = output.num_scheduled_tokens, self._chunk_tokens
         for request_id, computed in computed_before(output):
             known = requests.get(request_id)
@@ -108,7 +109,7 @@ class Storing:
             self._client.disown(reservation)
 
     def _tokens(self, known: FollowedRequest, after: int) -> int:
-        """Of those that have KV after the step, without speculative ones, which may be taken back."""
+        """How many tokens have KV after the step and may be stored. Speculative ones may be taken back."""
         request = known.request
         return min(after, request.num_tokens if self._saves_decode else request.num_prompt_tokens)
 
@@ -147,24 +148,24 @@ class Storing:
             self._fill(plan, known, tables)
 
     def _will_be_back(self, known: FollowedRequest, tokens: int) -> bool:
-        """Whether another step will compute some of it in the same blocks, as far as can be known."""
+        """Whether another step will probably compute this request in the same blocks."""
         last = known.request.num_prompt_tokens + known.request.max_tokens - 1
         return SHOWS_TABLES and not self._has_windows and tokens < last
 
     def _shows(self, tables: Sequence[Sequence[int]], first: int, end: int) -> bool:
-        """Whether all blocks of these chunks are there still."""
+        """Whether the request still has all blocks of these chunks."""
         part = slice(first * self._chunk_blocks, end * self._chunk_blocks)
         return not any(len(table) < part.stop or NULL_BLOCK in table[part] for table in tables)
 
     def _stored_to(self, known: FollowedRequest, end: int, stored: int) -> None:
-        """Its first `end` chunks are dealt with. Generated ones are stored several at once."""
+        """The first `end` chunks need no more work. Later generated chunks are stored several at once."""
         size = self._chunk_tokens
         is_prompt = end < known.request.num_prompt_tokens // size
         known.stored = stored
         known.due = end * size + (size if is_prompt or self._has_windows else max(size, _TOGETHER))
 
     def _fill(self, plan: Plan, known: FollowedRequest, tables: Sequence[Sequence[int]]) -> None:
-        """Save what was asked for."""
+        """Save into the room that was asked for."""
         asked = known.take_asked()
         assert asked is not None
         reservation = self._client.reserved(asked)

@@ -36,7 +36,7 @@ from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_
 from lmtier_integrations.vllm.states import declare_states
 from lmtier_integrations.vllm.stats import Stats
 
-_GUARDS = 2  # blocks beside the canary's that must not change
+_GUARDS = 2  # blocks that the canary must not change
 
 
 class Worker:
@@ -47,7 +47,7 @@ class Worker:
         self.copies_layers = False
         """Whether the hooks of layers have something to do in this step."""
         self._rests = False
-        """Whether nothing is planned for this step, and nothing is left of those before: most only decode."""
+        """Whether this step has nothing to do, as most steps that only decode."""
         self._prefill = Prefill()
         self._stages = config.parallel_config.pipeline_parallel_size
         self._was_under_way = False
@@ -118,13 +118,13 @@ class Worker:
         )
 
     def close(self) -> None:
-        """In this order: nothing is under way any more, the slab is unlocked, the server is left."""
+        """End all copies, then unlock the slab, then leave the server."""
         self._leave.close()
 
     # ---- a step
 
     def reuse(self, plan: Plan) -> None:
-        """Before the engine does anything to blocks that others had."""
+        """Called before the engine uses blocks that other requests had."""
         if self.saves.of_step:  # a stage of a pipeline that drafts ends its steps without wait_for_save
             self.saves.finish()
         if plan.taken:
@@ -184,7 +184,7 @@ class Worker:
             saves.layer(number)
 
     def finish(self) -> None:
-        """After the forward: what this step computed is in its blocks."""
+        """Called after the forward, when the blocks have the KV of this step."""
         if self._rests:
             return
         rank, loads = self.rank, self.loads
@@ -201,7 +201,7 @@ class Worker:
         self.copies_layers = False
 
     def _learn(self, tokens: int, area: float, seconds: float) -> None:
-        """What computing takes, for the server: it decides what is worth loading. By the first rank."""
+        """Learn the cost of computing. The first rank sends it to the server, which decides about loads."""
         expected = self._prefill.learn(tokens, area, seconds * self._stages)
         if self.rank.number == 0:
             self.stats.add("prefill_seconds", seconds * self._stages)

@@ -25,7 +25,7 @@ _AGAIN = 0.1  # seconds between two attempts to reach one that starts
 def _ping_options(parser: ArgumentParser) -> None:
     address_argument(parser)
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait at most so long until it is ready"
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait up to this long for it to be ready"
     )
 
 
@@ -52,8 +52,8 @@ def _ping(args: Namespace) -> int:
 
 def _stats_options(parser: ArgumentParser) -> None:
     address_argument(parser)
-    parser.add_argument("--watch", action="store_true", help=f"again every {_EVERY:g} s")
-    json_option(parser, "machine-readable output; one line a time")
+    parser.add_argument("--watch", action="store_true", help=f"repeat every {_EVERY:g} s")
+    json_option(parser, "print JSON; with --watch, one line each time")
     _times_option(parser)
 
 
@@ -63,7 +63,7 @@ def _top_options(parser: ArgumentParser) -> None:
 
 
 def _times_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--times", type=int, metavar="N", help="stop after N looks, when they are lines")
+    parser.add_argument("--times", type=int, metavar="N", help="stop after N times, if stdout is no terminal")
 
 
 def _stats(args: Namespace) -> int:
@@ -110,9 +110,11 @@ def _looks(times: int | None) -> Iterator[int]:
 
 def _explain_options(parser: ArgumentParser) -> None:
     address_argument(parser)
-    parser.add_argument("--last", type=int, default=20, metavar="N", help="lookups (default: %(default)s)")
     parser.add_argument(
-        "--tokens", action="store_true", help="show the token ids where prompts differ, if engines sent them"
+        "--last", type=int, default=20, metavar="N", help="how many lookups to show (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="show the token ids where prompts differ, if engines send them"
     )
     json_option(parser)
 
@@ -137,21 +139,21 @@ def _clear_options(parser: ArgumentParser) -> None:
     address_argument(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--namespace", metavar="MODEL", help="the KV of one model, by the name its engine gives"
+        "--namespace", metavar="MODEL", help="delete the KV of one model, by the name that its engine uses"
     )
-    what.add_argument("--all", action="store_true", help="everything, named values too")
+    what.add_argument("--all", action="store_true", help="delete everything, also values of Redis clients")
     parser.add_argument(
         "--stored-by",
         metavar="ENGINE",
-        help="only what this engine stored: a name of `lmtier top` with its host, “vllm scheduler @host”, or "
-        "a pattern, “*@host”",
+        help="delete only KV that this engine stored: its name in `lmtier top` and its host, as in "
+        "“vllm scheduler @host”, or a pattern, “*@host”",
     )
     parser.add_argument(
         "--since",
         metavar="TIME",
-        help="only what was stored from then on: 2026-11-24T09:30, 09:30 (the last one), or 90m, 12h, 3d ago",
+        help="delete only KV that was stored since then: 2026-11-24T09:30, 09:30, or 90m, 12h, 3d ago",
     )
-    parser.add_argument("--force", action="store_true", help="also what is in use right now")
+    parser.add_argument("--force", action="store_true", help="also delete KV that is in use now")
 
 
 def _clear(args: Namespace) -> int:
@@ -192,9 +194,9 @@ def _moment(text: str, now: datetime) -> datetime:
 
 
 COMMANDS = (
-    Subcommand("ping", "is a server there, and is it ready?", _ping_options, _ping),
-    Subcommand("stats", "what a server was asked and what it holds", _stats_options, _stats),
-    Subcommand("top", "a live view of a server; q quits", _top_options, _top),
-    Subcommand("explain", "why the last prompts missed", _explain_options, _explain),
-    Subcommand("clear", "make a server forget", _clear_options, _clear),
+    Subcommand("ping", "check that a server runs and is ready", _ping_options, _ping),
+    Subcommand("stats", "show a server's hits, misses and tiers", _stats_options, _stats),
+    Subcommand("top", "watch a server live; q quits", _top_options, _top),
+    Subcommand("explain", "say why the last prompts missed", _explain_options, _explain),
+    Subcommand("clear", "delete stored KV from a server and its tiers", _clear_options, _clear),
 )

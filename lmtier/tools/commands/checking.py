@@ -13,13 +13,13 @@ from lmtier.tools.terminal import Progress, complain, say, size, table
 
 
 def _bench_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--only", default="", metavar="PATTERN", help="paths whose name contains this")
-    parser.add_argument("--dir", type=Path, help="where the disk paths write, in a new directory")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="N times as many rounds")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure paths whose names contain this")
+    parser.add_argument("--dir", type=Path, help="where the disk paths make a new directory and write")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="do N times as many rounds")
     parser.add_argument(
         "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
     )
-    parser.add_argument("--gpu", action="store_true", help="a GPU's memory and the slab, and nothing else")
+    parser.add_argument("--gpu", action="store_true", help="measure only copies between a GPU and memory")
     json_option(parser)
 
 
@@ -45,8 +45,10 @@ def _bench(args: Namespace) -> int:
 
 
 def _demo_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, help="where the disk tier goes, in a new directory unless --keep")
-    parser.add_argument("--keep", action="store_true", help="leave the server running, and its disk")
+    parser.add_argument(
+        "--dir", type=Path, help="the directory of the disk tier; without --keep, a new directory in it"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the disk tier, and the server running")
 
 
 def _demo(args: Namespace) -> int:
@@ -114,13 +116,13 @@ def _verify(args: Namespace) -> int:
         if report.unchecked:
             say(f"{report.unchecked} are sealed; give --key to check them.")
         if left and not args.fix:
-            say("`--fix` deletes what is corrupt or orphaned; a reader would treat it as a miss.")
+            say("`--fix` deletes corrupt and orphaned files. For a reader they are misses.")
     return 1 if left else 0
 
 
 COMMANDS = (
     Subcommand("bench", "measure every path beside its physical limit", _bench_options, _bench),
-    Subcommand("demo", "a small model serves three users, from every tier", _demo_options, _demo),
+    Subcommand("demo", "show hits from every tier with a small model", _demo_options, _demo),
     Subcommand(
         "verify", "read every object of a disk tier and report what is wrong", _verify_options, _verify
     ),

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from lmtier.tools.console import Address
 
 _ADDRESS = (
-    "host:port, a socket's path, redis://host:port, or rediss:// for TLS (default: where the [serve]"
-    " settings say that this host's server is)"
+    "host:port, the path of a Unix socket, redis://host:port, or rediss:// for TLS (default: the address in"
+    " the [serve] settings)"
 )
-SET = "override one setting; of the server: serve.NAME=VALUE"
+SET = "override one setting; for a setting of the server: serve.NAME=VALUE"
 
 
 class Subcommand(NamedTuple):
@@ -38,7 +38,7 @@ def config_option(parser: ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file (default: $LMTIER_CONFIG_FILE)")
 
 
-def json_option(parser: ArgumentParser, help: str = "machine-readable output") -> None:
+def json_option(parser: ArgumentParser, help: str = "print JSON") -> None:
     parser.add_argument("--json", action="store_true", help=help)
 
 
@@ -68,12 +68,14 @@ def server_option(parser: ArgumentParser) -> None:
 
 def _access_options(parser: ArgumentParser) -> None:
     config_option(parser)
-    parser.add_argument("--token-file", metavar="FILE", help="the token is its first line (or $LMTIER_TOKEN)")
     parser.add_argument(
-        "--ca", metavar="FILE", help="TLS: who vouches for the server (default: this system's)"
+        "--token-file", metavar="FILE", help="the token is its first line (default: $LMTIER_TOKEN)"
     )
-    parser.add_argument("--cert", metavar="FILE", help="TLS: a certificate to show")
-    parser.add_argument("--key", metavar="FILE", help="TLS: its key")
+    parser.add_argument(
+        "--ca", metavar="FILE", help="TLS: the certificate authority to trust (default: the system's)"
+    )
+    parser.add_argument("--cert", metavar="FILE", help="TLS: a client certificate, if the server wants one")
+    parser.add_argument("--key", metavar="FILE", help="TLS: the key of --cert")
 
 
 def address_in(args: Namespace) -> Address:

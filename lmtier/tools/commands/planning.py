@@ -17,11 +17,17 @@ from lmtier.tools.terminal import Progress, say
 def _simulate_options(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "trace", nargs="?", type=Path, help="a request log: of Mooncake's, Qwen-Bailian's or Azure's format"
+        "trace", nargs="?", type=Path, help="a request log in the format of Mooncake, Qwen-Bailian or Azure"
     )
-    what.add_argument("--synthetic", choices=("multi-turn", "agentic", "rag"), help="make one up instead")
-    parser.add_argument("--requests", type=int, default=5_000, metavar="N", help="how many to make up")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same seed, the same trace")
+    what.add_argument(
+        "--synthetic", choices=("multi-turn", "agentic", "rag"), help="use generated traffic instead of a log"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=5_000, metavar="N", help="how many requests to generate"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="the same seed generates the same requests"
+    )
     parser.add_argument(
         *("--tier", "-t"),
         action="append",
@@ -29,33 +35,47 @@ def _simulate_options(parser: ArgumentParser) -> None:
         metavar="URL",
         help="a tier, the top one first: cpu://?capacity=64GiB, disk://?capacity=1TiB",
     )
-    parser.add_argument("--policy", default="", metavar="NAME,…", help="of all tiers: lru, arc, …")
-    parser.add_argument("--write", default="", metavar="RULE,…", help="of all lower tiers: always, reused, …")
+    parser.add_argument("--policy", default="", metavar="NAME,…", help="for all tiers: lru, arc, …")
+    parser.add_argument("--write", default="", metavar="RULE,…", help="for lower tiers: always, reused, …")
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
-        "--bytes-per-token", default="128KiB", metavar="SIZE", help="KV of the model (default: %(default)s)"
+        "--bytes-per-token",
+        default="128KiB",
+        metavar="SIZE",
+        help="the size of the model's KV (default: %(default)s)",
     )
     model.add_argument(
-        "--model", type=Path, metavar="CONFIG.json", help="or the model itself, as `size` takes"
-    )
-    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="default: 256, or the trace's blocks")
-    parser.add_argument("--block-tokens", type=int, metavar="N", help="of the trace, if it does not tell")
-    parser.add_argument(
-        "--prefill", type=float, default=10_000, metavar="N", help="tokens a second that the engine computes"
+        "--model",
+        type=Path,
+        metavar="CONFIG.json",
+        help="compute that size from the model's config.json, as `lmtier size` does",
     )
     parser.add_argument(
-        *("--bandwidth",),
+        "--chunk-tokens", type=int, metavar="N", help="default: 256, or the size of the trace's blocks"
+    )
+    parser.add_argument(
+        "--block-tokens", type=int, metavar="N", help="size of the trace's blocks, if it is not clear"
+    )
+    parser.add_argument(
+        "--prefill",
+        type=float,
+        default=10_000,
+        metavar="N",
+        help="tokens that the engine computes per second",
+    )
+    parser.add_argument(
+        "--bandwidth",
         action="append",
         default=[],
         metavar="TIER=SIZE",
         help="bytes a second: cpu=20GB, disk=3GB, gpu=392GB (default: these; others 1GB)",
     )
     parser.add_argument(
-        *("--latency",),
+        "--latency",
         action="append",
         default=[],
         metavar="TIER=TIME",
-        help="until the first byte: disk=1ms (default: this; others 2ms)",
+        help="time to the first byte of a tier (default: disk=1ms, others 2ms)",
     )
     parser.add_argument(
         *("--engine",), metavar="SIZE", default="0", help="memory of the engine's own prefix cache"
@@ -172,12 +192,17 @@ def _by_tier(what: str, pairs: Sequence[str], read: Callable[[str], float]) -> d
 
 
 def _size_options(parser: ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="CONFIG.json", help="of Hugging Face, or its folder")
-    parser.add_argument("--cpu", metavar="SIZE", help="a tier of memory: 64GiB")
-    parser.add_argument("--disk", metavar="SIZE", help="a tier of files: 2TiB")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     parser.add_argument(
-        "--kv-dtype", default="auto", metavar="NAME", help="auto, fp8, bf16, … of the KV cache"
+        "model",
+        type=Path,
+        metavar="CONFIG.json",
+        help="the config.json of a Hugging Face model, or its folder",
+    )
+    parser.add_argument("--cpu", metavar="SIZE", help="the capacity of the cpu tier: 64GiB")
+    parser.add_argument("--disk", metavar="SIZE", help="the capacity of the disk tier: 2TiB")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks")
+    parser.add_argument(
+        "--kv-dtype", default="auto", metavar="NAME", help="the dtype of the KV cache: auto, fp8, bf16, …"
     )
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -185,14 +210,14 @@ def _size_options(parser: ArgumentParser) -> None:
         type=int,
         action="append",
         metavar="N",
-        help="tokens of a request (default: 8192, 32768)",
+        help="tokens of a request; may be repeated (default: 8192 and 32768)",
     )
     parser.add_argument(
-        *("--prefill",),
+        "--prefill",
         type=float,
         action="append",
         metavar="N",
-        help="tokens a second that the engine computes (default: 2000, 10000 and 50000)",
+        help="tokens that the engine computes per second; may be repeated (default: 2000, 10000 and 50000)",
     )
     _price_option(parser)
     json_option(parser)
@@ -230,11 +255,11 @@ def _size(args: Namespace) -> int:
 COMMANDS = (
     Subcommand(
         "simulate",
-        "what a cache would have done with a trace of requests",
+        "replay a trace of requests, and show the hits of a cache",
         _simulate_options,
         _simulate,
-        "Replay a trace through the real cache without its bytes. Commas in --policy, --write and in the "
-        "options of a tier make one configuration of each: cpu://?capacity=16GiB,64GiB.",
+        "Replay a trace through the real cache, without bytes. Use commas in --policy, --write or an option "
+        "of a tier to compare several configurations: cpu://?capacity=16GiB,64GiB.",
     ),
-    Subcommand("size", "how much KV a model makes, and how much of it each tier holds", _size_options, _size),
+    Subcommand("size", "show the size of a model's KV, and how much of it fits", _size_options, _size),
 )

@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 def _prompt_options(parser: ArgumentParser) -> None:
     server_option(parser)
     parser.add_argument(
-        "tokens", type=Path, metavar="TOKENS.json", help="a JSON list of token ids, or one a line"
+        "tokens", type=Path, metavar="TOKENS.json", help="a JSON list of token ids, or one such list per line"
     )
     parser.add_argument(
-        "--model", metavar="NAME", help="whose tokens they are, if engines of several are known"
+        "--model", metavar="NAME", help="the model of these tokens; needed if the server knows several models"
     )
-    parser.add_argument("--salt", default="", help="the requests' cache salt (default: none)")
-    parser.add_argument("--lora", default="", metavar="NAME", help="the requests' adapter (default: none)")
-    parser.add_argument("--ttl", metavar="TIME", help="unpin after this long: 12h, 7d (default: never)")
+    parser.add_argument("--salt", default="", help="the cache salt of the requests (default: none)")
+    parser.add_argument("--lora", default="", metavar="NAME", help="adapter of the requests (default: none)")
+    parser.add_argument("--ttl", metavar="TIME", help="unpin after this time: 12h, 7d (default: never)")
 
 
 def _prefetch_options(parser: ArgumentParser) -> None:
     _prompt_options(parser)
-    parser.add_argument("--pin", default="", metavar="NAME", help="and pin them, under this name")
+    parser.add_argument("--pin", default="", metavar="NAME", help="also pin the prompts, under this name")
     json_option(parser)
 
 
 def _pin_options(parser: ArgumentParser) -> None:
     _prompt_options(parser)
-    parser.add_argument("--name", required=True, help="to unpin them by; replaces what had it")
+    parser.add_argument("--name", required=True, help="the pin's name, for unpin; an older pin is replaced")
 
 
 def _unpin_options(parser: ArgumentParser) -> None:
     server_option(parser)
-    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("name", metavar="NAME", help="the name of a pin, as `lmtier pins` lists it")
 
 
 def _pins_options(parser: ArgumentParser) -> None:
@@ -168,7 +168,7 @@ def _end_session(remote: Remote, name: str, salt: str) -> int:
 
 COMMANDS = (
     Subcommand(
-        "prefetch", "bring prompts up into memory before they are asked for", _prefetch_options, _prefetch
+        "prefetch", "load prompts into memory before requests ask for them", _prefetch_options, _prefetch
     ),
     Subcommand("pin", "keep prompts from being evicted, where they are", _pin_options, _pin),
     Subcommand("unpin", "let go of what was pinned under a name", _unpin_options, _unpin),

@@ -22,8 +22,8 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 _FOR = {
     "redis": "any Redis client, and other hosts",
     "unix": "engines on this host, which also map the slab",
-    "kv-events": "routers: what comes to the tiers and leaves them",
-    "kv-replay": "routers that missed some of it",
+    "kv-events": "routers: events of chunks that enter or leave a tier",
+    "kv-replay": "routers: to get missed events again",
 }
 _TIER = ("tier", "location", "capacity", "write", "policy", "options")
 
@@ -37,15 +37,28 @@ def _serve_options(parser: ArgumentParser) -> None:
         *("--tier", "-t"),
         action="append",
         metavar="URL",
-        help="a tier, the top one first: cpu://?capacity=32GiB, disk:///nvme?capacity=500GiB",
+        help="a tier; repeat it, fastest first: cpu://?capacity=32GiB, disk:///nvme?capacity=500GiB",
     )
-    parser.add_argument("--unix", metavar="PATH", help="for engines on this host, which also map the slab")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="for Redis clients; '' for none")
-    parser.add_argument("--http", metavar="HOST:PORT", help="for browsers and Prometheus; '' for none")
-    parser.add_argument("--kv-events", metavar="ENDPOINT", help="for routers, as ZMQ writes it: tcp://*:5557")
-    parser.add_argument("--token-file", metavar="FILE", help="clients must send its first line")
+    parser.add_argument("--unix", metavar="PATH", help="the Unix socket for engines on this host")
     parser.add_argument(
-        "--insecure", action="store_true", default=None, help="listen beyond this host without a token"
+        "--listen", metavar="HOST:PORT", help="the address for Redis clients and other hosts; '' for none"
+    )
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", help="the address for browsers and Prometheus; '' for none"
+    )
+    parser.add_argument(
+        "--kv-events",
+        metavar="ENDPOINT",
+        help="publish KV events for routers at this ZMQ address: tcp://*:5557",
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="a file with the token that clients must send, in its first line"
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="allow addresses that other hosts can reach without a token",
     )
     parser.add_argument("--log-level", choices=config.LEVELS, help="default: info")
     parser.add_argument("--log-format", choices=config.FORMATS, help="default: text")
@@ -70,7 +83,7 @@ def _serve(args: Namespace) -> int:
 
 
 def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
-    """Of the cache, of the server, and whether the tiers are the default ones."""
+    """The settings of the cache and of the server, and whether the tiers are the default ones."""
     ours, servers = _overrides(args.set)
     if args.tier:
         ours = {"tiers": args.tier} | ours
@@ -95,7 +108,7 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
     lines = [f"lmtier {__version__}, cache server, process {os.getpid()}", ""]
     lines.append(table(_TIER[:-1], (_described(spec)[:-1] for spec in server.cache.config.specs)))
     if has_default_tiers:
-        lines.append("These are the default tiers; name yours with --tier or in the file.")
+        lines.append("These are the default tiers. Set yours with --tier or in the configuration file.")
     lines.append("")
     rows = []
     for what, address in server.where:
@@ -106,12 +119,12 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
         else:
             rows += [(what, address, _FOR[what])]
     lines += [table(("listens", "address", "for"), rows), ""]
-    token = "is asked for" if read_token(serving) else "is not asked for"
-    tls = "TLS" if serving.tls_cert else "no TLS"
+    token = "Clients must send the token" if read_token(serving) else "Clients need no token"
+    tls = "TLS is on" if serving.tls_cert else "TLS is off"
     if serving.tls_ca:
-        tls += ", with a certificate of the client's"
-    unix = " The Unix socket needs none: only its owner may open it." if serving.unix else ""
-    lines.append(f"A token {token}; {tls}.{unix}")
+        tls += ", and clients need a certificate"
+    unix = " The Unix socket needs no token: only its owner may open it." if serving.unix else ""
+    lines.append(f"{token}; {tls}.{unix}")
     return "\n".join(lines)
 
 
