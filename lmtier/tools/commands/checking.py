@@ -62,7 +62,9 @@ def _demo(args: Namespace) -> int:
 
 
 def _verify_options(parser: ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, metavar="DIR")
+    parser.add_argument(
+        "dir", type=Path, metavar="DIR", help="the directory of a disk tier; no server uses it"
+    )
     parser.add_argument(
         "--fix", action="store_true", help="delete what is corrupt or orphaned; with --key, what is unsealed"
     )

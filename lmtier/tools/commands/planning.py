@@ -68,7 +68,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TIER=SIZE",
-        help="bytes a second: cpu=20GB, disk=3GB, gpu=392GB (default: these; others 1GB)",
+        help="bytes per second of a tier (default: cpu=20GB, disk=3GB, gpu=392GB, others 1GB)",
     )
     parser.add_argument(
         "--latency",
