@@ -20,7 +20,7 @@ from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.lower import Above
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State, check_chain
+from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State
 from lmtier.core.matches import Matches
 from lmtier.core.pinning import NamedPins
 from lmtier.core.presence import Presence
@@ -192,7 +192,6 @@ class Cache:
         began = time.monotonic()
         self._need_open()
         names = tuple(keys)  # the caller's list grows with its request
-        check_chain(names)
         whole = self._gauges.tokens(names[:1]) * len(names)
         asked = whole if tokens is None else tokens
         if asked < whole:

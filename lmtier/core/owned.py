@@ -136,12 +136,17 @@ class OwnedTier(LowerTier):
 
     @property
     def backlog(self) -> int:
-        unread = len(self._unread) + self._reading
+        unread = len(self._unread) + self._reading + self._unsearched
         return super().backlog + len(self._unwanted) + len(self._unwanted_prefixes) + unread
 
     @property
     def is_clear(self) -> bool:
-        return not (self._unwanted_prefixes or self._unread or self._reading)
+        return not (self._unwanted_prefixes or self._unread or self._reading or self._unsearched)
+
+    @property
+    def _unsearched(self) -> int:
+        """The suspects that are searched for once the scan has found out what the tier holds."""
+        return 0 if self.is_warm else len(self._suspects)
 
     def _look_after(self) -> None:
         super()._look_after()
@@ -354,6 +359,9 @@ class OwnedTier(LowerTier):
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
+        self._search(suspect)
+
+    def _search(self, suspect: Suspect) -> None:
         for entry in self.index.entries():
             if suspect.concerns(entry.key):
                 self._unread[entry.key] = None
@@ -417,6 +425,8 @@ class OwnedTier(LowerTier):
         self._unwanted.clear()
         self._unwanted_prefixes = ()
         self.is_warm = True
+        for suspect in self._suspects:  # of a purge that came before the scan was done
+            self._search(suspect)
         if len(index):
             log.info("lmtier: tier %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
 

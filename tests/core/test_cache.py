@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -826,7 +827,7 @@ def test_a_key_that_stands_twice_is_refused():
     """It would be its own parent, and the policy would walk in a circle for ever."""
     a, b = keys(2)
     with Cache(Config(tiers=[cpu(4)], chunk_tokens=C, prefault=False)) as cache:
-        for call in (cache.match, cache.reserve):
+        for call in (cache.match, cache.reserve, partial(cache.bring, deadline=1.0)):
             with pytest.raises(MisuseError, match="twice"):
                 call([a, b, b], ONE)
         cache.step()

@@ -329,6 +329,19 @@ def test_a_clear_during_a_scan_forgets_what_the_scan_finds(late):
     assert look(cache, theirs, TWO) == ["late"] * 2
 
 
+def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
+    """Nobody may read it for months, and a later process knows nothing of the suspicion."""
+    ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
+    cache = late.open(ours, theirs, form=TWO)
+    cache.purge(Suspect(prefix=namespace("m")))
+    assert not cache.lower[0].is_clear
+    late.gate.open()
+    assert cache.flush()
+    assert cache.lower[0].is_clear
+    assert late.keys() == {*theirs}
+    assert look(cache, theirs, TWO) == ["late"] * 2
+
+
 def test_a_clear_of_all_during_a_scan_leaves_nothing(late):
     cache = late.open(keys(5))
     cache.clear()
