@@ -1,13 +1,15 @@
-"""`lmtier bench`, `demo` and `verify`: they measure this machine and check a disk, without a server."""
+"""`lmtier bench`, `demo`, `verify` and `prove`: they measure this machine, check a disk, prove an engine."""
 
 from __future__ import annotations
 
 import json
+import secrets
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 
-from lmtier.errors import ConfigError
+from lmtier.config import parse_seconds
+from lmtier.errors import ConfigError, TierError
 from lmtier.tools.commands.command import Subcommand, json_option, made
 from lmtier.tools.terminal import Progress, complain, say, size, table
 
@@ -122,10 +124,76 @@ def _verify(args: Namespace) -> int:
     return 1 if left else 0
 
 
+def _prove_options(parser: ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="of the engine: http://127.0.0.1:8000")
+    parser.add_argument("--model", default="", metavar="NAME", help="default: the first that it serves")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="its API key is the first line")
+    parser.add_argument("--short", action="store_true", help="fewer and shorter prompts: a smoke test")
+    parser.add_argument(
+        "--seed", type=int, default=None, metavar="N", help="of the prompts (default: new ones)"
+    )
+    parser.add_argument("--first", action="store_true", help="end with the first stage that finds something")
+    parser.add_argument(
+        *("--reset",),
+        default="/reset_prefix_cache",
+        metavar="PATH",
+        help="POST this to empty the engine's own prefix cache (default: %(default)s, of vLLM)",
+    )
+    parser.add_argument("--restart", default="", metavar="COMMAND", help="a shell command that restarts it")
+    parser.add_argument(
+        "--baseline", default="", metavar="URL", help="the same engine without a cache, to compare its speed"
+    )
+    parser.add_argument(
+        "--limit", default="300s", metavar="TIME", help="an answer later than that is a finding"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the report as a page")
+    json_option(parser)
+
+
+def _prove(args: Namespace) -> int:
+    from lmtier.tools.prove import report
+    from lmtier.tools.prove.asking import Endpoint, NoAnswer
+    from lmtier.tools.prove.proof import Plan, Proof
+
+    key = args.key_file.read_text().partition("\n")[0] if args.key_file else ""
+    engines = [
+        Endpoint(url, token=key, name=args.model, limit=parse_seconds(args.limit))
+        for url in (args.url, args.baseline)
+        if url
+    ]
+    for engine in engines:
+        engine.connect()
+    seed = args.seed if args.seed is not None else secrets.randbits(31)
+    proof = Proof(
+        engines[0],
+        Plan.short() if args.short else Plan.whole(),
+        seed=seed,
+        reset=args.reset,
+        restart=args.restart,
+        baseline=engines[1] if len(engines) > 1 else None,
+    )
+    with Progress(proof.size) as progress:
+        try:
+            proof.run(progress.step, first=args.first)
+        except NoAnswer as error:
+            raise TierError(f"{args.url} does not answer: {error}") from None
+    if args.html:
+        args.html.write_text(report.html(proof))
+    say(json.dumps(report.as_json(proof), indent=2) if args.json else report.text(proof))
+    return report.status(proof)
+
+
 COMMANDS = (
     Subcommand("bench", "measure every path beside its physical limit", _bench_options, _bench),
     Subcommand("demo", "show hits from every tier with a small model", _demo_options, _demo),
     Subcommand(
         "verify", "read every object of a disk tier and report what is wrong", _verify_options, _verify
+    ),
+    Subcommand(
+        "prove",
+        "ask any engine with any cache, and compare its answers with and without reuse",
+        _prove_options,
+        _prove,
+        "Exit status: 0 right, 1 a wrong or missing answer, 2 misuse, 3 nothing was reused, nor proven.",
     ),
 )

@@ -1,0 +1,70 @@
+"""When two answers to one question differ by more than the engine differs from itself.
+
+An answer is a list of positions, each with the tokens that were likeliest there and their log-probabilities.
+Two answers are compared up to the first position at which they chose different tokens: behind it they answer
+different texts. The distance is the largest move of a log-probability. If the engine alone moves as far, the
+answers agree, even if the move has turned a near tie into another token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+_FACTOR = 4.0
+"""What was seen of the engine's own moves is a sample: a few times that is allowed."""
+_FLOOR = 1e-3
+"""Below this a move of a log-probability is rounding, even if none was seen."""
+_LEADERS = 2
+"""The tokens of a position that are compared: those that could have been chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    token: str
+    likeliest: dict[str, float]
+    """Log-probabilities; empty: the engine does not tell them."""
+
+
+Choice = Sequence[Position]
+
+
+def distance(reference: Choice, other: Choice) -> float:
+    """The largest move of a log-probability; infinite: other tokens, and no log-probabilities."""
+    largest = 0.0
+    for mine, theirs in zip(reference, other, strict=False):
+        if mine.likeliest and theirs.likeliest:
+            largest = max(largest, _move(mine.likeliest, theirs.likeliest))
+        elif mine.token != theirs.token:
+            return inf
+        if mine.token != theirs.token:
+            return largest
+    return inf if len(reference) != len(other) else largest
+
+
+def _move(mine: dict[str, float], theirs: dict[str, float]) -> float:
+    leaders = sorted(mine, key=lambda token: -mine[token])[:_LEADERS]
+    lowest = min(theirs.values())
+    # A token that the other does not list is at most as likely there as the last that it lists.
+    return max(
+        abs(mine[each] - theirs[each]) if each in theirs else max(0.0, mine[each] - lowest)
+        for each in leaders
+    )
+
+
+@dataclass(slots=True)
+class Noise:
+    """How far answers of the engine alone lie apart."""
+
+    largest: float = 0.0
+    pairs: int = 0
+
+    def learn(self, moved: float) -> None:
+        self.largest = max(self.largest, moved)
+        self.pairs += 1
+
+    @property
+    def limit(self) -> float:
+        """A difference above this is a finding."""
+        return max(_FLOOR, _FACTOR * self.largest)

@@ -1,0 +1,565 @@
+"""The proof: each stage asks questions whose answers must agree, and records those that do not.
+
+A reference is the first answer to a prompt, under a salt that no other question has, so that nothing could
+have been reused for it. How far references of one prompt lie apart is measured first: an engine is seldom
+exact. Then each prompt is asked again in every way in which a cache serves it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from lmtier.tools.prove.asking import Answer, Endpoint, NoAnswer, Prompt, Question
+from lmtier.tools.prove.compare import Noise, distance
+from lmtier.tools.prove.prompts import Author, Made, image, length
+
+RESET = "/reset_prefix_cache"
+"""vLLM's, in its development mode: it empties the engine's own prefix cache, and no cache below it."""
+_SETTLE = 0.5
+"""Seconds after which an engine has stored what it computed."""
+_TEMPLATE = 64
+"""Tokens that prompts may have in common, such as those of a chat template."""
+_SLOWER = 0.5
+"""A first token in less than this part of the time that the reference took is a sign of reuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is asked. `short` takes about a minute on a small engine, the whole one some more."""
+
+    prompts: int
+    longest: int
+    partings: int
+    aborted: int
+    convoy: int
+    convoy_tokens: int
+    crowds: tuple[int, ...]
+
+    @classmethod
+    def whole(cls) -> Plan:
+        return cls(12, 4000, 24, 100, 50, 10_000, (8, 32))
+
+    @classmethod
+    def short(cls) -> Plan:
+        return cls(4, 1400, 6, 12, 8, 1400, (8,))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer that is wrong, or that did not come."""
+
+    stage: str
+    what: str
+    prompt: str
+    wanted: str = ""
+    got: str = ""
+    moved: float = 0.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """A row of the report."""
+
+    name: str
+    asked: int = 0
+    compared: int = 0
+    reusing: int = 0
+    """Comparisons whose second answer was computed from reused KV."""
+    reused: int = 0
+    """Tokens of those, where the engine says how many."""
+    largest: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+    note: str = ""
+    is_tested: bool = True
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Case:
+    """A question, and its reference."""
+
+    question: Question
+    code: str
+    reference: Answer
+    is_first: bool = True
+    """Whether nothing can have been reused for the reference."""
+
+
+class Proof:
+    def __init__(
+        self,
+        engine: Endpoint,
+        plan: Plan,
+        *,
+        seed: int,
+        reset: str = RESET,
+        restart: str = "",
+        baseline: Endpoint | None = None,
+    ) -> None:
+        self.engine, self.plan, self.baseline = engine, plan, baseline
+        self._reset, self._restart = reset, restart
+        self._dice = random.Random(seed)
+        self._seed = seed
+        self.author = Author(seed, writes_text=True)
+        self.noise = Noise()
+        self.sensitivity = 0.0
+        """How far an answer moves if one early word is another: the smallest that was seen."""
+        self.needles = [0, 0, 0]
+        """Facts that were asked for, found in references, and found again."""
+        self.throughput: dict[str, float] = {}
+        self.stages: list[Stage] = []
+        self._stage = Stage("")
+        self._cases: list[Case] = []
+        self._salts = 0
+        self._can_reset = False
+        self._is_bare = False
+        """Whether the reset is by asking so much else that the engine's own cache forgets."""
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [each for stage in self.stages for each in stage.findings]
+
+    @property
+    def reusing(self) -> int:
+        return sum(stage.reusing for stage in self.stages)
+
+    def run(self, report: Callable[[str], None] = lambda _: None, *, first: bool = False) -> None:
+        """`report` is called with the name of each stage when it begins. `first`: end with its findings."""
+        self._begin()
+        for name, stage in self._table:
+            if first and self.findings:
+                return
+            self._stage = Stage(name)
+            self.stages.append(self._stage)
+            report(name)
+            began, asked = time.monotonic(), self.engine.asked
+            stage()
+            self._stage.seconds = time.monotonic() - began
+            self._stage.asked = self.engine.asked - asked
+
+    @property
+    def _table(self) -> list[tuple[str, Callable[[], None]]]:
+        return [
+            ("the engine alone", self._alone),
+            ("one early word is another", self._control),
+            ("asked again at once", self._again),
+            ("restored", self._restored),
+            *((f"restored, {crowd} at a time", self._crowd(crowd)) for crowd in self.plan.crowds),
+            ("prompts that part inside a block", self._partings),
+            ("another salt", self._other_salts),
+            ("sampled with a seed", self._sampled),
+            ("adapters", self._adapters),
+            ("images", self._images),
+            ("many abort", self._storm),
+            ("a convoy with one prefix", self._convoy),
+            ("more than the engine has room for", self._starved),
+            ("nothing to reuse", self._fresh),
+            ("after a restart", self._after_restart),
+        ]
+
+    @property
+    def size(self) -> int:
+        """The number of stages."""
+        return len(self._table)
+
+    # ---- asking
+
+    def _begin(self) -> None:
+        """Find out what kind of prompt the engine takes, and how its own cache is emptied."""
+        text = self.author.prompt(40).prompt
+        ids = Author(self._seed, writes_text=False)
+        if not self.engine.learn_dialect(text):
+            if not self.engine.learn_dialect(ids.prompt(40).prompt):
+                # Its own words for why, of the plainest question.
+                self.engine.ask(Question(text, tokens=1))
+            self.author = ids
+        self._can_reset = bool(self._reset) and self.engine.post(self._reset)
+        self._is_bare = not self._can_reset and 0 < self.engine.capacity <= 2_000_000
+        self._can_reset |= self._is_bare
+
+    def _length(self, share: float) -> int:
+        """Of a prompt, as a share of the longest that this plan or the engine takes."""
+        longest = self.engine.model.longest or self.plan.longest * 2
+        return max(64, int(share * min(self.plan.longest, longest * 0.7)))
+
+    def _salt(self) -> str:
+        self._salts += 1
+        return f"prove-{self._seed}-{self._salts}" if self.engine.offers_salts else ""
+
+    def _ask(self, question: Question) -> Answer | None:
+        """None: there was no answer, which is a finding."""
+        try:
+            answer = self.engine.ask(question)
+        except NoAnswer as error:
+            self._find(str(error), question)
+            return None
+        if not answer.choice:
+            self._find("the answer is empty", question)
+            return None
+        return answer
+
+    def _ask_all(self, questions: Sequence[Question], at_a_time: int) -> list[Answer | None]:
+        if at_a_time == 1:
+            return [self._ask(each) for each in questions]
+        with ThreadPoolExecutor(at_a_time) as crowd:
+            return list(crowd.map(self._ask, questions))
+
+    def _find(
+        self,
+        what: str,
+        question: Question,
+        wanted: Answer | None = None,
+        got: Answer | None = None,
+        moved: float = 0.0,
+    ) -> None:
+        self._stage.findings.append(
+            Finding(self._stage.name, what, _excerpt(question), _said(wanted), _said(got), moved)
+        )
+
+    def _case(self, made: Made, **how: object) -> Case | None:
+        """Ask for the first time, where salts are offered under a new one."""
+        question = Question(made.prompt, **how)  # type: ignore[arg-type]
+        reference = self._ask(replace(question, salt=self._salt()))
+        if reference is None:
+            return None
+        shares = question.choices > 1  # they may share their prompt's KV with each other
+        if self.engine.offers_salts and not shares and (reference.cached or 0) > _TEMPLATE:
+            self._find(
+                f"{reference.cached} tokens were reused for a prompt that was never asked before", question
+            )
+        return Case(question, made.code, reference)
+
+    def _compare(self, case: Case, answer: Answer | None, *, widens: bool = False) -> None:
+        """`widens`: what differs here says what the engine alone does."""
+        if answer is None:
+            return
+        stage, reference = self._stage, case.reference
+        moved = max(map(distance, reference.choices, answer.choices))
+        stage.compared += 1
+        stage.largest = max(stage.largest, moved)
+        if self._reused(case, answer):
+            stage.reusing += 1
+            stage.reused += answer.cached or 0
+        if widens:
+            self.noise.learn(moved)
+        elif moved > self.noise.limit:
+            self._find("the answer is another one", case.question, reference, answer, moved)
+
+    def _reused(self, case: Case, answer: Answer) -> bool:
+        if answer.cached is not None:
+            return answer.cached > _TEMPLATE
+        return answer.first < _SLOWER * case.reference.first
+
+    def _compare_all(self, cases: Sequence[Case], at_a_time: int = 1) -> None:
+        for case, answer in zip(
+            cases, self._ask_all([each.question for each in cases], at_a_time), strict=True
+        ):
+            self._compare(case, answer)
+
+    def _skip(self, why: str) -> None:
+        self._stage.is_tested, self._stage.note = False, why
+
+    def _forget(self) -> bool:
+        """Empty the engine's own prefix cache, so that what is reused comes from below it.
+
+        False: that cannot be done.
+        """
+        if not self._can_reset:
+            self._skip(
+                "the engine's own cache cannot be emptied: start vLLM with VLLM_SERVER_DEV_MODE=1, or say how"
+                " with --reset"
+            )
+            return False
+        time.sleep(_SETTLE)
+        if not self._is_bare:
+            return self.engine.post(self._reset)
+        size = self._length(1.0)
+        others = [
+            Question(self.author.prompt(size).prompt, salt=self._salt(), tokens=1)
+            for _ in range(1 + self.engine.capacity * 5 // 4 // size)
+        ]
+        self._ask_all(others, 4)
+        return True
+
+    # ---- stages
+
+    def _alone(self) -> None:
+        """The same prompts again, computed anew: one after the other, and together."""
+        for number in range(self.plan.prompts):
+            # Two of each length: what is named by length alone is found.
+            share = 0.2 + 0.8 * (number // 2 * 2) / self.plan.prompts
+            case = self._case(self.author.prompt(self._length(share), asks_for=number % 3))
+            if case is not None:
+                self._cases.append(case)
+        if not self.engine.offers_salts:
+            self._stage.note = (
+                "the engine has no salts: only what it does to a prompt asked again was measured"
+            )
+            return
+        for at_a_time in (1, 8):
+            again = [replace(each.question, salt=self._salt()) for each in self._cases]
+            for case, answer in zip(self._cases, self._ask_all(again, at_a_time), strict=True):
+                if answer is not None and not self._reused(case, answer):
+                    self._compare(case, answer, widens=True)
+        self._stage.note = f"log-probabilities move by {self.noise.largest:.2g} at most"
+
+    def _control(self) -> None:
+        """Whether an early word matters to the answer: otherwise agreement would say little."""
+        moves = self._moves()
+        if moves and min(moves) <= self.noise.limit and self.author.writes_text:
+            # A model that has no use for these words: ids that are drawn evenly may move it.
+            ids = Author(self._seed, writes_text=False)
+            if self.engine.learn_dialect(ids.prompt(40).prompt):
+                self.author, self._cases, self.noise = ids, [], Noise()
+                self._alone()
+                moves = self._moves()
+        self.sensitivity = min(moves, default=0.0)
+        if self.sensitivity <= self.noise.limit:
+            self._skip("one early word does not move the answers: agreement says little about early tokens")
+        else:
+            self._stage.note = f"it moves the answer by {self.sensitivity:.2g} at least"
+
+    def _moves(self) -> list[float]:
+        found = []
+        for case in self._cases[:4]:
+            other = self.author.altered(Made(case.question.prompt), 0.15)
+            answer = self._ask(replace(case.question, prompt=other, salt=self._salt()))
+            if answer is not None:
+                found.append(distance(case.reference.choice, answer.choice))
+        return found
+
+    def _again(self) -> None:
+        """First without a salt, then at once again."""
+        for case, answer in zip(self._cases, self._ask_all(self._questions(), 1), strict=True):
+            if self.engine.offers_salts and answer is not None and (answer.cached or 0) > _TEMPLATE:
+                self._find(
+                    f"{answer.cached} tokens were reused that were only ever asked under another salt",
+                    case.question,
+                )
+            self._compare(case, answer)
+        self._compare_all(self._cases)
+
+    def _questions(self) -> list[Question]:
+        return [each.question for each in self._cases]
+
+    def _restored(self) -> None:
+        if self._forget():
+            self._compare_all(self._cases)
+            self._count_needles()
+
+    def _count_needles(self) -> None:
+        for case in self._cases:
+            if case.code:
+                self.needles[0] += 1
+                self.needles[1] += case.code in case.reference.text[0]
+        for case, answer in zip(self._cases, self._ask_all(self._questions(), 1), strict=True):
+            if case.code and answer is not None:
+                self.needles[2] += case.code in answer.text[0]
+
+    def _crowd(self, at_a_time: int) -> Callable[[], None]:
+        def stage() -> None:
+            if self._forget():
+                cases = self._cases * (1 + (at_a_time - 1) // max(1, len(self._cases)))
+                self._compare_all(cases[: max(at_a_time, len(self._cases))], at_a_time)
+
+        return stage
+
+    def _partings(self) -> None:
+        """One prompt is stored; then others that have its first words, up to each of these places."""
+        base = self.author.prompt(self._length(0.6))
+        whole = length(base.prompt)
+        places = {16, 17, 31, 255, 256, 257, 511, 513, whole // 2, whole - 2}
+        places = {each for each in places if 2 < each < whole - 1}
+        while len(places) < min(self.plan.partings, whole - 4):
+            places.add(self._dice.randrange(3, whole - 1))
+        chosen = self._dice.sample(sorted(places), min(self.plan.partings, len(places)))
+        if not self.engine.offers_salts:
+            self._skip("the engine has no salts, so such prompts have no reference")
+            return
+        others = [self.author.parting(base, place) for place in sorted(chosen)]
+        others.append(self.author.altered(base, 0.15))  # most of its chunks have the same tokens
+        cases = [case for each in others if (case := self._case(Made(each))) is not None]
+        self._ask(Question(base.prompt))
+        for _ in range(2):  # at first from what the base has stored, then from what each has added to it
+            if self._can_reset:
+                self._forget()
+            self._compare_all(cases)
+
+    def _other_salts(self) -> None:
+        """What one tenant asked is not reused for another one."""
+        if not self.engine.offers_salts:
+            self._skip("the engine has no salts")
+            return
+        times = []
+        for case in self._cases[:4]:
+            answer = self._ask(replace(case.question, salt=self._salt()))
+            self._compare(case, answer)
+            if answer is None:
+                continue
+            times.append(answer.first / case.reference.first)
+            if (answer.cached or 0) > _TEMPLATE:
+                self._find(f"{answer.cached} tokens of another salt were reused", case.question)
+        if self._stage.compared and self._cases[0].reference.cached is None:
+            slow = statistics.median(times)
+            self._stage.note = f"the first token takes {slow:.2f} of the time of the first ask"
+
+    def _sampled(self) -> None:
+        cases = []
+        for number in range(2):
+            made = self.author.prompt(self._length(0.5))
+            case = self._case(made, choices=3, seed=self._seed + number)
+            if case is not None:
+                cases.append(case)
+        self._compare_all(cases)
+        self._compare_all(cases)
+        if self._can_reset and self._forget():
+            self._compare_all(cases)
+
+    def _adapters(self) -> None:
+        """The same prompts with each adapter and without: each must answer as it did alone."""
+        if not self.engine.adapters:
+            self._skip("the engine lists no adapters")
+            return
+        cases = []
+        for _ in range(2):
+            made = self.author.prompt(self._length(0.6))
+            for model in ("", *(each.name for each in self.engine.adapters[:3])):
+                if (case := self._case(made, model=model)) is not None:
+                    cases.append(case)
+        self._compare_all(cases)
+        if self._can_reset and self._forget():
+            self._compare_all(cases)
+
+    def _images(self) -> None:
+        """Two images under one text, each first under a new salt."""
+        made = self.author.prompt(self._length(0.5)) if self.author.writes_text else None
+        text = made.prompt if made is not None else "w5 w6"
+        pictures = [image(self._seed + number) for number in range(2)]
+        try:
+            self.engine.ask(Question(text, salt=self._salt(), image=pictures[0], tokens=1))
+        except NoAnswer as error:
+            self._skip(f"the engine takes no images ({str(error)[:60]}…)")
+            return
+        cases = [case for each in pictures if (case := self._case(Made(text), image=each)) is not None]
+        if (
+            len(cases) == 2
+            and distance(cases[0].reference.choice, cases[1].reference.choice) <= self.noise.limit
+        ):
+            self._stage.note = "the model answers both images alike: little is proven"
+        for order in (cases, cases[::-1]):
+            self._compare_all(order)
+            if self._can_reset:
+                self._forget()
+        self._compare_all(cases)
+
+    def _storm(self) -> None:
+        """Streams that are cut at any moment; afterwards all is as before."""
+        took = statistics.median([each.reference.took for each in self._cases] or [1.0])
+        questions = [self._dice.choice(self._questions()) for _ in range(self.plan.aborted)]
+        questions = [
+            each if number % 2 else Question(self.author.prompt(self._length(0.8)).prompt, tokens=64)
+            for number, each in enumerate(questions)
+        ]
+        moments = [self._dice.uniform(0, 1.5 * took) for _ in questions]
+        with ThreadPoolExecutor(16) as crowd:
+            list(crowd.map(self.engine.cut, questions, moments))
+        if self._can_reset:
+            self._forget()
+        self._compare_all(self._cases)
+
+    def _convoy(self) -> None:
+        """Many requests with one long prefix, all at once; four of them have a reference."""
+        longest = self.engine.model.longest or self.plan.convoy_tokens * 2
+        base = self.author.prompt(min(self.plan.convoy_tokens, int(longest * 0.7)))
+        near_end = length(base.prompt) - 40
+        members = [self.author.parting(base, near_end) for _ in range(self.plan.convoy)]
+        cases = [case for each in members[:4] if (case := self._case(Made(each))) is not None]
+        self._ask(Question(base.prompt))
+        if self._can_reset:
+            self._forget()
+        questions = [case.question for case in cases] + [Question(each) for each in members[4:]]
+        self._all_together(cases, questions)
+
+    def _starved(self) -> None:
+        if not self.engine.capacity:
+            self._skip("the engine does not say how many tokens it has room for")
+            return
+        size = self._length(1.0)
+        count = self.engine.capacity * 3 // 2 // size + 1
+        if count > 4 * self.plan.convoy:
+            self._skip(f"it has room for {self.engine.capacity:,} tokens: too many to fill in this plan")
+            return
+        prompts = [self.author.prompt(size) for _ in range(count)]
+        cases = [case for each in prompts[:4] if (case := self._case(each)) is not None]
+        self._all_together(
+            cases, [case.question for case in cases] + [Question(each.prompt) for each in prompts[4:]]
+        )
+
+    def _all_together(self, cases: Sequence[Case], questions: Sequence[Question]) -> None:
+        answers = self._ask_all(questions, len(questions))
+        for case, answer in zip(cases, answers, strict=False):
+            self._compare(case, answer)
+        times = sorted(each.first for each in answers if each is not None)
+        if times:
+            self._stage.note = (
+                f"{len(times)} of {len(questions)} answered; first token after"
+                f" {statistics.median(times):.2f} s (median), {times[-1]:.2f} s (last)"
+            )
+
+    def _fresh(self) -> None:
+        """Throughput of prompts that have nothing in common; beside a baseline, if one is given."""
+        for engine in (self.engine, *((self.baseline,) if self.baseline is not None else ())):
+            prompts = [self.author.prompt(self._length(0.7)).prompt for _ in range(2 * self.plan.prompts)]
+            began = time.monotonic()
+            with ThreadPoolExecutor(8) as crowd:
+                answers = list(crowd.map(_tokens_asked(engine), prompts))
+            self.throughput["engine" if engine is self.engine else "baseline"] = sum(answers) / (
+                time.monotonic() - began
+            )
+        parts = [f"{value:,.0f} tokens/s" for value in self.throughput.values()]
+        self._stage.note = " beside a baseline of ".join(parts)
+
+    def _after_restart(self) -> None:
+        if not self._restart:
+            self._skip("say how to restart the engine with --restart COMMAND")
+            return
+        time.sleep(_SETTLE)
+        self.engine.restart(self._restart)
+        self._compare_all(self._cases)
+        self._compare_all(self._cases)
+
+
+def _tokens_asked(engine: Endpoint) -> Callable[[Prompt], int]:
+    def ask(prompt: Prompt) -> int:
+        try:
+            answer = engine.ask(Question(prompt))
+        except NoAnswer:
+            return 0
+        return answer.prompt_tokens + len(answer.choice)
+
+    return ask
+
+
+def _excerpt(question: Question) -> str:
+    prompt = question.prompt
+    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    parts: Iterable[str] = (
+        f"{length(prompt)} words or tokens",
+        f"adapter {question.model}" if question.model else "",
+        f"salt {question.salt}" if question.salt else "",
+        "an image" if question.image else "",
+        f"seed {question.seed}, n={question.choices}" if question.seed is not None else "",
+        f"“{text[:40]} … {text[-40:]}”",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _said(answer: Answer | None) -> str:
+    if answer is None:
+        return ""
+    return " | ".join(" ".join(each.token for each in choice) for choice in answer.choices)

@@ -1,0 +1,145 @@
+"""The report of a proof: a table for a terminal, JSON, and one HTML file that shows what differed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from lmtier._version import __version__
+from lmtier.tools.prove.proof import Proof, Stage
+from lmtier.tools.terminal import number, printable, table
+
+RIGHT, WRONG, UNPROVEN = 0, 1, 3
+_SHOWN = 10
+_HEADERS = ("what was done", "asked", "compared", "on reused KV", "tokens reused", "wrong", "")
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --good: #0a7d33; --bad: #c62828; --grey: #777 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .3rem .7rem;
+border-bottom: 1px solid var(--line); vertical-align: top } td.n, th.n { text-align: right }
+.good { color: var(--good) } .bad { color: var(--bad) } .grey { color: var(--grey) }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding: .5rem; margin: .2rem 0 }
+"""
+
+
+def status(proof: Proof) -> int:
+    """Of the command: 0 right, 1 wrong, 3 nothing is proven, because nothing was reused."""
+    if proof.findings:
+        return WRONG
+    return RIGHT if proof.reusing else UNPROVEN
+
+
+def verdict(proof: Proof) -> str:
+    compared = sum(stage.compared for stage in proof.stages)
+    match status(proof):
+        case 0:
+            return f"RIGHT: {compared} answers agree with their references, {proof.reusing} on reused KV."
+        case 1:
+            return f"WRONG: {len(proof.findings)} findings in {compared} comparisons."
+        case _:
+            return f"NOT PROVEN: {compared} answers agree, but none of them reused any KV."
+
+
+def confidence(proof: Proof) -> list[str]:
+    """What the verdict rests on, and what it does not cover."""
+    limit = proof.noise.limit
+    lines = [
+        f"The engine alone moves log-probabilities by {proof.noise.largest:.2g} in {proof.noise.pairs}"
+        f" pairs; a difference below {limit:.2g} would not have been noticed."
+    ]
+    if proof.sensitivity:
+        lines.append(f"One changed early word moves an answer by {proof.sensitivity:.2g} at least.")
+    asked, first, again = proof.needles
+    if asked:
+        lines.append(
+            f"Of {asked} planted facts the engine finds {first} when it computes the prompt, and {again}"
+            " when the prompt is restored."
+        )
+    if not proof.engine.offers_salts:
+        lines.append("The engine has no salts, so a first answer is the only reference.")
+    for stage in untested(proof):
+        lines.append(f"Not tested: {stage.name}: {stage.note}.")
+    return lines
+
+
+def untested(proof: Proof) -> list[Stage]:
+    return [stage for stage in proof.stages if not stage.is_tested]
+
+
+def _cells(stage: Stage) -> tuple[str, ...]:
+    note = stage.note if stage.is_tested else "not tested"
+    return (
+        *(stage.name, f"{stage.asked}", f"{stage.compared}", f"{stage.reusing}", f"{stage.reused:,}"),
+        *(f"{len(stage.findings)}", note),
+    )
+
+
+def text(proof: Proof) -> str:
+    engine = proof.engine
+    lines = [f"{engine.url}, model {printable(engine.model.name)}", ""]
+    lines += [table(_HEADERS, map(_cells, proof.stages)), ""]
+    for each in proof.findings[:_SHOWN]:
+        moved = f" (moved by {number(each.moved)})" if each.moved else ""
+        lines.append(f"{each.stage}: {printable(each.what)}{moved}")
+        lines.append(f"    {printable(each.prompt)}")
+        if each.wanted:
+            lines += [f"    wanted  {printable(each.wanted)}", f"    got     {printable(each.got)}"]
+    if more := len(proof.findings) - _SHOWN:
+        lines += [f"    and {more} more: see --json or --html"] if more > 0 else []
+    lines += ["", *confidence(proof), "", verdict(proof)]
+    return "\n".join(lines)
+
+
+def as_json(proof: Proof) -> dict[str, Any]:
+    return {
+        "lmtier": __version__,
+        "url": proof.engine.url,
+        "model": proof.engine.model.name,
+        "status": ("right", "wrong", "", "not proven")[status(proof)],
+        "noise": {"largest": proof.noise.largest, "limit": proof.noise.limit, "pairs": proof.noise.pairs},
+        "sensitivity": proof.sensitivity,
+        "needles": dict(zip(("asked", "found", "found restored"), proof.needles, strict=True)),
+        "tokens_per_second": proof.throughput,
+        "confidence": confidence(proof),
+        "stages": [asdict(stage) for stage in proof.stages],
+    }
+
+
+def html(proof: Proof) -> str:
+    good = "bad" if proof.findings else "good" if proof.reusing else "grey"
+    rows = "\n".join(_row(stage) for stage in proof.stages)
+    heads = "".join(
+        f'<th class="{"n" if 0 < place < 6 else ""}">{escape(head)}</th>'
+        for place, head in enumerate(_HEADERS)
+    )
+    found = "\n".join(
+        f"<h3>{escape(each.stage)}: {escape(each.what)}</h3><p class=grey>{escape(each.prompt)}</p>"
+        + (
+            f"<p>Moved by {number(each.moved)}.</p><pre>wanted  {escape(each.wanted)}\n"
+            f"got     {escape(each.got)}</pre>"
+            if each.wanted
+            else ""
+        )
+        for each in proof.findings
+    )
+    said = "".join(f"<li>{escape(line)}</li>" for line in confidence(proof))
+    return f"""<!doctype html>
+<html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
+<title>Proof of {escape(proof.engine.model.name)}</title><style>{_STYLE}</style>
+<h1 class={good}>{escape(verdict(proof))}</h1>
+<p>{escape(proof.engine.url)}, model <b>{escape(proof.engine.model.name)}</b>, lmtier {__version__}</p>
+<table><tr>{heads}</tr>
+{rows}
+</table>
+<h2>What this rests on</h2><ul>{said}</ul>
+{"<h2>What differed</h2>" if found else ""}{found}
+</html>
+"""
+
+
+def _row(stage: Stage) -> str:
+    colour = "grey" if not stage.is_tested else "bad" if stage.findings else "good"
+    name, *numbers, note = _cells(stage)
+    cells = "".join(f"<td class=n>{each}</td>" for each in numbers)
+    return f"<tr><td class={colour}>{escape(name)}</td>{cells}<td>{escape(note)}</td></tr>"
