@@ -71,7 +71,7 @@ LABELS = {
     "`clear`. Of a queue: `store` is what is to be written, `all` every job in hand",
     "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below had it",
     "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
-    "kind": "who is connected: `engine`, `redis`, `http`",
+    "kind": "who is connected: `engine`, `redis`, `http`. Of wrong tokens: to which of them it was shown",
     "rule": "of `write=auto`: `reused`, `evicted`",
     "codec": "the words of `codec=`; for `auto` the codec that it chose",
     "stage": "of a codec: `given` to the tier, and `stored` by it, header pages not included. "
@@ -216,6 +216,7 @@ class Metrics:
             "owner_seconds",
             "CPU seconds of the thread that owns the cache. Near 1 per second it is the bottleneck.",
         )
+        self.wrong_tokens = counter("wrong_tokens", "Clients that showed a wrong token.", "kind")
         self.request_log_dropped = counter(
             "request_log_dropped", "Lookups missing in the request log: its disk was too slow, or failed."
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import LayoutError, MisuseError
+from lmtier.server.access import Role
 from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
 from lmtier.server.engines.operating import Operating
 from lmtier.server.engines.sessions import Sessions
@@ -18,6 +19,8 @@ from lmtier.wire.verbs import MAX_KEYS
 
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
+_LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
+_ADMIN = {"PIN", "UNPIN", "CLEAR"}
 _LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "COMMIT", "DISCARD", "RELEASE"}
 
 
@@ -69,7 +72,11 @@ class Engines:
         }
         return {
             f"LMTIER.{name}".encode(): Command(
-                _answering(handler), arity, (flag, "loading"), most=_MOST if name in _LONG else MOST
+                _answering(handler),
+                arity,
+                (flag, "loading"),
+                role=Role.LOOK if name in _LOOK else Role.ADMIN if name in _ADMIN else Role.ENGINE,
+                most=_MOST if name in _LONG else MOST,
             )
             for name, (handler, arity, flag) in verbs.items()
         }

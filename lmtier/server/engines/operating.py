@@ -83,6 +83,8 @@ class Operating:
     def explain(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [read_text(each).upper() for each in arguments[1:]]
         tokens = bool(words) and words[-1] == "TOKENS"
+        if tokens:  # they are the prompt
+            caller.administers(arguments)
         if len(words) - tokens > 1:
             raise Refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
         most = read_number(arguments[1], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20

@@ -88,7 +88,7 @@ def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
 
 def _screen(server: Server, has_default_tiers: bool) -> str:
     """The text that a new server prints: its tiers and addresses."""
-    from lmtier.server.listening import read_token
+    from lmtier.server.access import Role, Secrets
 
     serving = server.serving
     scheme = "https" if serving.tls_cert else "http"
@@ -106,7 +106,10 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
         else:
             rows += [(what, address, _FOR[what])]
     lines += [table(("listens", "address", "for"), rows), ""]
-    token = "is asked for" if read_token(serving) else "is not asked for"
+    tokens = Secrets.read(serving)
+    token = "is asked for" if tokens.asks else "is not asked for"
+    if Role.ADMIN in tokens:
+        token += ", and another one for administration"
     tls = "TLS" if serving.tls_cert else "no TLS"
     if serving.tls_ca:
         tls += ", with a certificate of the client's"
