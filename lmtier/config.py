@@ -65,6 +65,12 @@ def parse_seconds(text: str | float) -> float:
     return float(found[1]) * _TIME_UNITS[found[2]]
 
 
+def read_price(text: str) -> tuple[str, float, str] | None:
+    """A price, and what stands before and after the number: $2.50, 2.10 €. None: it is no price."""
+    found = re.fullmatch(r"\s*([^\d\s]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text)
+    return None if found is None else (found[1], float(found[2]), found[3])
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` or `; known: a, b`, to end a sentence about an unknown word."""
     names = sorted(known)
@@ -309,6 +315,8 @@ class Serving:
     """debug, info, warning or error. Lines of the audit are always written."""
     log_format: str = "text"
     """text, or json: one object a line."""
+    price_per_hour: str = ""
+    """What an hour of an engine costs, like $2.50: the page then shows what the cache saves in money."""
     request_log: str = ""
     """A file that records the lookups of engines, to replay them: keys and lengths, no text."""
 
@@ -324,6 +332,10 @@ class Serving:
             if getattr(self, name) not in known:
                 word = getattr(self, name)
                 raise ConfigError(f"serve: unknown {name}={word!r}{suggest(word, known)}")
+        if self.price_per_hour and read_price(self.price_per_hour) is None:
+            raise ConfigError(
+                f"serve: price_per_hour={self.price_per_hour!r} is no price; write it like $2.50 or 2.10 €"
+            )
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("serve: kv_events_replay needs kv_events; set that too, or remove it")
         if not (self.listen or self.unix or self.http):

@@ -387,7 +387,7 @@ def test_the_document_lists_every_page():
         for row in re.findall(r"^\| (`/.*?) \|", text, re.MULTILINE)
         for path in re.findall(r"`(/.*?)`", row)
     }
-    assert listed == routes(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)).keys()
+    assert listed == routes(cast(Any, None), cast(Any, None), cast(Any, None)).keys()
 
 
 def test_the_document_links_to_what_exists():

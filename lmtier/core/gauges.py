@@ -81,7 +81,9 @@ class Gauges:
             missed[reason] = missed.get(reason, 0) + size
         if tail := match.asked_tokens - len(match.keys) * size:
             missed["partial_chunk"] = tail
-        self._metrics.settle(match.asked_tokens, hits, missed)
+        saved, cost = match.chunks * size, match.cost
+        seconds = cost.prefill(match.has, saved) if cost is not None and saved > match.has else 0.0
+        self._metrics.settle(match.asked_tokens, hits, missed, seconds)
         return missed
 
     def _why_missing(self, key: bytes) -> str:

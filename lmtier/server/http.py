@@ -20,7 +20,7 @@ from lmtier._version import __version__
 from lmtier.core.cache import Cache
 from lmtier.server.access import Secrets
 from lmtier.server.explain import Explain
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
@@ -270,9 +270,7 @@ def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ())
     return Response(status, JSON, json.dumps({"error": error}).encode() + b"\n", headers)
 
 
-def routes(
-    cache: Cache, report: Report, history: History, explain: Explain
-) -> dict[str, Callable[[], Response]]:
+def routes(cache: Cache, report: Report, explain: Explain) -> dict[str, Callable[[], Response]]:
     """All pages of a server, by path. None of them contains a prompt's tokens."""
     page = Path(__file__).with_name("page.html").read_bytes()
 
@@ -291,6 +289,6 @@ def routes(
         "/readyz": ready,
         "/version": lambda: Response(200, JSON, json.dumps({"version": __version__}).encode()),
         "/api/stats": lambda: Response(200, JSON, json.dumps(report.snapshot()).encode()),
-        "/api/history": lambda: Response(200, JSON, history.to_json()),
+        "/api/history": lambda: Response(200, JSON, report.history.to_json()),
         "/api/explain": lambda: Response(200, JSON, json.dumps(explain.recent()).encode()),
     }

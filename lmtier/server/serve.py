@@ -40,7 +40,7 @@ from lmtier.server.process import allow_files, tell_systemd
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.info import info, settings
 from lmtier.server.redis.service import Service
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.roster import Roster
 from lmtier.server.transactions import Transactions
@@ -123,14 +123,20 @@ class Server:
             **self._transactions.table(),
             **self._engines.table(),
             b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, role=Role.LOOK),
-            b"LMTIER.HISTORY": Command(lambda *_: self._history.to_json(), 1, role=Role.LOOK),
+            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1, role=Role.LOOK),
         }
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
-        self._report = Report(self.cache, self._roster.clients, self._started)
-        self._history = History()
+        self._report = Report(
+            self.cache,
+            self._roster.clients,
+            self._started,
+            breakdown=self._engines.breakdown,
+            most_clients=serving.clients,
+            price=serving.price_per_hour,
+        )
         self._http = Http(
-            routes(self.cache, self._report, self._history, self._engines.explain),
+            routes(self.cache, self._report, self._engines.explain),
             lambda: self._doors.tokens,
             partial(self._wrong.met, "http"),
             (*serving.http_names.replace(",", " ").split(), socket.gethostname()),
@@ -299,8 +305,7 @@ class Server:
         elif 0 < self.serving.linger < now - self._alone_since:
             log.info("lmtier: there was no connection for %.0f s", self.serving.linger)
             self.stop()
-        if not self._history.due():
-            self._history.sample(self._report.snapshot())
+        self._report.sample()
         if self._reload:
             self._reload = False
             self._doors.read_secrets_again()

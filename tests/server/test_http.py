@@ -13,7 +13,7 @@ from lmtier.errors import MisuseError
 from lmtier.server.access import Role, Secrets
 from lmtier.server.explain import Explain
 from lmtier.server.http import MAX_HEAD, Http, Response, routes
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 
 PAGES = {
     "/": lambda: Response(200, "text/html; charset=utf-8", b"<p>page"),
@@ -306,9 +306,9 @@ def test_a_wrong_token_is_told_to_whom_it_is_late_and_asking_without_one_is_not(
 @pytest.fixture
 def server():
     with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
-        report, history = Report(cache, list, started=0.0), History()
-        history.sample(report.snapshot())
-        yield report, routes(cache, report, history, Explain(cache))
+        report = Report(cache, list, started=0.0)
+        report.sample()
+        yield report, routes(cache, report, Explain(cache))
 
 
 def test_the_routes(server):

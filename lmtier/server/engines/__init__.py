@@ -6,6 +6,8 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import LayoutError, MisuseError
+from lmtier.format.keys import tenant
+from lmtier.observe.breakdown import Breakdown
 from lmtier.server.access import Role
 from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
 from lmtier.server.engines.operating import Operating
@@ -30,10 +32,16 @@ class Engines:
     def __init__(self, cache: Cache, log: RequestLog | None = None, tracing: Tracing | None = None) -> None:
         self.cache = cache
         self.explain = Explain(cache)
+        tenants = {tenant(share.salt): share.name for share in cache.config.shares}
+        self.breakdown = Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._model_of)
+        cache.followers.add(self.breakdown)
         self._sessions = Sessions(cache, tracing)
         self._transfers = Transfers(cache, self._sessions, tracing, log)
         self._operating = Operating(cache, self.explain)
         self.gone = self._sessions.gone
+
+    def _model_of(self, prefix: bytes) -> str:
+        return self._operating.model_of(prefix)
 
     def table(self) -> Table:
         sessions, transfers, operating = self._sessions, self._transfers, self._operating

@@ -60,6 +60,11 @@ class Operating:
             self._models.popitem(last=False)
         return OK
 
+    def model_of(self, prefix: bytes) -> str:
+        """The name of the model whose keys begin so; empty: no engine has sent it."""
+        names = (identity.model for identity, _ in self._models)
+        return next((name for name in names if namespace(name) == prefix), "")
+
     def models(self, caller: Caller, arguments: list[Argument]) -> Any:
         return json.dumps(
             [
