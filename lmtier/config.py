@@ -66,6 +66,12 @@ def parse_seconds(text: str | float) -> float:
     return float(found[1]) * _TIME_UNITS[found[2]]
 
 
+def read_price(text: str) -> tuple[str, float, str] | None:
+    """A price, and what stands before and after the number: $2.50, 2.10 €. None: it is no price."""
+    found = re.fullmatch(r"\s*([^\d\s]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text)
+    return None if found is None else (found[1], float(found[2]), found[3])
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` or `; known: a, b`, to end a sentence about an unknown word."""
     names = sorted(known)
@@ -295,8 +301,14 @@ class Serving:
     """For engines on this host, which also map the slab. The file's mode decides who may open it."""
     http: str = "127.0.0.1:9470"
     """For browsers and Prometheus."""
+    http_names: str = ""
+    """Names of this host by which browsers may ask without a token, if it has more than its own."""
     token_file: str = ""
     """Clients must send its first line with AUTH or Authorization: Bearer. Or set LMTIER_TOKEN."""
+    look_token_file: str = ""
+    """With this token a client may only look: the page, metrics, reports."""
+    admin_token_file: str = ""
+    """Only with this token a client may clear, pin, flush and change settings."""
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
@@ -323,8 +335,8 @@ class Serving:
     """text, or json: one object a line."""
     request_log: str = ""
     """A file that records the lookups of engines, to replay them: keys and lengths, no text."""
-    gpu_hour: float = 0.0
-    """The price of an hour of an engine's GPUs: the report says what hits save; 0: it says hours only."""
+    gpu_hour: str = ""
+    """What an hour of an engine's GPUs costs, like 3.5 or $2.50: what hits save is shown in money too."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -334,12 +346,12 @@ class Serving:
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
-        if not 0 <= self.gpu_hour < float("inf"):
-            raise ConfigError(f"serve: gpu_hour={self.gpu_hour}: a price is 0 or more")
         for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in known:
                 word = getattr(self, name)
                 raise ConfigError(f"serve: unknown {name}={word!r}{suggest(word, known)}")
+        if self.gpu_hour and read_price(self.gpu_hour) is None:
+            raise ConfigError(f"serve: gpu_hour={self.gpu_hour!r} is no price; write it like $2.50 or 2.10 €")
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("serve: kv_events_replay needs kv_events; set that too, or remove it")
         if not (self.listen or self.unix or self.http):

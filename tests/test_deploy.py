@@ -16,6 +16,8 @@ import yaml  # type: ignore[import-untyped]
 
 import lmtier
 from lmtier.config import Config, Serving, TierSpec, host_and_port, load, load_serving, parse_size
+from lmtier.observe.metrics import Metrics
+from lmtier.server.access import Role, Secrets, Wrong
 from lmtier.server.http import OPEN, routes
 from lmtier.server.listening import check_exposure
 from lmtier.server.redis import redis_table
@@ -128,7 +130,7 @@ def test_the_unit_serves_the_example_and_gives_it_time_and_files():
 def test_the_example_is_the_defaults_and_what_it_says_beside_them():
     _, serving = settings(DEPLOY / "lmtier.toml")
     assert serving == Serving(unix="/run/lmtier/socket")
-    check_exposure(serving, None)
+    check_exposure(serving, Secrets({}))
 
 
 def test_what_the_example_has_commented_out_are_settings_too(tmp_path):
@@ -220,7 +222,7 @@ def test_the_server_may_be_reached_from_other_hosts_because_it_has_a_token(serve
     assert token.parent == MOUNTS["token"]
     secret = the("Secret")
     assert VOLUMES["token"]["secret"]["secretName"] == secret["metadata"]["name"]
-    check_exposure(serving, secret["stringData"][token.name])
+    check_exposure(serving, Secrets({Role.ENGINE: secret["stringData"][token.name]}))
 
 
 def test_every_path_of_the_settings_is_a_mount_that_may_be_written(served):
@@ -371,7 +373,9 @@ def test_the_document_lists_every_setting_with_its_default():
 
 def test_the_document_lists_every_command_of_redis_and_no_other():
     (block,) = re.findall(r"## For Redis clients\n\n`([A-Z\s]+)`", (ROOT / "docs/SERVER.md").read_text())
-    service = Service(token=lambda: None, info=dict, settings=dict, callers=list)
+    service = Service(
+        tokens=lambda: Secrets({}), wrong=Wrong(Metrics()), info=dict, settings=dict, callers=list
+    )
     known = {**redis_table(cast(Any, None), service), **Transactions(cast(Any, None)).table()}
     assert sorted(block.split()) == sorted(name.decode() for name in known)
 
@@ -383,7 +387,7 @@ def test_the_document_lists_every_page():
         for row in re.findall(r"^\| (`/.*?) \|", text, re.MULTILINE)
         for path in re.findall(r"`(/.*?)`", row)
     }
-    assert listed == routes(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)).keys()
+    assert listed == routes(cast(Any, None), cast(Any, None), cast(Any, None)).keys()
 
 
 def test_the_document_links_to_what_exists():

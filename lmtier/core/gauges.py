@@ -55,10 +55,6 @@ class Gauges:
         """Count chunks that need not be stored because they already are."""
         self._metrics.skipped_tokens.inc(chunks * self.chunk_tokens)
 
-    def save(self, seconds: float) -> None:
-        """Count the time that an engine need not compute."""
-        self._metrics.saved_gpu_seconds.inc(seconds)
-
     def drop(self, keys: Sequence[bytes], why: str, form: ChunkForm) -> None:
         count_dropped(self._metrics, CPU, why, [form.room] * len(keys), self.tokens(keys))
 
@@ -87,7 +83,9 @@ class Gauges:
             missed[reason] = missed.get(reason, 0) + size
         if tail := match.asked_tokens - len(match.keys) * size:
             missed["partial_chunk"] = tail
-        self._metrics.settle(match.asked_tokens, hits, missed)
+        saved, cost = match.chunks * size, match.cost
+        seconds = cost.prefill(match.has, saved) if cost is not None and saved > match.has else 0.0
+        self._metrics.settle(match.asked_tokens, hits, missed, seconds)
         return missed
 
     def _why_missing(self, key: bytes) -> str:

@@ -123,7 +123,7 @@ class Jobs:
     def _judge(self, op: Op, ok: bool, error: str) -> None:
         breaker = self._breaker(op)
         was_open = breaker.is_open
-        breaker.record(ok)
+        breaker.record(ok, error)
         if breaker.is_open and not was_open:
             log.warning(
                 "lmtier: tier %s: %s keeps failing and is paused for now: %s", self._label, op.value, error

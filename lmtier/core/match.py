@@ -144,8 +144,6 @@ class Match:
     """Seconds after `prefetch` until the engine computes instead."""
     cost: Cost | None = None
     """The engine's time to compute, if only chunks that are worth it should be loaded."""
-    saves: Cost | None = None
-    """The engine's time to compute, which hits save."""
     has: int = 0
     """The number of tokens that the engine has itself."""
     decision: tuple[str, str] | None = None

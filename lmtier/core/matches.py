@@ -60,7 +60,6 @@ class Matches:
         check_chain(keys)
         match = Match(next(self._ids), keys, form, tokens, deadline, ends, session=session)
         self.open[match.id] = match
-        match.saves = cost
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
             match.cut, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
@@ -367,8 +366,6 @@ class Matches:
         hit = match.asked_tokens - sum(missed.values())
         if match.session is not None:
             match.session.saved += hit
-        if match.saves is not None:
-            self._gauges.save(match.saves.prefill(0, hit) - match.saves.fixed)
         for hear in self._followers.settled:
             hear(match, missed)
 

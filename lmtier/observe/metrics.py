@@ -15,11 +15,24 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from lmtier._version import __version__
 
-_SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10)
+SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10)
 _BYTES = tuple(4.0**n for n in range(6, 18))  # 4 KiB to 16 GiB
 _WINDOW = 1000
 _LATER = 64  # the most lookups that wait to be counted: an owner may never step
 
+
+MISS_GROUPS = {
+    "new": ("New text", ("never_stored", "partial_chunk")),
+    "left": ("Left before it was asked for again", ("evicted", "left_meanwhile", "expired", "behind_a_gap")),
+    "failed": (
+        "Was stored, and did not come",
+        ("tier_down", "error", "deadline", "absent", "corrupt", "foreign", "closed"),
+    ),
+    "room": ("No room to load it", ("no_room", "full")),
+    "early": ("Asked for while an engine stored it", ("being_filled",)),
+    "chosen": ("By choice", ("not_worth_it", "cancelled", "cleared")),
+}
+"""What the reasons for a miss have in common. `new` and `chosen` are normal: no cache would have hit."""
 
 MISS_REASONS = {
     "never_stored": "no tier had it, as far as the journal goes back",
@@ -67,15 +80,17 @@ DROP_REASONS = {
 
 LABELS = {
     "tier": "`cpu`, then the scheme of each tier below: `disk`, `redis`; a second one is `disk-2`",
-    "tenant": "the names in `shares=`, and `other` for all other tenants. Only if there are shares",
+    "tenant": "the names in `shares=`, and `other` for all other tenants",
     "reason": "see below",
     "direction": "`down` is storing, `up` is loading",
+    "model": "the names that engines give their models, at most 64, then `other`",
+    "outcome": "`asked`, `hit`",
     "event": "`hit`, `missed`, `set`, `deleted`, `expired`, `refused`",
     "op": "what the tier was asked to do: `store`, `load`, `peek`, `lookup`, `delete`, `scan`, `touch`, "
     "`clear`. Of a queue: `store` is what is to be written, `all` every job in hand",
     "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below had it",
     "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
-    "kind": "who is connected: `engine`, `redis`, `http`",
+    "kind": "who is connected: `engine`, `redis`, `http`. Of wrong tokens: to which of them it was shown",
     "rule": "of `write=auto`: `reused`, `evicted`",
     "codec": "the words of `codec=`; for `auto` the codec that it chose",
     "stage": "of a codec: `given` to the tier, and `stored` by it, header pages not included. "
@@ -134,8 +149,16 @@ class Metrics:
         self.asked_tokens = counter("asked_tokens", "Tokens of prompts that were looked up.")
         self.hit_tokens = counter("hit_tokens", "Tokens supplied, by the tier that had them.", "tier")
         self.missed_tokens = counter("missed_tokens", "Tokens not supplied, by reason.", "reason")
-        self.saved_gpu_seconds = counter(
-            "saved_gpu_seconds", "Seconds that engines need not compute because of hits, by their own costs."
+        self.saved_seconds = counter(
+            "saved_seconds",
+            "Seconds that engines would have computed the hit tokens, by their own measurements. Engines that"
+            " send none (and all, with `worth=always`) add nothing.",
+        )
+        self.model_tokens = counter(
+            "model_tokens", "Tokens of prompts, by model: `asked`, and `hit`.", "model", "outcome"
+        )
+        self.tenant_tokens = counter(
+            "tenant_tokens", "Tokens of prompts, by tenant: `asked`, and `hit`.", "tenant", "outcome"
         )
         self.stored_tokens = counter("stored_tokens", "Tokens whose KV became readable in a tier.", "tier")
         self.skipped_tokens = counter(
@@ -159,7 +182,7 @@ class Metrics:
         )
         self.transfer_seconds = histogram(
             "transfer_seconds", "Seconds of one finished transfer, queueing included.",
-            *(_SECONDS, "tier", "direction"),
+            *(SECONDS, "tier", "direction"),
         )  # fmt: skip
         self.worth_decisions = counter(
             "worth_decisions", "Lookups that found something below the slab, by how much of it was loaded.",
@@ -170,9 +193,9 @@ class Metrics:
         )
         self.worth_seconds = histogram(
             "worth_seconds", "Seconds from the decision until all of it was in the slab, or given up.",
-            *(_SECONDS, "stage"),
+            *(SECONDS, "stage"),
         )  # fmt: skip
-        self.lookup_seconds = histogram("lookup_seconds", "Seconds of the owner for one lookup.", _SECONDS)
+        self.lookup_seconds = histogram("lookup_seconds", "Seconds of the owner for one lookup.", SECONDS)
         self.codec_bytes = counter(
             "codec_bytes", "Payload bytes of chunks that a tier with a codec took.", "tier", "stage"
         )
@@ -235,6 +258,7 @@ class Metrics:
             "owner_seconds",
             "CPU seconds of the thread that owns the cache. Near 1 per second it is the bottleneck.",
         )
+        self.wrong_tokens = counter("wrong_tokens", "Clients that showed a wrong token.", "kind")
         self.request_log_dropped = counter(
             "request_log_dropped", "Lookups missing in the request log: its disk was too slow, or failed."
         )
@@ -266,7 +290,7 @@ class Metrics:
         )
         self._hit: dict[str, Counter] = {}  # a child costs less than labels(), which every lookup would call
         self._missed = {reason: self.missed_tokens.labels(reason) for reason in MISS_REASONS}
-        self._settled: list[tuple[int, dict[str, int], dict[str, int]]] = []
+        self._settled: list[tuple[int, dict[str, int], dict[str, int], float]] = []
         self._looked_up: list[float] = []
 
     def looked_up(self, seconds: float) -> None:
@@ -275,9 +299,12 @@ class Metrics:
         if len(self._looked_up) >= _LATER:
             self.count()
 
-    def settle(self, asked: int, hits: dict[str, int], missed: dict[str, int]) -> None:
-        """Account for one lookup. Every token asked is hit in one tier or missed for one reason."""
-        self._settled.append((asked, hits, missed))
+    def settle(self, asked: int, hits: dict[str, int], missed: dict[str, int], saved: float = 0.0) -> None:
+        """Account for one lookup. Every token asked is hit in one tier or missed for one reason.
+
+        `saved` is the time that computing the hit tokens would have taken.
+        """
+        self._settled.append((asked, hits, missed, saved))
         if len(self._settled) >= _LATER:
             self.count()
 
@@ -289,10 +316,11 @@ class Metrics:
         settled, self._settled = self._settled, []
         if not settled:
             return
-        everything = 0
+        everything, seconds = 0, 0.0
         hit_by: dict[str, int] = {}
         missed_by: dict[str, int] = {}
-        for asked, hits, missed in settled:
+        for asked, hits, missed, saved in settled:
+            seconds += saved
             hit = sum(hits.values())
             assert asked == hit + sum(missed.values()), "a token was neither hit nor missed"
             for tier, tokens in hits.items():
@@ -309,6 +337,7 @@ class Metrics:
             everything += asked
         self.lookups.inc(len(settled))
         self.asked_tokens.inc(everything)
+        self.saved_seconds.inc(seconds)
         for tier, tokens in hit_by.items():
             if tier not in self._hit:
                 self._hit[tier] = self.hit_tokens.labels(tier)
@@ -334,6 +363,15 @@ class Metrics:
                     key = " ".join(sample.labels[label] for label in labels)
                     sums[key] = sums.get(key, 0.0) + sample.value
         return sums
+
+    def buckets(self, metric: Histogram, label: str, **where: str) -> dict[str, list[int]]:
+        """For each value of `label`: how many observations were at most each bound, and at last all."""
+        found: dict[str, list[int]] = {}
+        for family in metric.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_bucket") and where.items() <= sample.labels.items():
+                    found.setdefault(sample.labels[label], []).append(int(sample.value))
+        return found
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Outage(NamedTuple):
+    """A time in which a breaker was open, by its clock."""
+
+    since: float
+    until: float | None
+    """None: it is still open."""
+    why: str
+    """The last error."""
 
 
 class Breaker:
@@ -18,6 +29,8 @@ class Breaker:
         self._opened = 0
         self._retry_at = 0.0
         self._probing = False
+        self.outage: Outage | None = None
+        """The last one."""
 
     def __str__(self) -> str:
         return "open" if self.is_open else "closed"
@@ -33,13 +46,17 @@ class Breaker:
     def sent(self) -> None:
         self._probing = self.is_open
 
-    def record(self, ok: bool) -> None:
+    def record(self, ok: bool, why: str = "") -> None:
         if ok:
+            if self.is_open and self.outage is not None:
+                self.outage = self.outage._replace(until=self._clock())
             self._failures = self._opened = 0
             self._probing = False
         else:
             self._failures += 1
             if self.is_open:
+                began = self.outage.since if self._opened and self.outage is not None else self._clock()
+                self.outage = Outage(began, None, why)
                 self._retry_at = self._clock() + self.PAUSES[min(self._opened, len(self.PAUSES) - 1)]
                 self._opened += 1
                 self._probing = False

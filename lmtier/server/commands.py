@@ -8,11 +8,12 @@ callers do not wait, if a long handler yields PAUSE often.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
+from lmtier.server.access import Role, note
 from lmtier.wire.commands import Argument as Argument
 from lmtier.wire.resp import Error
 
@@ -67,8 +68,8 @@ class Caller:
     address: str
     is_local: bool = False
     """It is on the Unix socket, so it may get the slab."""
-    is_trusted: bool = True
-    """It has sent the token, or none is needed."""
+    role: Role = Role.ADMIN
+    """What it may do, by the token that it has sent."""
     resp3: bool = False
     name: str = ""
     kind: str = "redis"
@@ -88,6 +89,17 @@ class Caller:
     closing: bool = False
     """Close the connection once its answers are sent."""
 
+    def __str__(self) -> str:
+        """As in the audit."""
+        return f"{self.kind} {self.name or 'client'!r} at {self.address} ({self.role.name.lower()})"
+
+    def administers(self, arguments: Sequence[Argument]) -> None:
+        """Only an administrator may do this. It is written to the audit, also if it is refused."""
+        may = self.role >= Role.ADMIN
+        note(str(self), arguments, refused=not may)
+        if not may:
+            raise Refused("NOPERM this needs the token of an administrator (admin_token_file)")
+
 
 class Command(NamedTuple):
     handler: Handler
@@ -99,5 +111,7 @@ class Command(NamedTuple):
     """As in redis: the first and the last argument that is a name, and the step between them."""
     payloads: range = range(0)
     """Which arguments are values: their bytes go straight into the slab."""
+    role: Role = Role.ENGINE
+    """The least role that may use it. What needs ADMIN is written to the audit."""
     most: int = MOST
     """The most arguments. A command with many arguments yields between them, or handles each very fast."""

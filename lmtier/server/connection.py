@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
 from lmtier.server.dispatch import Dispatch
-from lmtier.server.http import Conversation
+from lmtier.server.http import Conversation, Reply
 from lmtier.wire.commands import Commands
 from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, encode
 
@@ -303,16 +303,22 @@ class HttpConnection(Channel):
         self._conversation = conversation
         self._input = memoryview(bytearray(16 << 10))
         self._last = False  # nothing more will be answered
+        self._late: Reply | None = None
+
+    is_cut = False
 
     @property
     def wants_input(self) -> bool:
-        return not self.waits
+        return not (self.waits or self._late)
 
-    is_waiting = False
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its next answer has to be late."""
+        return self._late is not None
 
     @property
     def is_idle(self) -> bool:
-        return not self.waits
+        return not (self.waits or self._late)
 
     def is_in_the_middle(self) -> bool:
         return True  # a browser's connection may be idle for as long as a transfer
@@ -328,7 +334,13 @@ class HttpConnection(Channel):
 
     def go_on(self) -> None:
         self.flush()
-        while self.is_open and not self.waits and (reply := self._conversation.next()) is not None:
+        while self.is_open and not self.waits:
+            reply, self._late = self._late or self._conversation.next(), None
+            if reply is None:
+                break
+            if reply.at > time.monotonic():
+                self._late = reply
+                break
             self.caller.asked += 1
             self._busy_since = None  # its patience starts again: answers are few, and are no transfer
             self.push(reply.data)

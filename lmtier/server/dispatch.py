@@ -6,6 +6,7 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import log
+from lmtier.server.access import Role
 from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
@@ -26,17 +27,20 @@ class Dispatch:
         self._cache = cache
         self._values = values
         self._transactions = transactions
-        self._table = table
+        self._table = {
+            name: _audited(command) if command.role is Role.ADMIN else command
+            for name, command in table.items()
+        }
 
     def place(self, caller: Caller, args: list[Argument], argc: int, length: int) -> memoryview | None:
-        if not caller.is_trusted and (argc > _UNTRUSTED_ARGS or length > _UNTRUSTED_BYTES):
+        if not caller.role and (argc > _UNTRUSTED_ARGS or length > _UNTRUSTED_BYTES):
             raise ProtocolError(
                 "unauthenticated " + ("bulk" if length > _UNTRUSTED_BYTES else "multibulk") + " length"
             )
         command = self._table.get(bytes(args[0]).upper())
         if command is None or len(args) not in command.payloads:
             return None
-        if not caller.is_trusted or not self._cache.is_warm:
+        if not caller.role or not self._cache.is_warm:
             return DROP  # the command is refused when it is complete
         draft = self._values.draft(length)
         if draft is None:
@@ -82,11 +86,32 @@ class Dispatch:
             return Error(f"ERR {wrong}")
         if len(args) > command.most:
             return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
-        if not caller.is_trusted and "no_auth" not in command.flags:
+        if not caller.role and "no_auth" not in command.flags:
             return _NO_AUTH
+        if caller.role < command.role and "no_auth" not in command.flags:
+            return _refuse(caller, command, args)
         if "loading" not in command.flags and not self._cache.is_warm and not name.startswith(b"LMTIER."):
             return _LOADING
         return None
+
+
+def _audited(command: Command) -> Command:
+    """It writes to the audit when it runs, which may be at EXEC."""
+
+    def handler(caller: Caller, args: list[Argument]) -> Any:
+        caller.administers(args)
+        return command.handler(caller, args)
+
+    return command._replace(handler=handler)
+
+
+def _refuse(caller: Caller, command: Command, args: list[Argument]) -> Error:
+    if command.role is Role.ADMIN:
+        try:
+            caller.administers(args)
+        except Refused as refused:
+            return refused.error
+    return Error(f"NOPERM '{caller.last}' needs the token of an engine: this one may only look")
 
 
 def _unknown(args: list[Argument]) -> Error:

@@ -9,10 +9,10 @@ must be well-formed to the byte, so that a proxy in front cannot be made to read
 from __future__ import annotations
 
 import binascii
-import hmac
+import ipaddress
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
@@ -23,8 +23,9 @@ from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.format.keys import tenant
 from lmtier.rules.hints import actions_of
+from lmtier.server.access import Role, Secrets
 from lmtier.server.explain import Explain
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
@@ -57,6 +58,7 @@ _BEGIN = re.compile(rb"[A-Z-]{0,20}(?: |\Z)")
 _LINE = re.compile(rb"([A-Z-]{1,20}) ([\x21-\x7e]+) HTTP/(\d)\.(\d)")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
 _BARE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
+_PORT = re.compile(r":\d*\Z")
 _ONCE = frozenset({"authorization", "content-length", "host", "transfer-encoding"})
 
 
@@ -65,6 +67,8 @@ class Response(NamedTuple):
     type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    at: float = 0.0
+    """When to send it, by time.monotonic(); 0: now."""
 
 
 Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
@@ -74,6 +78,8 @@ Forms: TypeAlias = "Mapping[str, Callable[[bytes], Response]]"
 class Reply(NamedTuple):
     data: bytes
     """The bytes to send, all of them."""
+    at: float
+    """When to send them, by time.monotonic(); 0: now. The answer to a wrong token is late."""
     keep: bool
     """False: close afterwards. First stop sending and read to the end: unread input would reset the reply."""
 
@@ -99,23 +105,43 @@ class _Request(NamedTuple):
 
 
 class Http:
-    """The served pages and forms, and the token that they need."""
+    """The served pages and forms, and who may use them."""
 
-    def __init__(self, pages: Pages, token: str | None = None, forms: Forms | None = None) -> None:
-        if token == "":
-            raise MisuseError("an empty token would allow every client; pass None for no token")
+    def __init__(
+        self,
+        pages: Pages,
+        tokens: Callable[[], Secrets] = lambda: Secrets({}),
+        wrong: Callable[[str], float] = lambda address: 0.0,
+        names: Iterable[str] = (),
+        forms: Forms | None = None,
+    ) -> None:
+        """`wrong` notes that this address showed a wrong token, and returns the time of the answer.
+
+        `names` are the names of this host under which a browser may ask, beside `localhost`.
+        """
         self._pages = pages
         self._forms = forms or {}
-        self._token = None if token is None else token.encode()
+        self._tokens = tokens
+        self._wrong = wrong
+        self._names = {name.lower() for name in names}
 
-    def conversation(self) -> Conversation:
+    def conversation(self, address: str = "") -> Conversation:
         """A new conversation, for one connection."""
-        return Conversation(self)
+        return Conversation(self, address)
 
-    def answer(self, method: str, path: str, authorization: str) -> Response:
+    def answer(self, method: str, path: str, headers: Mapping[str, str], address: str) -> Response:
         """The answer to a request without a body."""
-        if path not in OPEN and not self._is_trusted(authorization):
-            return sentence(401, "send the token as Authorization: Bearer, or as the password", _CHALLENGE)
+        if path not in OPEN:
+            tokens, authorization = self._tokens(), headers.get("authorization", "")
+            shown = _token_in(authorization) if authorization else None
+            if shown is None or not tokens.role(shown):
+                if not tokens.without or (path in self._forms and tokens):
+                    late = self._wrong(address) if authorization else 0.0
+                    why = "send the token as Authorization: Bearer, or as the password"
+                    return sentence(401, why, _CHALLENGE)._replace(at=late)
+                if not self._is_own(headers.get("host", "")):
+                    why = "this host has no such name: a web page may have sent your browser here; use its"
+                    return sentence(421, f"{why} address, or add the name to http_names in [serve]")
         if path in self._forms:
             return sentence(405, f"{path} takes a JSON body with POST", (("Allow", "POST"),))
         if method not in ("GET", "HEAD"):
@@ -128,10 +154,15 @@ class Http:
         """What takes the body of this request; None: `answer` answers it."""
         if request.method != "POST" or request.path not in self._forms:
             return None
-        if not self._is_trusted(request.headers.get("authorization", "")):
-            return None
-        if self._token is None:  # any page in a browser can send a form; it cannot know a token
+        tokens = self._tokens()
+        if not tokens:  # any page in a browser can send a form; it cannot know a token
             raise _Refusal(403, "this needs a token: start the server with --token-file")
+        shown = _token_in(request.headers.get("authorization", ""))
+        role = Role.NONE if shown is None else tokens.role(shown)
+        if role is Role.NONE:
+            return None
+        if role < Role.ENGINE:
+            raise _Refusal(403, "this token may look, and do nothing else")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise _Refusal(415, "send JSON, with Content-Type: application/json")
         if "content-length" not in request.headers:
@@ -140,19 +171,31 @@ class Http:
             raise _Refusal(413, f"the body has at most {MAX_BODY} bytes")
         return self._forms[request.path]
 
-    def _is_trusted(self, authorization: str) -> bool:
-        if self._token is None:
+    def _is_own(self, host: str) -> bool:
+        """Whether the Host header names this host.
+
+        A name without a token may be one that an attacker owns and points here, so that a page of that name
+        can read our answers (DNS rebinding). Attackers own no addresses and no names without a dot.
+        """
+        name = _PORT.sub("", host.lower()).rstrip(".")
+        if "." not in name or name.startswith("[") or name.endswith(".localhost") or name in self._names:
             return True
-        scheme, _, credentials = authorization.partition(" ")
-        shown = credentials.strip(" \t").encode("latin-1")
-        if scheme.lower() == "basic":
-            try:
-                shown = binascii.a2b_base64(shown, strict_mode=True).partition(b":")[2]
-            except binascii.Error:
-                return False
-        elif scheme.lower() != "bearer":
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
             return False
-        return hmac.compare_digest(shown, self._token)
+
+
+def _token_in(authorization: str) -> bytes | None:
+    """The token of an Authorization header. None: it has none that we can read."""
+    scheme, _, credentials = authorization.partition(" ")
+    shown = credentials.strip(" \t").encode("latin-1")
+    if scheme.lower() == "basic":
+        try:
+            return binascii.a2b_base64(shown, strict_mode=True).partition(b":")[2]
+        except binascii.Error:
+            return None
+    return shown if scheme.lower() == "bearer" else None
 
 
 class Conversation:
@@ -161,8 +204,9 @@ class Conversation:
     It holds at most one head or body, and the bytes after it.
     """
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: Http, address: str = "") -> None:
         self._http = http
+        self._address = address
         self._input = bytearray()
         self._form: tuple[_Request, Callable[[bytes], Response]] | None = None
         """A request whose body has not come yet, and what takes it."""
@@ -192,11 +236,11 @@ class Conversation:
                 return self._fill(*self._form)
         except _Refusal as refusal:
             return self._reply(sentence(refusal.status, str(refusal)), with_body=True, keep=False)
-        response = self._http.answer(request.method, request.path, request.headers.get("authorization", ""))
+        response = self._http.answer(request.method, request.path, request.headers, self._address)
         has_body = (
             request.headers.get("content-length", "0").strip("0") or "transfer-encoding" in request.headers
         )
-        if has_body and response.status not in (401, 405):
+        if has_body and response.status not in (401, 405, 421):
             response = sentence(413, "requests have no body here")
         return self._reply(response, request.method != "HEAD", request.keep and not has_body)
 
@@ -242,7 +286,7 @@ class Conversation:
         )
         lines.extend(f"{name}: {value}" for name, value in fields)
         head = "\r\n".join(lines).encode() + b"\r\n\r\n"
-        return Reply(head + response.body if with_body else head, keep)
+        return Reply(head + response.body if with_body else head, response.at, keep)
 
 
 def parse(head: bytes) -> _Request:
@@ -300,9 +344,7 @@ def forms(cache: Cache) -> dict[str, Callable[[bytes], Response]]:
     return {"/api/hints": hints}
 
 
-def routes(
-    cache: Cache, report: Report, history: History, explain: Explain
-) -> dict[str, Callable[[], Response]]:
+def routes(cache: Cache, report: Report, explain: Explain) -> dict[str, Callable[[], Response]]:
     """All pages of a server, by path. None of them contains a prompt's tokens."""
     page = Path(__file__).with_name("page.html").read_bytes()
 
@@ -321,6 +363,6 @@ def routes(
         "/readyz": ready,
         "/version": lambda: Response(200, JSON, json.dumps({"version": __version__}).encode()),
         "/api/stats": lambda: Response(200, JSON, json.dumps(report.snapshot()).encode()),
-        "/api/history": lambda: Response(200, JSON, history.to_json()),
+        "/api/history": lambda: Response(200, JSON, report.history.to_json()),
         "/api/explain": lambda: Response(200, JSON, json.dumps(explain.recent()).encode()),
     }

@@ -1,4 +1,4 @@
-"""The listening sockets of a server, and its access control: certificates and the token."""
+"""The listening sockets of a server, with its certificates and tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtier import forks
-from lmtier.config import TOKEN_VARIABLE, Serving, host_and_port
+from lmtier.config import Serving, host_and_port
 from lmtier.errors import ConfigError, log
+from lmtier.server.access import Secrets
 
 
 class Door(NamedTuple):
@@ -27,9 +28,8 @@ class Doors:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self.token = read_token(serving)
-        """None: no token is needed."""
-        check_exposure(serving, self.token)
+        self.tokens = Secrets.read(serving)
+        check_exposure(serving, self.tokens)
         self._tls = _tls(serving)
         self.by_fd: dict[int, Door] = {}
         self.where: list[tuple[str, str]] = []
@@ -64,10 +64,10 @@ class Doors:
 
     def read_secrets_again(self) -> None:
         try:
-            self.token, self._tls = read_token(self._serving), _tls(self._serving)
-            log.info("lmtier: token and certificates were read again")
+            self.tokens, self._tls = Secrets.read(self._serving), _tls(self._serving)
+            log.info("lmtier: tokens and certificates were read again")
         except ConfigError as error:
-            log.error("lmtier: the old token and certificates stay in use: %s", error)
+            log.error("lmtier: the old tokens and certificates stay in use: %s", error)
 
     def close(self) -> None:
         for listener, _ in self.by_fd.values():
@@ -78,25 +78,12 @@ class Doors:
         self.by_fd.clear()
 
 
-def read_token(serving: Serving) -> str | None:
-    """The token that clients must send. None: no token is needed."""
-    if not serving.token_file:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        lines = Path(serving.token_file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"serve: token_file {serving.token_file}: {error}") from None
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"serve: token_file {serving.token_file} is empty; put a long random word in it")
-    return lines[0].strip()
-
-
-def check_exposure(serving: Serving, token: str | None) -> None:
+def check_exposure(serving: Serving, tokens: Secrets) -> None:
     for name in ("listen", "http"):
         address = getattr(serving, name)
         if not address or _is_loopback(host_and_port(address, name)[0]):
             continue
-        if token is None and not serving.tls_ca and not serving.insecure:
+        if not tokens.asks and not serving.tls_ca and not serving.insecure:
             raise ConfigError(
                 f"serve: {name}={address} can be reached from other hosts, whose users could read and delete "
                 "stored KV; set token_file, or tls_ca for client certificates, or insecure = true"

@@ -1,7 +1,7 @@
-"""The server's report: one snapshot of numbers, and their recent history.
+"""The server's report: one snapshot of numbers, their recent history, and what they mean.
 
 Counters are cumulative since the start; for rates subtract two snapshots. Numbers are raw. The units are
-tokens, chunks, bytes and seconds.
+tokens, chunks, bytes and seconds. The verdicts of a snapshot are about the last minutes.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ import json
 import math
 import re
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, TypedDict
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from typing import Any, TypedDict, cast
 from urllib.parse import unquote
 
 from lmtier._version import __version__
-from lmtier.config import TierSpec
+from lmtier.config import TierSpec, read_price
 from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU
 from lmtier.core.sessions import SessionNow
-from lmtier.observe.metrics import MISS_REASONS
+from lmtier.observe.breakdown import Breakdown, Portion
+from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
+from lmtier.rules.breaker import Outage
 from lmtier.rules.money import HOUR, Worth, next_gib
+from lmtier.server.verdicts import Facts, TierFacts, Verdict, judge, slowest
 
 Client = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
 
 _TOP = 10  # sessions
+_JUDGED = 300.0
+"""Seconds that the verdicts are about."""
+_FAULTS = ("error", "deadline", "overdue")
 _SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
@@ -42,6 +50,18 @@ class Tokens(TypedDict):
     skipped: int
     dropped: dict[str, int]
     """Dropped tokens by "tier reason"."""
+
+
+class OutageNow(TypedDict):
+    """The last time in which a tier was paused, because its loads or its stores failed."""
+
+    what: str
+    """loads, or stores."""
+    since: float
+    """In seconds since 1970."""
+    until: float | None
+    """None: it is still paused."""
+    why: str
 
 
 class ShareNow(TypedDict):
@@ -68,6 +88,7 @@ class TierNow(TypedDict):
     """Chunks that are still to be written or deleted."""
     breaker_up: str
     breaker_down: str
+    outages: list[OutageNow]
     evictions: int
     shares: dict[str, ShareNow]
     """By tenant; empty if none are configured."""
@@ -75,7 +96,20 @@ class TierNow(TypedDict):
     bytes_down: int
     seconds_up: float
     seconds_down: float
+    slowest: float | None
+    """Seconds in which 99 of 100 loads of the last minutes ended. None: there were too few."""
     failures: int
+    """Objects that it did not give or take, for any reason."""
+    faults: int
+    """Those for which the tier is to blame: errors, and answers that came too late or never."""
+
+
+class Named(TypedDict):
+    """Tokens of one model or tenant."""
+
+    name: str
+    asked: int
+    hit: int
 
 
 class NextGib(TypedDict):
@@ -107,6 +141,8 @@ class SessionsNow(TypedDict):
 
 class Snapshot(TypedDict):
     version: str
+    verdicts: list[Verdict]
+    """Five lines that say what all of this means."""
     time: float
     uptime: float
     ready: bool
@@ -115,8 +151,16 @@ class Snapshot(TypedDict):
     lookups: int
     recent_hit_ratio: float
     tokens: Tokens
+    saved_seconds: float
+    """Seconds that engines would have computed the hit tokens, as far as engines measured it."""
+    models: list[Named]
+    tenants: list[Named]
+    values: dict[str, int]
+    """Of Redis clients, by event: hit, missed, set, …; `held` is how many are stored now."""
     leased_bytes: int
     tiers: list[TierNow]
+    loads: dict[str, list[int]]
+    """Of each tier: how many loads took at most each of `metrics.SECONDS`, and at last all of them."""
     curve: dict[str, dict[str, float | None]]
     """The hit rate of each bounded tier if it were alone and so many times its size. None: not known."""
     savings: Savings
@@ -139,17 +183,27 @@ class Report:
         clients: Callable[[], list[Client]],
         started: float,
         clock: Callable[[], float] = time.monotonic,
-        gpu_hour: float = 0.0,
+        *,
+        breakdown: Breakdown | None = None,
+        most_clients: int = 0,
+        gpu_hour: str = "",
     ) -> None:
-        """`started` is the start of the server, by `clock`; `gpu_hour` is the price of an engine's hour."""
-        self._gpu_hour = gpu_hour
+        """`started` is the start of the server, by `clock`. `gpu_hour` is the price of an engine's hour."""
         self._cache = cache
         self._clients = clients
         self._started = started
         self._clock = clock
-        self._urls = [without_secrets(spec) for spec in cache.config.specs]
+        self._breakdown = breakdown
+        self._most_clients = most_clients
+        self._gpu_hour = gpu_hour
+        self.history = History(clock=clock)
         self.stopping = False
         """Set it when the server shuts down. From then on it is not ready for new work."""
+
+    def sample(self) -> None:
+        """Keep a row of the history, if one is due."""
+        if not self.history.due():
+            self.history.sample(self.snapshot())
 
     def why_not_ready(self) -> str:
         """Why the server is not ready, in a sentence; empty if it is ready."""
@@ -169,9 +223,13 @@ class Report:
         up_down = ("tier", "direction")
         moved = whole(metrics.sums(metrics.transfer_bytes, *up_down))
         seconds = metrics.sums(metrics.transfer_seconds, *up_down)
+        loads = metrics.buckets(metrics.transfer_seconds, "tier", direction="up")
         evictions = whole(metrics.sums(metrics.evictions, "tier"))
         gave = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
         failed = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
+        now, uptime = time.time(), self._clock() - self._started
+        then = self.history.before(now - _JUDGED) or _start(now - uptime)
+        urls = [without_secrets(spec) for spec in cache.config.stores]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
             held = cache.index.occupancy() if below is None else below.occupancy()
@@ -187,6 +245,7 @@ class Report:
                 "queue": 0 if below is None else below.backlog,
                 "breaker_up": "closed" if below is None else str(below.up),
                 "breaker_down": "closed" if below is None else str(below.down),
+                "outages": [] if below is None else self._outages(below, now),
                 "evictions": evictions.get(label, 0),
                 "shares": {
                     pool.name: {
@@ -200,14 +259,22 @@ class Report:
                 "bytes_down": moved.get(f"{label} down", 0),
                 "seconds_up": seconds.get(f"{label} up", 0.0),
                 "seconds_down": seconds.get(f"{label} down", 0.0),
+                "slowest": slowest(then["loads"].get(label, []), loads.get(label, [])),
                 "failures": sum(count for key, count in failed.items() if key.split()[0] == label),
+                "faults": sum(failed.get(f"{label} {reason}", 0) for reason in _FAULTS),
             }
 
         labels = [(CPU, None), *((below.label, below) for below in cache.lower)]
-        return {
+        breakdown = self._breakdown
+        values = whole(metrics.sums(metrics.values, "event"))
+        values["held"] = max(
+            len(each.records) for each in (cache.index, *(t.index for t in cache.lower.owned))
+        )
+        snapshot: Snapshot = {
             "version": __version__,
-            "time": time.time(),
-            "uptime": self._clock() - self._started,
+            "verdicts": [],
+            "time": now,
+            "uptime": uptime,
             "ready": not why_not,
             "why_not_ready": why_not,
             "chunk_tokens": cache.chunk_tokens,
@@ -221,10 +288,12 @@ class Report:
                 "skipped": total(metrics.sums(metrics.skipped_tokens)),
                 "dropped": whole(metrics.sums(metrics.dropped_tokens, "tier", "reason")),
             },
+            "saved_seconds": sum(metrics.sums(metrics.saved_seconds).values()),
+            "models": _named({} if breakdown is None else breakdown.by_model),
+            "tenants": _named({} if breakdown is None else breakdown.by_tenant),
+            "values": values,
             "leased_bytes": cache.index.leased_bytes,
-            "tiers": [
-                tier(label, url, below) for (label, below), url in zip(labels, self._urls, strict=True)
-            ],
+            "tiers": [tier(label, url, below) for (label, below), url in zip(labels, urls, strict=True)],
             "curve": {
                 place.tier: {
                     f"{factor:g}": _known(cache.outlook.hit_ratio(place, factor)) for factor in FACTORS
@@ -238,13 +307,82 @@ class Report:
             "clients": self._clients(),
             "verify_failures": total(metrics.sums(metrics.verify_failures)),
             "corrupt": sum(count for key, count in failed.items() if key.split()[1] == "corrupt"),
+            "loads": loads,
         }
+        snapshot["verdicts"] = judge(self._facts(snapshot, then))
+        return snapshot
+
+    def _outages(self, below: LowerTier, now: float) -> list[OutageNow]:
+        def moment(at: float) -> float:
+            return now - (self._clock() - at)
+
+        found: list[tuple[str, Outage]] = [
+            (what, breaker.outage)
+            for what, breaker in (("loads", below.up), ("stores", below.down))
+            if breaker.outage is not None
+        ]
+        return [
+            {
+                "what": what,
+                "since": moment(outage.since),
+                "until": None if outage.until is None else moment(outage.until),
+                "why": outage.why,
+            }
+            for what, outage in found
+        ]
+
+    def _facts(self, now: Snapshot, then: Counters) -> Facts:
+        """What the verdicts are about: the difference to a row of the history, and the present."""
+        tokens, values = now["tokens"], now["values"]
+        seconds = max(1e-3, now["time"] - then["time"])
+        kinds = Counter(str(client.get("kind", "")) for client in now["clients"])
+        damaged = now["corrupt"] - then["corrupt"]
+        return Facts(
+            seconds=seconds,
+            not_ready=now["why_not_ready"],
+            tiers=[self._tier_facts(tier, now, then) for tier in now["tiers"]],
+            clients=kinds,
+            asked=tokens["asked"] - then["asked"],
+            hit=sum(tokens["hit"].values()) - sum(then["hit"].values()),
+            missed=_since(tokens["missed"], then["missed"]),
+            dropped=_since(tokens["dropped"], then["dropped"]),
+            corrupt=damaged,
+            differed=now["verify_failures"],
+            saved_seconds=now["saved_seconds"] - then["saved_seconds"],
+            price=self._gpu_hour,
+            values=_since(values, then["values"]),
+            busy=max(0.0, now["busy"] - then["busy"]) / seconds,
+            leased=now["leased_bytes"] / max(1, now["tiers"][0]["capacity"] or 0),
+            connected=len(now["clients"]) / self._most_clients if self._most_clients else 0.0,
+            deadline=self._cache.config.load_deadline,
+        )
+
+    def _tier_facts(self, tier: TierNow, now: Snapshot, then: Counters) -> TierFacts:
+        down = {each["what"]: each for each in tier["outages"] if each["until"] is None}
+        over = [(each["until"], each) for each in tier["outages"] if (each["until"] or 0.0) > then["time"]]
+        ended, last = max(over, key=itemgetter(0)) if over else (None, None)
+        name = tier["tier"]
+        return TierFacts(
+            name=name,
+            loads_down=now["time"] - down["loads"]["since"] if "loads" in down else None,
+            stores_down=now["time"] - down["stores"]["since"] if "stores" in down else None,
+            back=None if ended is None else now["time"] - ended,
+            was_down=0.0 if ended is None or last is None else ended - last["since"],
+            why=next((each["why"] for each in down.values() if each["why"]), ""),
+            faults=max(0, tier["faults"] - then["faults"].get(name, 0)),
+            slowest=tier["slowest"],
+            queue=tier["queue"] / self._cache.config.queue_length,
+            capacity=tier["capacity"],
+            curve=now["curve"].get(name, {}),
+        )
 
     def _savings(self) -> Savings:
         cache, metrics = self._cache, self._cache.metrics
-        saved = sum(metrics.sums(metrics.saved_gpu_seconds).values())
+        saved = sum(metrics.sums(metrics.saved_seconds).values())
+        price = read_price(self._gpu_hour)
+        hour = price[1] if price is not None else 0.0
         hit = total(metrics.sums(metrics.hit_tokens))
-        worth = Worth(saved / HOUR, self._gpu_hour)
+        worth = Worth(saved / HOUR, hour)
         found: dict[str, NextGib] = {}
         for place in cache.outlook.places if hit else ():
             now, more = (_known(cache.outlook.hit_ratio(place, factor)) for factor in (1, 2))
@@ -255,11 +393,11 @@ class Report:
                 asked=total(metrics.sums(metrics.asked_tokens)),
                 seconds=self._clock() - self._started,
                 token=saved / hit,
-                price=self._gpu_hour,
+                price=hour,
             )
             found[place.tier] = {"gpu_hours": each.gpu_hours, "money": each.money}
         return {
-            "gpu_hour": self._gpu_hour,
+            "gpu_hour": hour,
             "gpu_hours": worth.gpu_hours,
             "money": worth.money,
             "next_gib": found,
@@ -285,7 +423,7 @@ class History:
     ) -> None:
         self._interval = interval
         self._clock = clock
-        self._rows: deque[bytes] = deque(maxlen=int(minutes * 60 / interval) + 1)
+        self._rows: deque[tuple[float, bytes]] = deque(maxlen=int(minutes * 60 / interval) + 1)
         self._next = clock()
 
     def due(self) -> float:
@@ -297,15 +435,56 @@ class History:
         if self.due():
             return
         self._next = self._clock() + self._interval
-        self._rows.append(json.dumps(row_of(snapshot), separators=(",", ":")).encode())
+        row = json.dumps(row_of(snapshot), separators=(",", ":")).encode()
+        self._rows.append((snapshot["time"], row))
+
+    def before(self, moment: float) -> Counters | None:
+        """The last row at or before this time. None: there is none."""
+        after = bisect_right(self._rows, moment, key=itemgetter(0))
+        return json.loads(self._rows[after - 1][1]) if after else None
 
     def to_json(self) -> bytes:
-        """The rows, the oldest first, and the meaning of each reason for a miss."""
-        head = {"interval": self._interval, "reasons": MISS_REASONS}
-        return json.dumps(head).encode().removesuffix(b"}") + b', "rows": [' + b",".join(self._rows) + b"]}"
+        """The rows, the oldest first, and the meaning of each reason for a miss and their groups."""
+        groups = [
+            {"name": name, "title": title, "reasons": each} for name, (title, each) in MISS_GROUPS.items()
+        ]
+        head = {"interval": self._interval, "reasons": MISS_REASONS, "groups": groups}
+        return (
+            json.dumps(head).encode().removesuffix(b"}")
+            + b', "rows": ['
+            + b",".join(row for _, row in self._rows)
+            + b"]}"
+        )
 
 
-def row_of(snapshot: Snapshot) -> dict[str, Any]:
+class Counters(TypedDict):
+    """The counters of a snapshot in the history."""
+
+    time: float
+    asked: int
+    hit: dict[str, int]
+    missed: dict[str, int]
+    dropped: dict[str, int]
+    up: dict[str, int]
+    down: dict[str, int]
+    used: dict[str, int | None]
+    faults: dict[str, int]
+    loads: dict[str, list[int]]
+    values: dict[str, int]
+    saved_seconds: float
+    corrupt: int
+    busy: float
+
+
+def _start(time: float) -> Counters:
+    """The counters at the start of the server."""
+    nothing: dict[str, Any] = {name: {} for name in Counters.__annotations__}
+    return cast(
+        Counters, nothing | {"time": time} | dict.fromkeys(("asked", "corrupt", "saved_seconds", "busy"), 0)
+    )
+
+
+def row_of(snapshot: Snapshot) -> Counters:
     """The row of a snapshot in the history."""
     tokens, tiers = snapshot["tokens"], snapshot["tiers"]
     return {
@@ -313,9 +492,15 @@ def row_of(snapshot: Snapshot) -> dict[str, Any]:
         "asked": tokens["asked"],
         "hit": tokens["hit"],
         "missed": tokens["missed"],
+        "dropped": tokens["dropped"],
         "up": {tier["tier"]: tier["bytes_up"] for tier in tiers},
         "down": {tier["tier"]: tier["bytes_down"] for tier in tiers},
         "used": {tier["tier"]: tier["used"] for tier in tiers},
+        "faults": {tier["tier"]: tier["faults"] for tier in tiers if tier["faults"]},
+        "loads": {name: counts for name, counts in snapshot["loads"].items() if counts[-1]},
+        "values": snapshot["values"],
+        "saved_seconds": round(snapshot["saved_seconds"], 3),
+        "corrupt": snapshot["corrupt"],
         "busy": round(snapshot["busy"], 3),
     }
 
@@ -331,6 +516,16 @@ def without_secrets(spec: TierSpec) -> str:
         f"{name}=***" if _SECRET.search(unquote(name)) else name + is_ + value for name, is_, value in options
     )
     return f"{scheme}://{location}{mark}{shown}"
+
+
+def _since(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
+    return {name: count - then.get(name, 0) for name, count in now.items() if count > then.get(name, 0)}
+
+
+def _named(by_name: Mapping[str, Portion]) -> list[Named]:
+    """The most asked first."""
+    order = sorted(by_name.items(), key=lambda each: -each[1].asked)
+    return [{"name": name, "asked": each.asked, "hit": each.hit} for name, each in order]
 
 
 def _known(ratio: float) -> float | None:

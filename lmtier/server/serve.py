@@ -29,6 +29,7 @@ from lmtier.errors import ConfigError, log
 from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
 from lmtier.server import tracing
+from lmtier.server.access import Role, Wrong
 from lmtier.server.commands import Caller, Command
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.dispatch import Dispatch
@@ -39,7 +40,7 @@ from lmtier.server.process import allow_files, tell_systemd
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.info import info, settings
 from lmtier.server.redis.service import Service
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.roster import Roster
 from lmtier.server.transactions import Transactions
@@ -72,8 +73,8 @@ class Server:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._roster = Roster()
         self._masks: dict[int, int] = {}
-        self._waiting: set[Connection] = set()
-        """The connections whose command waits for a tier, or whose turn was cut."""
+        self._waiting: set[Connection | HttpConnection] = set()
+        """The connections whose answer has to wait, or whose turn was cut."""
         self._ids = count(1)
         self._stop_at: float | None = None
         self._alone_since = self._started
@@ -109,8 +110,10 @@ class Server:
         self._transactions = Transactions(self._values)
         self._engines = Engines(self.cache, self._log, self._tracing)
         self._publish()
+        self._wrong = Wrong(metrics)
         service = Service(
-            token=lambda: self._doors.token,
+            tokens=lambda: self._doors.tokens,
+            wrong=self._wrong,
             info=lambda: info(self.cache, serving, self._report, self._roster, self._values),
             settings=lambda: settings(self.cache, serving),
             callers=self._roster.callers,
@@ -119,15 +122,26 @@ class Server:
             **redis_table(self._values, service),
             **self._transactions.table(),
             **self._engines.table(),
-            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, ("readonly",)),
-            b"LMTIER.HISTORY": Command(lambda *_: self._history.to_json(), 1, ("readonly",)),
+            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, role=Role.LOOK),
+            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1, role=Role.LOOK),
         }
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
-        self._report = Report(self.cache, self._roster.clients, self._started, gpu_hour=serving.gpu_hour)
-        self._history = History()
-        self._forms = forms(self.cache)
-        self._pages = routes(self.cache, self._report, self._history, self._engines.explain)
+        self._report = Report(
+            self.cache,
+            self._roster.clients,
+            self._started,
+            breakdown=self._engines.breakdown,
+            most_clients=serving.clients,
+            gpu_hour=serving.gpu_hour,
+        )
+        self._http = Http(
+            routes(self.cache, self._report, self._engines.explain),
+            lambda: self._doors.tokens,
+            partial(self._wrong.met, "http"),
+            (*serving.http_names.replace(",", " ").split(), socket.gethostname()),
+            forms(self.cache),
+        )
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         for kind in ("redis", "engine", "http"):
             metrics.clients.labels(kind).set_function(partial(self._roster.of_kind, kind))
@@ -194,7 +208,7 @@ class Server:
         self._ring()
 
     def obey_signals(self) -> None:
-        """SIGTERM and SIGINT stop the server. SIGHUP reads the token and the certificates again."""
+        """SIGTERM and SIGINT stop the server. SIGHUP reads the tokens and the certificates again."""
 
         def hang_up(*_: object) -> None:
             self._reload = True
@@ -247,15 +261,14 @@ class Server:
         if mask != self._masks[fd]:
             self._epoll.modify(fd, mask)
             self._masks[fd] = mask
-        if isinstance(connection, Connection):
-            goes_on = connection.is_waiting or connection.is_cut
-            (self._waiting.add if goes_on else self._waiting.discard)(connection)
+        goes_on = connection.is_waiting or connection.is_cut
+        (self._waiting.add if goes_on else self._waiting.discard)(connection)
 
     def _forget(self, fd: int, connection: Connection | HttpConnection) -> None:
         del self._masks[fd]
         self._roster.left(connection)
+        self._waiting.discard(connection)
         if isinstance(connection, Connection):
-            self._waiting.discard(connection)
             self._transactions.gone(connection.caller)
             if not self._report.stopping:
                 # The server closes it, but the engine may still be copying. So its extents are not used
@@ -293,8 +306,7 @@ class Server:
         elif 0 < self.serving.linger < now - self._alone_since:
             log.info("lmtier: there was no connection for %.0f s", self.serving.linger)
             self.stop()
-        if not self._history.due():
-            self._history.sample(self._report.snapshot())
+        self._report.sample()
         if self._reload:
             self._reload = False
             self._doors.read_secrets_again()
@@ -370,7 +382,7 @@ class Server:
                 sock.close()
 
     def _welcomed(self, kind: str, sock: socket.socket, address: str) -> Connection | HttpConnection:
-        caller, token = Caller(next(self._ids), address), self._doors.token
+        caller = Caller(next(self._ids), address)
         if kind == "unix":
             caller.address, caller.is_local = address or kind, True
         else:
@@ -378,8 +390,8 @@ class Server:
         forks.close_in_child(sock)
         if kind == "http":
             caller.kind = kind
-            return HttpConnection(sock, Http(self._pages, token, self._forms).conversation(), caller)
-        caller.is_trusted = caller.is_local or token is None
+            return HttpConnection(sock, self._http.conversation(address), caller)
+        caller.role = Role.ADMIN if caller.is_local else self._doors.tokens.without
         return Connection(self._dispatch, sock, caller)
 
     def _begin(self, connection: Connection | HttpConnection) -> None:

@@ -250,7 +250,7 @@ class BlockingTier(Tier):
             return _Result(job.id, self._do(job, part.items, names, desk))
         except FileNotFoundError as error:
             if job.op is Op.STORE:  # no miss: the directory for it no longer exists
-                return self._fail(job, names, Reason.ERROR, repr(error))
+                return self._fail(job, names, Reason.ERROR, _words(error))
             return self._fail(job, names, Reason.ABSENT, "")
         except objects.CorruptObject as error:
             log.error("lmtier: %s is corrupt, deleting it: %s", names[0], error)
@@ -267,10 +267,10 @@ class BlockingTier(Tier):
             self._discard(names)
             return self._fail(job, names, Reason.UNSEALED, str(error))
         except TimeoutError as error:
-            return self._fail(job, names, Reason.DEADLINE, str(error))
+            return self._fail(job, names, Reason.DEADLINE, str(error) or "no answer in time")
         except BaseException as error:  # noqa: BLE001 - the thread's edge; the caller counts a miss
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            return self._fail(job, names, Reason.FULL if full else Reason.ERROR, repr(error))
+            return self._fail(job, names, Reason.FULL if full else Reason.ERROR, _words(error))
 
     def _do(self, job: Job, items: tuple[Item, ...], names: list[Name], desk: _Desk) -> Outcome:
         page = desk.page
@@ -339,3 +339,10 @@ class BlockingTier(Tier):
 @lru_cache(maxsize=64)
 def _warn_once(why: str) -> None:
     log.warning("lmtier: an object cannot be read here and counts as a miss: %s", why)
+
+
+def _words(error: BaseException) -> str:
+    """The error of a system call in its own words; any other one with its type."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return repr(error)

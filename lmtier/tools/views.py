@@ -92,6 +92,7 @@ def stats(now: Snapshot, name: str) -> str:
     """Everything since the start, in tables."""
     parts = [
         headline(now, name),
+        verdicts_table(now),
         _tokens_table(now),
         _tiers_table(now),
         *_shares_table(now),
@@ -142,6 +143,12 @@ def explained(found: Sequence[Explanation], columns: int) -> str:
 def headline(now: Snapshot, name: str) -> str:
     ready = "ready" if now["ready"] else f"not ready: {now['why_not_ready']}"
     return f"lmtier {now['version']}, {ready}, up {span(now['uptime'])}, at {name}"
+
+
+def verdicts_table(now: Snapshot) -> str:
+    """Five lines that say what the numbers mean."""
+    rows = [(each["name"], each["word"], each["text"]) for each in now["verdicts"]]
+    return "\n".join(table(("", "", ""), rows).splitlines()[2:])
 
 
 def _tokens_table(now: Snapshot) -> str:

@@ -27,6 +27,9 @@ import json, sys
 from lmtier.config import Config, Serving
 from lmtier.server.serve import Server
 config, serving = json.loads(sys.argv[1])
+if "log_format" in serving:
+    from lmtier.tools.logs import write_log
+    write_log(serving.get("log_level", "info"), serving["log_format"])
 server = Server(Config(**config), Serving(**serving))
 server.obey_signals()
 sys.stdout.write(json.dumps(dict(server.where)) + chr(10))
@@ -46,7 +49,7 @@ class Served:
         if token:
             (folder / "token").write_text(token)
             (folder / "token").chmod(0o600)
-            serving["token_file"] = str(folder / "token")
+            serving.setdefault("token_file", str(folder / "token"))
         self._config = {"tiers": tiers or ("cpu://?capacity=64MiB",), "prefault": False, **(config or {})}
         self._serving = {"listen": "127.0.0.1:0", "http": "", **serving}
         self.start()

@@ -417,7 +417,7 @@ def test_sighup_reads_the_token_again(serve, tmp_path):
     assert not takes(TOKEN)
     token.write_text("")
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: "the old token and certificates stay in use" in server.log)
+    until(lambda: "the old tokens and certificates stay in use" in server.log)
     assert takes("the-next-one")
     assert server.stop() == 0
 

@@ -10,9 +10,10 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
+from lmtier.server.access import Role, Secrets
 from lmtier.server.explain import Explain
 from lmtier.server.http import MAX_HEAD, Http, Response, routes
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 
 PAGES = {
     "/": lambda: Response(200, "text/html; charset=utf-8", b"<p>page"),
@@ -21,9 +22,14 @@ PAGES = {
 }
 
 
+def tokens(word):
+    given = Secrets({Role.ENGINE: word} if word else {})
+    return lambda: given
+
+
 def talk(data, token=None, pages=PAGES):
     """All replies to these bytes."""
-    conversation = Http(pages, token).conversation()
+    conversation = Http(pages, tokens(token)).conversation()
     conversation.feed(data)
     replies = []
     while (reply := conversation.next()) is not None:
@@ -262,7 +268,36 @@ def test_a_probe_needs_no_token():
 
 def test_an_empty_token_is_a_mistake():
     with pytest.raises(MisuseError, match="allow every client"):
-        Http(PAGES, "")
+        Secrets({Role.ENGINE: ""})
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(("127.0.0.1:9470", 200), ("[::1]:9470", 200), ("10.1.2.3", 200), ("localhost:9470", 200)),
+        *(("lmtier:9470", 200), ("GPU-7.cluster.example.", 200), ("page.localhost", 200)),
+        *(("rebound.attacker.example:9470", 421), ("127.0.0.1.attacker.example", 421), ("1.2.3", 421)),
+    ],
+)
+def test_without_a_token_only_names_of_this_host_are_answered(host, status):
+    http = Http(PAGES, names=("gpu-7.cluster.example",))
+    conversation = http.conversation()
+    conversation.feed(get("/", f"Host: {host}") + get("/healthz", f"Host: {host}"))
+    statuses = [taken_apart(conversation.next())[0] for _ in range(2)]
+    assert statuses == [status, 200]
+
+
+def test_whoever_has_the_token_may_use_any_name():
+    lines = ("Host: proxy.example", "Authorization: Bearer sesame")
+    assert one(get("/", *lines), token="sesame")[0] == 200
+
+
+def test_a_wrong_token_is_told_to_whom_it_is_late_and_asking_without_one_is_not():
+    late = {"10.0.0.9:5": 12.5}
+    conversation = Http(PAGES, tokens("sesame"), late.__getitem__).conversation("10.0.0.9:5")
+    conversation.feed(get("/") + get("/", basic("a:guess")) + get("/", "Authorization: Bearer sesame"))
+    replies = list(iter(conversation.next, None))
+    assert [(taken_apart(each)[0], each.at) for each in replies] == [(401, 0.0), (401, 12.5), (200, 0.0)]
 
 
 # ---- the routes
@@ -271,9 +306,9 @@ def test_an_empty_token_is_a_mistake():
 @pytest.fixture
 def server():
     with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
-        report, history = Report(cache, list, started=0.0), History()
-        history.sample(report.snapshot())
-        yield report, routes(cache, report, history, Explain(cache))
+        report = Report(cache, list, started=0.0)
+        report.sample()
+        yield report, routes(cache, report, Explain(cache))
 
 
 def test_the_routes(server):
@@ -335,7 +370,7 @@ def test_fifty_thousand_mutated_requests_break_nothing():
         b"\r\n\r\n",
         b"%00",
     ]
-    http = Http(PAGES, "sesame")
+    http = Http(PAGES, tokens("sesame"))
     seen = set()
     for _ in range(50_000):
         data = bytearray(rng.choice(seeds))

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from lmtier.core.cache import Cache
 from lmtier.format.layout import form_of, padded
 from lmtier.server.explain import Explain
 from lmtier.server.http import Http, routes
-from lmtier.server.report import History, Report
+from lmtier.server.report import Report
 from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
 from tests.browser import Browser
 
@@ -41,11 +42,10 @@ class Server:
         self.clients: list[dict[str, object]] = []
         self.asked: list[str] = []
         self.report = Report(cache, lambda: self.clients, time.monotonic())
-        self.history = History()
         self.turn = threading.Lock()
         """A cache has one owner: who holds this."""
         self.explain = Explain(cache)
-        self._http = Http(routes(cache, self.report, self.history, self.explain))
+        self._http = Http(routes(cache, self.report, self.explain))
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
@@ -77,7 +77,7 @@ class Server:
                 self.asked.append(data.split(b" ")[1].decode())
                 conversation.feed(data)
                 with self.turn:
-                    self.history.sample(self.report.snapshot())
+                    self.report.sample()
                     replies = []
                     while (reply := conversation.next()) is not None:
                         replies.append(reply)
@@ -136,6 +136,19 @@ def serve(browser):
         server.cache.close(timeout=5)
 
 
+def visit(browser, server, **screen):
+    """Open the page with all its details."""
+    browser.open(server.url, **screen)
+    browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+
+
+def verdict(browser, name):
+    """The state and the words of one line."""
+    row = f".verdict[data-verdict={name}]"
+    state = browser.evaluate(f"document.querySelector({row!r}).dataset.state")
+    return state, text(browser, f"{row} .word"), text(browser, f"{row} .why")
+
+
 def number(browser, selector):
     return float(browser.until(f"document.querySelector({selector!r})?.value"))
 
@@ -151,13 +164,13 @@ def test_the_numbers_on_the_page_are_those_of_the_server(browser, serve, tmp_pat
     server.clients = [
         {"name": "engine-0", "kind": "engine", "address": "/run/x", "age": 61.0, "sent": 3 << 30}
     ]
-    browser.open(server.url, **SCREENS[screen])
+    visit(browser, server, **SCREENS[screen])
     stats, tokens = server.snapshot(), server.snapshot()["tokens"]
     assert number(browser, "data.saved") == sum(tokens["hit"].values()) > 0
     assert number(browser, "data.hit-share") == sum(tokens["hit"].values()) / tokens["asked"]
     assert number(browser, "data.asked") == tokens["asked"]
     for source, count in {**tokens["hit"], **tokens["missed"]}.items():
-        assert number(browser, f"#sources tr[data-source={source}] data.tokens") == count
+        assert number(browser, f"[data-source={source}] data.tokens") == count
     for tier in stats["tiers"]:
         for shown, name in {
             **{"used": "used", "chunks": "chunks", "queue": "queue", "evictions": "evictions"},
@@ -180,7 +193,7 @@ def test_nothing_is_wider_than_the_screen(browser, serve, screen):
     server.clients = [
         {"name": "x" * 200, "kind": "engine", "address": "y" * 200, "age": 1e6, "sent": 1 << 50}
     ]
-    browser.open(server.url, **SCREENS[screen])
+    visit(browser, server, **SCREENS[screen])
     browser.until("document.querySelector('#clients tr')")
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -190,7 +203,7 @@ def test_every_word_can_be_read(browser, serve, screen):
     """Contrast of all text with the paper is at least 4.5, as WCAG AA asks."""
     server = serve("null://")
     server.use(keys(3), keys(3))
-    browser.open(server.url, **SCREENS[screen])
+    visit(browser, server, **SCREENS[screen])
     browser.until("document.querySelector('data.saved')")
     low = browser.evaluate(
         """(() => {
@@ -202,7 +215,7 @@ def test_every_word_can_be_read(browser, serve, screen):
             const paper = light(getComputedStyle(document.body).backgroundColor), low = [];
             for (const node of document.body.querySelectorAll("*")) {
                 if (![...node.childNodes].some(child => child.nodeType === 3 && child.data.trim())) continue;
-                if (!node.getClientRects().length || node.closest("script, #banner")) continue;
+                if (!node.getClientRects().length || node.closest("script")) continue;
                 const ink = light(getComputedStyle(node).color);
                 const ratio = (Math.max(ink, paper) + .05) / (Math.min(ink, paper) + .05);
                 if (ratio < 4.5) low.push([node.outerHTML, ratio]);
@@ -215,16 +228,18 @@ def test_every_word_can_be_read(browser, serve, screen):
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_the_page_answers_five_questions_in_their_order(browser, serve, screen):
+def test_the_page_shows_the_five_verdicts_of_the_server_in_their_order(browser, serve, screen):
     server = serve("null://")
     server.use(keys(3), [*keys(2), *keys(2, "b")], keys(20, "c"), keys(3))
-    browser.open(server.url, **SCREENS[screen])
+    visit(browser, server, **SCREENS[screen])
     browser.until("document.querySelector('#misses tr')")
-    titles = browser.evaluate("[...document.querySelectorAll('main h2')].map(each => each.innerText)")
-    assert titles == [
-        *("Is it working?", "What does it save me?", "Why was that a miss?"),
-        *("Is it the bottleneck?", "Should I buy more memory?", "Clients"),
-    ]
+    names = browser.evaluate("[...document.querySelectorAll('.question')].map(each => each.innerText)")
+    assert names == ["Working", "Saves", "Misses", "Bottleneck", "Memory"]
+    for name, shown in zip(names, server.snapshot()["verdicts"], strict=True):
+        state, word, why = verdict(browser, name.lower())
+        assert shown["name"] == name.lower()
+        assert (state, word) == (shown["state"], shown["word"])
+        assert name == "Bottleneck" or why == shown["text"]
     latest = server.explain.recent()[0]
     assert latest["why"].startswith("was evicted from cpu")
     assert text(browser, "#misses tr .meaning").startswith("was evicted from cpu")
@@ -238,8 +253,8 @@ def test_the_page_answers_five_questions_in_their_order(browser, serve, screen):
 
 def test_the_page_follows_the_server(browser, serve):
     server = serve()
-    browser.open(server.url)
-    browser.until("document.querySelector('#headline').innerText.startsWith('Nobody has asked')")
+    visit(browser, server)
+    browser.until("document.querySelector('#headline').innerText.startsWith('No prompt was looked up')")
     server.use(keys(3), keys(3))
     browser.until("document.querySelector('data.saved')?.value === '3'")
     assert browser.complaints == []
@@ -248,7 +263,7 @@ def test_the_page_follows_the_server(browser, serve):
 def test_a_page_opened_later_has_the_past(browser, serve):
     server = serve()
     server.use(keys(3), keys(3))
-    browser.open(server.url)
+    visit(browser, server)
     assert number(browser, "data.saved") == 3
     browser.evaluate("document.querySelector('input[value=\"1\"]').click()")
     assert "of the last minute" in text(browser, "#headline")
@@ -258,7 +273,7 @@ def test_a_page_opened_later_has_the_past(browser, serve):
 def test_a_clients_name_is_text_and_nothing_else(browser, serve):
     server = serve()
     server.clients = [{"name": EVIL, "kind": EVIL, "address": EVIL, "age": 1}]
-    browser.open(server.url)
+    visit(browser, server)
     browser.until("document.querySelector('#clients tr')")
     assert text(browser, "#clients b") == EVIL
     assert browser.evaluate("document.querySelectorAll('img, #clients script').length") == 0
@@ -269,37 +284,38 @@ def test_a_clients_name_is_text_and_nothing_else(browser, serve):
 def test_a_server_that_is_not_ready_says_why(browser, serve):
     url, gate = "disk:///memory?capacity=1MiB", Gate()
     server = serve(url, opened={url: SlowTier(MemoryTier(), gate)}, wait_until_warm=False)
-    browser.open(server.url)
-    browser.until("!document.querySelector('#banner').hidden")
-    assert text(browser, "#banner").strip() == "Not ready: the scan of disk is not finished."
+    visit(browser, server)
+    browser.until("document.querySelector('#state').innerText === 'not ready'")
+    assert verdict(browser, "working") == ("warn", "not ready", "the scan of disk is not finished")
     assert text(browser, "#state") == "not ready"
     assert "warming up" in text(browser, "#tiers tr[data-tier=disk]")
     gate.open()
     with server.turn:
         server.cache.flush()
-    browser.until("document.querySelector('#banner').hidden")
-    assert text(browser, "#state") == "live"
+    browser.until("document.querySelector('#state').innerText === 'live'")
+    assert verdict(browser, "working") == ("good", "yes", "cpu and disk work; no engine is connected")
 
 
 def test_a_server_that_goes_away_was_last_seen_and_may_come_back(browser, serve):
     server = serve()
     server.use(keys(3), keys(3))
-    browser.open(server.url)
+    visit(browser, server)
     browser.until("document.querySelector('data.saved')")
     server.close()
-    browser.until("/^The server does not answer; last seen \\d+\\u00a0s ago\\.$/.test("
-                  "document.querySelector('#banner').innerText.trim())")  # fmt: skip
-    assert text(browser, "#state") == "unreachable"
+    browser.until("document.querySelector('#state').innerText === 'unreachable'")
+    state, word, why = verdict(browser, "working")
+    assert (state, word) == ("bad", "no answer")
+    assert re.fullmatch(r"The server does not answer; last seen \d+ s ago; the rest is as it was then", why)
     assert number(browser, "data.saved") == 3, "what was known stays"
     again = serve(port=server.port)
     again.use(keys(4), keys(4), keys(4))
-    browser.until("document.querySelector('#banner').hidden")
+    browser.until("document.querySelector('#state').innerText === 'live'")
     assert number(browser, "data.saved") == 8, "the counters of the old one are forgotten"
 
 
 def test_a_hidden_page_asks_nothing(browser, serve):
     server = serve()
-    browser.open(server.url)
+    visit(browser, server)
     browser.until("document.querySelector('#state').innerText === 'live'")
     browser.evaluate(
         """(() => {
@@ -323,7 +339,7 @@ def test_a_hidden_page_asks_nothing(browser, serve):
 
 def test_the_page_needs_nothing_from_elsewhere(browser, serve):
     server = serve()
-    browser.open(server.url)
+    visit(browser, server)
     browser.until("document.querySelector('#tiers tr')")
     loaded = browser.evaluate("performance.getEntriesByType('resource').map(each => each.name)")
     assert loaded

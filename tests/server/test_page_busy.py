@@ -73,11 +73,11 @@ def test_a_busy_server_answers_all_five_questions(tmp_path: Path, monkeypatch: p
     try:
         with Client(server.path, name="vllm scheduler") as client, Browser(tmp_path / "browser") as browser:
             work(client, SECONDS, random.Random(5))
-            browser.open(f"http://{server.where['http']}/", width=1200, height=1000)
+            browser.open(f"http://{server.where['http']}/", width=1440, height=900)
             browser.until("document.querySelector('#misses tr')")
             browser.evaluate("document.querySelector('input[value=\"1\"]').click()")
             browser.until("document.querySelectorAll('#rate rect').length > 20")
-            words = browser.evaluate("document.querySelector('#misses').innerText")
+            words = browser.evaluate("document.querySelector('#misses').textContent")
             assert "the same tokens are: salt differs" in words
             assert "differs from token 1,500 on" in words
             curve = browser.evaluate(
@@ -87,7 +87,7 @@ def test_a_busy_server_answers_all_five_questions(tmp_path: Path, monkeypatch: p
             assert 0 < curve[0] < curve[-1] <= 1
             assert browser.complaints == []
             picture = tmp_path / "page.png"
-            browser.screenshot(picture)
+            browser.picture(picture)
             if picture_of is not None:
                 picture_of.write_bytes(picture.read_bytes())
     finally:

@@ -111,7 +111,7 @@ def test_hits_are_worth_the_time_that_engines_need_not_compute(make):
     store(cache, keys(3))
     cost = Cost(fixed=9.0, token=2.0, position=0.5, copy=0.0)
     cache.release(cache.wait(cache.match(keys(3), FORM, tokens=4, cost=cost)))
-    report = Report(cache, list, started=0.0, clock=lambda: 86_400.0, gpu_hour=3600.0)
+    report = Report(cache, list, started=0.0, clock=lambda: 86_400.0, gpu_hour="3600")
     savings = report.snapshot()["savings"]
     assert savings["money"] == pytest.approx(3 * 2.0 + 0.5 * 9 / 2)
     assert savings["gpu_hours"] * 3600 == pytest.approx(savings["money"])

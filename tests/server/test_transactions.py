@@ -13,6 +13,8 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.keys import is_value
 from lmtier.format.layout import Name
+from lmtier.observe.metrics import Metrics
+from lmtier.server.access import Secrets, Wrong
 from lmtier.server.commands import Caller, Nothing, Payload
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.service import Service
@@ -34,7 +36,9 @@ class Room:
         self.cache = Cache(config, tiers={URL: SlowTier(MemoryTier(objects), gate)}, is_record=is_value)
         self.values = Values(self.cache)
         self.transactions = Transactions(self.values)
-        service = Service(token=lambda: None, info=dict, settings=dict, callers=list)
+        service = Service(
+            tokens=lambda: Secrets({}), wrong=Wrong(Metrics()), info=dict, settings=dict, callers=list
+        )
         self.table = {**redis_table(self.values, service), **self.transactions.table()}
 
     def ask(self, caller: Caller, *words: str) -> Any:

@@ -6,6 +6,9 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import LayoutError, MisuseError
+from lmtier.format.keys import tenant
+from lmtier.observe.breakdown import Breakdown
+from lmtier.server.access import Role
 from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
 from lmtier.server.engines.operating import Operating
 from lmtier.server.engines.sessions import Sessions
@@ -18,6 +21,8 @@ from lmtier.wire.verbs import MAX_KEYS
 
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
+_LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
+_ADMIN = {"PIN", "UNPIN", "CLEAR"}
 _LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "COMMIT", "DISCARD", "RELEASE"}
 
 
@@ -27,10 +32,16 @@ class Engines:
     def __init__(self, cache: Cache, log: RequestLog | None = None, tracing: Tracing | None = None) -> None:
         self.cache = cache
         self.explain = Explain(cache)
+        tenants = {tenant(share.salt): share.name for share in cache.config.shares}
+        self.breakdown = Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._model_of)
+        cache.followers.add(self.breakdown)
         self._sessions = Sessions(cache, tracing)
         self._transfers = Transfers(cache, self._sessions, tracing, log)
         self._operating = Operating(cache, self.explain)
         self.gone = self._sessions.gone
+
+    def _model_of(self, prefix: bytes) -> str:
+        return self._operating.model_of(prefix)
 
     def table(self) -> Table:
         sessions, transfers, operating = self._sessions, self._transfers, self._operating
@@ -72,7 +83,11 @@ class Engines:
         }
         return {
             f"LMTIER.{name}".encode(): Command(
-                _answering(handler), arity, (flag, "loading"), most=_MOST if name in _LONG else MOST
+                _answering(handler),
+                arity,
+                (flag, "loading"),
+                role=Role.LOOK if name in _LOOK else Role.ADMIN if name in _ADMIN else Role.ENGINE,
+                most=_MOST if name in _LONG else MOST,
             )
             for name, (handler, arity, flag) in verbs.items()
         }

@@ -65,6 +65,11 @@ class Operating:
             self._models.popitem(last=False)
         return OK
 
+    def model_of(self, prefix: bytes) -> str:
+        """The name of the model whose keys begin so; empty: no engine has sent it."""
+        names = (identity.model for identity, _ in self._models)
+        return next((name for name in names if namespace(name) == prefix), "")
+
     def models(self, caller: Caller, arguments: list[Argument]) -> Any:
         return json.dumps(
             [
@@ -88,6 +93,8 @@ class Operating:
     def explain(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [read_text(each).upper() for each in arguments[1:]]
         tokens = bool(words) and words[-1] == "TOKENS"
+        if tokens:  # they are the prompt
+            caller.administers(arguments)
         if len(words) - tokens > 1:
             raise Refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
         most = read_number(arguments[1], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20

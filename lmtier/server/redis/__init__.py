@@ -6,6 +6,7 @@ values; `lmtier clear` deletes the KV of engines.
 
 from __future__ import annotations
 
+from lmtier.server.access import Role
 from lmtier.server.commands import Command, Table
 from lmtier.server.redis.service import Service
 from lmtier.server.redis.strings import Strings
@@ -29,7 +30,7 @@ def redis_table(values: Values, service: Service) -> Table:
         b"TYPE": Command(strings.type, 2, reads, _ONE),
         b"TTL": Command(strings.ttl, 2, reads, _ONE),
         b"PTTL": Command(strings.ttl, 2, reads, _ONE),
-        b"DBSIZE": Command(strings.dbsize, 1, reads),
+        b"DBSIZE": Command(strings.dbsize, 1, reads, role=Role.LOOK),
         b"SCAN": Command(strings.scan, -2, ("readonly",)),
         b"KEYS": Command(strings.keys, 2, ("readonly",)),
         b"SET": Command(strings.set, -3, writes, _ONE, range(2, 3)),
@@ -37,7 +38,7 @@ def redis_table(values: Values, service: Service) -> Table:
         b"SETEX": Command(strings.setex, 4, writes, _ONE, range(3, 4)),
         b"PSETEX": Command(strings.setex, 4, writes, _ONE, range(3, 4)),
         b"GETSET": Command(strings.getset, 3, (*writes, "fast"), _ONE, range(2, 3)),
-        b"MSET": Command(strings.mset, -3, writes, _PAIRS, range(2, 1 << 30, 2), _MANY),
+        b"MSET": Command(strings.mset, -3, writes, _PAIRS, range(2, 1 << 30, 2), most=_MANY),
         b"GETDEL": Command(strings.getdel, 2, ("write", "fast"), _ONE),
         b"DEL": Command(strings.delete, -2, ("write",), _ALL, most=_MANY),
         b"UNLINK": Command(strings.delete, -2, ("write", "fast"), _ALL, most=_MANY),
@@ -46,18 +47,18 @@ def redis_table(values: Values, service: Service) -> Table:
         b"EXPIREAT": Command(strings.expire, -3, ("write", "fast"), _ONE),
         b"PEXPIREAT": Command(strings.expire, -3, ("write", "fast"), _ONE),
         b"PERSIST": Command(strings.persist, 2, ("write", "fast"), _ONE),
-        b"FLUSHALL": Command(strings.flush, -1, ("write",)),
-        b"FLUSHDB": Command(strings.flush, -1, ("write",)),
-        b"PING": Command(service.ping, -1, always),
-        b"ECHO": Command(service.echo, 2, always),
-        b"TIME": Command(service.time, 1, always),
-        b"SELECT": Command(service.select, 2, always),
-        b"INFO": Command(service.info, -1, always),
-        b"COMMAND": Command(service.command, -1, always),
-        b"CONFIG": Command(service.config, -2, ("admin", *always)),
-        b"CLIENT": Command(service.client, -2, always),
-        b"HELLO": Command(service.hello, -1, ("no_auth", *always)),
-        b"AUTH": Command(service.auth, -2, ("no_auth", *always)),
-        b"QUIT": Command(service.quit, -1, ("no_auth", *always)),
-        b"RESET": Command(service.reset, 1, ("no_auth", *always)),
+        b"FLUSHALL": Command(strings.flush, -1, ("write",), role=Role.ADMIN),
+        b"FLUSHDB": Command(strings.flush, -1, ("write",), role=Role.ADMIN),
+        b"PING": Command(service.ping, -1, always, role=Role.LOOK),
+        b"ECHO": Command(service.echo, 2, always, role=Role.LOOK),
+        b"TIME": Command(service.time, 1, always, role=Role.LOOK),
+        b"SELECT": Command(service.select, 2, always, role=Role.LOOK),
+        b"INFO": Command(service.info, -1, always, role=Role.LOOK),
+        b"COMMAND": Command(service.command, -1, always, role=Role.LOOK),
+        b"CONFIG": Command(service.config, -2, ("admin", *always), role=Role.LOOK),
+        b"CLIENT": Command(service.client, -2, always, role=Role.LOOK),
+        b"HELLO": Command(service.hello, -1, ("no_auth", *always), role=Role.LOOK),
+        b"AUTH": Command(service.auth, -2, ("no_auth", *always), role=Role.LOOK),
+        b"QUIT": Command(service.quit, -1, ("no_auth", *always), role=Role.LOOK),
+        b"RESET": Command(service.reset, 1, ("no_auth", *always), role=Role.LOOK),
     }

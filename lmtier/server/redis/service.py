@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lmtier.server.commands import Argument, Caller, Command, Refused, Table
+from lmtier.server.access import Role, Secrets, Wrong
+from lmtier.server.commands import Argument, Caller, Command, Refused, Table, Waiting
 from lmtier.server.redis.arguments import OK, SYNTAX, compile_glob, need_short, read_integer, read_word, shown
 from lmtier.wire.resp import Error, Simple, Verbatim
 
@@ -26,13 +26,15 @@ class Service:
     def __init__(
         self,
         *,
-        token: Callable[[], str | None],
+        tokens: Callable[[], Secrets],
+        wrong: Wrong,
         info: Callable[[], Mapping[str, Mapping[str, object]]],
         settings: Callable[[], Mapping[str, str]],
         callers: Callable[[], Iterable[Caller]],
     ) -> None:
         """`info` returns the sections of INFO, `settings` the values of CONFIG GET, `callers` the clients."""
-        self._token = token
+        self._tokens = tokens
+        self._wrong = wrong
         self._info = info
         self._settings = settings
         self._callers = callers
@@ -58,22 +60,26 @@ class Service:
             raise Refused("ERR DB index is out of range")
         return OK
 
-    def auth(self, caller: Caller, args: list[Argument]) -> object:
+    def auth(self, caller: Caller, args: list[Argument]) -> Waiting:
         if len(args) > 3:
             raise Refused(SYNTAX)
-        if len(args) == 2 and self._token() is None:
+        if len(args) == 2 and not self._tokens():
             raise Refused(NO_PASS)
-        self._log_in(caller, args[1] if len(args) == 3 else b"default", args[-1])
+        yield from self._log_in(caller, args[1] if len(args) == 3 else b"default", args[-1])
         return OK
 
-    def _log_in(self, caller: Caller, user: Argument, password: Argument) -> None:
-        token = self._token()
-        right = token is None or hmac.compare_digest(bytes(password), token.encode())
-        if bytes(user) != b"default" or not right:
-            raise Refused(WRONG_PASS)
-        caller.is_trusted = True
+    def _log_in(self, caller: Caller, user: Argument, password: Argument) -> Waiting:
+        tokens = self._tokens()
+        role = tokens.role(bytes(password)) if tokens else Role.ADMIN
+        if bytes(user) == b"default" and role:
+            caller.role = role
+            return
+        told_at = self._wrong.met(caller.kind, caller.address)
+        while time.monotonic() < told_at:
+            yield None
+        raise Refused(WRONG_PASS)
 
-    def hello(self, caller: Caller, args: list[Argument]) -> object:
+    def hello(self, caller: Caller, args: list[Argument]) -> Waiting:
         resp3, name = caller.resp3, caller.name
         if len(args) > 1:
             version = read_integer(args[1], "ERR Protocol version is not an integer or out of range")
@@ -87,7 +93,7 @@ class Service:
                     user, password = next(options, None), next(options, None)
                     if user is None or password is None:
                         raise Refused(_bad_hello(option))
-                    self._log_in(caller, user, password)
+                    yield from self._log_in(caller, user, password)
                 case "SETNAME":
                     given = next(options, None)
                     if given is None:
@@ -95,7 +101,7 @@ class Service:
                     name = _client_name(given)
                 case _:
                     raise Refused(_bad_hello(option))
-        if not caller.is_trusted:
+        if not caller.role:
             raise Refused(
                 "NOAUTH HELLO must be called with the client already authenticated, otherwise the "
                 "HELLO AUTH <user> <pass> option can be used to authenticate the client and "
@@ -118,7 +124,7 @@ class Service:
 
     def reset(self, caller: Caller, args: list[Argument]) -> object:
         caller.resp3, caller.name = False, ""
-        caller.is_trusted = caller.is_local or self._token() is None
+        caller.role = Role.ADMIN if caller.is_local else self._tokens().without
         return Simple("RESET")
 
     def client(self, caller: Caller, args: list[Argument]) -> object:

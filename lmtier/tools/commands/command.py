@@ -79,7 +79,7 @@ def _access_options(parser: ArgumentParser) -> None:
 
 
 def address_in(args: Namespace) -> Address:
-    from lmtier.server.listening import read_token
+    from lmtier.server.access import own_token
     from lmtier.tools.console import address_of, first_line, own_address
 
     if args.address:
@@ -88,7 +88,7 @@ def address_in(args: Namespace) -> Address:
     else:
         serving, _ = config.load_serving(args.config)
         address = own_address(serving)
-        token = None if args.token_file or address.unix else read_token(serving)
+        token = None if args.token_file or address.unix else own_token(serving)
     if args.token_file:
         token = first_line(args.token_file)
     address = replace(address, token=token)

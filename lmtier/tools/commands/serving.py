@@ -101,7 +101,7 @@ def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
 
 def _screen(server: Server, has_default_tiers: bool) -> str:
     """The text that a new server prints: its tiers and addresses."""
-    from lmtier.server.listening import read_token
+    from lmtier.server.access import Role, Secrets
 
     serving = server.serving
     scheme = "https" if serving.tls_cert else "http"
@@ -119,7 +119,10 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
         else:
             rows += [(what, address, _FOR[what])]
     lines += [table(("listens", "address", "for"), rows), ""]
-    token = "Clients must send the token" if read_token(serving) else "Clients need no token"
+    tokens = Secrets.read(serving)
+    token = "Clients must send the token" if tokens.asks else "Clients need no token"
+    if Role.ADMIN in tokens:
+        token += ", and another one for administration"
     tls = "TLS is on" if serving.tls_cert else "TLS is off"
     if serving.tls_ca:
         tls += ", and clients need a certificate"

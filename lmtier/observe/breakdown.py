@@ -1,0 +1,68 @@
+"""Tokens asked and hit by model and by tenant, with a bound on the labels. No I/O.
+
+A key begins with 4 bytes of its model and 4 bytes of its tenant. Engines send the names of their models; the
+names of tenants are those of the shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from lmtier.format.keys import NAMESPACE_BYTES, PREFIX_BYTES
+from lmtier.observe.follower import Follower, Lookup
+from lmtier.observe.metrics import Metrics
+
+MOST = 64
+"""The most models that have a label each."""
+OTHER = "other"
+
+
+class Portion(NamedTuple):
+    """Tokens of prompts since the start."""
+
+    asked: int = 0
+    hit: int = 0
+
+
+class Breakdown(Follower):
+    def __init__(
+        self, metrics: Metrics, chunk_tokens: int, tenants: Mapping[bytes, str], name: Callable[[bytes], str]
+    ) -> None:
+        """`tenants` has the names of those with a share, by their bytes; `name` names a model by its."""
+        self._metrics, self._size = metrics, chunk_tokens
+        self._tenants, self._name = tenants, name
+        self._seen: list[tuple[bytes, int, int]] = []
+        self._models: dict[bytes, str] = {}
+        self.by_model: dict[str, Portion] = {}
+        self.by_tenant: dict[str, Portion] = {}
+
+    def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
+        """On the path of a lookup it only notes; `stepped` counts."""
+        keys = lookup.keys
+        if keys:
+            self._seen.append((keys[0][:PREFIX_BYTES], lookup.asked_tokens, len(lookup.sources)))
+
+    def stepped(self) -> None:
+        sums: dict[bytes, Portion] = {}
+        seen, self._seen = self._seen, []
+        for prefix, asked, chunks in seen:
+            sums[prefix] = _plus(sums.get(prefix), Portion(asked, chunks * self._size))
+        for prefix, more in sums.items():
+            model = self._model(prefix[:NAMESPACE_BYTES])
+            tenant = self._tenants.get(prefix[NAMESPACE_BYTES:], OTHER)
+            self.by_model[model] = _plus(self.by_model.get(model), more)
+            self.by_tenant[tenant] = _plus(self.by_tenant.get(tenant), more)
+            for outcome, tokens in more._asdict().items():
+                self._metrics.model_tokens.labels(model, outcome).inc(tokens)
+                self._metrics.tenant_tokens.labels(tenant, outcome).inc(tokens)
+
+    def _model(self, namespace: bytes) -> str:
+        """The name of a model. It never changes, because it is a label."""
+        if namespace not in self._models and len(self._models) < MOST:
+            self._models[namespace] = self._name(namespace) or namespace.hex()
+        return self._models.get(namespace, OTHER)
+
+
+def _plus(a: Portion | None, b: Portion) -> Portion:
+    return b if a is None else Portion(a.asked + b.asked, a.hit + b.hit)

@@ -1,0 +1,155 @@
+"""Who may do what: one token for each role, how wrong ones are slowed, and the audit of administration.
+
+A role may do what the roles below it may: LOOK at numbers, ENGINE: read and store KV and values, ADMIN:
+delete, pin and change settings. The tokens come from files, which SIGHUP reads again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+
+from lmtier.config import TOKEN_VARIABLE, Serving
+from lmtier.errors import ConfigError, MisuseError, audit, log
+from lmtier.observe.metrics import Metrics
+
+_APART = 0.25  # seconds between the answers to wrong tokens from one host
+_LONGEST = 5.0  # seconds that such an answer waits at most
+_HOSTS = 1024  # hosts whose wrong tokens are remembered
+_SHOWN, _WORD = 6, 64  # words of a command in the audit, and characters of each
+
+
+class Role(IntEnum):
+    """What a client may do."""
+
+    NONE = 0
+    LOOK = 1
+    ENGINE = 2
+    ADMIN = 3
+
+
+NAMES = {Role.LOOK: "look_token_file", Role.ENGINE: "token_file", Role.ADMIN: "admin_token_file"}
+"""The setting that names the file of each role's token."""
+
+
+class Secrets:
+    """The token of each role that has one."""
+
+    def __init__(self, by_role: Mapping[Role, str]) -> None:
+        self._by_role = by_role
+        if "" in by_role.values():
+            raise MisuseError("an empty token would allow every client; leave it out instead")
+        if len(set(by_role.values())) < len(by_role):
+            raise ConfigError(
+                f"serve: {' and '.join(NAMES[role] for role in sorted(self._by_role))} hold the same token; "
+                "give each role its own"
+            )
+        if Role.LOOK in self._by_role and Role.ENGINE not in self._by_role:
+            raise ConfigError(
+                "serve: look_token_file without token_file protects nothing: without a token a client may do "
+                "more than look; set token_file too"
+            )
+
+    @classmethod
+    def read(cls, serving: Serving) -> Secrets:
+        """As they are now in the files."""
+        return cls({role: token for role in NAMES if (token := read_token(serving, role)) is not None})
+
+    def __bool__(self) -> bool:
+        return bool(self._by_role)
+
+    def __contains__(self, role: Role) -> bool:
+        return role in self._by_role
+
+    @property
+    def asks(self) -> bool:
+        """Whether a client needs a token to be served at all."""
+        return Role.ENGINE in self
+
+    @property
+    def without(self) -> Role:
+        """The role of a client that has sent no token."""
+        if self.asks:
+            return Role.NONE
+        return Role.ENGINE if Role.ADMIN in self else Role.ADMIN
+
+    def role(self, shown: bytes) -> Role:
+        """The role of the client that shows this token. Takes as long for each wrong one."""
+        found = Role.NONE
+        for role, token in self._by_role.items():
+            if hmac.compare_digest(shown, token.encode()):
+                # Without a separate token for it, engines administer too.
+                found = Role.ADMIN if role is Role.ENGINE and Role.ADMIN not in self else role
+        return found
+
+
+def read_token(serving: Serving, role: Role = Role.ENGINE) -> str | None:
+    """The token of a role. None: there is none."""
+    name = NAMES[role]
+    file = getattr(serving, name)
+    if not file:
+        return (os.environ.get(TOKEN_VARIABLE) or None) if role is Role.ENGINE else None
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"serve: {name} {file}: {error}") from None
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"serve: {name} {file} is empty; put a long random word in it")
+    return lines[0].strip()
+
+
+def own_token(serving: Serving) -> str | None:
+    """The token with the most rights among those whose files this user may read."""
+    trouble: ConfigError | None = None
+    for role in sorted(NAMES, reverse=True):
+        try:
+            if (token := read_token(serving, role)) is not None:
+                return token
+        except ConfigError as error:
+            trouble = trouble or error
+    if trouble is not None:
+        raise trouble
+    return None
+
+
+class Wrong:
+    """The wrong tokens: each is counted, logged, and answered late. The right one is answered at once."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._count = metrics.wrong_tokens
+        self._clock = clock
+        self._next: OrderedDict[str, float] = OrderedDict()
+        """When each host gets its next answer to a wrong token."""
+
+    def met(self, kind: str, address: str) -> float:
+        """A client showed a wrong token. Returns the time, by the clock, of its answer."""
+        self._count.labels(kind).inc()
+        log.warning("lmtier: %s showed a wrong token (%s)", address or "a client", kind)
+        now, host = self._clock(), address.rpartition(":")[0]
+        at = min(max(now, self._next.pop(host, 0.0)) + _APART, now + _LONGEST)
+        self._next[host] = at
+        if len(self._next) > _HOSTS:
+            self._next.popitem(last=False)
+        return at
+
+
+def note(who: str, words: Sequence[bytes | bytearray | memoryview], *, refused: bool = False) -> None:
+    """Write to the audit who administers what."""
+    shown = [_printable(bytes(word[:_WORD])) + "…" * (len(word) > _WORD) for word in words[:_SHOWN]]
+    if len(words) > _SHOWN:
+        shown.append(f"and {len(words) - _SHOWN:,} more")
+    what = " ".join(shown)
+    audit.info(
+        "lmtier: audit: %s %s: %s",
+        *(who, "was refused" if refused else "asks", what),
+        extra={"facts": {"audit": "refused" if refused else "accepted", "who": who, "what": what}},
+    )
+
+
+def _printable(word: bytes) -> str:
+    return "".join(each if each.isprintable() else "?" for each in word.decode("utf-8", "replace"))

@@ -1,0 +1,57 @@
+"""Tokens by model and by tenant: the labels are bounded, and the sums are those of all lookups."""
+
+import hashlib
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.format.keys import namespace, tenant
+from lmtier.format.layout import form_of
+from lmtier.observe.breakdown import MOST, Breakdown
+from lmtier.testing import opaque_layout
+
+LAYOUT = opaque_layout(8192)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+
+
+def keys(model, salt, count):
+    head = namespace(model) + tenant(salt)
+    return [head + hashlib.sha256(f"{model}{salt}{i}".encode()).digest()[8:] for i in range(count)]
+
+
+def look(cache, names):
+    cache.release(cache.wait(cache.match(names, FORM)))
+    reservation = cache.reserve(names, FORM)
+    if reservation.entries:
+        cache.commit(reservation)
+
+
+def test_each_lookup_counts_for_its_model_and_its_tenant():
+    with Cache(Config(tiers=["cpu://?capacity=8MiB"], chunk_tokens=1, prefault=False)) as cache:
+        names = {namespace("qwen3-8b"): "qwen3-8b"}
+        cache.followers.add(
+            counted := Breakdown(
+                cache.metrics, 1, {tenant("a"): "team-a"}, lambda prefix: names.get(prefix, "")
+            )
+        )
+        for _ in range(2):
+            look(cache, keys("qwen3-8b", "a", 3))
+            look(cache, keys("unnamed", "b", 5))
+        cache.step()
+        unnamed = namespace("unnamed").hex()
+        assert counted.by_model == {"qwen3-8b": (6, 3), unnamed: (10, 5)}
+        assert counted.by_tenant == {"team-a": (6, 3), "other": (10, 5)}
+        value = cache.metrics.value
+        assert value("lmtier_model_tokens_total", model="qwen3-8b", outcome="hit") == 3
+        assert value("lmtier_tenant_tokens_total", tenant="other", outcome="asked") == 10
+
+
+def test_models_beyond_the_bound_are_counted_together():
+    with Cache(Config(tiers=["cpu://?capacity=8MiB"], chunk_tokens=1, prefault=False)) as cache:
+        counted = Breakdown(cache.metrics, 1, {}, lambda prefix: "")
+        cache.followers.add(counted)
+        for number in range(MOST + 20):
+            look(cache, keys(f"model-{number}", "", 1))
+        cache.step()
+        assert len(counted.by_model) == MOST + 1
+        assert counted.by_model["other"] == (20, 0)
+        assert sum(each.asked for each in counted.by_model.values()) == MOST + 20

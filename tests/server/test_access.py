@@ -1,0 +1,205 @@
+"""Secrets by role: who may look, store and administer; wrong tokens; the audit."""
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+
+import pytest
+
+from lmtier.config import Serving
+from lmtier.errors import ConfigError
+from lmtier.observe.metrics import Metrics
+from lmtier.server.access import NAMES, Role, Secrets, Wrong, own_token
+from lmtier.wire.resp import Error
+from tests.server.process import Wire, served, until
+
+WORDS = {Role.LOOK: "only-look", Role.ENGINE: "the-engines", Role.ADMIN: "administration"}
+LOOK = [("PING",), ("INFO",), ("CLIENT", "LIST"), ("LMTIER.REPORT",), ("LMTIER.EXPLAIN",), ("LMTIER.PINS",)]
+ENGINE = [("SET", "name", "value"), ("GET", "name"), ("LMTIER.HELLO", "1"), ("SCAN", "0")]
+ADMIN = [
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("LMTIER.CLEAR",),
+    ("LMTIER.PIN", "system", "ab" * 32),
+    ("LMTIER.UNPIN", "system"),
+    ("LMTIER.EXPLAIN", "5", "TOKENS"),
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The settings that name a file with each role's token."""
+    for role, word in WORDS.items():
+        (tmp_path / NAMES[role]).write_text(f"{word}\n")
+    return {name: str(tmp_path / name) for name in NAMES.values()}
+
+
+def refused(answer):
+    return isinstance(answer, Error) and answer.startswith(("NOPERM", "NOAUTH"))
+
+
+@pytest.mark.parametrize("role", WORDS)
+def test_a_token_allows_its_role_and_those_below_it(tmp_path, files, role):
+    with served(tmp_path, token=WORDS[Role.ADMIN], **files) as server, server.connect() as wire:
+        wire.expect("OK", "AUTH", WORDS[role])
+        for needed, commands in ((Role.LOOK, LOOK), (Role.ENGINE, ENGINE), (Role.ADMIN, ADMIN)):
+            for command in commands:
+                answer = wire.ask(*command)
+                assert refused(answer) == (role < needed), (command, answer)
+
+
+def test_without_a_file_for_administration_the_engines_token_administers(tmp_path):
+    with served(tmp_path, token="one-for-all") as server, server.connect() as wire:
+        assert refused(wire.ask("GET", "name"))
+        wire.expect("OK", "AUTH", "one-for-all")
+        wire.expect("OK", "FLUSHALL")
+
+
+def test_without_a_token_for_engines_only_administration_needs_one(tmp_path, files):
+    admin = {"admin_token_file": files["admin_token_file"]}
+    with served(tmp_path, **admin) as server, server.connect() as wire:
+        wire.expect("OK", "SET", "name", "value")
+        assert refused(wire.ask("FLUSHALL"))
+        wire.expect("OK", "MULTI")
+        assert refused(wire.ask("FLUSHALL"))
+        assert wire.ask("EXEC").startswith("EXECABORT")
+        wire.expect("OK", "AUTH", WORDS[Role.ADMIN])
+        wire.expect("OK", "FLUSHALL")
+        assert wire.ask("RESET") == "RESET"
+        assert refused(wire.ask("FLUSHALL")), "RESET gives the rights back"
+
+
+def test_the_unix_socket_is_for_its_owner_who_may_do_everything(tmp_path, files):
+    with (
+        served(tmp_path, unix=str(tmp_path / "s"), token=WORDS[Role.ADMIN], **files) as server,
+        Wire(server.where["unix"]) as wire,
+    ):
+        wire.expect("OK", "FLUSHALL")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({Role.ENGINE: "a", Role.ADMIN: "a"}, "token_file and admin_token_file hold the same token"),
+        ({Role.LOOK: "a"}, "look_token_file without token_file protects nothing"),
+        ({Role.LOOK: "a", Role.ADMIN: "b"}, "look_token_file without token_file protects nothing"),
+    ],
+)
+def test_tokens_that_separate_nothing_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Secrets(given)
+
+
+def test_a_user_gets_the_best_token_whose_file_is_readable(tmp_path, files):
+    assert own_token(Serving(**files)) == WORDS[Role.ADMIN]
+    os.unlink(files["admin_token_file"])
+    assert own_token(Serving(**files)) == WORDS[Role.ENGINE]
+    assert own_token(Serving()) is None
+    os.unlink(files["token_file"])
+    os.unlink(files["look_token_file"])
+    with pytest.raises(ConfigError, match="admin_token_file"):
+        own_token(Serving(**files))
+
+
+def test_sighup_reads_every_token_again(tmp_path, files):
+    with served(tmp_path, token=WORDS[Role.ADMIN], http="127.0.0.1:0", **files) as server:
+        for role, word in WORDS.items():
+            (tmp_path / NAMES[role]).write_text(f"new-{word}")
+        server.process.send_signal(signal.SIGHUP)
+
+        def status(word):
+            request = urllib.request.Request(f"http://{server.where['http']}/api/stats")
+            request.add_header("Authorization", f"Bearer {word}")
+            try:
+                with urllib.request.urlopen(request, timeout=20) as response:
+                    return response.status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        until(lambda: status("new-only-look") == 200)
+        assert status("only-look") == 401
+        with server.connect() as wire:
+            assert wire.ask("AUTH", WORDS[Role.ADMIN]).startswith("WRONGPASS")
+            wire.expect("OK", "AUTH", "new-administration")
+            wire.expect("OK", "FLUSHALL")
+        server._token = "new-administration"
+
+
+# ---- wrong tokens
+
+
+def test_each_wrong_token_waits_longer_and_the_right_one_never():
+    now = [100.0]
+    wrong = Wrong(metrics := Metrics(), clock=lambda: now[0])
+    waits = [wrong.met("redis", "10.0.0.9:1") - now[0] for _ in range(30)]
+    assert waits[:3] == [0.25, 0.5, 0.75]
+    assert waits[-1] == 5.0, "an answer waits at most so long"
+    assert wrong.met("redis", "10.0.0.8:1") - now[0] == 0.25, "another host does not wait for that one"
+    now[0] += 60
+    assert wrong.met("redis", "10.0.0.9:1") - now[0] == 0.25, "it ends with its turn"
+    for host in range(5000):
+        wrong.met("redis", f"10.1.{host // 256}.{host % 256}:1")
+    assert len(wrong._next) <= 1024
+    assert metrics.value("lmtier_wrong_tokens_total", kind="redis") == 5032
+
+
+def test_a_guesser_is_slow_counted_and_logged_while_others_are_served(tmp_path):
+    with served(tmp_path, token="right", log_format="json", http="127.0.0.1:0") as server:
+        with server.connect() as guesser, server.connect() as other:
+            other.expect("OK", "AUTH", "right")
+            guesser.send(b"AUTH guess\r\nPING\r\n")
+            other.expect("PONG", "PING")
+            reply = guesser.reply()
+            assert reply.startswith("WRONGPASS")
+            assert refused(guesser.reply())
+            assert guesser.ask("HELLO", "3", "AUTH", "default", "guess").startswith("WRONGPASS")
+            guesser.expect("OK", "AUTH", "right")
+        request = urllib.request.Request(f"http://{server.where['http']}/metrics")
+        request.add_header("Authorization", "Bearer guess")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(request, timeout=20)
+        request.add_header("Authorization", "Bearer right")
+        with urllib.request.urlopen(request, timeout=20) as response:
+            counts = response.read().decode()
+        assert 'lmtier_wrong_tokens_total{kind="redis"} 2.0' in counts
+        assert 'lmtier_wrong_tokens_total{kind="http"} 1.0' in counts
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        warned = [line["message"] for line in lines if line["level"] == "warning"]
+        assert sum("127.0.0.1:" in each and "showed a wrong token" in each for each in warned) == 3
+        assert "guess" not in server.log.read_text()
+
+
+# ---- the audit
+
+
+def test_the_audit_says_who_did_what_and_when(tmp_path, files):
+    settings = {**files, "log_format": "json", "log_level": "error"}
+    with served(tmp_path, token=WORDS[Role.ADMIN], **settings) as server:
+        with server.connect() as wire:
+            wire.expect("OK", "AUTH", WORDS[Role.ENGINE])
+            wire.expect("OK", "CLIENT", "SETNAME", "ops")
+            assert refused(wire.ask("FLUSHALL"))
+            wire.expect("OK", "AUTH", WORDS[Role.ADMIN])
+            wire.expect("OK", "FLUSHALL")
+            wire.expect("OK", "LMTIER.CLEAR", "NAMESPACE", "qwen3")
+            wire.expect(0, "LMTIER.UNPIN", "a\nforged line")
+            wire.expect("OK", "MULTI")
+            wire.expect("QUEUED", "FLUSHDB")
+            wire.ask("EXEC")
+            me = wire.socket.getsockname()
+        until(lambda: len(server.log.read_text().splitlines()) >= 5)
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        facts = [(line["audit"], line["what"]) for line in lines if "audit" in line]
+        assert facts == [
+            ("refused", "FLUSHALL"),
+            ("accepted", "FLUSHALL"),
+            ("accepted", "LMTIER.CLEAR NAMESPACE qwen3"),
+            ("accepted", "LMTIER.UNPIN a?forged line"),
+            ("accepted", "FLUSHDB"),
+        ]
+        (who,) = {line["who"] for line in lines[1:]}
+        assert who == f"redis 'ops' at 127.0.0.1:{me[1]} (admin)"
+        assert all(line["time"] for line in lines)
+        assert WORDS[Role.ADMIN] not in server.log.read_text()

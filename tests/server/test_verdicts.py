@@ -1,0 +1,224 @@
+"""The five verdicts: the words and the colour follow from the numbers."""
+
+import pytest
+
+from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS, SECONDS
+from lmtier.server.verdicts import Facts, TierFacts, groups, judge, slowest
+
+CPU = TierFacts(name="cpu", capacity=32 << 30)
+DISK = TierFacts(name="disk", capacity=500 << 30)
+REDIS = TierFacts(name="redis")
+
+
+def said(name, **facts):
+    """The state, and the whole line, of one verdict."""
+    facts = {"seconds": 300.0, "tiers": (CPU,), **facts}
+    (verdict,) = (each for each in judge(Facts(**facts)) if each["name"] == name)
+    return verdict["state"], f"{verdict['word']}: {verdict['text']}"
+
+
+def test_there_are_five_and_each_is_one_short_line():
+    verdicts = judge(Facts(seconds=300.0, tiers=(CPU, DISK, REDIS)))
+    assert [each["name"] for each in verdicts] == ["working", "saves", "misses", "bottleneck", "memory"]
+    assert all(each["word"] and each["text"] and len(each["word"] + each["text"]) < 110 for each in verdicts)
+
+
+def test_a_group_has_each_reason_for_a_miss_once():
+    reasons = [reason for _, some in MISS_GROUPS.values() for reason in some]
+    assert sorted(reasons) == sorted(MISS_REASONS)
+    assert groups({"evicted": 3, "expired": 2, "never_stored": 1, "full": 0}) == {"new": 1, "left": 5}
+
+
+DOWN = TierFacts(name="redis", loads_down=185.0)
+REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "line"),
+    [
+        ({"tiers": (CPU,)}, "good", "yes: cpu works; no engine is connected"),
+        (
+            {"tiers": (CPU, DISK, REDIS), "clients": {"engine": 1, "redis": 20, "http": 2}},
+            *("good", "yes: cpu, disk and redis work; 1 engine connection and 20 Redis clients"),
+        ),
+        (
+            {"tiers": (CPU, REFUSED)},
+            *("bad", "redis is down: loads and stores have failed for 3 min: Connection refused"),
+        ),
+        (
+            {"tiers": (CPU, TierFacts(name="disk", stores_down=3.0))},
+            *("bad", "disk is down: stores have failed for 3 s"),
+        ),
+        (
+            {"tiers": (CPU, TierFacts(name="disk", stores_down=7300.0), DOWN)},
+            *(
+                "bad",
+                "2 tiers are down: disk has failed for 2 h 1 min; redis has failed for 3 min",
+            ),
+        ),
+        (
+            {"not_ready": "the scan of disk is not finished"},
+            *("warn", "not ready: the scan of disk is not finished"),
+        ),
+        ({"corrupt": 2}, "warn", "with losses: 2 chunks damaged and deleted in the last 5 min"),
+        (
+            {"dropped": {"disk queue_full": 20_000, "disk write_budget": 9}},
+            *("warn", "with losses: 20K tokens not stored in disk (queue full) in the last 5 min"),
+        ),
+        ({"dropped": {"disk write_budget": 9}}, "good", "yes: cpu works; no engine is connected"),
+        (
+            {"tiers": (CPU, TierFacts(name="disk", faults=1))},
+            *("warn", "with losses: 1 object failed in disk in the last 5 min"),
+        ),
+        (
+            {"corrupt": 2, "tiers": (CPU, TierFacts(name="disk", faults=1))},
+            *("warn", "with losses: 2 chunks damaged and deleted and 1 more kinds of loss in the last 5 min"),
+        ),
+        (
+            {
+                "tiers": (CPU, TierFacts(name="redis", faults=9, back=12.0, was_down=200.0)),
+                "dropped": {"redis error": 900},
+            },
+            *("good", "yes, again: redis works since 12 s, after 3 min of failures"),
+        ),
+        (
+            {"differed": 1, "tiers": (CPU, REFUSED)},
+            *("bad", "wrong KV: 1 chunk in an engine differed from what was saved"),
+        ),
+    ],
+)
+def test_whether_it_works(facts, state, line):
+    assert said("working", **facts) == (state, line)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "line"),
+    [
+        ({}, "idle", "nothing yet: no prompt was looked up in the last 5 min"),
+        ({"seconds": 40.0}, "idle", "nothing yet: no prompt was looked up in the last 40 s"),
+        (
+            {"asked": 1_700_000, "hit": 1_207_000},
+            *("good", "71 %: 1.21M of 1.7M tokens were not computed again"),
+        ),
+        (
+            {"asked": 9999, "hit": 999, "saved_seconds": 4000.0, "price": "$2.50"},
+            *("good", "10 %: 999 of 9,999 tokens were not computed again: 1 h 6 min of computing, $2.78"),
+        ),
+        (
+            {"asked": 1000, "hit": 40, "saved_seconds": 41.0, "price": "2 €"},
+            *("good", "4.0 %: 40 of 1,000 tokens were not computed again: 41 s of computing, 0.0228 €"),
+        ),
+        ({"asked": 1000}, "warn", "0 %: 0 of 1,000 tokens were not computed again"),
+        (
+            {"values": {"hit": 9_000, "missed": 1_000}},
+            *("good", "90 %: of 10K values that Redis clients asked for; no engine asked"),
+        ),
+        ({"values": {"set": 3}}, "idle", "nothing yet: Redis clients stored 3 values and read none"),
+    ],
+)
+def test_what_it_saves(facts, state, line):
+    assert said("saves", **facts) == (state, line)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "line"),
+    [
+        ({}, "idle", "none: nothing was asked in the last 5 min"),
+        (
+            {"asked": 1000, "missed": {"never_stored": 600, "partial_chunk": 20, "not_worth_it": 30}},
+            *("good", "none: that could have been hits: the rest is new text, or was not worth loading"),
+        ),
+        (
+            {"asked": 1000, "missed": {"never_stored": 600, "evicted": 30, "deadline": 9, "full": 1}},
+            *("good", "4.0 %: could have been hits: 3.0 % evicted, 0.9 % came too late"),
+        ),
+        ({"asked": 1000, "missed": {"evicted": 60}}, "warn", "6.0 %: could have been hits: 6.0 % evicted"),
+        (
+            {"asked": 1000, "missed": {"tier_down": 400}},
+            *("bad", "40 %: could have been hits: 40 % in a tier that is down"),
+        ),
+        ({"values": {"missed": 12}}, "idle", "12: values that Redis clients asked for were not here"),
+    ],
+)
+def test_what_could_have_been_a_hit(facts, state, line):
+    assert said("misses", **facts) == (state, line)
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "line"),
+    [
+        (
+            {"busy": 0.12},
+            *("good", "none: nearest to its limit is the server's thread, busy 12 % of the time"),
+        ),
+        ({"busy": 0.95}, "bad", "the thread: the server's thread, busy 95 % of the time"),
+        (
+            {"leased": 0.75, "busy": 0.2},
+            *("warn", "memory in use soon: the memory: 75 % of it is in use right now"),
+        ),
+        (
+            {"tiers": (CPU, TierFacts(name="disk", queue=1.0))},
+            *("bad", "writes to disk: disk: its queue of writes is 100 % full"),
+        ),
+        (
+            {"tiers": (CPU, TierFacts(name="redis", slowest=1.5)), "deadline": 2.0},
+            *("warn", "loads from redis soon: redis: 1 load in 100 takes 1.5 s or longer, of 2 s allowed"),
+        ),
+        ({"connected": 0.99}, "bad", "connections: connections: 99 % of `clients` are open"),
+    ],
+)
+def test_which_resource_is_the_limit(facts, state, line):
+    assert said("bottleneck", **facts) == (state, line)
+
+
+def curve(half, now, twice):
+    return TierFacts(name="cpu", capacity=32 << 30, curve={"0.5": half, "1": now, "2": twice})
+
+
+@pytest.mark.parametrize(
+    ("tier", "state", "line"),
+    [
+        (CPU, "idle", "not known yet: too few prompts were looked up"),
+        (curve(None, None, None), "idle", "not known yet: too few prompts were looked up"),
+        (
+            curve(0.2, 0.5, 0.62),
+            *("warn", "cpu is small: cpu × 2 (64 GiB) would give +12 points of hit rate"),
+        ),
+        (
+            curve(0.2, 0.5, 0.525),
+            *("good", "enough: cpu × 2 (64 GiB) would give +2.5 points of hit rate"),
+        ),
+        (curve(0.2, 0.5, 0.5), "good", "enough: cpu × 2 (64 GiB) would give no more hits"),
+        (curve(0.5, 0.5, 0.5), "good", "ample: half of cpu (16 GiB) would give as many hits"),
+    ],
+)
+def test_whether_the_memory_is_large_enough(tier, state, line):
+    assert said("memory", tiers=(tier,)) == (state, line)
+
+
+def test_a_larger_memory_over_a_disk_that_holds_all_gives_no_more_hits():
+    disk = TierFacts(name="disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.88, "2": 0.88})
+    line = "enough: cpu × 2 (64 GiB) would give no more hits, but +12 points of hit rate sooner"
+    assert said("memory", tiers=(curve(0.2, 0.5, 0.62), disk)) == ("good", line)
+    small = TierFacts(name="disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.6, "2": 0.7})
+    line = "disk is small: disk × 2 (1000 GiB) would give +10 points of hit rate"
+    assert said("memory", tiers=(curve(0.2, 0.5, 0.62), small)) == ("warn", line)
+
+
+def test_the_time_in_which_99_of_100_loads_ended():
+    def counts(**by_bound):
+        totals, running = [], 0
+        for bound in (*SECONDS, "inf"):
+            running += by_bound.get(f"le_{bound}", 0)
+            totals.append(running)
+        return totals
+
+    assert slowest([], []) is None
+    assert slowest([], counts(**{"le_0.01": 99})) is None, "too few"
+    fast = counts(**{"le_0.01": 10_000})
+    assert 0.009 < (slowest([], fast) or 0) < 0.01
+    slow = [a + b for a, b in zip(fast, counts(**{"le_1": 200}), strict=True)]
+    assert 0.3 < (slowest([], slow) or 0) < 1
+    assert slowest(slow, slow) is None, "nothing was loaded since"
+    assert (slowest(fast, slow) or 0) > 0.9, "only what came since counts"
+    assert slowest([], counts(le_inf=500)) == SECONDS[-1], "longer than the last bound"
