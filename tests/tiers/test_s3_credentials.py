@@ -17,7 +17,7 @@ import botocore.credentials
 import pytest
 
 from lmtier_backends.s3.credentials import Credentials, profile_of
-from lmtier_backends.s3.signing import EMPTY, Keys, query_of, quoted, sign
+from lmtier_backends.s3.signing import EMPTY, AccessKey, query_of, quoted, sign
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def keys(credentials: Credentials | None = None, seconds: float = 5.0) -> Keys:
+def keys(credentials: Credentials | None = None, seconds: float = 5.0) -> AccessKey:
     return (credentials or Credentials("", "eu-central-1")).keys(time.monotonic() + seconds)
 
 
@@ -85,7 +85,7 @@ def test_the_environment_comes_first_and_a_profile_before_it(home, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
-    assert keys() == Keys("id", "hunter2", "token")
+    assert keys() == AccessKey("id", "hunter2", "token")
     assert "hunter2" not in repr(keys())
     assert keys(Credentials("work", "")).id == "file"
 
@@ -100,7 +100,7 @@ def test_files_have_profiles_and_are_read_again_when_keys_are_refused(home, monk
     assert keys(credentials).id == "one"
     assert profile_of("")["region"] == "eu-north-1"
     monkeypatch.setenv("AWS_PROFILE", "work")
-    assert keys() == Keys("two", "s", "t")
+    assert keys() == AccessKey("two", "s", "t")
     assert profile_of("")["region"] == "eu-west-3"
     assert keys(credentials).id == "one"  # not yet
     credentials.refused(keys(credentials))
@@ -193,6 +193,6 @@ def test_a_signature_is_the_one_that_amazons_client_makes(monkeypatch, token):
     auth.add_auth(theirs)
     headers = {"Host": "host:9000", "Range": "bytes=0-4095"}
     ours = sign(
-        "GET", path, query, headers, EMPTY, Keys("id", "secret", token), "eu-central-1", now.timestamp()
+        "GET", path, query, headers, EMPTY, AccessKey("id", "secret", token), "eu-central-1", now.timestamp()
     )
     assert ours["authorization"] == theirs.headers["Authorization"]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtier.tools.cli import main
-from lmtier.tools.prove.asking import Endpoint, NoAnswer, Question
+from lmtier.tools.prove.asking import Endpoint, NoAnswer, Query
 from lmtier.tools.prove.compare import Noise, Position, distance
 from lmtier.tools.prove.prompts import Author, image, length
 
@@ -273,7 +273,7 @@ def test_an_answer_later_than_the_limit_is_none():
         engine.connect()
         engine.limit = 0
         with pytest.raises(NoAnswer):
-            engine.ask(Question("a b c"))
+            engine.ask(Query("a b c"))
 
 
 # ---- the parts

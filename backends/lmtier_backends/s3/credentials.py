@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from lmtier_backends.s3.http import HttpWire
-from lmtier_backends.s3.signing import Keys
+from lmtier_backends.s3.signing import AccessKey
 from lmtier_backends.sockets import connect, left
 
 _EARLY = 300.0
@@ -48,11 +48,11 @@ class Credentials:
         self._profile = profile
         self._region = region
         self._lock = threading.Lock()
-        self._keys: Keys | None = None
+        self._keys: AccessKey | None = None
         self._fresh_until = 0.0
         """In time.time()."""
 
-    def keys(self, until: float) -> Keys:
+    def keys(self, until: float) -> AccessKey:
         """Raises OSError where there are none."""
         # One thread asks. The others wait, unless they have keys that are still good.
         is_old = self._keys is None or time.time() >= self._fresh_until
@@ -72,13 +72,13 @@ class Credentials:
     def _usable(self) -> bool:
         return self._keys is not None and time.time() < self._keys.expires
 
-    def refused(self, keys: Keys) -> None:
+    def refused(self, keys: AccessKey) -> None:
         """A server does not know these. They may have been replaced."""
         if self._keys is keys:
             self._fresh_until = 0.0
 
     def _find(self, until: float) -> None:
-        sources: list[Callable[[float], Keys | None]] = [self._files]
+        sources: list[Callable[[float], AccessKey | None]] = [self._files]
         if not self._profile:
             sources = [_environment, self._web_identity, self._files, _container, _instance]
         try:
@@ -97,12 +97,12 @@ class Credentials:
             self._keys = keys
             self._fresh_until = max(keys.expires - _EARLY, min(keys.expires, now + _NEARBY))
 
-    def _files(self, until: float) -> Keys | None:
+    def _files(self, until: float) -> AccessKey | None:
         """Keys of the profile, or what its command prints."""
         profile = profile_of(self._profile)
         if "aws_access_key_id" in profile:
             token = profile.get("aws_session_token", "")
-            return Keys(profile["aws_access_key_id"], profile["aws_secret_access_key"], token)
+            return AccessKey(profile["aws_access_key_id"], profile["aws_secret_access_key"], token)
         if command := profile.get("credential_process"):
             done = subprocess.run(
                 shlex.split(command), capture_output=True, check=True, timeout=left(until), text=True
@@ -112,7 +112,7 @@ class Credentials:
             raise ValueError(f"profile {self._profile!r} has no keys")
         return None
 
-    def _web_identity(self, until: float) -> Keys | None:
+    def _web_identity(self, until: float) -> AccessKey | None:
         """Exchange a signed statement of who this is for the keys of a role."""
         file, role = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"), os.environ.get("AWS_ROLE_ARN")
         if not file or not role:
@@ -151,12 +151,12 @@ def profile_of(name: str) -> dict[str, str]:
     return found
 
 
-def _environment(until: float) -> Keys | None:
+def _environment(until: float) -> AccessKey | None:
     key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
-    return Keys(key, secret, os.environ.get("AWS_SESSION_TOKEN", "")) if key and secret else None
+    return AccessKey(key, secret, os.environ.get("AWS_SESSION_TOKEN", "")) if key and secret else None
 
 
-def _container(until: float) -> Keys | None:
+def _container(until: float) -> AccessKey | None:
     url = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI", "")
     if path := os.environ.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
         url = _CONTAINER + path
@@ -168,7 +168,7 @@ def _container(until: float) -> Keys | None:
     return _from_json(json.loads(_fetch("GET", url, {"Authorization": token} if token else {}, until)))
 
 
-def _instance(until: float) -> Keys | None:
+def _instance(until: float) -> AccessKey | None:
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
     base = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", _INSTANCE).rstrip("/")
@@ -182,11 +182,11 @@ def _instance(until: float) -> Keys | None:
         return None
 
 
-def _from_json(answer: Mapping[str, Any]) -> Keys:
+def _from_json(answer: Mapping[str, Any]) -> AccessKey:
     ends = answer.get("Expiration")
     expires = datetime.fromisoformat(ends).timestamp() if ends else float("inf")
     token = answer.get("SessionToken") or answer.get("Token") or ""
-    return Keys(answer["AccessKeyId"], answer["SecretAccessKey"], token, expires)
+    return AccessKey(answer["AccessKeyId"], answer["SecretAccessKey"], token, expires)
 
 
 def _fetch(method: str, url: str, headers: Mapping[str, str], until: float, body: bytes = b"") -> str:

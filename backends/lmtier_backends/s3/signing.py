@@ -19,7 +19,7 @@ EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class AccessKey:
     """Credentials."""
 
     id: str
@@ -30,7 +30,7 @@ class Keys:
     """In time.time()."""
 
     def __repr__(self) -> str:
-        return f"Keys({self.id!r})"
+        return f"AccessKey({self.id!r})"
 
 
 def quoted(path: str) -> str:
@@ -47,7 +47,7 @@ def sign(
     query: str,
     headers: Mapping[str, str],
     payload: str,
-    keys: Keys,
+    keys: AccessKey,
     region: str,
     now: float,
 ) -> dict[str, str]:

@@ -153,7 +153,7 @@ def _prove_options(parser: ArgumentParser) -> None:
 def _prove(args: Namespace) -> int:
     from lmtier.tools.prove import report
     from lmtier.tools.prove.asking import Endpoint, NoAnswer
-    from lmtier.tools.prove.proof import Plan, Proof
+    from lmtier.tools.prove.proof import Effort, Proof
 
     key = args.key_file.read_text().partition("\n")[0] if args.key_file else ""
     engines = [
@@ -166,7 +166,7 @@ def _prove(args: Namespace) -> int:
     seed = args.seed if args.seed is not None else secrets.randbits(31)
     proof = Proof(
         engines[0],
-        Plan.short() if args.short else Plan.whole(),
+        Effort.short() if args.short else Effort.whole(),
         seed=seed,
         reset=args.reset,
         restart=args.restart,

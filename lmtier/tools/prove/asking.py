@@ -28,7 +28,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     name: str
     parent: str
     """Of an adapter; empty: a model."""
@@ -37,7 +37,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Query:
     prompt: Prompt
     salt: str = ""
     model: str = ""
@@ -50,7 +50,7 @@ class Question:
 
 
 @dataclass(slots=True)
-class Answer:
+class Completion:
     choices: list[list[Position]]
     text: list[str]
     first: float = 0.0
@@ -75,8 +75,8 @@ class Endpoint:
     """Of the model; empty: the first one that the engine lists."""
     limit: float = 300.0
     """Seconds for one answer."""
-    model: Model = field(init=False)
-    adapters: tuple[Model, ...] = ()
+    model: ServedModel = field(init=False)
+    adapters: tuple[ServedModel, ...] = ()
     offers_salts: bool = False
     capacity: int = 0
     """Tokens of KV that the engine has room for; 0: it does not say."""
@@ -96,7 +96,8 @@ class Endpoint:
         except (OSError, ValueError, KeyError) as error:
             raise TierError(f"{self.url}/v1/models does not answer as an OpenAI API does: {error}") from None
         models = [
-            Model(each["id"], each.get("parent") or "", each.get("max_model_len") or 0) for each in listed
+            ServedModel(each["id"], each.get("parent") or "", each.get("max_model_len") or 0)
+            for each in listed
         ]
         roots = [each for each in models if not each.parent and self.name in ("", each.name)]
         if not roots:
@@ -112,7 +113,7 @@ class Endpoint:
         for extras in (_EXTRAS, {}):
             self._extras = extras
             try:
-                answer = self.ask(Question(prompt, tokens=1))
+                answer = self.ask(Query(prompt, tokens=1))
             except NoAnswer:
                 continue
             if answer.choice:
@@ -130,8 +131,8 @@ class Endpoint:
 
     # ---- questions
 
-    def ask(self, question: Question) -> Answer:
-        answer = Answer([[] for _ in range(question.choices)], [""] * question.choices)
+    def ask(self, question: Query) -> Completion:
+        answer = Completion([[] for _ in range(question.choices)], [""] * question.choices)
         began = time.monotonic()
         self.asked += 1
         with self._open(question) as reply:
@@ -149,7 +150,7 @@ class Endpoint:
         answer.took = time.monotonic() - began
         return answer
 
-    def cut(self, question: Question, after: float) -> None:
+    def cut(self, question: Query, after: float) -> None:
         """Ask, and hang up after so many seconds, whatever has come."""
         self.asked += 1
         end = time.monotonic() + after
@@ -157,7 +158,7 @@ class Endpoint:
             while time.monotonic() < end and reply.readline():
                 pass
 
-    def _open(self, question: Question, *, patience: float | None = None) -> Any:
+    def _open(self, question: Query, *, patience: float | None = None) -> Any:
         body: dict[str, Any] = {
             "model": question.model or self.model.name,
             "max_tokens": question.tokens,

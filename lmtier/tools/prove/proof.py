@@ -11,12 +11,18 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from lmtier.tools.prove.asking import Answer, Endpoint, NoAnswer, Prompt, Question
+from lmtier.threads import start_thread
+from lmtier.tools.prove.asking import Completion, Endpoint, NoAnswer, Prompt, Query
 from lmtier.tools.prove.compare import Noise, distance
-from lmtier.tools.prove.prompts import Author, Made, image, length
+from lmtier.tools.prove.prompts import Author, Written, image, length
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RESET = "/reset_prefix_cache"
 """vLLM's, in its development mode: it empties the engine's own prefix cache, and no cache below it."""
@@ -29,7 +35,7 @@ _SLOWER = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Effort:
     """How much is asked. `short` takes about a minute on a small engine, the whole one some more."""
 
     prompts: int
@@ -41,16 +47,16 @@ class Plan:
     crowds: tuple[int, ...]
 
     @classmethod
-    def whole(cls) -> Plan:
+    def whole(cls) -> Effort:
         return cls(12, 4000, 24, 100, 50, 10_000, (8, 32))
 
     @classmethod
-    def short(cls) -> Plan:
+    def short(cls) -> Effort:
         return cls(4, 1400, 6, 12, 8, 1400, (8,))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Difference:
     """One answer that is wrong, or that did not come."""
 
     stage: str
@@ -73,7 +79,7 @@ class Stage:
     reused: int = 0
     """Tokens of those, where the engine says how many."""
     largest: float = 0.0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Difference] = field(default_factory=list)
     note: str = ""
     is_tested: bool = True
     seconds: float = 0.0
@@ -83,9 +89,9 @@ class Stage:
 class Case:
     """A question, and its reference."""
 
-    question: Question
+    question: Query
     code: str
-    reference: Answer
+    reference: Completion
     is_first: bool = True
     """Whether nothing can have been reused for the reference."""
 
@@ -94,7 +100,7 @@ class Proof:
     def __init__(
         self,
         engine: Endpoint,
-        plan: Plan,
+        plan: Effort,
         *,
         seed: int,
         reset: str = RESET,
@@ -121,7 +127,7 @@ class Proof:
         """Whether the reset is by asking so much else that the engine's own cache forgets."""
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Difference]:
         return [each for stage in self.stages for each in stage.findings]
 
     @property
@@ -176,7 +182,7 @@ class Proof:
         if not self.engine.learn_dialect(text):
             if not self.engine.learn_dialect(ids.prompt(40).prompt):
                 # Its own words for why, of the plainest question.
-                self.engine.ask(Question(text, tokens=1))
+                self.engine.ask(Query(text, tokens=1))
             self.author = ids
         self._can_reset = bool(self._reset) and self.engine.post(self._reset)
         self._is_bare = not self._can_reset and 0 < self.engine.capacity <= 2_000_000
@@ -191,7 +197,7 @@ class Proof:
         self._salts += 1
         return f"prove-{self._seed}-{self._salts}" if self.engine.offers_salts else ""
 
-    def _ask(self, question: Question) -> Answer | None:
+    def _ask(self, question: Query) -> Completion | None:
         """None: there was no answer, which is a finding."""
         try:
             answer = self.engine.ask(question)
@@ -203,27 +209,24 @@ class Proof:
             return None
         return answer
 
-    def _ask_all(self, questions: Sequence[Question], at_a_time: int) -> list[Answer | None]:
-        if at_a_time == 1:
-            return [self._ask(each) for each in questions]
-        with ThreadPoolExecutor(at_a_time) as crowd:
-            return list(crowd.map(self._ask, questions))
+    def _ask_all(self, questions: Sequence[Query], at_a_time: int) -> list[Completion | None]:
+        return together(self._ask, questions, at_a_time)
 
     def _find(
         self,
         what: str,
-        question: Question,
-        wanted: Answer | None = None,
-        got: Answer | None = None,
+        question: Query,
+        wanted: Completion | None = None,
+        got: Completion | None = None,
         moved: float = 0.0,
     ) -> None:
         self._stage.findings.append(
-            Finding(self._stage.name, what, _excerpt(question), _said(wanted), _said(got), moved)
+            Difference(self._stage.name, what, _excerpt(question), _said(wanted), _said(got), moved)
         )
 
-    def _case(self, made: Made, **how: object) -> Case | None:
+    def _case(self, made: Written, **how: object) -> Case | None:
         """Ask for the first time, where salts are offered under a new one."""
-        question = Question(made.prompt, **how)  # type: ignore[arg-type]
+        question = Query(made.prompt, **how)  # type: ignore[arg-type]
         reference = self._ask(replace(question, salt=self._salt()))
         if reference is None:
             return None
@@ -234,7 +237,7 @@ class Proof:
             )
         return Case(question, made.code, reference)
 
-    def _compare(self, case: Case, answer: Answer | None, *, widens: bool = False) -> None:
+    def _compare(self, case: Case, answer: Completion | None, *, widens: bool = False) -> None:
         """`widens`: what differs here says what the engine alone does."""
         if answer is None:
             return
@@ -250,7 +253,7 @@ class Proof:
         elif moved > self.noise.limit:
             self._find("the answer is another one", case.question, reference, answer, moved)
 
-    def _reused(self, case: Case, answer: Answer) -> bool:
+    def _reused(self, case: Case, answer: Completion) -> bool:
         if answer.cached is not None:
             return answer.cached > _TEMPLATE
         return answer.first < _SLOWER * case.reference.first
@@ -280,7 +283,7 @@ class Proof:
             return self.engine.post(self._reset)
         size = self._length(1.0)
         others = [
-            Question(self.author.prompt(size).prompt, salt=self._salt(), tokens=1)
+            Query(self.author.prompt(size).prompt, salt=self._salt(), tokens=1)
             for _ in range(1 + self.engine.capacity * 5 // 4 // size)
         ]
         self._ask_all(others, 4)
@@ -327,7 +330,7 @@ class Proof:
     def _moves(self) -> list[float]:
         found = []
         for case in self._cases[:4]:
-            other = self.author.altered(Made(case.question.prompt), 0.15)
+            other = self.author.altered(Written(case.question.prompt), 0.15)
             answer = self._ask(replace(case.question, prompt=other, salt=self._salt()))
             if answer is not None:
                 found.append(distance(case.reference.choice, answer.choice))
@@ -344,7 +347,7 @@ class Proof:
             self._compare(case, answer)
         self._compare_all(self._cases)
 
-    def _questions(self) -> list[Question]:
+    def _questions(self) -> list[Query]:
         return [each.question for each in self._cases]
 
     def _restored(self) -> None:
@@ -383,8 +386,8 @@ class Proof:
             return
         others = [self.author.parting(base, place) for place in sorted(chosen)]
         others.append(self.author.altered(base, 0.15))  # most of its chunks have the same tokens
-        cases = [case for each in others if (case := self._case(Made(each))) is not None]
-        self._ask(Question(base.prompt))
+        cases = [case for each in others if (case := self._case(Written(each))) is not None]
+        self._ask(Query(base.prompt))
         for _ in range(2):  # at first from what the base has stored, then from what each has added to it
             if self._can_reset:
                 self._forget()
@@ -441,11 +444,11 @@ class Proof:
         text = made.prompt if made is not None else "w5 w6"
         pictures = [image(self._seed + number) for number in range(2)]
         try:
-            self.engine.ask(Question(text, salt=self._salt(), image=pictures[0], tokens=1))
+            self.engine.ask(Query(text, salt=self._salt(), image=pictures[0], tokens=1))
         except NoAnswer as error:
             self._skip(f"the engine takes no images ({str(error)[:60]}…)")
             return
-        cases = [case for each in pictures if (case := self._case(Made(text), image=each)) is not None]
+        cases = [case for each in pictures if (case := self._case(Written(text), image=each)) is not None]
         if (
             len(cases) == 2
             and distance(cases[0].reference.choice, cases[1].reference.choice) <= self.noise.limit
@@ -462,12 +465,12 @@ class Proof:
         took = statistics.median([each.reference.took for each in self._cases] or [1.0])
         questions = [self._dice.choice(self._questions()) for _ in range(self.plan.aborted)]
         questions = [
-            each if number % 2 else Question(self.author.prompt(self._length(0.8)).prompt, tokens=64)
+            each if number % 2 else Query(self.author.prompt(self._length(0.8)).prompt, tokens=64)
             for number, each in enumerate(questions)
         ]
         moments = [self._dice.uniform(0, 1.5 * took) for _ in questions]
-        with ThreadPoolExecutor(16) as crowd:
-            list(crowd.map(self.engine.cut, questions, moments))
+        cuts = list(zip(questions, moments, strict=True))
+        together(lambda each: self.engine.cut(*each), cuts, 16)
         if self._can_reset:
             self._forget()
         self._compare_all(self._cases)
@@ -478,11 +481,11 @@ class Proof:
         base = self.author.prompt(min(self.plan.convoy_tokens, int(longest * 0.7)))
         near_end = length(base.prompt) - 40
         members = [self.author.parting(base, near_end) for _ in range(self.plan.convoy)]
-        cases = [case for each in members[:4] if (case := self._case(Made(each))) is not None]
-        self._ask(Question(base.prompt))
+        cases = [case for each in members[:4] if (case := self._case(Written(each))) is not None]
+        self._ask(Query(base.prompt))
         if self._can_reset:
             self._forget()
-        questions = [case.question for case in cases] + [Question(each) for each in members[4:]]
+        questions = [case.question for case in cases] + [Query(each) for each in members[4:]]
         self._all_together(cases, questions)
 
     def _starved(self) -> None:
@@ -497,10 +500,10 @@ class Proof:
         prompts = [self.author.prompt(size) for _ in range(count)]
         cases = [case for each in prompts[:4] if (case := self._case(each)) is not None]
         self._all_together(
-            cases, [case.question for case in cases] + [Question(each.prompt) for each in prompts[4:]]
+            cases, [case.question for case in cases] + [Query(each.prompt) for each in prompts[4:]]
         )
 
-    def _all_together(self, cases: Sequence[Case], questions: Sequence[Question]) -> None:
+    def _all_together(self, cases: Sequence[Case], questions: Sequence[Query]) -> None:
         answers = self._ask_all(questions, len(questions))
         for case, answer in zip(cases, answers, strict=False):
             self._compare(case, answer)
@@ -516,8 +519,7 @@ class Proof:
         for engine in (self.engine, *((self.baseline,) if self.baseline is not None else ())):
             prompts = [self.author.prompt(self._length(0.7)).prompt for _ in range(2 * self.plan.prompts)]
             began = time.monotonic()
-            with ThreadPoolExecutor(8) as crowd:
-                answers = list(crowd.map(_tokens_asked(engine), prompts))
+            answers = together(_tokens_asked(engine), prompts, 8)
             self.throughput["engine" if engine is self.engine else "baseline"] = sum(answers) / (
                 time.monotonic() - began
             )
@@ -534,10 +536,30 @@ class Proof:
         self._compare_all(self._cases)
 
 
+def together(work: Callable[[T], R], items: Sequence[T], at_a_time: int) -> list[R]:
+    """The results of `work` for these items, in their order; so many run at once."""
+    results: dict[int, R] = {}
+    left = SimpleQueue[int]()
+    for number in range(len(items)):
+        left.put(number)
+
+    def take() -> None:
+        with suppress(Empty):
+            while True:
+                number = left.get_nowait()
+                results[number] = work(items[number])
+
+    threads = [start_thread("lmtier prove", take) for _ in range(min(at_a_time, len(items)) - 1)]
+    take()
+    for thread in threads:
+        thread.join()
+    return [results[number] for number in range(len(items))]
+
+
 def _tokens_asked(engine: Endpoint) -> Callable[[Prompt], int]:
     def ask(prompt: Prompt) -> int:
         try:
-            answer = engine.ask(Question(prompt))
+            answer = engine.ask(Query(prompt))
         except NoAnswer:
             return 0
         return answer.prompt_tokens + len(answer.choice)
@@ -545,7 +567,7 @@ def _tokens_asked(engine: Endpoint) -> Callable[[Prompt], int]:
     return ask
 
 
-def _excerpt(question: Question) -> str:
+def _excerpt(question: Query) -> str:
     prompt = question.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     parts: Iterable[str] = (
@@ -559,7 +581,7 @@ def _excerpt(question: Question) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _said(answer: Answer | None) -> str:
+def _said(answer: Completion | None) -> str:
     if answer is None:
         return ""
     return " | ".join(" ".join(each.token for each in choice) for choice in answer.choices)
