@@ -116,7 +116,7 @@ def measure(name: str, models: Path, folder: Path, prompts: list[list[int]]) -> 
                 server._command = server._command[: server._command.index("--tier")]
                 server._command += ["--tier", "cpu://?capacity=1GiB", "--tier", tier]
                 server.start()
-                engine.generate([[5] * 40])  # the engine hears of the new server
+                engine.generate([[5] * 700])  # so that the engine hears of the new server
                 rows.append(Row(tier.partition(":")[0], ask(engine, prompts), wanted, own))
         with Engine(folder, models / name, transfer=server.transfer(), **options) as engine:
             rows.append(Row("memory, a new engine", ask(engine, prompts), wanted, own))
