@@ -127,8 +127,8 @@ class Publisher(Follower):
             if change.key in self._places[change.tier]:
                 changes.append(change)
         # States are no blocks of tokens, so routers are not told of them.
-        if told := [change for change in changes if not is_state(change.key)]:
-            self._put(list(self._runs(told)))
+        if chunks := [change for change in changes if not is_state(change.key)]:
+            self._put(list(self._runs(chunks)))
 
     def tell_all_again(self) -> None:
         """Make routers forget everything, then send the content of all tiers."""
