@@ -126,7 +126,7 @@ class Publisher(Follower):
             # The chunk may have left since, and that event was sent.
             if change.key in self._places[change.tier]:
                 changes.append(change)
-        # States are no blocks of tokens, so routers are not told of them.
+        # States are no blocks of tokens, so routers need not know them.
         if chunks := [change for change in changes if not is_state(change.key)]:
             self._put(list(self._runs(chunks)))
 
