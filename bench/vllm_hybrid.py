@@ -94,7 +94,13 @@ def measure(name: str, models: Path, folder: Path, prompts: list[list[int]]) -> 
             plain.forget()
             wanted += plain.generate([prompt], ANSWER, logprobs=RIVALS)
             own += plain.generate([prompt], ANSWER, logprobs=RIVALS)
-    rows = [Row("nothing (plain, cold)", wanted, wanted, own), Row("its own prefix cache", own, wanted, own)]
+        plain.forget()
+        shared = [plain.generate([each], ANSWER, logprobs=RIVALS)[0] for each in prompts * 2][len(prompts) :]
+    rows = [
+        Row("nothing (plain, cold)", wanted, wanted, own),
+        Row("its own prefix cache", own, wanted, own),
+        Row("the same, shared by all prompts", shared, wanted, own),
+    ]
     if name in WITH_OTHER_STEPS:
         options["max_num_batched_tokens"] -= WITH_OTHER_STEPS[name]
         with Engine(folder, models / name, enable_prefix_caching=True, **options) as plain:
@@ -116,7 +122,7 @@ def measure(name: str, models: Path, folder: Path, prompts: list[list[int]]) -> 
                 server._command = server._command[: server._command.index("--tier")]
                 server._command += ["--tier", "cpu://?capacity=1GiB", "--tier", tier]
                 server.start()
-                engine.generate([[5] * 40])  # the engine hears of the new server
+                engine.generate([[5] * 700])  # so that the engine hears of the new server
                 rows.append(Row(tier.partition(":")[0], ask(engine, prompts), wanted, own))
         with Engine(folder, models / name, transfer=server.transfer(), **options) as engine:
             rows.append(Row("memory, a new engine", ask(engine, prompts), wanted, own))

@@ -314,8 +314,9 @@ class Matches:
         it, or keeps nothing."""
         if match.ended is not None:
             match, chunks = match.ended, 0
-        if match.end is not None:
+        if match.ends is not None and (match.end is not None or match.asking):
             chunks = 0
+        if match.end is not None:
             self._drop_end(match)
         if not match.cut:
             match.cut, match.found = reason, match.chunks

@@ -26,6 +26,7 @@ import zmq
 from lmtier.core.cache import Cache
 from lmtier.core.match import CPU, State
 from lmtier.errors import ConfigError
+from lmtier.format.keys import is_state
 from lmtier.observe.follower import Follower
 from lmtier.observe.journal import Change, Journal
 from lmtier.observe.prompts import PromptChunk, Prompts
@@ -125,8 +126,9 @@ class Publisher(Follower):
             # The chunk may have left since, and that event was sent.
             if change.key in self._places[change.tier]:
                 changes.append(change)
-        if changes:
-            self._put(list(self._runs(changes)))
+        # States are no blocks of tokens, so routers need not know them.
+        if chunks := [change for change in changes if not is_state(change.key)]:
+            self._put(list(self._runs(chunks)))
 
     def tell_all_again(self) -> None:
         """Make routers forget everything, then send the content of all tiers."""

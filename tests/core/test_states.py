@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.match import Match, State
 from lmtier.format.keys import KEY_BYTES, NOBODY, is_state, namespace, state_key, value_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, form_of, padded
 from lmtier.testing import MemoryTier
@@ -313,3 +314,53 @@ def test_a_match_released_while_it_is_asked_or_loaded_holds_nothing(asked, tier)
         settle(asked, tier)
         assert not asked.index.leased_bytes
         asked.check()
+    assert asked.metrics.value("lmtier_hit_tokens_total", tier="cpu") == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_a_match_has_its_state_or_nothing(seed):
+    """Prompts that share beginnings, in a slab that is too small, over a tier that fails now and then."""
+    dice = random.Random(seed)
+    tier = HandTier({}, keeps=bool(seed % 2))
+    tier.chance = dice.random if seed >= 4 else tier.chance
+    policy = ("lru", "arc", "s3fifo", "adaptive")[seed % 4]
+    config = Config(tiers=(cpu(12, policy=policy), FAR), chunk_tokens=C, prefault=False)
+    prompts = [keys(3, "a") + keys(4, f"a{n}") for n in range(3)] + [keys(6, f"b{n}") for n in range(2)]
+    held: list[Match] = []
+    found = 0
+    with Cache(config, tiers={FAR: tier}) as cache:
+        for _ in range(600):
+            names = dice.choice(prompts)[: dice.randrange(1, 8)]
+            match dice.randrange(8):
+                case 0 | 1:
+                    store(cache, names)
+                    entry = cache.index.get(names[-1])
+                    if entry is not None and entry.state is State.READY:
+                        store_state(cache, names)
+                case 2 if len(held) < 3:
+                    held.append(cache.match(names, ONE, ends=STATE))
+                case 3 if held:
+                    cache.prefetch(dice.choice(held))
+                case 4 if held:
+                    cache.release(held.pop(dice.randrange(len(held))))
+                case 5 if tier.waiting:
+                    fault = dice.choice((Reason.CORRUPT, Reason.ERROR, Reason.ABSENT))
+                    tier.fault = fault if dice.random() < 0.05 else None
+                    for _ in range(min(3, len(tier.waiting))):
+                        tier.finish(dice.randrange(len(tier.waiting)))
+                    tier.fault = None
+                case 6 if dice.random() < 0.1 and (entries := cache.index.entries()):
+                    cache.discard(dice.choice(entries))
+                case _:
+                    cache.step()
+            for each in held:
+                if each.ready:
+                    is_right(cache, each)
+                    found += each.chunks
+            cache.check()
+        while held:
+            cache.release(held.pop())
+        settle(cache, tier)
+        cache.check()
+        assert not cache.index.leased_bytes
+    assert found

@@ -14,13 +14,13 @@ import zmq
 from lmtier.client.client import Client
 from lmtier.config import Config, Serving
 from lmtier.errors import ConfigError
-from lmtier.format.keys import Identity, KeyChain, as_tokens, seed
+from lmtier.format.keys import Identity, KeyChain, as_tokens, seed, state_key
 from lmtier.observe.journal import Journal
 from lmtier.observe.prompts import Origin, Prompts
 from lmtier.server.events import Publisher
 from lmtier.server.serve import Server as Serve
 from lmtier.testing import MemoryTier
-from tests.client.test_client import ONE, ROOM, C, Server, keys, store
+from tests.client.test_client import LAYOUT, ONE, ROOM, C, Server, keys, store
 from tests.server.process import PATIENCE
 
 END = (-1).to_bytes(8, "big", signed=True)
@@ -303,3 +303,20 @@ def test_a_replay_that_is_asked_for_wrongly_is_not_answered_and_the_next_is(tmp_
         owner.store(keys(3))
         owner.router._replay.send_multipart(request_)
         owner.router.until(lambda: owner.router.counts() == {"CPU": 3})
+
+
+def test_routers_hear_of_chunks_and_never_of_states(start, listen):
+    server = start()
+    router = listen(server)
+    names = keys(2)
+    state = state_key(names[0], LAYOUT.to_json())
+    with Client(server.path) as client:
+        store(client, names[:1])
+        reservation = client.reserve([names[0], state], ONE, first=1)
+        client.commit(reservation)
+        store(client, names[1:])
+        router.until(lambda: names[1] in router.held.get("CPU", ()))
+        assert router.held["CPU"] == {*names}
+        client.delete([state, names[1]])
+        router.until(lambda: names[1] not in router.held["CPU"])
+    assert router.held["CPU"] == {names[0]}

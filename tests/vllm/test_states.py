@@ -43,10 +43,14 @@ class Running:
         options = {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 64, **MODEL}
         self.engine = Engine(folder, model, transfer=self.server.transfer(), **options)
         self.engine.use_connector(False)
-        self.wanted = self.ask()
+        self.wanted, self.own = [], []
+        """Cold, and from the engine's own prefix cache."""
+        for prompt in PROMPTS:
+            self.engine.forget()
+            cold, own = alone(self.engine, [prompt] * 2, logprobs=5)
+            self.wanted.append(cold)
+            self.own.append(own)
         assert cached(self.wanted) == 0
-        self.own = [alone(self.engine, [each] * 2, logprobs=5)[1] for each in PROMPTS]
-        """From the engine's own prefix cache."""
         self.engine.use_connector(True)
 
     def ask(self, prompts: Sequence[list[int]] = PROMPTS) -> list[Output]:

@@ -1,4 +1,4 @@
-"""Reads what layers without KV keep: one state a request, with its own layout, shard and tensors.
+"""Reads what layers without KV keep, one state a request: its layout, its shard and its tensors.
 
 In vLLM's mode "align" the last block of a request holds the state after its last token, and each step of a
 prompt ends at a block's end. So the state after a whole block can be copied as bytes, out of that block and
