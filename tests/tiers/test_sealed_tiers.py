@@ -429,3 +429,15 @@ def test_what_was_sealed_before_tenants_had_keys_is_still_read(tmp_path):
             if not objects:
                 store(tier, each)
             assert load(tier, each.name, each.room)[0].ok
+
+
+def test_a_retired_key_opens_nothing_any_more_in_a_server_that_knew_it(tmp_path):
+    """Neither objects nor the keys of tenants."""
+    for tenants in ("", str(tmp_path / "tenants")):
+        ring = Keyring(key_file(tmp_path, 1), tenants)
+        secret = ring.to_seal(of(A))
+        key_file(tmp_path, 2)
+        assert ring.to_seal(of(A)).id != secret.id
+        assert ring.to_open(of(A), secret.id) is None
+        with pytest.raises(NoKey, match="was destroyed"):
+            secret.key(bytes(32))
