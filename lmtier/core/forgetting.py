@@ -24,7 +24,7 @@ _BYTES_AT_ONCE = 64 << 20
 Steps: TypeAlias = "Generator[bool, None, Report]"
 
 BY_TENANT, BY_TIER, NOT = "tenant", "tier", "none"
-"""Whose key seals: the tenant's own, one of the tier for all, nobody's."""
+"""Whose key seals: the tenant's own, one of the tier for all, none."""
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ class Keyring(Keys):
 
     @property
     def has_tenants(self) -> bool:
-        """Whether each tenant has a key of its own."""
+        """Whether each tenant has its own key."""
         return self._tenants is not None
 
     # ---- for the threads of tiers
@@ -166,7 +166,7 @@ def _from_command(command: str, where: str) -> str:
         raise ConfigError(f"{where}: the command for keys cannot run: {said}") from None
     if ran.returncode:
         raise ConfigError(
-            f"{where}: the command for keys ended with status {ran.returncode}; run it by hand to see why"
+            f"{where}: the command for keys ended with status {ran.returncode}; run it yourself to see why"
         )
     return ran.stdout.decode("ascii", "replace")
 

@@ -68,7 +68,7 @@ _COPIES = {
     "tier": "readable with the tier's key, which is not the tenant's own",
     "none": "readable: this tier does not seal",
 }
-"""What becomes of copies that somebody else has, by who seals."""
+"""What becomes of copies elsewhere, by who seals."""
 
 
 def forgotten(report: Mapping[str, Any]) -> str:

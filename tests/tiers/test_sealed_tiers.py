@@ -270,7 +270,7 @@ def test_a_file_in_the_middle_of_a_change_keeps_the_keys(tmp_path, caplog):
         ("vault:secret", "key= names a place of keys, and is no key itself"),
         ("file:/nowhere/at/all", "/nowhere/at/all: No such file"),
         ("env:NO_SUCH_NAME", "the environment has no NO_SUCH_NAME"),
-        ("command:false --token hunter2", "ended with status 1; run it by hand to see why"),
+        ("command:false --token hunter2", "ended with status 1; run it yourself to see why"),
         ("command:/no/such/program", "cannot run: No such file"),
         ("command:echo", "no key is there; put one in: openssl rand -hex 32"),
         (f"command:echo {hex_key(1)}0", "line 1 of the keys is not a key; write 64 hexadecimal digits"),
