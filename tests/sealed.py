@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from lmtier.format import objects
@@ -11,6 +13,7 @@ from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import Scratch
 from lmtier.testing import Sample, TierSuite, pages
 from lmtier.tiers.base import Tier
+from lmtier.tiers.blocking import BlockingTier
 from lmtier.tiers.keyring import Keyring
 
 
@@ -30,6 +33,21 @@ def key_file(folder: Path, *numbers: int) -> str:
 def keyring(*numbers: int, tenants: str = "") -> Keyring:
     with tempfile.TemporaryDirectory() as folder:
         return Keyring(key_file(Path(folder), *(numbers or (0,))), tenants)
+
+
+ALL_SEALED = "KV_TEST_SEALS_EVERYTHING"
+"""A variable of the environment: programs of tests seal every object of every tier if it is set."""
+
+
+def seal_everything(set_attribute: Callable[[object, str, object], None] = setattr) -> None:
+    """Every tier that is opened from now on has the keys of tests."""
+    set_attribute(BlockingTier, "keys", keyring())
+
+
+def seal_if_asked() -> None:
+    """For programs of tests."""
+    if ALL_SEALED in os.environ:
+        seal_everything()
 
 
 def sealed_at_rest(each: Sample, keys: Keyring) -> bytes:

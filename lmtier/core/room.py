@@ -47,7 +47,7 @@ class Room:
         self._took = 0  # bytes allocated since the last step
         self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a recent step took
         self.erasing: set[Entry] = set()
-        """Chunks whose bytes are overwritten as soon as no user is left."""
+        """Chunks whose bytes are overwritten as soon as no engine and no tier uses them."""
         self._takers: set[Pool | None] = set()
         """The pools of the chunks that took them, if there are shares."""
 

@@ -151,7 +151,7 @@ class Keys(Protocol):
 
     @property
     def has_tenants(self) -> bool:
-        """Whether each tenant has a separate key."""
+        """Whether each tenant has its own key."""
 
     def forget(self, tenant: bytes) -> int:
         """Destroy the keys of a tenant. Returns how many there were. Raises TierError."""

@@ -69,7 +69,7 @@ class Keyring(Keys):
 
     @property
     def has_tenants(self) -> bool:
-        """Whether each tenant has a separate key."""
+        """Whether each tenant has its own key."""
         return self._tenants is not None
 
     # ---- for the threads of tiers
@@ -128,6 +128,8 @@ class Keyring(Keys):
                 secrets[secret.id] = self._secrets.get(secret.id, secret)
         if not secrets:
             raise ConfigError(f"{self._where}: no key is there; put one in: openssl rand -hex 32")
+        for retired in self._secrets.keys() - secrets.keys():
+            self._secrets[retired].erase()
         return secrets
 
 
@@ -197,8 +199,8 @@ class _Wrapped(NamedTuple):
 class _File(NamedTuple):
     stamp: Stamp
     keys: tuple[_Wrapped, ...]
-    missing: frozenset[bytes] = frozenset()
-    """The ids of wrapping keys that were not known when it was read."""
+    known: frozenset[bytes]
+    """The ids of all wrapping keys when it was read: what a retired one wraps is not kept."""
 
     @property
     def newest(self) -> _Wrapped | None:
@@ -267,21 +269,21 @@ class Tenants:
         except FileNotFoundError:
             self._drop(tenant)
             return None
-        if before is not None and before.stamp == stamp and before.missing.isdisjoint(known):
+        if before is not None and before.stamp == stamp and before.known == known.keys():
             return before
         lines = self._path(tenant).read_text("ascii", "replace").splitlines()
-        had = {each.line: each.secret for each in before.keys} if before else {}
+        had = {each.line: each.secret for each in before.keys if each.by in known} if before else {}
         keys = tuple(
             _Wrapped(by, line, had.get(line) or _unwrapped(rest, by, tenant, known))
             for line in lines
             if (found := _parts(line)) is not None
             for by, *rest in (found,)
         )
-        for line in had.keys() - {each.line for each in keys}:
-            if (gone := had[line]) is not None:
-                gone.erase()
-        missing = frozenset(each.by for each in keys) - known.keys()
-        self._files[tenant] = file = _File(stamp, keys, missing)
+        kept = {each.secret for each in keys}
+        for each in before.keys if before else ():
+            if each.secret is not None and each.secret not in kept:
+                each.secret.erase()
+        self._files[tenant] = file = _File(stamp, keys, frozenset(known))
         return file
 
     def _make(self, tenant: bytes, wrapping: Secret) -> Secret:
@@ -299,7 +301,7 @@ class Tenants:
             os.close(fd)
         self._sync()
         before = self._files.get(tenant)
-        before = before or _File(stamp, ())
+        before = before or _File(stamp, (), frozenset(self._known()))
         self._files[tenant] = before._replace(
             stamp=stamp, keys=(*before.keys, _Wrapped(wrapping.id, line, secret))
         )

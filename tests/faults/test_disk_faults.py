@@ -386,6 +386,7 @@ def test_a_new_directory_in_one_that_all_may_write_to_is_ours(tmp_path: Path):
         DiskTier(tmp_path / "kv")
 
 
+@pytest.mark.unsealed
 @pytest.mark.parametrize("how", ["foreign", "writable"])
 def test_a_file_that_another_user_may_have_written_is_never_served(tmp_path: Path, how: str):
     ours, theirs = sample(1), [sample(i) for i in range(2, 5)]
@@ -574,6 +575,7 @@ def test_tmpfs_works_whether_it_has_direct_io_or_not(small_disk: Path, caplog):
 # ---- verification
 
 
+@pytest.mark.unsealed
 def test_verify_names_what_is_wrong_and_mends_what_it_may(tmp_path: Path):
     objects = [sample(i, PAGE * (1 + i)) for i in range(8)]
     with closing(DiskTier(tmp_path)) as tier:
@@ -615,6 +617,7 @@ def test_verify_names_what_is_wrong_and_mends_what_it_may(tmp_path: Path):
         assert_stored(tier, *objects[5:])
 
 
+@pytest.mark.unsealed
 def test_verify_finds_nothing_wrong_with_objects_of_one_page(tmp_path: Path):
     """Their headers and payloads were read into one buffer: each was said to be corrupt, and deleted."""
     root = tmp_path / "kv"

@@ -25,6 +25,8 @@ from lmtier.core.cache import Cache
 from lmtier.config import Config
 from lmtier.errors import MisuseError
 from tests.faults.test_cache_kill import CHAINS, FORM, SIZE, content
+from tests.sealed import seal_if_asked
+seal_if_asked()
 root, how, moment = sys.argv[1], sys.argv[2], int(sys.argv[3])
 # A shell that starts tests in the background has them ignore these.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -138,6 +140,7 @@ def test_a_server_ends_within_its_grace_whatever_is_under_way(tmp_path: Path):
 # ---- T26: objects that were damaged on disk
 
 
+@pytest.mark.unsealed
 def test_all_that_was_damaged_is_found_by_whoever_reads_it(tmp_path: Path):
     """One in a hundred of 2,000 objects, in five ways. There is no scrub beside use: a read checks all it
     reads, and `lmtier verify` all there is."""

@@ -16,6 +16,7 @@ from lmtier.format.layout import PAGE
 from lmtier.testing import FaultyModule, drain, sample, scan
 from lmtier.tiers.base import Item, Job, Op
 from lmtier_backends import disk
+from tests.sealed import seal_if_asked
 
 UNIVERSE = [sample(number, 1 + number * 1777 % (48 * PAGE)) for number in range(120)]
 NUMBER = {each.name: number for number, each in enumerate(UNIVERSE)}
@@ -86,4 +87,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    seal_if_asked()
     serve()

@@ -684,7 +684,7 @@ ODD += [
 WORD = st.one_of(st.sampled_from(ODD), st.integers(0, 5), st.binary(max_size=40))
 VERBS = [
     *("HELLO", "SLAB", "FORM", "MATCH", "MISSED", "PREFETCH", "POLL", "WAIT", "RELEASE", "SEEN", "RESERVE"),
-    *("PRESENCE", "COMMIT", "ABORT", "DISCARD", "CLEAR", "FLUSH", "VERIFIED", "STATS", "CHECK"),
+    *("PRESENCE", "COMMIT", "ABORT", "DISCARD", "CLEAR", "FORGET", "FLUSH", "VERIFIED", "STATS", "CHECK"),
 ]
 
 

@@ -270,7 +270,7 @@ def test_a_file_in_the_middle_of_a_change_keeps_the_keys(tmp_path, caplog):
         ("vault:secret", "key= names a place of keys, and is no key itself"),
         ("file:/nowhere/at/all", "/nowhere/at/all: No such file"),
         ("env:NO_SUCH_NAME", "the environment has no NO_SUCH_NAME"),
-        ("command:false --token hunter2", "ended with status 1; run it by hand to see why"),
+        ("command:false --token hunter2", "ended with status 1; run it yourself to see why"),
         ("command:/no/such/program", "cannot run: No such file"),
         ("command:echo", "no key is there; put one in: openssl rand -hex 32"),
         (f"command:echo {hex_key(1)}0", "line 1 of the keys is not a key; write 64 hexadecimal digits"),
@@ -429,3 +429,15 @@ def test_what_was_sealed_before_tenants_had_keys_is_still_read(tmp_path):
             if not objects:
                 store(tier, each)
             assert load(tier, each.name, each.room)[0].ok
+
+
+def test_a_retired_key_opens_nothing_any_more_in_a_server_that_knew_it(tmp_path):
+    """Neither objects nor the keys of tenants."""
+    for tenants in ("", str(tmp_path / "tenants")):
+        ring = Keyring(key_file(tmp_path, 1), tenants)
+        secret = ring.to_seal(of(A))
+        key_file(tmp_path, 2)
+        assert ring.to_seal(of(A)).id != secret.id
+        assert ring.to_open(of(A), secret.id) is None
+        with pytest.raises(NoKey, match="was destroyed"):
+            secret.key(bytes(32))

@@ -1,0 +1,25 @@
+"""The faults are met twice: by tiers as they are, and (marked `slow`) by tiers that seal every object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sealed import ALL_SEALED, seal_everything
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    if marks.isdisjoint({"long", "slow", "unsealed"}):
+        both = ["plain", pytest.param("sealed", marks=pytest.mark.slow)]
+        metafunc.parametrize("sealing", both, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def sealing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if getattr(request, "param", "plain") == "sealed":
+        monkeypatch.setitem(os.environ, ALL_SEALED, "1")  # for processes that the test starts
+        seal_everything(monkeypatch.setattr)
+    return

@@ -1,0 +1,132 @@
+"""`lmtier forget`, from a running server and without one: what it deletes, says, and does not show."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from lmtier.client.client import Client
+from lmtier.format.keys import tenant
+from lmtier.format.layout import Layout, form_of
+from lmtier.tools.cli import main
+from tests.sealed import hex_key, key_file
+from tests.server.process import served
+
+A, B, S = tenant("alice"), tenant("bob"), tenant("a secret salt")
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=16, chunk_tokens=16, packing="token"
+)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+
+
+def keys(who: bytes, count: int) -> list[bytes]:
+    return [b"mod_" + who + bytes(20) + i.to_bytes(4, "big") for i in range(count)]
+
+
+def store(client: Client, names: list[bytes]) -> None:
+    reservation = client.reserve(names, FORM)
+    assert len(reservation.entries) == len(names)
+    for entry in reservation.entries.values():
+        client.slab.view(entry.offsets[0], FORM.room)[:] = (entry.key * FORM.room)[: FORM.room]
+    client.commit(reservation)
+    assert client.flush(20)
+
+
+def chunks(client: Client, names: list[bytes]) -> int:
+    match = client.match(names, FORM)
+    client.release(match)
+    return match.chunks
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[str]:
+    seal = f"seal=aes-256-gcm&key={key_file(tmp_path, 1)}&tenants={tmp_path}/tenants"
+    return ["cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=1GiB&{seal}"]
+
+
+CONFIG = {"chunk_tokens": 16, "shares": {"someone": {"salt": "a secret salt", "share": 0.1}}}
+
+
+def test_a_running_server_forgets_and_says_what_became_of_what(tmp_path, tiers, capsys):
+    path = str(tmp_path / "sock")
+    with served(tmp_path, *tiers, config=CONFIG, unix=path) as server:
+        with Client(path) as client:
+            for who in (A, B, S):
+                store(client, keys(who, 3))
+            assert main(["forget", "alice", "--server", path]) == 0
+            out = capsys.readouterr().out
+            assert out.startswith(f"tenant {A.hex()} is forgotten\n")
+            assert "unreadable for everyone, also in backups" in out
+            assert "Engines keep KV in their own memory" in out
+            assert [chunks(client, keys(who, 3)) for who in (A, B, S)] == [0, 3, 3]
+            assert main(["forget", "--share", "someone", "--server", path, "--json"]) == 0
+            told = json.loads(capsys.readouterr().out)
+            assert (told["tenant"], told["chunks"], told["in_use"]) == (S.hex(), 3, 0)
+            (disk,) = told["tiers"]
+            assert disk == {"tier": "disk", "sealed": "tenant", "chunks": 3, "keys": 1, "problem": ""}
+            assert [chunks(client, keys(who, 3)) for who in (A, B, S)] == [0, 3, 0]
+        log = server.log.read_text()
+    assert "alice" not in log
+    assert "a secret salt" not in log
+
+
+def test_no_key_is_shown_anywhere(tmp_path, tiers):
+    """Not in the list of processes, the environment, the log, a metric, or an answer."""
+    with served(tmp_path, *tiers, config=CONFIG, unix=str(tmp_path / "sock"), http="127.0.0.1:0") as server:
+        with Client(str(tmp_path / "sock")) as client:
+            store(client, keys(A, 2))
+        process = Path(f"/proc/{server.process.pid}")
+        shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        with urllib.request.urlopen(f"http://{server.where['http']}/metrics") as answer:
+            shown += answer.read()
+        for words in (("INFO",), ("CONFIG", "GET", "*"), ("LMTIER.STATS",), ("LMTIER.MODELS",)):
+            shown += repr(server.ask(*words)).encode()
+        shown += server.log.read_bytes()
+    assert hex_key(1).encode() not in shown.lower()
+
+
+def test_without_a_server_the_tiers_of_the_settings_forget(tmp_path, tiers, capsys):
+    path = str(tmp_path / "sock")
+    with served(tmp_path, *tiers, config=CONFIG, unix=path) as server, Client(path) as client:
+        store(client, keys(A, 3))
+        store(client, keys(B, 3))
+        assert main(["forget", "alice", "-t", tiers[1]]) == 2
+        assert f"is open in process {server.process.pid}" in capsys.readouterr().err
+    salt = tmp_path / "salt"
+    salt.write_text("alice\n")
+    assert main(["forget", "--salt-file", str(salt), "-t", tiers[1], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tiers"] == [{"tier": "disk", "sealed": "tenant", "chunks": 3, "keys": 1, "problem": ""}]
+    with served(tmp_path, *tiers, config=CONFIG, unix=path), Client(path) as client:
+        assert [chunks(client, keys(who, 3)) for who in (A, B)] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--id", "xyz"], "a tenant has 8 hexadecimal digits"),
+        (["--salt-file", "/nowhere"], "--salt-file /nowhere: "),
+        ([""], "requests without a salt belong to no tenant"),
+        (["alice", "--offline"], "the settings name no tier below memory"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(words, said, capsys, monkeypatch):
+    monkeypatch.delenv("LMTIER_TIERS", raising=False)
+    assert main(["forget", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_verb_refuses_what_is_no_tenant(tmp_path):
+    with served(tmp_path) as server:
+        for words, said in (
+            (("ID", "00000000"), "MISUSE requests without a salt belong to no tenant"),
+            (("ID", "0000"), "MISUSE the id of a tenant has 4 bytes, not 2"),
+            (("SHARE", "x"), "ERR this server has no share of that name"),
+            (("EVERYONE", "x"), "ERR LMTIER.FORGET takes ID hex | SALT text | SHARE name, and [WAIT ms]"),
+        ):
+            assert str(server.ask("LMTIER.FORGET", *words)).startswith(said)
+        told = json.loads(server.ask("LMTIER.FORGET", "SALT", "alice", "WAIT", "1000"))
+        assert (told["tenant"], told["tiers"]) == (A.hex(), [])
