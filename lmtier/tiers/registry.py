@@ -23,6 +23,7 @@ BUILTIN = {
     "redis-sentinel": "lmtier_backends.redis.tier:SentinelTier",
     "redis-cluster": "lmtier_backends.redis.tier:ClusterTier",
     "s3": "lmtier_backends.s3.tier:S3Tier",
+    "mooncake": "lmtier_backends.mooncake.tier:MooncakeTier",
 }
 GROUP = "lmtier.tiers"
 

@@ -251,6 +251,7 @@ def test_a_refusal_is_a_failure_in_time_that_says_why(meddler, tmp_path, answer,
     each = sample(1)
     with closing(tier_at(meddler.port, tmp_path.name)) as tier:
         assert both(tier, each) == (None, None)
+        assert lookup_failure(tier, each.name) is None  # there is a list, which would go on answering
         meddler.spoil = lambda request, real: answer
         done = within(DEADLINE + SLACK, lambda: store(tier, each))
         assert done.failed == {each.name: Reason.ERROR}

@@ -1,0 +1,273 @@
+"""Objects in a Mooncake Store, shared by many hosts. Each call has a deadline, which the library has not.
+
+    <namespace>/<key>.<shard>     header page, then payload: one object of the format, one of Mooncake
+
+Mooncake's client blocks for 30 s on a node or a master that stands still, and for 90 s if there is none at
+start. So its calls run on lanes (lanes.py), and the client is set up by a separate thread. A dead node fails
+a call (-800) until the master drops the node, although other nodes may have replicas. The client picks one
+anew for each call, so a call is repeated before it counts as failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from lmtier.errors import ConfigError, TierError, log
+from lmtier.format.layout import Name
+from lmtier.format.objects import PAGE, Suspect, padded
+from lmtier.threads import start_thread
+from lmtier.tiers.base import Item, Stat
+from lmtier.tiers.blocking import BlockingTier
+from lmtier_backends.mooncake.lanes import Lane, Lanes
+
+PORT = 50051
+METADATA_PORT = 8080
+_NO_ROOM = -200
+_TOO_LONG = -600
+_ABSENT = -704
+_MOVED_NOTHING = -800
+_ATTEMPTS = 3
+_PAUSE = 0.5
+"""Seconds between two attempts to reach a master."""
+
+
+class MooncakeError(OSError):
+    def __init__(self, what: str, code: int) -> None:
+        number = errno.ENOSPC if code == _NO_ROOM else errno.EPROTO
+        super().__init__(number, f"Mooncake: {what} failed with code {code}")
+
+
+class MooncakeTier(BlockingTier):
+    """mooncake://master[:port]?metadata=http://host:8080/metadata"""
+
+    keeps = False
+
+    def __init__(
+        self,
+        location: str,
+        *,
+        metadata: str = "",
+        protocol: str = "tcp",
+        device: str = "",
+        local: str = "",
+        replicas: int = 1,
+        segment: int = 0,
+        namespace: str = "default",
+        connections: int = 4,
+        deadline: float = 2.0,
+    ) -> None:
+        found = re.fullmatch(r"([^:/@\s]+)(?::(\d{1,5}))?", location)
+        _need(found is not None, "which master? write it like mooncake://host:50051")
+        assert found is not None
+        self._master = (found[1], int(found[2] or PORT))
+        _need(0 < self._master[1] < 65536, f"{location!r} is not a host and port")
+        _need(protocol in ("tcp", "rdma"), f"protocol={protocol!r}: tcp or rdma")
+        _need(connections >= 1, f"connections={connections}: must be 1 or more")
+        _need(replicas >= 1, f"replicas={replicas}: must be 1 or more")
+        _need(deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
+        _need(
+            re.fullmatch(r"[A-Za-z0-9._-]{1,64}", namespace) is not None,
+            f"namespace={namespace!r}: up to 64 letters, digits and . _ -",
+        )
+        try:
+            self._library: Any = import_module("mooncake.store")
+        except ImportError as error:
+            raise TierError(
+                f"mooncake tier: {error}; pip install 'lmtier[mooncake]' and apt-get install libibverbs1"
+            ) from None
+        self._where = f"mooncake://{self._master[0]}:{self._master[1]} namespace {namespace}"
+        self._prefix = f"{namespace}/"
+        self._deadline = deadline
+        self._settings = (
+            local,
+            metadata or f"http://{self._master[0]}:{METADATA_PORT}/metadata",
+            (segment, 16 << 20, protocol, device),
+        )
+        self._replicas = self._library.ReplicateConfig()
+        self._replicas.replica_num = replicas
+        self._store: Any = None
+        self._ready, self._closed = threading.Event(), threading.Event()
+        self._lanes = Lanes("mooncake", 2 * connections + 2)
+        super().__init__("mooncake", connections, connections, askers=1)
+        self._dialer = start_thread("lmtier-mooncake-setup", self._dial)
+        if not self._ready.wait(deadline):
+            log.warning("lmtier: %s cannot be used now, going on without it", self._where)
+
+    def __repr__(self) -> str:
+        return f"<MooncakeTier {self._where}>"
+
+    # ---- the functions of a tier
+
+    def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
+        until, key, store = self._by(), self._key(item.name), self._connected()
+        room = sum(map(len, buffers))
+        with self._lanes.lend(until) as lane:
+            self._hold(lane, room)
+            if len(buffers) == 1:
+                got = lane.run(lambda: self._read_start(key, lane.address, room), until)
+            else:
+                got = lane.run(lambda: _often(lambda: store.get_into(key, lane.address, room)), until)
+            if got == _ABSENT:
+                raise FileNotFoundError(item.name)
+            if got == _TOO_LONG:
+                return room + 1
+            if got < 0:
+                raise MooncakeError("a read", got)
+            at = 0
+            for buffer in buffers:
+                part = min(len(buffer), got - at)
+                _copy(buffer[:part], lane.memory[at : at + part])
+                at += part
+            return got
+
+    def _read_start(self, key: str, address: int, nbytes: int) -> int:
+        """Read the first bytes. An object that is shorter has no header, so only its length is returned."""
+        ranges = [address], [[key]], [[[0]]], [[[0]]], [[[nbytes]]]
+        got = _often(lambda: int(self._connected().get_into_ranges(*ranges)[0][0][0]))
+        return int(self._connected().get_size(key)) if got == _TOO_LONG else got
+
+    def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
+        until, key, store = self._by(), self._key(item.name), self._connected()
+        nbytes = sum(map(len, buffers))
+        if item.replaces is not None:
+            self.delete([item.replaces])
+        with self._lanes.lend(until) as lane:
+            self._hold(lane, nbytes)
+            at = 0
+            for buffer in buffers:
+                _copy(lane.memory[at : at + len(buffer)], buffer)
+                at += len(buffer)
+            put = store.put_from
+            code = lane.run(lambda: _often(lambda: put(key, lane.address, nbytes, self._replicas)), until)
+        if code:
+            raise MooncakeError("a store", code)
+
+    def delete(self, names: Sequence[Name]) -> None:
+        until, keys, store = self._by(), [self._key(name) for name in names], self._connected()
+        if not keys:
+            return
+        with self._lanes.lend(until) as lane:
+            codes = lane.run(lambda: store.batch_remove(keys, True), until)
+        if bad := [code for code in codes if code not in (0, _ABSENT)]:
+            raise MooncakeError("a deletion", bad[0])
+
+    def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
+        until, keys, store = self._by(), [self._key(name) for name in names], self._connected()
+
+        def ask() -> dict[str, int]:
+            found = store.batch_get_replica_desc(keys)
+            if not found and (code := store.batch_is_exist(keys[:1])[0]) < 0:  # it has no other way to fail
+                raise MooncakeError("a lookup", code)
+            return {key: self._size(replicas) for key, replicas in found.items()}
+
+        with self._lanes.lend(until) as lane:
+            sizes = lane.run(ask, until) if keys else {}
+        return {
+            name: Stat(padded(sizes[key] - PAGE))
+            for name, key in zip(names, keys, strict=True)
+            if sizes.get(key, 0) > PAGE
+        }
+
+    def clear(self, prefix: bytes) -> Iterator[None]:
+        """The master does it, in one call."""
+        until, store = self._by(), self._connected()
+        pattern = f"^{re.escape(self._prefix)}{prefix.hex()}.*"
+        with self._lanes.lend(until) as lane:
+            count = lane.run(lambda: store.remove_by_regex(pattern, True), until)
+        if count < 0:
+            raise MooncakeError("a clear", count)
+        yield
+
+    def sift(self, suspect: Suspect) -> Iterator[None]:
+        raise OSError(
+            errno.ENOSYS, "Mooncake cannot list its objects, so it cannot be searched: clear all of it"
+        )
+
+    def close(self) -> None:
+        self._closed.set()
+        super().close()
+        self._dialer.join(_PAUSE)
+        # A call that still runs needs the client, so then it stays.
+        if self._lanes.close() and (store := self._store) is not None:
+            self._store = None
+            closer = start_thread("lmtier-mooncake-close", store.close)
+            closer.join(max(self.patience, 1.0))
+
+    # ---- what they stand on
+
+    def _key(self, name: Name) -> str:
+        return f"{self._prefix}{name}"
+
+    def _by(self) -> float:
+        return time.monotonic() + self._deadline
+
+    def _connected(self) -> Any:
+        if (store := self._store) is None:
+            raise ConnectionError("Mooncake: no master was reached yet")
+        return store
+
+    def _hold(self, lane: Lane, nbytes: int) -> None:
+        """Have registered memory for so much."""
+        if len(lane.memory) >= nbytes:
+            return
+        store = self._connected()
+        if len(lane.memory):
+            store.unregister_buffer(lane.address)
+        lane.take_memory(nbytes)
+        if code := store.register_buffer(lane.address, len(lane.memory)):
+            raise MooncakeError("registering memory", code)
+
+    def _size(self, replicas: Sequence[Any]) -> int:
+        complete = self._library.ReplicaStatus.COMPLETE
+        sizes = [
+            int(each.get_memory_descriptor().buffer_descriptor.size)
+            for each in replicas
+            if each.status == complete and each.is_memory_replica()
+        ]
+        return max(sizes, default=0)
+
+    def _dial(self) -> None:
+        """Set up the client as soon as there is a master."""
+        local, metadata, (segment, buffer, protocol, device) = self._settings
+        master = "{}:{}".format(*self._master)
+        while not self._closed.is_set():
+            with suppress(OSError):
+                # The library would try for 90 s.
+                with socket.create_connection(self._master, self._deadline) as probe:
+                    here = local or str(probe.getsockname()[0])
+                store = self._library.MooncakeDistributedStore()
+                code = store.setup(here, metadata, segment, buffer, protocol, device, master)
+                if not code:
+                    self._store = store
+                    self._ready.set()
+                    return
+                log.warning("lmtier: %s: its client could not be set up: code %d", self._where, code)
+            self._closed.wait(_PAUSE)
+
+
+def _often(call: Callable[[], int]) -> int:
+    """The first result that is not the failure of one node, or the last one."""
+    for _ in range(_ATTEMPTS):
+        if (code := call()) != _MOVED_NOTHING:
+            break
+    return code
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Without the GIL."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _need(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ConfigError(f"mooncake tier: {otherwise}")
