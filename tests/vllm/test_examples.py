@@ -40,3 +40,11 @@ def test_prefill_and_decode(models):
 def test_serve_and_restart(models, tmp_path):
     told = run("vllm_serve_restart.py", models / "qwen2", tmp_path / "kv")
     assert [int(each) for each in re.findall(r"(\d+) of 2000 tokens loaded", told)] == [0, 1920]
+
+
+def test_an_agent_says_what_it_knows(models):
+    told = run("agent.py", models / "qwen2")
+    before, after = (int(each) for each in re.findall(r": (\d+) of \d+ tokens were there", told))
+    assert before == 0
+    assert after >= 3 * 1024  # its whole first prompt, in each turn but the first
+    assert f"agent-2 saved {after} tokens, and has 0 children" in told

@@ -98,19 +98,19 @@ class Trace:
                 f"chunk_tokens={chunk_tokens}: the trace has blocks of {self.block_tokens} tokens; take a"
                 " multiple, or an even part"
             )
-        known: dict[tuple[bytes, tuple[Hashable, ...]], bytes] = {}
+        known: dict[tuple[bytes, tuple[Hashable, ...]], tuple[bytes, bytes]] = {}
         for number, request in enumerate(self.requests):
             tokens, blocks = request.tokens, request.blocks
             keys: list[bytes] = []
-            key = b"" if blocks else b"%d" % number
+            above = b"" if blocks else b"%d" % number
             for i in range(-(-tokens // chunk_tokens) if partial else tokens // chunk_tokens):
                 content = tuple(blocks[i * per : i * per + per] if per else (blocks[i // parts], i % parts))
-                link = (key, content)
+                link = (above, content)
                 if (found := known.get(link)) is None:
-                    digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES)
-                    found = known[link] = _SPACE + NOBODY + digest.digest()[len(NOBODY) :]
-                keys.append(found)
-                key = found
+                    digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES).digest()
+                    found = known[link] = _SPACE + digest, _SPACE + NOBODY + digest[len(NOBODY) :]
+                above, key = found
+                keys.append(key)
             yield keys
 
 
