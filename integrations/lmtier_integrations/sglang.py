@@ -11,15 +11,19 @@ same server. A failure counts as a missing page: an exception would end SGLang's
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import json
 import logging
 import os
+import secrets
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +65,16 @@ _CHANGING = """
 """
 """The fields of SGLang's ServerArgs that change KV; docs/KEYS.md explains them. Missing ones are ignored."""
 _FROM_FILES = {"auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered"}
+_UPDATES = (
+    "begin_weight_update",
+    "load_weights_from_distributed",
+    "update_weights_from_disk",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
+)
+"""The methods of SGLang's `WeightUpdater` after which weights in memory are others."""
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+_CONTROLLER = "sglang.srt.managers.cache_controller"
 _AGAIN = 1.0  # seconds until a thread that found no server tries again
 _POLL = 0.0005  # seconds between polls for the answers of a shared tier
 
@@ -74,6 +88,7 @@ class NamedPool:
     """One of SGLang's host pools, with the prefix of its pages' keys."""
 
     host: Any
+    identity: Identity
     seed: bytes
     sizes: tuple[int, ...]
     """The sizes of the buffers of one page."""
@@ -90,6 +105,54 @@ class NamedPool:
             raise MisuseError(f"SGLang gave {len(addresses)} buffers for {count} pages of {self.sizes} bytes")
         buffers = list(zip(addresses, sizes, strict=True))
         return [buffers[at : at + len(self.sizes)] for at in range(0, len(buffers), len(self.sizes))]
+
+
+class _WeightsInPlace:
+    """The changes of weights in this process, which SGLang makes without telling a storage backend.
+
+    From a change on, pages in SGLang's memory may be of other weights than those in use, so nothing is stored
+    or loaded. When SGLang has emptied its caches, pages get a name that only this run of the engine has.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._is_watched = False
+        self._backends: weakref.WeakSet[LMTierHiCache] = weakref.WeakSet()
+
+    def watch(self, backend: LMTierHiCache) -> bool:
+        """Returns whether a change will be seen. SGLang has loaded both modules before it opens a backend."""
+        updater = getattr(sys.modules.get(_UPDATER), "WeightUpdater", None)
+        controller = getattr(sys.modules.get(_CONTROLLER), "HiCacheController", None)
+        if updater is None or controller is None or not vars(updater).keys() >= set(_UPDATES):
+            return False
+        self._backends.add(backend)
+        if not self._is_watched:
+            self._is_watched = True
+            for name in _UPDATES:
+                setattr(updater, name, self._updating(getattr(updater, name)))
+            controller.reset = self._resetting(controller.reset)
+        return True
+
+    def _updating(self, method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def update(*args: Any, **kwargs: Any) -> T:
+            self.changes += 1
+            log.info("lmtier: weights change: nothing is stored or loaded until SGLang's cache is flushed")
+            return method(*args, **kwargs)
+
+        return update
+
+    def _resetting(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(method)
+        def reset(controller: Any) -> None:
+            method(controller)  # its threads have ended, and what they had left to do is forgotten
+            for backend in self._backends:
+                backend.rename()
+
+        return reset
+
+
+_in_place = _WeightsInPlace()
 
 
 class LMTierHiCache(HiCacheStorage):
@@ -117,6 +180,16 @@ class LMTierHiCache(HiCacheStorage):
         if not self._weights or (why := _why_private(given, is_named=bool(named))):
             self._weights = ""
             log.warning("lmtier: only this run of the engine finds the stored KV of %s: %s", self._model, why)
+        self._named_at = _in_place.changes
+        """How many changes of weights the names of pages know of."""
+        if self._named_at:
+            self._weights = _private_name()
+        if not _in_place.watch(self):
+            self._weights = ""
+            log.warning(
+                "lmtier: this SGLang does not show changes of its weights, so only this run of the engine "
+                "finds the stored KV; after an update in place call POST /hicache/storage-backend/clear"
+            )
         self._pools: dict[str, NamedPool] = {}
         self._is_closed = False
         self._clients: list[Client] = []
@@ -160,7 +233,21 @@ class LMTierHiCache(HiCacheStorage):
                 }
             ),
         )
-        self._pools[str(name)] = NamedPool(host, seed(identity, self.mem_pool_host.page_size), sizes)
+        self._pools[str(name)] = NamedPool(host, identity, self._seed(identity), sizes)
+
+    def _seed(self, identity: Identity) -> bytes:
+        return seed(identity, self.mem_pool_host.page_size)
+
+    def rename(self) -> None:
+        """SGLang has emptied its caches. If weights have changed before, all pages get other names."""
+        if self._named_at == _in_place.changes:
+            return
+        self._weights = _private_name()
+        for name, pool in self._pools.items():
+            identity = replace(pool.identity, weights=self._weights)
+            self._pools[name] = replace(pool, identity=identity, seed=self._seed(identity))
+        self._named_at = _in_place.changes
+        log.info("lmtier: weights were changed in place: only this run of the engine finds KV from now on")
 
     def _rank(self, name: Any) -> list[int]:
         """The part of the model in this rank: all of MLA, as in the others, but only its part of other
@@ -314,7 +401,7 @@ class LMTierHiCache(HiCacheStorage):
 
     def clear(self) -> None:
         """Delete this model's KV, for all users of the server."""
-        self._asked(lambda client: client.clear(namespace(self._model)), None)
+        self._asked(lambda client: client.clear(namespace(self._model)), None, for_pages=False)
 
     def close(self) -> None:
         """Called when SGLang's storage threads have ended."""
@@ -322,8 +409,10 @@ class LMTierHiCache(HiCacheStorage):
         for client in self._clients:
             client.close()
 
-    def _asked(self, ask: Callable[[Client], T], otherwise: T) -> T:
+    def _asked(self, ask: Callable[[Client], T], otherwise: T, *, for_pages: bool = True) -> T:
         """The edge of SGLang's threads: any failure counts as a miss."""
+        if for_pages and self._named_at != _in_place.changes:
+            return otherwise
         try:
             client = self._client()
             return otherwise if client is None else ask(client)
@@ -412,6 +501,10 @@ def _changing_kv(given: Any, model: str) -> list[str]:
     # SGLang identifies these adapters by name and place, and those loaded later at random.
     found += [f"{each} {_adapter_in(each.lora_path)}" for each in getattr(given, "lora_paths", None) or ()]
     return [*found, preparing_files_in(model)]
+
+
+def _private_name() -> str:
+    return f"since a change {secrets.token_hex(16)}"
 
 
 def _why_private(given: Any, *, is_named: bool) -> str:

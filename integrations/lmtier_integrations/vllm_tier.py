@@ -14,10 +14,12 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, ModelRegistry
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -58,6 +62,7 @@ from lmtier.observe.metrics import Metrics
 from lmtier.rules.policy import make_policy
 from lmtier.tiers.base import Reason, Stat
 from lmtier_integrations.identity import preparing_files_in, weights_of
+from lmtier_integrations.vllm.memory import caller, wrap
 
 log = logging.getLogger("vllm.lmtier")
 
@@ -99,6 +104,62 @@ class _Unwritten(Follower):
         self.keys.update(keys)
 
 
+class _Weights:
+    """Whether the ranks' weights are still those that the tier's names stand for.
+
+    A tier sees nothing of ranks. But they change weights and adapters in a call through the engine's core.
+    From such a call on, chunks in vLLM's memory may be of other weights than those in use, until vLLM empties
+    its caches: `reset_prefix_cache` with `reset_connector`.
+    """
+
+    def __init__(self, forgotten: Callable[[], None]) -> None:
+        """`forgotten`: weights have changed, and vLLM holds no KV of those before."""
+        self.have_changed = False
+        self.is_drained = False
+        """Whether vLLM empties the memory above the tier next."""
+        self.is_empty = True
+        """Whether vLLM has computed nothing since it emptied its caches."""
+        self._forgotten = forgotten
+        self._leave = ExitStack()
+        self.close = self._leave.close
+        core, scheduler = caller(EngineCore), caller(SchedulerInterface)
+        self.core = core if scheduler is not None else None
+        """None: changes are not seen."""
+        if core is not None and scheduler is not None:
+            for name in ("collective_rpc", "remove_lora"):
+                wrap(self._leave, core, name, self._call)
+            wrap(self._leave, core, "add_lora", self._add_lora)
+            wrap(self._leave, scheduler, "reset_prefix_cache", self._reset)
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        was_known, self.have_changed = self.have_changed, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._settle()
+            if self.have_changed and not was_known:
+                log.warning(
+                    "lmtier: a call into the workers may have changed weights: nothing is stored or loaded "
+                    "until reset_prefix_cache with reset_connector has emptied vLLM's caches"
+                )
+
+    def _add_lora(self, method: Callable[..., Any], request: Any) -> Any:
+        """A new one has a new name. It may also replace one in memory."""
+        return self._call(method, request) if getattr(request, "load_inplace", False) else method(request)
+
+    def _reset(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.is_drained = False
+        is_done = method(*args, **kwargs)
+        self.is_empty = bool(is_done) and self.is_drained
+        self._settle()
+        return is_done
+
+    def _settle(self) -> None:
+        if self.have_changed and self.is_empty:
+            self.have_changed = False
+            self._forgotten()
+
+
 class LMTierSecondary(SecondaryTierManager):
     """A tier by its URL; the options are those of every lmtier tier: capacity, policy, codec, its own."""
 
@@ -125,7 +186,11 @@ class LMTierSecondary(SecondaryTierManager):
         self.locality = Locality.LOCAL if spec.scheme == "disk" else Locality.REMOTE
         if spec.scheme != "disk":
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
-        self._seed = _seed(offloading_spec, self.block_size_bytes, weights, trust_media_ids)
+        self._weights = _Weights(self._rename)
+        self._identity = _identity(
+            offloading_spec, self.block_size_bytes, weights, trust_media_ids, self._weights.core
+        )
+        self._seed = seed(self._identity, offloading_spec.tokens_per_hash)
         # A chunk is vLLM's unit of transfer: blocks_per_chunk blocks of one group of layers, of all ranks.
         tokens = max(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk
         layout = Layout((LayerShape(1, self.block_size_bytes, 0),), "u8", tokens, tokens, "vllm-offload")
@@ -174,7 +239,7 @@ class LMTierSecondary(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         below, request = self._below, _request(req_context)
         answer = request.answers.get(key, ...)
-        if answer is False or not below.up.allows():
+        if answer is False or self._weights.have_changed or not below.up.allows():
             return LookupResult.MISS
         if self._shared is None:
             return LookupResult.HIT if below.holds(self._key(key), self._form) else LookupResult.MISS
@@ -187,6 +252,7 @@ class LMTierSecondary(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send one lookup for all chunks of this step, if the tier must be asked."""
+        self._weights.is_empty = False
         if self._questions and self._shared is not None:
             asked, self._questions = self._questions, []
             names = [self._name(key) for _, key in asked]
@@ -209,10 +275,10 @@ class LMTierSecondary(SecondaryTierManager):
             key=lambda chunk: job_metadata.req_context.get_offload_key_position(chunk[0]) or 0,
         )
         progress = self._begin(job_metadata)
-        can_store = self._below.is_warm and self._below.down.allows()
+        can_store = self._below.is_warm and self._below.down.allows() and not self._weights.have_changed
         for each, place in chunks:
             key = self._key(each)
-            if self._below.holds(key, self._form):
+            if not self._weights.have_changed and self._below.holds(key, self._form):
                 self._below.touch([key])
                 self._arrived(progress, each, ok=True)
             elif key in self._going:
@@ -248,7 +314,7 @@ class LMTierSecondary(SecondaryTierManager):
         request, progress = _request(job_metadata.req_context), self._begin(job_metadata)
         for each, place in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
             key, at = self._key(each), int(place) * self.block_size_bytes
-            form = self._below.form(key, self._form)
+            form = None if self._weights.have_changed else self._below.form(key, self._form)
             if form is None or form.sizes != self._form.sizes or not self._below.up.allows():
                 self._loaded(progress, request, each, Reason.ABSENT)
             else:
@@ -326,10 +392,20 @@ class LMTierSecondary(SecondaryTierManager):
         self._below.touch([self._key(key) for key in keys])
 
     def drain_jobs(self) -> None:
-        """Wait until no thread of the tier uses vLLM's memory, however long that takes."""
+        """Wait until no thread of the tier uses vLLM's memory, however long that takes.
+
+        vLLM empties that memory next.
+        """
         self._drain(float("inf"))
+        self._weights.is_drained = True
+
+    def _rename(self) -> None:
+        """From here on KV is of other weights, under a name that no other run of the engine has."""
+        self._identity = replace(self._identity, weights=f"since a change {secrets.token_hex(16)}")
+        self._seed = seed(self._identity, self._offloading_spec.tokens_per_hash)
 
     def shutdown(self) -> None:
+        self._weights.close()
         self._drain(time.monotonic() + _LAST_WRITES)
         self._below.persist_order()
         self._below.close()
@@ -389,11 +465,18 @@ def _request(context: ReqContext) -> RequestState:
     return request
 
 
-def _seed(spec: OffloadingSpec, nbytes: int, weights: str, trusts_media: bool) -> bytes:
-    """The start of key chains: vLLM's own digest for KV files, and the weights."""
+def _identity(
+    spec: OffloadingSpec, nbytes: int, named: str, trusts_media: bool, core: EngineCore | None
+) -> Identity:
+    """vLLM's own digest for KV files, and the weights."""
     model = spec.config.model.name
-    weights = weights or weights_of(model)
+    weights = named or weights_of(model)
     why = "" if weights else "its weights are neither files nor named; weights in the tier's entry names them"
+    if core is None:
+        why = "this vLLM does not show changes of its weights"
+    elif core.vllm_config.lora_config is not None and not named:
+        why = "vLLM tells adapters apart by names of users; if the same name always means the same adapter, "
+        why += "set weights in the tier's entry"
     if not trusts_media and _takes_media(model):
         why = (
             "vLLM names images, audio and video by a count or by names of users; if it hashes them, and no "
@@ -406,10 +489,7 @@ def _seed(spec: OffloadingSpec, nbytes: int, weights: str, trusts_media: bool) -
     facts = {**files.get_run_config(), "bytes": nbytes, "kv_cache_layout": spec.config.kv_cache_layout}
     if preparing := preparing_files_in(model):
         facts["preparing"] = preparing
-    identity = Identity(
-        model=model, weights=weights, attention=json.dumps(facts, sort_keys=True, default=str)
-    )
-    return seed(identity, spec.tokens_per_hash)
+    return Identity(model=model, weights=weights, attention=json.dumps(facts, sort_keys=True, default=str))
 
 
 def _takes_media(model: str) -> bool:

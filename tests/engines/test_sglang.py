@@ -125,6 +125,27 @@ RECORDED: tuple[Any, ...] = (
 )
 
 
+class WeightUpdater:
+    """As far as its methods have names: the wheel's own needs a GPU's libraries."""
+
+    def update_weights_from_disk(self, model_path, load_format): ...
+    def load_weights_from_distributed(self, named_tensors): ...
+    def update_weights_from_tensor(self, named_tensors, load_format=None): ...
+    def update_weights_from_ipc(self, recv_req): ...
+    def begin_weight_update(self): ...
+    def end_weight_update(self, *, run_post_load): ...
+
+
+class HiCacheController:
+    def reset(self): ...
+
+
+NEED_A_GPU = {
+    "sglang.srt.model_executor.model_runner_components.weight_updater": WeightUpdater,
+    "sglang.srt.managers.cache_controller": HiCacheController,
+}
+
+
 def package(name: str, *path: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = list(path)
@@ -262,6 +283,10 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 @pytest.fixture
 def engine(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     backends: list[Any] = []
+    for name, cls in NEED_A_GPU.items():
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        setattr(module, cls.__name__, type(cls.__name__, (cls,), {}))
+    monkeypatch.setattr(sglang.ours, "_in_place", sglang.ours._WeightsInPlace())  # as in a new process
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"weights")
@@ -676,6 +701,99 @@ def test_a_pool_that_cannot_be_read_is_said_and_costs_hits_only(served, engine, 
     assert one.backend.batch_exists_v2(hashes(3), [transfer]).kv_hit_pages == 0
     assert one.backend.batch_get_v2([transfer]) == {sglang.PoolName.SWA: [False] * 3}
     assert one.backend.batch_set_v2([transfer]) == {sglang.PoolName.SWA: [False] * 3}
+
+
+# ---- weights that are updated in place
+
+
+def updater() -> Any:
+    return sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"].WeightUpdater()  # type: ignore[attr-defined]
+
+
+def flush_sglang() -> None:
+    """As /flush_cache, and as each update that does not say otherwise."""
+    sys.modules["sglang.srt.managers.cache_controller"].HiCacheController().reset()  # type: ignore[attr-defined]
+
+
+UPDATES: list[Callable[[Any], object]] = [
+    lambda weights: weights.update_weights_from_disk("elsewhere", "auto"),
+    lambda weights: weights.load_weights_from_distributed([]),
+    lambda weights: weights.update_weights_from_tensor([]),
+    lambda weights: weights.update_weights_from_ipc(None),
+    lambda weights: weights.begin_weight_update(),  # after it a trainer may write to memory itself
+]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_weights_that_are_updated_in_place_have_a_name_of_this_run(served, engine, update):
+    server = served()
+    one, other = engine(), engine()
+    keys = hashes(6)
+    one.save(keys[:4])
+    flush_sglang()
+    assert one.backend.batch_exists(keys) == 4  # only flushed
+    update(updater())
+    assert one.save(keys[4:]) == [False] * 2  # SGLang may still hold pages of the old weights
+    assert one.backend.batch_exists(keys) == 0
+    assert one.load(keys[:4]) == [False] * 4
+    flush_sglang()
+    assert one.backend.batch_exists(keys) == 0
+    one.pool.fill(seed=1)
+    assert one.save(keys) == [True] * 6
+    assert one.load(keys) == [True] * 6
+    assert is_right(one, one, keys)
+    update(updater())
+    one.backend.clear()
+    assert chunks(server) == 0
+    flush_sglang()
+    assert one.backend.batch_exists(keys) == 0
+    assert other.backend.batch_exists(keys) == 0
+    assert engine().backend.batch_exists(keys) == 0
+
+
+def test_a_backend_that_is_attached_after_an_update_has_a_name_of_its_own(served, engine):
+    served()
+    before = engine()
+    before.save(hashes(4))
+    updater().update_weights_from_disk("elsewhere", "auto")
+    after = engine()
+    assert after.backend.batch_exists(hashes(4)) == 0
+    assert after.save(hashes(4)) == [True] * 4
+    assert after.load(hashes(4)) == [True] * 4
+
+
+def test_an_sglang_that_shows_no_updates_keeps_kv_to_its_run(served, engine, monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.cache_controller")
+    served()
+    one = engine()
+    assert "does not show changes of its weights" in caplog.text
+    assert one.save(hashes(4)) == [True] * 4
+    assert one.load(hashes(4)) == [True] * 4
+
+
+def test_the_methods_that_are_watched_are_those_of_sglang(sglang):
+    """Its weights change by these and no others, and a flush resets the controller."""
+    if not sglang.real:
+        pytest.skip("needs the sglang wheel on the path")
+    (folder,) = sys.modules["sglang"].__path__
+
+    def methods(module: str, name: str) -> dict[str, str]:
+        file = Path(folder, *module.split(".")[1:]).with_suffix(".py")
+        body: Any = ast.parse(file.read_text()).body
+        (cls,) = (each for each in body if getattr(each, "name", "") == name)
+        return {each.name: ast.unparse(each) for each in cls.body if isinstance(each, ast.FunctionDef)}
+
+    theirs = {cls.__name__: methods(module, cls.__name__) for module, cls in NEED_A_GPU.items()}
+    for cls in NEED_A_GPU.values():
+        assert {name for name in vars(cls) if not name.startswith("__")} <= theirs[cls.__name__].keys()
+    writes = {
+        name
+        for name, code in theirs["WeightUpdater"].items()
+        if not name.startswith("_") and ("load_weights" in code or "update_weights_from_ipc(" in code)
+    }
+    assert writes - {"end_weight_update"} <= set(sglang.ours._UPDATES)
+    queues = theirs["HiCacheController"]["reset"]
+    assert queues.index("_stop_storage_threads") < queues.index("backup_queue.queue.clear")
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])

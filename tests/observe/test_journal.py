@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from lmtier.client.client import Client
-from lmtier.observe.journal import Change, Journal
+from lmtier.observe.journal import LENGTH, Change, Journal, Record
 from tests.client.test_client import keys, look, serve, store  # noqa: F401  # the fixture
 from tests.server.process import until
 
@@ -25,6 +29,58 @@ def test_who_falls_behind_is_told_so():
     assert journal.since(1, 10) is None
     assert journal.since(2, 10) == [Change("cpu", True, key) for key in keys(6)[2:]]
     assert journal.since(7, 10) is None
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["cpu", "disk", ""]),  # "": a chunk that was not stored
+        st.booleans(),
+        st.sampled_from(["", "evicted", "cleared"]),
+        st.lists(st.integers(0, 9), max_size=6),
+    ),
+    max_size=20,
+)
+
+
+@settings(deadline=None)
+@given(steps=_STEPS, length=st.integers(1, 12), asked=st.sets(st.integers(0, 9), max_size=4))
+def test_what_was_noted_is_found_until_it_is_too_old(steps, length, asked):
+    names = keys(10)
+    times = iter(range(10_000))
+    journal = Journal(length, clock=lambda: float(next(times)), is_record=lambda key: key == names[9])
+    changes: list[Record] = []
+    unstored: list[Record] = []
+    for at, (tier, came, why, numbers) in enumerate(steps):
+        noted = [names[number] for number in numbers]
+        kept = [key for key in noted if key != names[9]]
+        if tier:
+            journal.changed(tier, came, noted, why)
+            changes += [Record(tier, came, key, at, why, True) for key in kept]
+        else:
+            journal.not_stored("disk", noted, why)
+            unstored += [Record("disk", False, key, at, why, False) for key in kept]
+    wanted = {names[number] for number in asked}
+    known = changes[-length:] + unstored[-length:]
+    assert journal.past(wanted) == [record for record in known if record.key in wanted]
+    assert journal.end == len(changes)
+    oldest = max(0, len(changes) - length)
+    assert journal.since(oldest, 99) == [
+        Change(record.tier, record.came, record.key) for record in changes[-length:]
+    ]
+    assert oldest == 0 or journal.since(oldest - 1, 99) is None
+
+
+def test_a_full_journal_takes_few_bytes_a_record():
+    names = keys(64)
+    tracemalloc.start()
+    journal = Journal()
+    for number in range(2 * LENGTH // 64):
+        journal.changed("cpu", bool(number % 2), names, "evicted")
+        journal.not_stored("disk", names, "no_room")
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(journal.past(names[:1])) == 2 * LENGTH // 64
+    assert taken < 2 * LENGTH * 50
 
 
 def test_a_follower_mirrors_what_the_tiers_hold(serve, tmp_path: Path):  # noqa: F811

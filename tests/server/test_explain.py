@@ -6,6 +6,7 @@ import json
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lmtier.core.cache import Cache
 from lmtier.errors import LayoutError
 from lmtier.format.keys import Identity, KeyChain, as_tokens, seed
 from lmtier.format.layout import form_of, padded
+from lmtier.observe.journal import LENGTH
 from lmtier.observe.prompts import Origin, Prompts
 from lmtier.server.explain import MAX_KEYS, MAX_LOOKUPS, Explain, Explanation
 from lmtier.testing import FlakyTier, FullTier, MemoryTier, opaque_layout
@@ -118,7 +120,8 @@ def test_what_was_evicted_before_anybody_can_remember_is_said_to_be_so(start):
     engine, _ = start(chunks=4, is_open=False)
     engine.store(PROMPT)
     engine.store([7] * 4 * C)
-    engine.explain.journal._ring.clear()
+    keys = [sha256(b"%d" % number).digest() for number in range(LENGTH)]
+    engine.explain.journal.changed("cpu", True, keys, "")
     engine.look(PROMPT)
     assert "when is not known" in engine.why()["why"]
 

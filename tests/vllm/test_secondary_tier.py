@@ -31,6 +31,34 @@ AT_REST = stored_size(ROW)
 # ---- the class alone
 
 
+def started(make: Callable[[], Any], *, adapters: bool = False) -> Any:
+    """Call this while vLLM's core makes its scheduler, as far as a tier asks of both. Returns the core."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    class Core(EngineCore):
+        def __init__(self) -> None:
+            self.vllm_config = SimpleNamespace(lora_config=object() if adapters else None)
+            self.scheduler = Made()
+
+        def collective_rpc(self, *_: Any) -> None: ...
+        def add_lora(self, request: Any) -> None: ...
+        def remove_lora(self, number: int) -> None: ...
+
+    class Made(Scheduler):
+        is_running = False
+
+        def __init__(self) -> None:
+            self.tier = make()
+
+        def reset_prefix_cache(self, running: bool = False, reset_connector: bool = False) -> bool:
+            if reset_connector:
+                self.tier.drain_jobs()
+            return not self.is_running
+
+    return Core()
+
+
 class Tier:
     """`LMTierSecondary` as vLLM's manager drives it, over memory that is filled with what its row says."""
 
@@ -40,9 +68,13 @@ class Tier:
         from lmtier_integrations.vllm_tier import LMTierSecondary
 
         self.memory = np.frombuffer(mmap.mmap(-1, ROWS * row), np.int8).reshape(ROWS, row)
-        self.tier = LMTierSecondary(
-            spec(model, **given.pop("facts", {})), self.memory.data, "t", tier=url, **given
-        )
+        facts, adapters = spec(model, **given.pop("facts", {})), given.pop("adapters", False)
+
+        def make() -> LMTierSecondary:
+            return LMTierSecondary(facts, self.memory.data, "t", tier=url, **given)
+
+        self.core = started(make, adapters=adapters)
+        self.tier = self.core.scheduler.tier
         self.request = ReqContext("a")
         self.jobs = 0
 
@@ -50,9 +82,11 @@ class Tier:
         self.memory[:] = np.random.default_rng(seed).integers(-128, 127, self.memory.shape, np.int8)
 
     def submit(self, keys: list[bytes], rows: list[int], *, is_load: bool) -> int:
+        from vllm.v1.kv_offload.base import ScheduleEndContext
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
         self.jobs += 1
+        self.tier.on_schedule_end(ScheduleEndContext((), ()))
         for number, key in enumerate(keys):
             self.request.set_offload_key_position(key, 32 * (number + 1))
         job = TransferJob(self.jobs, keys, np.array(rows, np.int32), is_load, self.request)
@@ -322,6 +356,66 @@ def test_other_weights_do_not_meet(opened, redis_server, model):
     assert opened(url, weights="mine").lookup(names(3)) == [False] * 3
 
 
+def replaced_in_place() -> Any:
+    return SimpleNamespace(lora_name="a", load_inplace=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda core: core.collective_rpc("reload_weights"),
+        lambda core: core.remove_lora(1),
+        lambda core: core.add_lora(replaced_in_place()),
+    ],
+)
+def test_what_a_call_into_the_ranks_may_have_changed_has_a_new_name(opened, redis_server, change):
+    url = f"unix://{redis_server}?namespace=changed"
+    one = opened(url)
+    one.store(names(3))
+    change(one.core)
+    assert one.lookup(names(3)) == [False] * 3
+    assert not one.load(names(3)).success
+    assert not one.store(names(3, "b"), first=8).success  # vLLM's memory may have KV of before
+    one.core.scheduler.is_running = True  # and the engine too
+    assert not one.core.scheduler.reset_prefix_cache(reset_connector=True)
+    one.core.scheduler.is_running = False
+    assert one.core.scheduler.reset_prefix_cache()
+    assert one.lookup(names(3)) == [False] * 3
+    assert not one.store(names(3, "b"), first=8).success
+    assert one.core.scheduler.reset_prefix_cache(reset_connector=True)
+    assert one.lookup(names(3)) == [False] * 3
+    assert one.store(names(3), first=16).success
+    assert one.lookup(names(3)) == [True] * 3
+    assert one.load(names(3)).success
+    assert (one.memory[32:35] == one.memory[16:19]).all()
+    one.core.collective_rpc("reload_weights")
+    one.core.scheduler.reset_prefix_cache(reset_connector=True)
+    one.core.collective_rpc("reload_weights")  # nothing was computed since
+    assert one.lookup(names(3)) == [False] * 3
+    assert one.store(names(3), first=16).success
+    other = opened(url)
+    assert other.lookup(names(3)) == [True] * 3
+    assert other.load(names(3)).success
+    assert (other.memory[32:35] == one.memory[0:3]).all()
+
+
+def test_a_new_adapter_changes_no_name(opened, tmp_path):
+    one = opened(f"disk://{tmp_path}/kv?capacity=1MiB")
+    one.store(names(3))
+    one.core.add_lora(SimpleNamespace(lora_name="a", load_inplace=False))
+    assert one.lookup(names(3)) == [True] * 3
+
+
+def test_adapters_are_names_of_users_so_only_this_run_finds_their_kv(opened, redis_server, monkeypatch):
+    url = f"unix://{redis_server}?namespace=adapters"
+    opened(url, adapters=True).store(names(3))
+    opened(url, adapters=True, weights="mine").store(names(3, "b"))
+    assert opened(url, adapters=True).lookup(names(3)) == [True] * 3
+    monkeypatch.setattr("lmtier.format.keys._PROCESS_SECRET", "of another process")
+    assert opened(url, adapters=True).lookup(names(3)) == [False] * 3
+    assert opened(url, adapters=True, weights="mine").lookup(names(3, "b")) == [True] * 3
+
+
 @pytest.mark.parametrize("kind", ["Qwen2VLForConditionalGeneration", "OfAPlugin"])
 def test_items_that_users_may_name_are_found_by_this_run_only_unless_trusted(
     opened, redis_server, model, monkeypatch, kind
@@ -395,6 +489,30 @@ def test_a_real_engine_answers_the_same_after_a_restart_and_around_damage(models
         recomputed = engine.generate([damaged])[0]
         assert (recomputed.cached, recomputed.tokens) == (0, wanted[1])
         assert engine.metrics()["lmtier:tier_corrupt_chunks_total"] > 0
+
+
+def test_weights_that_are_reloaded_in_place_have_a_name_of_this_run(models, tmp_path):
+    disk = f"disk://{tmp_path}/kv?capacity=64MiB"
+    trained = models / "qwen2-trained"
+    prompt, later = prompts_of(1000, 810)
+    with start(tmp_path, models / "qwen2", disk) as engine:
+        (before,) = engine.generate([prompt])
+        engine.rpc("reload_weights", weights_path=str(trained))
+        engine.forget(external=True)
+        first, second = engine.generate([prompt]), engine.generate([prompt])
+        engine.forget(external=True)
+        (third,) = engine.generate([prompt])
+        engine.rpc("reload_weights", weights_path=str(models / "qwen2"))
+        engine.forget()
+        engine.generate([later])  # vLLM's own memory was not emptied, so nothing of this is stored
+    with start(tmp_path, trained, disk) as engine:
+        (wanted,) = engine.generate([prompt])
+        assert (wanted.cached, engine.generate([later])[0].cached) == (0, 0)
+    assert wanted.tokens != before.tokens
+    assert [each.tokens for each in (*first, *second, third)] == [wanted.tokens] * 3
+    assert (first[0].cached, third.cached) == (0, 992)
+    stored = [path for path in (tmp_path / "kv").rglob("*") if path.stat().st_size > 100_000]
+    assert len(stored) == 3 * (1000 // 32) + 810 // 32  # of the last engine, too
 
 
 def test_a_small_disk_keeps_its_capacity_and_redis_has_the_rest(models, tmp_path, redis_server):
