@@ -118,6 +118,7 @@ class Pool:
 
 class Pools:
     def __init__(self, shares: Sequence[Share], capacity: int, policy: Policy[Keyed]) -> None:
+        self._parts = [share.part for share in shares]
         self._of = {
             tenant(share.salt): Pool(share.name, int(capacity * share.part), policy.another())
             for share in shares
@@ -128,6 +129,20 @@ class Pools:
     def __iter__(self) -> Iterator[Pool]:
         yield from self._of.values()
         yield self.other
+
+    def resize(self, capacity: int) -> None:
+        for pool, part in zip(self._of.values(), self._parts, strict=True):
+            pool.room = int(capacity * part)
+        self.other.room = capacity - sum(pool.room for pool in self._of.values())
+
+    def use(self, policy: Policy[Keyed]) -> None:
+        """Order the chunks of every pool by this kind of policy."""
+        for pool in self:
+            new = policy if pool is self.other else policy.another()
+            with closing(pool.policy.order()) as order:
+                for entry in order:
+                    new.insert(entry)
+            pool.policy = new
 
     def of(self, key: bytes) -> Pool:
         return self._of.get(tenant_of(key), self.other)

@@ -1,8 +1,8 @@
 """LMCache 0.5.6 against this server: its command streams, recorded byte for byte, and the exact replies.
 
 Recorded from the wheel, through a proxy: `redis://` (redis-py 8.1, RESP3), `valkey://` (valkey-glide-sync
-2.6, RESP3) and the RESP L2 adapter of the MP server (LMCache's own C++ client, RESP2, which compares replies as
-bytes). Nothing of LMCache is installed here.
+2.6, RESP3) and the RESP L2 adapter of the MP server (LMCache's own C++ client, RESP2, which compares replies
+as bytes). Nothing of LMCache is installed here.
 """
 
 from __future__ import annotations
