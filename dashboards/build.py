@@ -414,6 +414,89 @@ def tiers() -> dict[str, Any]:
     )
 
 
+def fleet() -> dict[str, Any]:
+    name = "{{instance}}"
+    hits = ratio(rate("lmtier_hit_tokens_total", "instance"), rate("lmtier_asked_tokens_total", "instance"))
+
+    def of_outcome(metric: str, by: str, outcome: str) -> str:
+        return rate(f"lmtier_{metric}_tokens_total", by, f', outcome="{outcome}"')
+
+    def hits_by(by: str) -> str:
+        return ratio(of_outcome(by, by, "hit"), of_outcome(by, by, "asked"))
+
+    return dashboard(
+        "lmtier-fleet",
+        "lmtier: fleet",
+        [INSTANCE],
+        [
+            row("Which server needs help?"),
+            panel(
+                "The lowest hit ratios",
+                (f"bottomk(5, {hits})", name),
+                kind="bargauge",
+                unit="percentunit",
+                top=1,
+                instant=True,
+                text="The servers to look at first. `lmtier top HOST HOST …` shows the same in a terminal.",
+            ),
+            panel("Hit ratio, by server", (hits, name), unit="percentunit", top=1),
+            panel(
+                "Tiers down, by server",
+                (now("lmtier_breaker_open", "instance, tier", how="max"), f"{name} {{{{tier}}}}"),
+                top=1,
+                text="1: the tier fails and is paused.",
+            ),
+            panel(
+                "Memory in use, by server",
+                (
+                    ratio(
+                        now("lmtier_used_bytes", "instance", ', tier="cpu"'),
+                        now("lmtier_capacity_bytes", "instance", ', tier="cpu"'),
+                    ),
+                    name,
+                ),
+                unit="percentunit",
+                top=1,
+            ),
+            panel(
+                "The owner's thread, by server",
+                (rate("lmtier_owner_seconds_total", "instance"), name),
+                unit="percentunit",
+                top=1,
+            ),
+            panel("Ready, by server", (now("lmtier_ready", "instance", how="min"), name), top=1),
+            row("Who uses it?"),
+            panel("Hit ratio, by model", (hits_by("model"), "{{model}}"), unit="percentunit", top=1),
+            panel(
+                "Tokens asked, by model",
+                (of_outcome("model", "model", "asked"), "{{model}}"),
+                unit="cps",
+                stack=True,
+            ),
+            panel("Hit ratio, by tenant", (hits_by("tenant"), "{{tenant}}"), unit="percentunit", top=1),
+            panel(
+                "Tokens asked, by tenant",
+                (of_outcome("tenant", "tenant", "asked"), "{{tenant}}"),
+                unit="cps",
+                stack=True,
+                text="The names in `shares=`, and `other`.",
+            ),
+            panel(
+                "Values of Redis clients",
+                (rate("lmtier_values_total", "event"), "{{event}}"),
+                unit="ops",
+                text="`hit` and `missed` are reads.",
+            ),
+            panel(
+                "Wrong tokens",
+                (rate("lmtier_wrong_tokens_total", "instance"), name),
+                unit="cps",
+                text="A client guesses, or has an old token.",
+            ),
+        ],
+    )
+
+
 def engines() -> dict[str, Any]:
     def engine(metric: str, by: str = "", extra: str = "") -> str:
         return rate(metric, by, _MODEL + extra)
@@ -569,7 +652,7 @@ def connector(kind: str) -> dict[str, str]:
 
 def files() -> dict[str, str]:
     """Path in the repository -> content."""
-    boards = {"overview": overview(), "tiers": tiers(), "engines": engines()}
+    boards = {"overview": overview(), "fleet": fleet(), "tiers": tiers(), "engines": engines()}
     return {
         **{
             f"dashboards/grafana/{name}.json": json.dumps(each, indent=1) + "\n"

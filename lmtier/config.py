@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from lmtier.errors import ConfigError
 from lmtier.format.compression import CODECS, RAW, WORDS
@@ -64,6 +64,13 @@ def parse_seconds(text: str | float) -> float:
     if not found or found[2] not in _TIME_UNITS:
         raise ConfigError(f"{text!r} is not a time; write it like 200ms, 2s or 7d")
     return float(found[1]) * _TIME_UNITS[found[2]]
+
+
+def with_option(url: str, name: str, value: str) -> str:
+    """A tier's URL with another value of one option."""
+    head, _, query = url.partition("?")
+    options = [pair for pair in query.split("&") if pair and pair.partition("=")[0] != name]
+    return f"{head}?{'&'.join([*options, f'{name}={quote(value, safe=chr(58) + chr(47))}'])}"
 
 
 def read_price(text: str) -> tuple[str, float, str] | None:

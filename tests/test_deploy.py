@@ -374,7 +374,7 @@ def test_the_document_lists_every_setting_with_its_default():
 def test_the_document_lists_every_command_of_redis_and_no_other():
     (block,) = re.findall(r"## For Redis clients\n\n`([A-Z\s]+)`", (ROOT / "docs/SERVER.md").read_text())
     service = Service(
-        tokens=lambda: Secrets({}), wrong=Wrong(Metrics()), info=dict, settings=dict, callers=list
+        tokens=lambda: Secrets({}), wrong=Wrong(Metrics()), info=dict, settings=dict, present=list, kill=bool
     )
     known = {**redis_table(cast(Any, None), service), **Transactions(cast(Any, None)).table()}
     assert sorted(block.split()) == sorted(name.decode() for name in known)

@@ -22,11 +22,13 @@ from lmtier.core.lower import Above
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State
 from lmtier.core.matches import Matches
+from lmtier.core.owned import OwnedTier
 from lmtier.core.pinning import NamedPins
 from lmtier.core.presence import Presence
 from lmtier.core.reservations import Reservations
 from lmtier.core.room import Room
 from lmtier.core.sessions import AgentSessions
+from lmtier.core.shared import SharedTier
 from lmtier.core.slab import Slab
 from lmtier.core.weighing import Weighing
 from lmtier.errors import ConfigError, MisuseError, log
@@ -46,6 +48,7 @@ from lmtier.tiers.base import Tier
 # The part of the slab that loads and stores may hold together. Tiers that hang must not take all of it.
 _WAITING_SHARE = 15 / 16
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
+_COMING_DOWN = 0.004  # seconds of a step for evictions because a capacity became smaller
 _CLEARED_AT_ONCE = 1024  # chunks
 
 
@@ -288,6 +291,35 @@ class Cache:
         """
         self._reservations.abort(reservation, shard)
 
+    # ---- changes while it runs
+
+    def change(self, config: Config) -> None:
+        """Take the capacities, policies and lifetimes of `config`; all else must be as it is.
+
+        A smaller capacity is reached by eviction, a few milliseconds in each step. A shorter lifetime also
+        ends the chunks that are stored. Raises MisuseError before anything has changed.
+        """
+        before, after = self.config.stores, config.stores
+        if replace(config, tiers=self.config.tiers) != self.config or not all(
+            replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
+            for old, new in zip(before, after, strict=True)
+        ):
+            raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
+        places = [*zip(before, after, (self.room, *self.lower), strict=True)]
+        for old, new, place in places:
+            if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
+                raise MisuseError(f"{place.label} is shared: its server decides about capacity and policy")
+        for old, new, place in places:  # capacities first: only they may be refused
+            if isinstance(place, Room | OwnedTier) and new.capacity and old.capacity != new.capacity:
+                place.resize(new.capacity)
+                self.outlook.resize(place.index.label, new.capacity)
+        for old, new, place in places:
+            if isinstance(place, Room | OwnedTier) and old.policy != new.policy:
+                place.index.use(make_policy(new.policy))
+            if old.ttl != new.ttl:
+                place.live_for(new.ttl)
+        self.config = config
+
     # ---- I/O results
 
     def step(self) -> int:
@@ -300,6 +332,7 @@ class Cache:
         self._end_lifetimes()
         self.sessions.step()
         self._hinting.step()
+        self._come_down()
         if self.lower:
             self.lower.touch()
             self._write_ahead()
@@ -446,6 +479,16 @@ class Cache:
             more |= tier.expire()
         if more:
             self._woken()
+
+    def _come_down(self) -> None:
+        """Evict what is above capacities that have become smaller; the next step continues."""
+        until = time.monotonic() + _COMING_DOWN
+        places: list[Room | OwnedTier] = [self.room, *self.lower.owned]
+        for place in places:
+            if place.index.capacity != place.index.target:
+                place.come_down(until)
+                if place.index.surplus > 0:
+                    self._woken()
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
         """Protect `keys` from eviction in every tier that has or gets them.

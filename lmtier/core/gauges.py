@@ -30,7 +30,7 @@ class Gauges:
         """Call it once all lower tiers are open."""
         metrics, index = self._metrics, self._index
         count_shares(metrics, CPU, index)
-        metrics.capacity_bytes.labels(CPU).set(index.capacity)
+        metrics.capacity_bytes.labels(CPU).set_function(lambda: index.target)
         metrics.used_bytes.labels(CPU).set_function(lambda: index.used)
         metrics.chunks.labels(CPU).set_function(lambda: len(index))
         metrics.leased_bytes.set_function(lambda: index.leased_bytes)
@@ -41,7 +41,7 @@ class Gauges:
         for place in outlook.places:
             for factor in FACTORS:
                 gauge = metrics.mrc_hit_ratio.labels(place.tier, f"{factor:g}")
-                gauge.set_function(partial(outlook.hit_ratio, place, factor))
+                gauge.set_function(partial(outlook.hit_ratio_of, place.tier, factor))
 
     def tokens(self, keys: Sequence[bytes]) -> int:
         """The number of tokens in these chunks. Records and states have no tokens and are not counted."""

@@ -13,11 +13,12 @@ which is O(victims × pools + skipped entries).
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import closing
 from heapq import merge
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
@@ -27,7 +28,7 @@ from lmtier.format.layout import ChunkForm
 from lmtier.observe.follower import Followers
 from lmtier.rules.foretold import Foretold
 from lmtier.rules.fullness import UNBOUNDED
-from lmtier.rules.lifetimes import Ends
+from lmtier.rules.lifetimes import FOREVER, Ends
 from lmtier.rules.policy import Keyed, Policy
 from lmtier.rules.shares import Pool, Pools, Share
 
@@ -40,6 +41,26 @@ class Occupancy(NamedTuple):
     capacity: int | None = None
     pinned: int | None = None
     pools: tuple[Pool, ...] = ()
+
+
+_AT_ONCE = 64  # the most entries that are evicted together when a place becomes smaller
+
+
+def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
+    """Evict what is above the target of `index`, in parts, until a time.monotonic() or until it is done."""
+    while (surplus := index.surplus) > 0 and time.monotonic() < until:
+        largest = max((entry.nbytes for entry in islice(index.entries_now(), _AT_ONCE)), default=0)
+        victims = index.evict(min(surplus, _AT_ONCE * largest)) or index.evict(1)
+        if not victims:  # what is left has children that are in use
+            break
+        yield victims
+    index.come_down()
+
+
+def limit(index: Index, end: float) -> None:
+    """No entry may be served after `end`."""
+    for entry in index.entries() if end < FOREVER else ():
+        index.ends.set(entry, min(end, index.ends.end(entry)))
 
 
 def no_record(key: bytes) -> bool:
@@ -61,6 +82,8 @@ class Index:
         A record has no tokens and belongs to no prompt. Its owner may replace it but cannot compute it again.
         """
         self.capacity = capacity
+        self.target = capacity
+        """The capacity that was asked for last. `capacity` comes down to it as entries leave."""
         self.is_record = is_record
         self.used = 0
         self.leased_bytes = 0
@@ -98,6 +121,37 @@ class Index:
     @property
     def free(self) -> int:
         return self.capacity - self.used
+
+    def resize(self, capacity: int) -> None:
+        """Change the capacity: at once to a larger one. To a smaller one the owner evicts, with `surplus`."""
+        if 2 * self.pinned_bytes > capacity:
+            raise MisuseError(
+                f"{self.label}: {self.pinned_bytes} bytes are pinned, and pins get half of the capacity: "
+                f"unpin something, or ask for at least {2 * self.pinned_bytes} bytes"
+            )
+        self.target = capacity
+        if self.pools is not None:
+            self.pools.resize(capacity)
+        self.come_down()
+
+    def come_down(self) -> None:
+        self.capacity = max(self.target, self.used, 2 * self.pinned_bytes)
+
+    @property
+    def surplus(self) -> int:
+        """Bytes above the target that can leave now."""
+        return min(self.used - self.target, self.used - self.leased_bytes)
+
+    def use(self, policy: Policy[Keyed]) -> None:
+        """Order all entries by another policy. It takes their present order as their order of arrival."""
+        if self.pools is not None:
+            self.pools.use(policy)
+        else:
+            self._policy.use(policy)
+
+    def entries_now(self) -> Iterable[Entry]:
+        """For a look at a few of them, before anything changes."""
+        return self._entries.values()
 
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
@@ -156,7 +210,7 @@ class Index:
         if entry.key in self.wanted:
             self.pin(entry)
 
-    def resize(self, entry: Entry, nbytes: int) -> None:
+    def shrink(self, entry: Entry, nbytes: int) -> None:
         """The entry takes less room than was reserved for it."""
         more = nbytes - entry.nbytes
         self._count(entry, more, more if entry.leases else 0)

@@ -162,6 +162,10 @@ class LowerTier(ABC):
     def expire(self) -> bool:
         """Delete some expired chunks. Returns whether there may be more."""
 
+    def live_for(self, ttl: float) -> None:
+        """From now on the tier may serve a chunk for so many seconds."""
+        self.ttl = ttl
+
     def has(self, key: bytes, form: ChunkForm) -> bool:
         """Whether the chunk is stored, being written, or waiting to be written, in a form that serves
         `form`."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 
 from lmtier.config import TierSpec
-from lmtier.core.index import Index, Occupancy
+from lmtier.core.index import Index, Occupancy, evictions, limit
 from lmtier.core.lower import (
     LOST,
     Above,
@@ -250,7 +250,7 @@ class OwnedTier(LowerTier):
         if not done.failed and mine.state is not State.GONE:
             if self.index.is_record(mine.key):
                 mine.prints = entry.prints
-            self.index.resize(mine, nbytes)
+            self.index.shrink(mine, nbytes)
             self.index.ready(mine)
             return
         if mine.state is not State.GONE:
@@ -278,6 +278,26 @@ class OwnedTier(LowerTier):
     def _is_excused(self, op: Op, done: Done) -> bool:
         is_full = op is Op.STORE and Reason.FULL in done.failed.values()
         return is_full and self._fullness.is_news_to(done.id)
+
+    # ---- changes while it runs
+
+    def resize(self, capacity: int) -> None:
+        most = capacity if self.tier.most is None else min(capacity, self.tier.most)
+        self._found = max(self._found, self.index.used + self.deleting)
+        self.index.resize(most)
+        if self.choice is not None:
+            self.choice.resize(most)
+
+    def come_down(self, until: float) -> None:
+        """Evict what is above a capacity that has become smaller, for as long as this step may take."""
+        for victims in evictions(self.index, until):
+            self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
+            for victim in victims:
+                self._delete(names_of(victim), victim.nbytes)
+
+    def live_for(self, ttl: float) -> None:
+        super().live_for(ttl)
+        limit(self.index, self._clock() + ttl)
 
     # ---- loading
 
@@ -451,7 +471,7 @@ class OwnedTier(LowerTier):
                 lambda rule=rule: float(self.rule == rule)  # type: ignore[misc]  # mypy: lambdas
             )
         if index.capacity < UNBOUNDED:
-            metrics.capacity_bytes.labels(label).set(index.capacity)
+            metrics.capacity_bytes.labels(label).set_function(lambda: index.target)
         metrics.used_bytes.labels(label).set_function(lambda: index.used + self.deleting)
         metrics.pinned_bytes.labels(label).set_function(lambda: index.pinned_bytes)
         metrics.chunks.labels(label).set_function(lambda: len(index))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lmtier.core.index import Index
+from lmtier.core.index import Index, evictions, limit
 from lmtier.core.match import CPU, DELETED, EXPIRED, Entry, State
 from lmtier.core.slab import Slab
+from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.lifetimes import AT_ONCE
@@ -170,6 +171,27 @@ class Room:
         self.slab.free([offset for entry in entries for offset in entry.offsets])
         for entry in entries:
             entry.offsets = ()
+
+    # ---- changes while it runs
+
+    def resize(self, capacity: int) -> None:
+        """The slab stays as large as it was made. A smaller capacity leaves a part of it unused."""
+        if capacity > self.slab.capacity:
+            raise MisuseError(
+                f"cpu: the memory was taken at start: at most {self.slab.capacity} bytes are possible"
+            )
+        self.index.resize(capacity)
+
+    def come_down(self, until: float) -> None:
+        """Evict what is above a capacity that has become smaller, for as long as this step may take."""
+        for victims in evictions(self.index, until):
+            self._evicted(victims)
+            self._free(victims)
+
+    def live_for(self, ttl: float) -> None:
+        """From now on a chunk may stay for so many seconds."""
+        self._ttl = ttl
+        limit(self.index, self.clock() + ttl)
 
     # ---- lifetimes
 

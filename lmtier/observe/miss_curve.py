@@ -248,6 +248,15 @@ class Outlook(Follower):
                 self._in_slab += in_slab * len(keys)
                 self._at_rest += at_rest * len(keys)
 
+    def resize(self, tier: str, capacity: int) -> None:
+        """A tier has another capacity now."""
+        places = (each._replace(capacity=capacity) if each.tier == tier else each for each in self.places)
+        self.places = tuple(places)
+
+    def hit_ratio_of(self, tier: str, factor: float) -> float:
+        place = next(each for each in self.places if each.tier == tier)
+        return self.hit_ratio(place, factor)
+
     def hit_ratio(self, place: BoundedTier, factor: float) -> float:
         """The hit ratio of this tier if it were alone, LRU, and `factor` times its size. NaN: no lookup."""
         self.stepped()

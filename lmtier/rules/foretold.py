@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from math import log2
 from typing import Self
 
@@ -25,6 +26,13 @@ class Foretold(Policy[E]):
 
     def another(self) -> Self:
         return type(self)(self._policy.another())
+
+    def use(self, policy: Policy[E]) -> None:
+        """Order by another policy. It takes the present order as the order of arrival; the queues stay."""
+        with closing(self._policy.order()) as order:
+            for entry in order:
+                policy.insert(entry)
+        self._policy = policy
 
     def over(self, run: Iterable[E]) -> None:
         """These are not asked for again, tail first."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from lmtier.errors import ConfigError
 from lmtier.format.keys import tenant, tenant_of
 from lmtier.rules.foretold import Foretold
-from lmtier.rules.policy import Keyed
+from lmtier.rules.policy import Keyed, Policy
 
 OTHER = "other"
 """The name of all tenants without a share."""
@@ -119,6 +119,7 @@ class Pool:
 
 class Pools:
     def __init__(self, shares: Sequence[Share], capacity: int, policy: Foretold[Keyed]) -> None:
+        self._parts = [share.part for share in shares]
         self._of = {
             tenant(share.salt): Pool(share.name, int(capacity * share.part), policy.another())
             for share in shares
@@ -129,6 +130,16 @@ class Pools:
     def __iter__(self) -> Iterator[Pool]:
         yield from self._of.values()
         yield self.other
+
+    def resize(self, capacity: int) -> None:
+        for pool, part in zip(self._of.values(), self._parts, strict=True):
+            pool.room = int(capacity * part)
+        self.other.room = capacity - sum(pool.room for pool in self._of.values())
+
+    def use(self, policy: Policy[Keyed]) -> None:
+        """Order the chunks of every pool by this kind of policy."""
+        for pool in self:
+            pool.policy.use(policy if pool is self.other else policy.another())
 
     def of(self, key: bytes) -> Pool:
         return self._of.get(tenant_of(key), self.other)

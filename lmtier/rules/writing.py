@@ -87,13 +87,16 @@ class Choice:
     MOST = 32_768  # keys that a small cache holds at most, however large the tier is
 
     def __init__(self, capacity: int, per_day: float | None, now: float) -> None:
-        self._capacity = capacity
+        self.resize(capacity)
         self.trials = [
             _TrialTier(None if per_day is None else Budget(per_day / self.SAMPLE, now)) for _ in self.RULES
         ]
         self._balance = 0  # above 0, the second one hits more
         self._was_full = False
         self.rule = self.RULES[1]
+
+    def resize(self, capacity: int) -> None:
+        self._capacity = capacity
 
     def asked(self, keys: Sequence[bytes]) -> None:
         """A request asked for these, and the slab did not have them."""

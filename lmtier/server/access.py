@@ -122,6 +122,8 @@ class Wrong:
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._count = metrics.wrong_tokens
+        for kind in ("redis", "engine", "http"):
+            self._count.labels(kind)  # starts at 0, so that the first one shows as a rise
         self._clock = clock
         self._next: OrderedDict[str, float] = OrderedDict()
         """When each host gets its next answer to a wrong token."""

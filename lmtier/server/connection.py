@@ -60,7 +60,7 @@ class Channel:
         self._out: deque[_Out] = deque()
         self.waits = 0
         """Bytes that wait to be sent."""
-        self._moved = self.began
+        self.moved = self.began
         """When a byte last moved."""
         self._busy_since: tuple[float, int] | None = None
         self._is_tls = isinstance(sock, ssl.SSLSocket)
@@ -76,7 +76,7 @@ class Channel:
         if not count:
             self.close()
         self.received += count
-        self._moved = time.monotonic()
+        self.moved = time.monotonic()
         return count
 
     def push(
@@ -103,7 +103,7 @@ class Channel:
             turn -= count
             self.sent += count
             self.waits -= count
-            self._moved = time.monotonic()
+            self.moved = time.monotonic()
             self._forget(count)
 
     def _send(self) -> int:
@@ -137,7 +137,7 @@ class Channel:
         since, moved = self._busy_since
         rate = self.received + self.sent - moved
         too_slow = now - since > _FIRST and rate < _SLOWEST * (now - since)
-        return now - max(self._moved, since) > patience or too_slow
+        return now - max(self.moved, since) > patience or too_slow
 
     def close(self) -> None:
         if self.is_open:

@@ -115,11 +115,9 @@ def _refuse(caller: Caller, command: Command, args: list[Argument]) -> Error:
 
 
 def _unknown(args: list[Argument]) -> Error:
-    """The error of redis, with as little of the arguments as redis shows."""
-    name, *words = (bytes(arg[:128]).split(b"\0")[0] for arg in args[:50])
-    shown = b""
-    for word in words:
-        if len(shown) < 128:
-            shown += b"'%s' " % word[: 128 - len(shown)]
-    text = b"ERR unknown command '%s', with args beginning with: %s" % (name, shown)
-    return Error(text.decode("utf-8", "surrogateescape"))
+    """Begins as the error of redis does, because clients look for that."""
+    name = bytes(args[0][:64]).split(b"\0")[0].decode("utf-8", "surrogateescape")
+    return Error(
+        f"ERR unknown command '{name}': this is lmtier, a cache of KV and of large values, not redis; "
+        "COMMAND LIST lists its commands"
+    )

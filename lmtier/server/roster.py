@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from lmtier.server.commands import Caller
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.report import Client
+
+_RATE = 8
+"""Samples of the number of requests, a quarter of a second apart."""
+
+
+class Present(NamedTuple):
+    """A client that is connected now."""
+
+    caller: Caller
+    age: int
+    """Seconds."""
+    idle: int
+    """Seconds without a byte."""
 
 
 class Roster:
@@ -16,6 +31,7 @@ class Roster:
         self.accepted = 0
         """All connections so far, including refused ones."""
         self._asked = 0  # by closed connections
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_RATE)
 
     def __len__(self) -> int:
         return len(self.by_fd)
@@ -36,8 +52,30 @@ class Roster:
         """The number of commands and pages."""
         return self._asked + sum(each.caller.asked for each in self)
 
-    def callers(self) -> list[Caller]:
-        return [each.caller for each in self]
+    def sample(self) -> None:
+        """Note how many requests there were, for `rate`."""
+        self._samples.append((time.monotonic(), self.asked))
+
+    @property
+    def rate(self) -> float:
+        """Requests a second, over the last seconds."""
+        if len(self._samples) < 2:
+            return 0.0
+        (first, before), (last, after) = self._samples[0], self._samples[-1]
+        return (after - before) / max(1e-3, last - first)
+
+    @property
+    def waiting(self) -> int:
+        """The number of clients whose command waits for a tier."""
+        return sum(each.is_waiting for each in self)
+
+    def find(self, number: int) -> Connection | HttpConnection | None:
+        """The connection with this number."""
+        return next((each for each in self if each.caller.id == number), None)
+
+    def present(self) -> list[Present]:
+        now = time.monotonic()
+        return [Present(each.caller, int(now - each.began), int(now - each.moved)) for each in self]
 
     def of_kind(self, kind: str) -> int:
         return sum(each.caller.kind == kind for each in self)

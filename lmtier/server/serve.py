@@ -30,7 +30,7 @@ from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
 from lmtier.server import tracing
 from lmtier.server.access import Role, Wrong
-from lmtier.server.commands import Caller, Command
+from lmtier.server.commands import Caller, Command, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import Engines
@@ -116,7 +116,8 @@ class Server:
             wrong=self._wrong,
             info=lambda: info(self.cache, serving, self._report, self._roster, self._values),
             settings=lambda: settings(self.cache, serving),
-            callers=self._roster.callers,
+            present=self._roster.present,
+            kill=self._kill,
         )
         table: dict[bytes, Command] = {
             **redis_table(self._values, service),
@@ -241,6 +242,18 @@ class Server:
         elif (door := self._doors.by_fd.get(fd)) is not None:
             self._accept(door)
 
+    def _kill(self, number: int) -> bool:
+        """Close a client's connection. False: there is none of this number."""
+        connection = self._roster.find(number)
+        if connection is None:
+            return False
+        caller = connection.caller
+        if caller.session is not None and caller.is_local:
+            raise Refused("ERR an engine on this host maps the memory and may be copying: stop the engine")
+        connection.close()
+        self._look(connection)
+        return True
+
     @staticmethod
     def _died(connection: Connection | HttpConnection, mask: int) -> None:
         """Whether a connection has ended from which nothing is read at present."""
@@ -296,6 +309,7 @@ class Server:
             with suppress(FileExistsError):  # it may have been unregistered when no file could be opened
                 self._epoll.register(fd, select.EPOLLIN)
         self._values.expire()
+        self._roster.sample()
         # Here, because only the thread itself can read its CPU time.
         ran, self._ran = self._ran, time.thread_time()
         self.cache.metrics.owner_seconds.inc(self._ran - ran)

@@ -95,6 +95,8 @@ class Values:
             raise MisuseError("the cache was opened for KV only; open it with is_record=is_value")
         self._cache = cache
         self._count = cache.metrics.values
+        for event in ("hit", "missed", "set", "deleted", "expired", "refused"):
+            self._count.labels(event)  # starts at 0, so that the first one shows as a rise
         self._drafts = count()
         self._drafting = 0
         """Bytes of the slab in drafts."""

@@ -179,6 +179,13 @@ class Remote:
             return cast("list[Explanation]", found)
         raise self._trouble(_STRANGE)
 
+    def texts(self, *words: str) -> list[str]:
+        """The lines of an answer."""
+        reply = self.ask(*words)
+        if not isinstance(reply, list) or not all(isinstance(each, bytes) for each in reply):
+            raise self._trouble(_STRANGE)
+        return [printable(each.decode("utf-8", "replace")) for each in reply]
+
     def json(self, *words: str, kind: type = dict) -> Any:
         reply = self.ask(*words)
         try:

@@ -40,6 +40,27 @@ class Totals(NamedTuple):
         return cls(row["time"], row["asked"], row["hit"], row["missed"], row["up"], row["down"], row["busy"])
 
 
+def since_then(after: Totals, before: Totals) -> Totals:
+    """What was counted between two times. `time` and `busy` are seconds."""
+
+    def less(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+        return {name: count - b.get(name, 0) for name, count in a.items()}
+
+    return Totals(
+        after.time - before.time,
+        after.asked - before.asked,
+        less(after.hit, before.hit),
+        less(after.missed, before.missed),
+        less(after.up, before.up),
+        less(after.down, before.down),
+        after.busy - before.busy,
+    )
+
+
+def hit_rate(counted: Totals | None) -> str:
+    return percent(sum(counted.hit.values()), counted.asked) if counted is not None else "-"
+
+
 def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals]:
     """The known counters of the last minutes, the oldest first, the present last."""
     present = Totals.of(row_of(now))

@@ -12,6 +12,7 @@ from lmtier.config import Serving
 from lmtier.errors import ConfigError
 from lmtier.observe.metrics import Metrics
 from lmtier.server.access import NAMES, Role, Secrets, Wrong, own_token
+from lmtier.tools.cli import main
 from lmtier.wire.resp import Error
 from tests.server.process import Wire, served, until
 
@@ -203,3 +204,56 @@ def test_the_audit_says_who_did_what_and_when(tmp_path, files):
         assert who == f"redis 'ops' at 127.0.0.1:{me[1]} (admin)"
         assert all(line["time"] for line in lines)
         assert WORDS[Role.ADMIN] not in server.log.read_text()
+
+
+# ---- settings
+
+
+def test_an_administrator_changes_settings_at_once_and_all_or_none(tmp_path, files):
+    tiers = "cpu://?capacity=64MiB", f"disk://{tmp_path}/kv?capacity=1GiB"
+    settings = {**files, "log_format": "json", "log_level": "warning"}
+    with served(tmp_path, *tiers, token=WORDS[Role.ADMIN], **settings) as server:
+        with server.connect() as wire:
+            wire.expect("OK", "AUTH", WORDS[Role.ENGINE])
+            assert refused(wire.ask("LMTIER.SET", "cpu.capacity", "1MiB"))
+            wire.expect("OK", "AUTH", WORDS[Role.ADMIN])
+            for number in range(40):
+                wire.expect("OK", "SET", f"name{number}", "x" * (1 << 20))
+            answer = wire.ask("LMTIER.SET", "cpu.capacity", "8MiB", "disk.policy", "lru", "disk.ttl", "7d")
+            assert answer == [
+                b"cpu.capacity: 67108864 -> 8MiB",
+                b"disk.policy: arc -> lru",
+                b"disk.ttl: none -> 7d",
+            ]
+            until(lambda: server.ask("LMTIER.REPORT")["tiers"][0]["capacity"] == 8 << 20)
+            report = server.ask("LMTIER.REPORT")
+            assert report["tiers"][0]["used"] <= 8 << 20
+            assert report["tiers"][1]["url"].endswith("capacity=1GiB&policy=lru&ttl=7d")
+            for words, said in (
+                (("cpu.capacty", "1GiB"), "did you mean 'cpu.capacity'?"),
+                (("cpu.capacity", "1TiB"), "the memory was taken at start"),
+                (("cpu.capacity", "1MiB", "log_level", "loud"), "unknown log_level='loud'"),
+                (("chunk_tokens", "1"), "cannot change while the server runs"),
+                (("cpu.capacity", "1MiB", "log_level"), "takes pairs"),
+            ):
+                answer = wire.ask("LMTIER.SET", *words)
+                assert isinstance(answer, Error)
+                assert said in answer
+            assert server.ask("LMTIER.REPORT")["tiers"][0]["capacity"] == 8 << 20
+            wire.expect([b"log_level: warning -> debug"], "LMTIER.SET", "log_level", "debug")
+        until(lambda: "log_level debug" in server.log.read_text())
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        what = [line["what"] for line in lines if line.get("audit") == "accepted"]
+        assert "LMTIER.SET cpu.capacity 8MiB disk.policy lru disk.ttl and 1 more" in what
+
+
+def test_the_command_changes_settings_and_says_what_they_were(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with served(tmp_path, unix=str(tmp_path / "s")) as server:
+        assert main(["set", "--server", server.where["unix"], "cpu.capacity=32MiB", "log_level=error"]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0] == "cpu.capacity: 67108864 -> 32MiB"
+        assert said[1].endswith(" -> error")
+        assert server.ask("LMTIER.REPORT")["tiers"][0]["capacity"] == 32 << 20
+        assert main(["set", "--server", server.where["unix"], "cpu.capacity"]) == 2
+        assert "write it as name=value" in capsys.readouterr().err

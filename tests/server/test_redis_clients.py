@@ -97,7 +97,7 @@ def test_redis_py_learns_who_the_server_is(server: Served, client: Any):
     info = client.info()
     assert info["redis_version"].startswith("7.")
     assert info["maxmemory"] == 160 * MIB
-    assert client.info("clients").keys() == {"connected_clients", "maxclients"}
+    assert client.info("clients").keys() == {"connected_clients", "blocked_clients", "maxclients"}
     client.set("a", 1)
     assert client.info("keyspace")["db0"]["keys"] == 1
     assert client.config_get("maxmemory*")["maxmemory-policy"] == "allkeys-lru"
@@ -294,3 +294,35 @@ def test_redis_cli(server: Served):
     said = program("redis-cli", server, "--pipe", given=b"SET piped 1\r\nSET piped 2\r\nGET piped\r\n")
     assert "errors: 0, replies: 3" in said, said
     assert "wrong number of arguments" in program("redis-cli", server, "GET")
+
+
+def test_what_operators_and_exporters_ask(server: Served):
+    with server.connect() as wire, server.connect() as other:
+        other.expect("OK", "CLIENT", "SETNAME", "other")
+        wire.expect("OK", "SET", "name", b"x" * 5000)
+        info = dict(line.split(":", 1) for line in wire.ask("INFO").decode().splitlines() if ":" in line)
+        assert int(info["blocked_clients"]) == 0
+        assert int(info["instantaneous_ops_per_sec"]) >= 0
+        assert int(info["used_memory_rss"]) > 1 << 20
+        lines = {
+            line["name"]: line
+            for text in wire.ask("CLIENT", "LIST").decode().splitlines()
+            if (line := dict(field.split("=", 1) for field in text.split(" ")))
+        }
+        assert int(lines["other"]["age"]) >= int(lines["other"]["idle"]) >= 0
+        assert f"id={lines['other']['id']} " not in wire.ask("CLIENT", "INFO").decode()
+        assert wire.ask("MEMORY", "USAGE", "name") == 8192
+        assert wire.ask("MEMORY", "USAGE", "nothing") is None
+        assert wire.ask("MEMORY", "DOCTOR", "x").startswith("ERR MEMORY knows USAGE")
+        docs = wire.ask("COMMAND", "DOCS", "get", "nosuch")
+        assert docs[0] == b"get"
+        assert len(docs) == 2
+        assert wire.ask("CLIENT", "KILL", "1.2.3.4:5") == "ERR No such client"
+        assert wire.ask("CLIENT", "KILL", "TYPE", "normal").startswith("ERR CLIENT KILL knows ID, ADDR")
+        assert wire.ask("CLIENT", "KILL", "ID", lines["other"]["id"]) == 1
+        assert other.ends()
+        wire.expect("PONG", "PING")
+        assert wire.ask("LPUSH", "a", "b") == (
+            "ERR unknown command 'LPUSH': this is lmtier, a cache of KV and of large values, not redis; "
+            "COMMAND LIST lists its commands"
+        )

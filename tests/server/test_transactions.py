@@ -37,7 +37,12 @@ class Room:
         self.values = Values(self.cache)
         self.transactions = Transactions(self.values)
         service = Service(
-            tokens=lambda: Secrets({}), wrong=Wrong(Metrics()), info=dict, settings=dict, callers=list
+            tokens=lambda: Secrets({}),
+            wrong=Wrong(Metrics()),
+            info=dict,
+            settings=dict,
+            present=list,
+            kill=bool,
         )
         self.table = {**redis_table(self.values, service), **self.transactions.table()}
 

@@ -22,7 +22,7 @@ from lmtier.wire.verbs import MAX_KEYS
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
 _LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
-_ADMIN = {"PIN", "UNPIN", "CLEAR"}
+_ADMIN = {"SET", "PIN", "UNPIN", "CLEAR"}
 _LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "COMMIT", "DISCARD", "RELEASE"}
 
 
@@ -72,6 +72,7 @@ class Engines:
             "CHANGES": (operating.changes, -1, "readonly"),
             "STATS": (operating.stats, 1, "readonly"),
             "CHECK": (operating.check, 1, "admin"),
+            "SET": (operating.set, -3, "admin"),
             "PIN": (operating.pin, -3, "write"),
             "UNPIN": (operating.unpin, 2, "write"),
             "PINS": (operating.pins, 1, "readonly"),

@@ -11,6 +11,7 @@ from typing import Any
 from lmtier.core.cache import Cache
 from lmtier.core.forgetting import Steps, forgetting, need_tenant
 from lmtier.core.placement import write_form
+from lmtier.errors import ConfigError
 from lmtier.format.keys import KEY_BYTES, Identity, namespace, tenant
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import Suspect
@@ -32,6 +33,7 @@ from lmtier.server.engines.arguments import (
 )
 from lmtier.server.engines.sessions import OK, Session, session_of
 from lmtier.server.explain import MAX_LOOKUPS, Explain
+from lmtier.server.settings import change
 from lmtier.wire.resp import Error
 from lmtier.wire.verbs import MAX_MODELS, write_changes
 
@@ -110,6 +112,15 @@ class Operating:
 
     def stats(self, caller: Caller, arguments: list[Argument]) -> Any:
         return self._cache.stats()
+
+    def set(self, caller: Caller, arguments: list[Argument]) -> Any:
+        words = [read_text(each) for each in arguments[1:]]
+        if len(words) % 2:
+            raise Refused("ERR LMTIER.SET takes pairs of a name and a value, like cpu.capacity 16GiB")
+        try:
+            return change(self._cache, dict(zip(words[::2], words[1::2], strict=True)))
+        except ConfigError as error:
+            raise Refused(f"ERR {error}") from None
 
     def check(self, caller: Caller, arguments: list[Argument]) -> Any:
         try:

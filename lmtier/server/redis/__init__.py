@@ -1,7 +1,7 @@
 """The Redis commands on named values. Answers and errors are those of redis.
 
-Other commands get redis' error for unknown commands. There is one database, 0. FLUSHALL deletes the named
-values; `lmtier clear` deletes the KV of engines.
+Other commands get one sentence that says what this server is. There is one database, 0. FLUSHALL deletes the
+named values; `lmtier clear` deletes the KV of engines.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def redis_table(values: Values, service: Service) -> Table:
         b"GETRANGE": Command(strings.getrange, 4, ("readonly",), _ONE),
         b"STRLEN": Command(strings.strlen, 2, reads, _ONE),
         b"EXISTS": Command(strings.exists, -2, reads, _ALL, most=_MANY),
+        b"MEMORY": Command(strings.memory, -3, ("readonly",), (2, 2, 1)),
         b"TYPE": Command(strings.type, 2, reads, _ONE),
         b"TTL": Command(strings.ttl, 2, reads, _ONE),
         b"PTTL": Command(strings.ttl, 2, reads, _ONE),

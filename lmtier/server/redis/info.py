@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from lmtier._version import __version__
 from lmtier.config import Serving, host_and_port
@@ -31,12 +32,22 @@ def info(
             "tcp_port": port,
             "uptime_in_seconds": int(now["uptime"]),
         },
-        "Clients": {"connected_clients": len(roster), "maxclients": serving.clients},
-        "Memory": {"used_memory": cache.index.used, "maxmemory": cache.index.capacity},
+        "Clients": {
+            "connected_clients": len(roster),
+            "blocked_clients": roster.waiting,
+            "maxclients": serving.clients,
+        },
+        "Memory": {
+            "used_memory": cache.index.used,
+            "used_memory_rss": resident_bytes(),
+            "maxmemory": cache.index.capacity,
+            "maxmemory_policy": "allkeys-lru",
+        },
         "Persistence": {"loading": int(not cache.is_warm)},
         "Stats": {
             "total_connections_received": roster.accepted,
             "total_commands_processed": roster.asked,
+            "instantaneous_ops_per_sec": round(roster.rate),
             "keyspace_hits": int(value("lmtier_values_total", event="hit")),
             "keyspace_misses": int(value("lmtier_values_total", event="missed")),
             "expired_keys": int(value("lmtier_values_total", event="expired")),
@@ -49,6 +60,11 @@ def info(
         },
         "Keyspace": {"db0": f"keys={keys},expires=0,avg_ttl=0"} if keys else {},
     }
+
+
+def resident_bytes() -> int:
+    """The memory of this process, the slab included as far as it was touched."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def settings(cache: Cache, serving: Serving) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 from lmtier.server.access import Role, Secrets, Wrong
 from lmtier.server.commands import Argument, Caller, Command, Refused, Table, Waiting
 from lmtier.server.redis.arguments import OK, SYNTAX, compile_glob, need_short, read_integer, read_word, shown
+from lmtier.server.roster import Present
 from lmtier.wire.resp import Error, Simple, Verbatim
 
 REDIS_VERSION = "7.0.15"
@@ -19,7 +20,7 @@ NO_PASS = Error(
     "Are you sure your configuration is correct?"
 )
 
-_CLIENT = ("ID", "GETNAME", "SETNAME", "SETINFO", "INFO", "LIST", "NO-EVICT", "NO-TOUCH")
+_CLIENT = ("ID", "GETNAME", "SETNAME", "SETINFO", "INFO", "LIST", "KILL", "NO-EVICT", "NO-TOUCH")
 
 
 class Service:
@@ -30,14 +31,19 @@ class Service:
         wrong: Wrong,
         info: Callable[[], Mapping[str, Mapping[str, object]]],
         settings: Callable[[], Mapping[str, str]],
-        callers: Callable[[], Iterable[Caller]],
+        present: Callable[[], Iterable[Present]],
+        kill: Callable[[int], bool],
     ) -> None:
-        """`info` returns the sections of INFO, `settings` the values of CONFIG GET, `callers` the clients."""
+        """`info` returns the sections of INFO, `settings` the values of CONFIG GET, `present` the clients.
+
+        `kill` closes the connection of this number, if there is one.
+        """
         self._tokens = tokens
         self._wrong = wrong
         self._info = info
         self._settings = settings
-        self._callers = callers
+        self._present = present
+        self._kill = kill
         self.everything: Table = {}
         """All commands of the server, for COMMAND."""
 
@@ -141,14 +147,39 @@ class Service:
                     raise Refused(f"ERR Unrecognized option '{shown(attribute)}'")
                 return OK
             case "INFO", []:
-                return Verbatim(_line(caller) + "\n")
+                mine = (each for each in self._present() if each.caller is caller)
+                return Verbatim("".join(f"{_line(each)}\n" for each in mine))
             case "LIST", []:
-                return Verbatim("".join(f"{_line(each)}\n" for each in self._callers()))
+                return Verbatim("".join(f"{_line(each)}\n" for each in self._present()))
+            case "KILL", [address]:
+                caller.administers(args)
+                if not self._kill_where(caller, {"ADDR": bytes(address).decode("latin-1")}):
+                    raise Refused("ERR No such client")
+                return OK
+            case "KILL", [_, _, *_] as filters if len(filters) % 2 == 0:
+                caller.administers(args)
+                words = [bytes(each).decode("latin-1") for each in filters]
+                return self._kill_where(
+                    caller, dict(zip(map(str.upper, words[::2]), words[1::2], strict=True))
+                )
             case (("NO-EVICT" | "NO-TOUCH"), [switch]):
                 if read_word(switch) not in ("ON", "OFF"):
                     raise Refused(SYNTAX)
                 return OK
         raise Refused(_no_subcommand(args, *_CLIENT))
+
+    def _kill_where(self, caller: Caller, filters: dict[str, str]) -> int:
+        """Close the connections to which all of these apply, but not the caller's own."""
+        if unknown := filters.keys() - {"ID", "ADDR", "SKIPME"}:
+            raise Refused(f"ERR CLIENT KILL knows ID, ADDR and SKIPME here, not {min(unknown)[:32]!r}")
+        found = [
+            each.caller.id
+            for each in self._present()
+            if each.caller is not caller
+            and filters.get("ID", str(each.caller.id)) == str(each.caller.id)
+            and filters.get("ADDR", each.caller.address) == each.caller.address
+        ]
+        return sum(map(self._kill, found))
 
     # ---- the server
 
@@ -169,7 +200,9 @@ class Service:
                 shown = self._settings().items()
                 return {name: value for name, value in shown if any(g.match(name.encode()) for g in globs)}
             case "SET", _:
-                raise Refused("ERR a setting cannot be changed while the server runs")
+                raise Refused(
+                    "ERR settings change with `lmtier set`, as far as they can while the server runs"
+                )
         raise Refused(_no_subcommand(args, "GET"))
 
     def command(self, caller: Caller, args: list[Argument]) -> object:
@@ -180,8 +213,9 @@ class Service:
                 return len(self.everything)
             case ["LIST"]:
                 return [name.lower() for name in self.everything]
-            case ["DOCS", *_]:
-                return {}
+            case ["DOCS", *names]:
+                wanted = [name.encode() for name in names] or list(self.everything)
+                return {name.lower(): _documented(name) for name in wanted if name in self.everything}
             case ["INFO", *names]:
                 found = [(name.encode(), self.everything.get(name.encode())) for name in names]
                 return [each and _described(name, each) for name, each in found]
@@ -194,11 +228,21 @@ def _client_name(arg: Argument) -> str:
     return bytes(arg).decode()
 
 
-def _line(caller: Caller) -> str:
+def _line(present: Present) -> str:
+    caller = present.caller
     return (
-        f"id={caller.id} addr={caller.address} name={caller.name} kind={caller.kind} "
-        f"resp={3 if caller.resp3 else 2} tot-cmds={caller.asked} cmd={caller.last}"
+        f"id={caller.id} addr={caller.address} name={caller.name} age={present.age} idle={present.idle} db=0 "
+        f"kind={caller.kind} resp={3 if caller.resp3 else 2} tot-cmds={caller.asked} cmd={caller.last}"
     )
+
+
+def _documented(name: bytes) -> dict[str, str]:
+    if name.startswith(b"LMTIER."):
+        return {"summary": "A verb of lmtier; docs/PROTOCOL.md describes it.", "group": "lmtier"}
+    return {
+        "summary": f"As in redis {REDIS_VERSION}, on values of up to the memory's size.",
+        "group": "string",
+    }
 
 
 def _described(name: bytes, command: Command) -> list[Any]:

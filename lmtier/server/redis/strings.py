@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lmtier.format.layout import padded
 from lmtier.server.commands import PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting
 from lmtier.server.redis.arguments import (
     NEVER,
@@ -70,6 +71,13 @@ class Strings:
             found += (yield from self._values.mark(bytes(arg))) is not None
             yield PAUSE
         return found
+
+    def memory(self, caller: Caller, args: list[Argument]) -> Waiting:
+        """MEMORY USAGE name: the bytes of memory that a value takes, or would take."""
+        if read_word(args[1]) != "USAGE" or len(args) not in (3, 5):
+            raise Refused("ERR MEMORY knows USAGE name here")
+        mark = yield from self._values.mark(read_name(args[2]))
+        return None if mark is None else padded(mark.nbytes)
 
     def type(self, caller: Caller, args: list[Argument]) -> Waiting:
         mark = yield from self._values.mark(bytes(args[1]))

@@ -13,10 +13,22 @@ from datetime import datetime, timedelta
 from datetime import time as clock_time
 from itertools import count, islice
 from shutil import get_terminal_size
+from typing import TYPE_CHECKING
 
 from lmtier.errors import ConfigError, LMTierError
-from lmtier.tools.commands.command import Subcommand, address_argument, address_in, json_option
+from lmtier.tools.commands.command import (
+    Subcommand,
+    address_argument,
+    address_arguments,
+    address_in,
+    addresses_in,
+    json_option,
+    server_option,
+)
 from lmtier.tools.terminal import say, show_again
+
+if TYPE_CHECKING:
+    from lmtier.tools.console import Address
 
 _EVERY = 2.0  # seconds between two looks at a server
 _AGAIN = 0.1  # seconds between two attempts to reach one that starts
@@ -58,7 +70,7 @@ def _stats_options(parser: ArgumentParser) -> None:
 
 
 def _top_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    address_arguments(parser)
     _times_option(parser)
 
 
@@ -84,7 +96,9 @@ def _stats(args: Namespace) -> int:
 def _top(args: Namespace) -> int:
     from lmtier.tools.top import Watched, plain, top
 
-    address = address_in(args)
+    address, *others = addresses_in(args)
+    if others:
+        return _fleet([address, *others], args.times)
     if sys.stdout.isatty():
         top(address, _EVERY)
         return 0
@@ -95,6 +109,21 @@ def _top(args: Namespace) -> int:
                 watched.look()
             say(plain(watched.now, watched.line))
     watched.close()
+    return 0
+
+
+def _fleet(addresses: list[Address], times: int | None) -> int:
+    from lmtier.tools.fleet import Host, ask_all, fleet, lines_of
+
+    if sys.stdout.isatty():
+        fleet(addresses, _EVERY)
+        return 0
+    hosts = [Host(address) for address in addresses]
+    with suppress(KeyboardInterrupt):
+        for _ in _looks(times):
+            say("\n".join(lines_of(ask_all(hosts), 200, len(hosts) + 3)).replace("  q quits", "") + "\n")
+    for host in hosts:
+        host.close()
     return 0
 
 
@@ -193,10 +222,40 @@ def _moment(text: str, now: datetime) -> datetime:
     return then
 
 
+# ---- set
+
+
+def _set_options(parser: ArgumentParser) -> None:
+    server_option(parser)
+    parser.add_argument(
+        *("settings",),
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="cpu.capacity=16GiB, disk.policy=lru, disk.ttl=7d (0: none), log_level=debug",
+    )
+
+
+def _set(args: Namespace) -> int:
+    from lmtier.tools.console import Remote
+
+    words: list[str] = []
+    for pair in args.settings:
+        name, separator, value = pair.partition("=")
+        if not separator or not value:
+            raise ConfigError(f"{pair}: write it as name=value")
+        words += name, value
+    with Remote(address_in(args)) as remote:
+        for line in remote.texts("LMTIER.SET", *words):
+            say(line)
+    say("until the server ends: change its settings too, so that the next one has them")
+    return 0
+
+
 COMMANDS = (
     Subcommand("ping", "check that a server runs and is ready", _ping_options, _ping),
     Subcommand("stats", "show a server's hits, misses and tiers", _stats_options, _stats),
-    Subcommand("top", "watch a server live; q quits", _top_options, _top),
+    Subcommand("top", "watch a server live, or several; q quits", _top_options, _top),
     Subcommand("explain", "say why the last prompts missed", _explain_options, _explain),
+    Subcommand("set", "change a setting of a server that runs", _set_options, _set),
     Subcommand("clear", "delete stored KV from a server and its tiers", _clear_options, _clear),
 )

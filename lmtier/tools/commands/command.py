@@ -60,6 +60,19 @@ def address_argument(parser: ArgumentParser) -> None:
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help=_ADDRESS)
 
 
+def address_arguments(parser: ArgumentParser) -> None:
+    """Several servers, with the same credentials."""
+    _access_options(parser)
+    parser.add_argument(
+        "addresses", nargs="*", metavar="ADDRESS", help=f"of one server or several: {_ADDRESS}"
+    )
+
+
+def addresses_in(args: Namespace) -> list[Address]:
+    given = args.addresses or [None]
+    return [address_in(Namespace(**{**vars(args), "address": each})) for each in given]
+
+
 def server_option(parser: ArgumentParser) -> None:
     """Adds the server as an option, for commands that have another argument."""
     _access_options(parser)

@@ -1,0 +1,165 @@
+"""`lmtier top HOST HOST …`: many servers on one screen, a line each, the one that needs help first."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from lmtier.threads import start_thread
+from lmtier.tools.console import Address, Unreachable
+from lmtier.tools.terminal import Screen, bar, table
+from lmtier.tools.top import MINUTES, Totals, Watched, hit_rate, since_then
+from lmtier.tools.views import percent
+
+_PATIENCE = 2.0  # seconds in which a server has to answer
+
+
+class Look(NamedTuple):
+    """One server at one time. `trouble`: why it could not be seen; then nothing else counts."""
+
+    name: str
+    trouble: str = ""
+    verdict: str = ""
+    """Whether it works, in a word, if it does not."""
+    down: tuple[str, ...] = ()
+    """The tiers that are down."""
+    recent: Totals | None = None
+    """What was counted in the last seconds, and in the last minutes."""
+    past: Totals | None = None
+    used: float = 0.0
+    """The part of the memory in use."""
+    busy: float = 0.0
+    clients: int = 0
+
+    @property
+    def hits(self) -> float:
+        """The hit rate of the last minutes; 1 if nothing was asked."""
+        return sum(self.past.hit.values()) / self.past.asked if self.past and self.past.asked else 1.0
+
+    @property
+    def rank(self) -> tuple[bool, int, bool, float]:
+        """The smallest needs help most."""
+        return not self.trouble, -len(self.down), not self.verdict, self.hits
+
+
+class Host:
+    """A server that is asked again and again, on a thread for each look: one that hangs delays no other."""
+
+    def __init__(self, address: Address) -> None:
+        self.name = str(address)
+        self._address = address
+        self._watched: Watched | None = None
+        self.last = Look(self.name, "did not answer yet")
+        self._is_asking = False
+
+    def look(self) -> None:
+        """Ask once. It does nothing while an earlier question is not answered."""
+        if self._is_asking:
+            return
+        self._is_asking = True
+        try:
+            if self._watched is None:
+                self._watched = Watched(self._address, _PATIENCE)
+            else:
+                self._watched.look()
+            self.last = look_at(self.name, self._watched)
+        except Unreachable as error:
+            self.last = Look(self.name, str(error).removeprefix(f"{self.name} "))
+        finally:
+            self._is_asking = False
+
+    def close(self) -> None:
+        if self._watched is not None:
+            self._watched.close()
+
+
+def look_at(name: str, watched: Watched) -> Look:
+    now, line = watched.now, watched.line
+    working = now["verdicts"][0]
+    times = [each.time for each in line]
+
+    def ago(seconds: float) -> Totals:
+        return line[max(0, bisect_right(times, line[-1].time - seconds) - 1)]
+
+    recent, past = since_then(line[-1], ago(1.5)), since_then(line[-1], ago(MINUTES * 60))
+    memory = now["tiers"][0]
+    return Look(
+        name,
+        verdict="" if working["state"] == "good" else working["word"],
+        down=tuple(
+            tier["tier"] for tier in now["tiers"] if "open" in (tier["breaker_up"], tier["breaker_down"])
+        ),
+        recent=recent,
+        past=past,
+        used=(memory["used"] or 0) / (memory["capacity"] or 1),
+        busy=recent.busy / max(1e-3, recent.time),
+        clients=len(now["clients"]),
+    )
+
+
+def ask_all(hosts: Sequence[Host]) -> list[Look]:
+    """Ask every server at once. Returns what is known of each, the one that needs help most first."""
+    threads = [start_thread("lmtier-look", host.look) for host in hosts]
+    until = time.monotonic() + 2 * _PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return sorted((host.last for host in hosts), key=lambda look: look.rank)
+
+
+def lines_of(looks: Sequence[Look], columns: int, rows: int) -> list[str]:
+    """The screen: a line for all, then a line for each server."""
+    seen = [look for look in looks if not look.trouble]
+    asked = sum(look.past.asked for look in seen if look.past)
+    hits = sum(sum(look.past.hit.values()) for look in seen if look.past)
+    parts = [f"{len(looks)} servers", f"hit rate of the last minutes {percent(hits, asked)}"]
+    if gone := len(looks) - len(seen):
+        parts.append(f"{gone} not reached")
+    if down := sum(len(look.down) for look in seen):
+        parts.append(f"{down} {'tier is' if down == 1 else 'tiers are'} down")
+    quits = "  q quits"
+    title = ", ".join(parts)[: max(0, columns - len(quits))] + quits
+    width = max(12, columns - 57)
+    names = [look.name if len(look.name) <= width else f"…{look.name[1 - width :]}" for look in looks]
+    headers = ("server, the worst first", "now", "15 min", "memory", "", "thread", "clients", "state")
+    body = [
+        (name, "-", "-", "-", bar(0, 5), "-", "-", look.trouble)
+        if look.trouble
+        else (
+            name,
+            *(hit_rate(look.recent), hit_rate(look.past), percent(look.used, 1), bar(look.used, 5)),
+            *(percent(look.busy, 1), f"{look.clients:,}", state(look)),
+        )
+        for name, look in zip(names, looks, strict=True)
+    ]
+    head, _, *lines = table(headers, body).splitlines()
+    room = rows - 3
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"and {len(lines) - room + 1:,} more, which fare better"]
+    return [each[:columns] for each in (title, "", head, *lines)][:rows]
+
+
+def state(look: Look) -> str:
+    if look.down:
+        return f"down: {', '.join(look.down)}"
+    return look.verdict or "works"
+
+
+def fleet(addresses: Sequence[Address], every: float) -> None:
+    """A live view of many servers until the user types q."""
+    hosts = [Host(address) for address in addresses]
+    try:
+        looks = ask_all(hosts)
+        with Screen() as screen, suppress(KeyboardInterrupt):
+            while True:
+                due = time.monotonic() + every
+                while (left := due - time.monotonic()) > 0:
+                    screen.draw(lines_of(looks, *screen.size))
+                    if screen.key(left) in ("q", "Q"):
+                        return
+                looks = ask_all(hosts)
+    finally:
+        for host in hosts:
+            host.close()

@@ -1,0 +1,80 @@
+"""Many servers on one screen: which of them needs help, and how they do together."""
+
+import signal
+
+import pytest
+
+from lmtier.tools.cli import main
+from lmtier.tools.console import address_of
+from lmtier.tools.fleet import Host, Look, ask_all, lines_of
+from lmtier.tools.top import Totals
+from tests.redis_process import free_port
+from tests.server.process import served
+
+
+def totals(asked, hit):
+    return Totals(900.0, asked, {"cpu": hit}, {}, {}, {}, 90.0)
+
+
+WELL = Look("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
+POOR = WELL._replace(name="gpu-2:6380", past=totals(1000, 100))
+DOWN = WELL._replace(name="gpu-3:6380", down=("redis",), verdict="redis is down")
+GONE = Look("gpu-4:6380", "is not there")
+STARTS = WELL._replace(name="gpu-5:6380", verdict="not ready")
+
+
+def test_the_server_that_needs_help_most_is_first():
+    looks = sorted([WELL, POOR, DOWN, GONE, STARTS], key=lambda look: look.rank)
+    assert looks == [GONE, DOWN, STARTS, POOR, WELL]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50), (60, 10), (40, 6)])
+def test_it_fits_every_screen(columns, rows):
+    looks = [WELL._replace(name=f"a-host-with-a-long-name-{i}.cluster.example:6380") for i in range(60)]
+    lines = lines_of([GONE, DOWN, *looks], columns, rows)
+    assert len(lines) <= rows
+    assert max(map(len, lines)) <= columns
+    assert lines[-1].startswith("and ")
+
+
+def test_a_line_says_how_a_server_does_and_the_first_one_how_all_do():
+    title, _, _, gone, down, poor, well = lines_of([GONE, DOWN, POOR, WELL], 120, 24)
+    assert title.startswith("4 servers, hit rate of the last minutes 63 %, 1 not reached, 1 tier is down")
+    assert gone.split()[0] == "gpu-4:6380"
+    assert gone.endswith("is not there")
+    assert "down: redis" in down
+    assert poor.split()[:5] == ["gpu-2:6380", "90", "%", "10", "%"]
+    assert well.endswith("works")
+
+
+def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other(tmp_path, capsys):
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+    with (
+        served(tmp_path / "one") as one,
+        served(tmp_path / "two") as two,
+        served(tmp_path / "three") as three,
+    ):
+        names = ["{}:{}".format(*each.address) for each in (one, two, three)]
+        gone = f"127.0.0.1:{free_port()}"
+        assert main(["top", *names, gone, "--times", "1"]) == 0
+        said = capsys.readouterr().out
+        assert "4 servers" in said
+        assert "1 not reached" in said
+        lines = said.splitlines()
+        assert lines[3].startswith(gone), "the worst first"
+        assert "is not there" in lines[3]
+        assert all(any(line.startswith(name) and line.endswith("works") for line in lines) for name in names)
+        hosts = [Host(address_of(name)) for name in names]
+        ask_all(hosts)
+        three.process.send_signal(signal.SIGSTOP)
+        try:
+            looks = ask_all(hosts)
+        finally:
+            three.process.send_signal(signal.SIGCONT)
+        assert looks[0].name == names[2]
+        assert "did not answer" in looks[0].trouble
+        assert [look.trouble for look in looks[1:]] == ["", ""]
+        assert not ask_all(hosts)[0].trouble, "it is back"
+        for host in hosts:
+            host.close()
