@@ -23,6 +23,7 @@ from tests.vllm.conftest import prompts_of
 from tests.vllm.engine import PATIENCE, environment
 
 DOC = Path(__file__).parents[2] / "docs" / "VLLM.md"
+IMAGE = Path(__file__).parents[2] / "deploy" / "vllm.Dockerfile"
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", IMAGE.read_text(), re.M)
+    command = [sys.executable, *json.loads(entry)[1:], f"--model={model}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager"]
     command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"]
     log = folder / f"serve-{port}.log"
