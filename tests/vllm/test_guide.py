@@ -11,7 +11,7 @@ from tests.guides import blocks, check, free_ports
 from tests.vllm.engine import PATIENCE, environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "START_VLLM.md"
-# The package for CPUs has no `vllm` command; and a small model on a CPU needs some options more.
+# The package for CPUs has no `vllm` command that works; and a small model on a CPU needs some options more.
 VLLM = """#!/bin/sh
 test "$1" = serve && model=$2 && shift 2
 exec nice -n 5 "{python}" -m vllm.entrypoints.openai.api_server --model "$model" "$@" --port {port} \\

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.process import until
-from tests.vllm.conftest import prompts_of, transfer
+from tests.vllm.conftest import prompts_of
 from tests.vllm.engine import PATIENCE, environment
 
 DOC = Path(__file__).parents[2] / "docs" / "VLLM.md"
+IMAGE = Path(__file__).parents[2] / "deploy" / "vllm.Dockerfile"
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", IMAGE.read_text(), re.M)
+    command = [sys.executable, *json.loads(entry)[1:], f"--model={model}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager"]
     command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"]
     log = folder / f"serve-{port}.log"
@@ -87,7 +89,7 @@ def counts(base: str, name: str, tokens: int) -> None:
     until(lambda: counted(base, name) == tokens)
 
 
-def test_the_command_of_the_documentation(models, tmp_path):
+def test_the_command_of_the_documentation_on_two_engines_that_share_its_private_server(models, tmp_path):
     (command,) = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", DOC.read_text(), re.S)[:1]
     told = json.loads(command)
     told["kv_connector_extra_config"]["tiers"] = [
@@ -96,21 +98,14 @@ def test_the_command_of_the_documentation(models, tmp_path):
     ]
     how, model = json.dumps(told), models / "qwen2"
     (prompt,) = prompts_of(1500)
-    with served(tmp_path, model, how) as base:
-        cold = complete(base, model, prompt)
-        counts(base, "lmtier:saved_tokens_total", 1472)  # whole blocks
+    first, second = ({"X-data-parallel-rank": rank} for rank in "01")
+    with served(tmp_path, model, how, "--data-parallel-size", "2") as base:
+        cold = complete(base, model, prompt, **first)
+        counts(base, 'lmtier:saved_tokens_total{engine="0"', 1472)  # whole blocks
         ask(f"{base}/reset_prefix_cache", {})
-        assert complete(base, model, prompt) == cold
+        assert complete(base, model, prompt, **first) == cold
         counts(base, "vllm:external_prefix_cache_hits_total", 1472)
-        counts(base, "lmtier:loaded_tokens_total", 1472)
+        counts(base, 'lmtier:loaded_tokens_total{engine="0"', 1472)
         assert counted(base, "vllm:prompt_tokens_cached_by_source_total") >= 1472
-
-
-def test_data_parallel_engines_share_one_private_server(models, tmp_path):
-    how = transfer(tiers=["cpu://?capacity=256MiB"], chunk_tokens=32)
-    model, (prompt,) = models / "qwen2", prompts_of(1500, seed=2)
-    with served(tmp_path, model, json.dumps(how), "--data-parallel-size", "2") as base:
-        cold = complete(base, model, prompt, **{"X-data-parallel-rank": "0"})
-        counts(base, 'lmtier:saved_tokens_total{engine="0"', 1472)
-        assert complete(base, model, prompt, **{"X-data-parallel-rank": "1"}) == cold
+        assert complete(base, model, prompt, **second) == cold
         counts(base, 'lmtier:loaded_tokens_total{engine="1"', 1472)
