@@ -172,6 +172,20 @@ def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
 
 
+def test_weights_that_are_written_unseen_are_found_though_they_are_reloaded_next(
+    models, tmp_path, below, wanted
+):
+    """What was stored in between is of no weights that have a name."""
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
+        engine.write(1.25)
+        assert tokens(alone(engine, LATER)) != wanted["later"]  # stored under the name of the files
+        engine.rpc("reload_weights", weights_path=str(models / "qwen2-trained"))
+        assert finds(engine, PROMPTS, wanted["qwen2-trained"]) == 0
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
+        assert finds(engine, LATER, wanted["later"]) == 0
+
+
 def test_files_that_change_while_an_engine_loads_them_give_no_name(models, tmp_path, below, wanted):
     """It may have loaded some of them before, and some after."""
     place = tmp_path / "model"
