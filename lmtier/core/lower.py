@@ -40,7 +40,7 @@ _LOG_PAUSE = 60.0
 """Seconds between two lines of the log about what is dropped."""
 _INTENDED = {"write_budget", "expired", "cleared"}
 """Reasons that a setting or a user intends. The log does not mention chunks dropped for them."""
-_SUSPECTS = 16  # the most that are remembered; a search ends before so many new ones arrive
+_SUSPECTS = 16  # remembered after the searches for them have ended: a chunk may be written late
 
 LOST = {
     *(Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.UNSEALED, Reason.EXPIRED, Reason.CLEARED),
@@ -481,7 +481,9 @@ class LowerTier(ABC):
         Their headers must be read first; until then none is loaded.
         """
         self._writes.forget_missing()
-        self._suspects = [*self._suspects[1 - _SUSPECTS :], suspect]
+        if self.is_clear:
+            del self._suspects[: 1 - _SUSPECTS]
+        self._suspects.append(suspect)
 
     def _delete(self, names: list[Name], nbytes: int = 0) -> None:
         if names:

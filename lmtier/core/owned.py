@@ -140,6 +140,10 @@ class OwnedTier(LowerTier):
         return super().backlog + len(self._unwanted) + len(self._unwanted_prefixes) + unread
 
     @property
+    def uncleared(self) -> int:
+        return 0 if self.is_clear else len(self._suspects)
+
+    @property
     def is_clear(self) -> bool:
         return not (self._unwanted_prefixes or self._unread or self._reading or self._unsearched)
 

@@ -424,6 +424,34 @@ def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
         cache.check()
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["owned", "shared"])
+def test_no_suspect_is_forgotten_before_its_search_has_ended(keeps):
+    """However many come meanwhile: a script names twenty engines, one after the other."""
+    tier = HandTier({}, keeps=keeps)
+    tiers = ("cpu://?capacity=1MiB", "far://?capacity=1MiB" if keeps else "far://")
+    with Cache(Config(tiers=tiers, chunk_tokens=4, prefault=False), tiers={tiers[1]: tier}) as cache:
+        chains = [[namespace("m") + key[4:] for key in keys(2, f"of {number}")] for number in range(20)]
+        for number, chain in enumerate(chains):
+            store(cache, chain, by=f"engine {number}")
+        settle(cache, tier)
+        assert {name.key for name in tier.kept} == {key for chain in chains for key in chain}
+        for number in range(20):
+            cache.purge(Suspect(by=f"engine {number}"))
+        for chain in chains:
+            match = cache.match(chain, ONE)
+            while match.asking:
+                finish(cache, tier, -1)
+            cache.prefetch(match)
+            while not match.ready:
+                finish(cache, tier, -1)
+            assert not match.run
+            cache.release(match)
+        settle(cache, tier)
+        assert cache.lower[0].is_clear
+        assert not tier.kept
+        cache.check()
+
+
 def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
     url = f"near://?capacity={9 * AT_REST}"
     tier = HandTier({}, keeps=True)

@@ -33,7 +33,7 @@ from lmtier.core.index import Index
 from lmtier.core.match import Entry, Match, Reservation, State
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, Name, Shard, form_of
-from lmtier.format.objects import Header
+from lmtier.format.objects import Header, Made, Suspect
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.shares import Pool, parse
 from lmtier.rules.worth import Cost
@@ -347,7 +347,8 @@ class Walk:
                 payload[:size] = content(at, shard, self.ages[at])
                 layout = FORMS[form].layout
                 assert layout is not None
-                item = Item(Name(at, shard), payload, Header(Name(at, shard), layout, size))
+                made = Made("another host", self.clock.wall_ns() // 1_000_000)
+                item = Item(Name(at, shard), payload, Header(Name(at, shard), layout, size, made=made))
                 self.tiers[self.urls[2]].write(item)
             self.committed.add(at)
             self.ends[at] = FOREVER
@@ -385,6 +386,17 @@ class Walk:
             if at.startswith(namespace) and (force or at not in held):
                 self.grow(at)
         return f"force={force}, namespace={namespace.hex()}"
+
+    def purge(self, chance: random.Random) -> str:
+        """Everything that was stored up to now is suspect, whoever stored it, and though it is in use."""
+        namespace = key(chance.randrange(CHAINS), 0)[:4] if chance.random() < 0.5 else b""
+        self.stays = {}
+        self.cache.purge(Suspect(namespace), force=True)
+        self.clock.now += 0.002  # stamps count milliseconds
+        for at in ALL_NAMES:
+            if at.startswith(namespace):
+                self.grow(at)
+        return f"namespace={namespace.hex()}"
 
     def discard(self, chance: random.Random) -> str:
         matches = [match for match in self.matches if match.run]
@@ -487,6 +499,7 @@ class Walk:
         small = form_of(opaque_layout(100), (opaque_layout(100).whole,))
         calls: dict[str, Callable[[], object]] = {
             "a key twice in match": partial(cache.match, [*some, some[0]], form),
+            "a key twice in bring": partial(cache.bring, [*some, some[0]], form, deadline=1.0),
             "a key twice in reserve": partial(cache.reserve, [*some, some[1]], form),
             "too few tokens": partial(cache.match, some, form, tokens=3),
             "a form of other chunks": partial(cache.reserve, some, small),
@@ -665,6 +678,7 @@ RULES = {
     "pin": 4,
     "unpin": 2,
     "clear": 1,
+    "purge": 1,
     "discard": 4,
     "restart": 1,
     "kill": 2,

@@ -81,7 +81,9 @@ class Nearly:
     def __init__(self, server: Served, seed: int) -> None:
         self.chance = random.Random(seed)
         self.server = server
-        self.engines = [self.begin(number) for number in range(4)]
+        self.lives = 0
+        self.engines: list[Engine] = []
+        self.begin_all()
         self.sent = self.refused = self.granted = 0
         self.model = self.chance.randbytes(4)
         """Their chunks are of a model of their own."""
@@ -91,10 +93,14 @@ class Nearly:
         local = number < 3
         wire = Wire(self.server.where["unix"]) if local else self.server.connect()
         engine = Engine(wire)
-        wire.granted("LMTIER.HELLO", 1, *(("ENGINE", "one") if number < 2 else ()))
+        wire.granted("LMTIER.HELLO", 1, *(("ENGINE", f"one {self.lives}") if number < 2 else ()))
         for layout, cut in ((LAYOUTS[0], CUTS[0]), (LAYOUTS[0], CUTS[1]), (LAYOUTS[2], CUTS[2])):
             engine.forms = wire.granted("LMTIER.FORM", layout, *cut) + 1
         return engine
+
+    def begin_all(self) -> None:
+        self.lives += 1
+        self.engines = [self.begin(number) for number in range(4)]
 
     def close(self) -> None:
         for engine in self.engines:
@@ -103,14 +109,26 @@ class Nearly:
     def batch(self, most: int) -> Engine:
         """Say up to `most` verbs at once. The replies are still to be heard."""
         number = self.chance.randrange(len(self.engines))
-        if self.chance.random() < 0.002:  # it dies, and is started again
-            self.engines[number].wire.close()
-            self.engines[number] = self.begin(number)
+        if self.chance.random() < 0.002:
+            self.restart(number)
         engine = self.engines[number]
         engine.asked = [self.verb(engine) for _ in range(self.chance.randrange(1, most + 1))]
         engine.wire.send(b"".join(command(verb, *args) for verb, args in engine.asked))
         self.sent += len(engine.asked)
         return engine
+
+    def restart(self, number: int) -> None:
+        """It dies, and is started again. Of an engine with two ranks one dies, or both.
+
+        A release that is spoilt releases nothing, and what an engine does not know of it holds until it ends:
+        an engine that never ended would hold all of the slab after a while.
+        """
+        dead = [0, 1] if number < 2 and self.chance.random() < 0.5 else [number]
+        self.lives += len(dead) > 1
+        for each in dead:
+            self.engines[each].wire.close()
+        for each in dead:
+            self.engines[each] = self.begin(each)
 
     def hear(self, engine: Engine) -> None:
         for verb, args in engine.asked:

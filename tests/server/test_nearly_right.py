@@ -3,7 +3,7 @@
 The two beside them look at every byte that they get back, and ask for a sign of life while a batch is under
 way: what that takes is the freeze that others see.
 
-    pytest tests/server/test_nearly_right.py -s -k 1,000,000 -m long      LMTIER_FUZZ_SEED makes another run
+    pytest -m long tests/server/test_nearly_right.py -s      LMTIER_FUZZ_SEED makes another run
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ from pathlib import Path
 import pytest
 
 from tests.server.nearly import CHUNK, Nearly
-from tests.server.process import MIB, served
+from tests.server.process import MIB, Served, served, until
 from tests.server.witness import Witness, assert_nothing_is_left, end_pins
 
 SEED = int(os.environ.get("LMTIER_FUZZ_SEED", "2026"))
+
+
+def at_rest(server: Served, nearly: Nearly) -> int:
+    """The server's bytes when the engines have ended.
+
+    While they live, it holds for them what they forget to release: thousands of matches of 1.4 KB each.
+    """
+    nearly.close()
+    end_pins(server)
+    until(lambda: server.held()[0] == 0)
+    return server.rss()
 
 
 @pytest.mark.parametrize(
@@ -33,7 +44,7 @@ def test_verbs_that_are_nearly_right_harm_nobody(tmp_path: Path, verbs: int):
     config = {"chunk_tokens": CHUNK, "prefault": True}
     with served(tmp_path, *tiers, config=config, unix=str(tmp_path / "socket")) as server:
         nearly, witness = Nearly(server, SEED), Witness(server, SEED)
-        warm = began = batches = 0.0
+        warm = batches = 0
         try:
             while nearly.sent < verbs:
                 speaker = nearly.batch(64)
@@ -44,14 +55,14 @@ def test_verbs_that_are_nearly_right_harm_nobody(tmp_path: Path, verbs: int):
                     witness.use()
                 if batches % 512 == 0:  # pins with spoilt names last, and keep half of each tier
                     end_pins(server)
-                # Two rings of 65,536 changes, which `lmtier explain` reads, are full after 500,000 verbs.
+                # The journal of what was not stored is full after 500,000 verbs.
                 if not warm and nearly.sent > verbs * 2 // 3:
-                    warm, began = server.rss(), time.monotonic()
+                    warm, began = at_rest(server, nearly), time.monotonic()
+                    nearly.begin_all()
         except BaseException:
             print(f"seed {SEED}, {nearly.sent} verbs; the last batch: {speaker.asked!r}")
             raise
-        grown, seconds = server.rss() - warm, time.monotonic() - began
-        nearly.close()
+        grown, seconds = at_rest(server, nearly) - warm, time.monotonic() - began
         witness.close()
         print(
             f"{nearly.sent:,} verbs, {nearly.refused:,} refused, {nearly.granted:,} granted; {witness}; "
@@ -59,8 +70,8 @@ def test_verbs_that_are_nearly_right_harm_nobody(tmp_path: Path, verbs: int):
         )
         assert nearly.refused > verbs / 4
         assert nearly.granted > verbs / 4
-        assert witness.chunks > batches / 16
-        assert witness.values > batches / 16
+        assert witness.chunks > batches / 4  # of batches / 2
+        assert witness.values > batches / 12  # of batches / 8
         assert witness.frozen < 1
         assert grown < 8 * MIB
         assert_nothing_is_left(server)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lmtier_integrations.vllm.names import Names
+from lmtier_integrations.vllm.settings import Settings
 from tests.vllm.conftest import TWO, alone, cached, loadable, prompts_of, tiers_of, tokens
 from tests.vllm.engine import Engine
 
@@ -135,6 +137,24 @@ def test_who_only_slept_keeps_all_names_though_a_reset_comes_beside_the_next_ste
         answers(engine, PROMPTS, wanted["written"])
 
 
+def test_what_ranks_tell_of_an_earlier_sleep_undoes_no_reset(models):
+    """With two steps under way a report may come after a reset that its step knows nothing of."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(models / "qwen2"), skip_tokenizer_init=True).create_engine_config()
+    nobody: Any = None  # a server hears nothing before workers have said what they hold
+    names = Names(config, Settings.of({"tiers": ["cpu://?capacity=1MiB"]}, 32, 0), nobody)
+    of_files = names._identity.weights
+    names.reset(step=5)
+    names.slept(1, step=6)
+    assert names.compared()
+    assert names._identity.weights == of_files
+    names.reset(step=7)
+    names.slept(1, step=7)
+    assert not names.compared()
+    assert names._identity.weights != of_files
+
+
 def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):
     elsewhere: dict[str, Any] = {
         "load_format": "elsewhere",
@@ -170,6 +190,19 @@ def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_
     with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, LATER, wanted["later"]) == 0
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+
+
+@pytest.mark.parametrize("below", ["own tiers"], indirect=True)
+def test_weights_that_are_written_unseen_are_found_though_they_are_reloaded_next(
+    models, tmp_path, below, wanted
+):
+    """They have their files' name before and after. What was stored in between has it too, and must go."""
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
+        engine.write(1.25)
+        assert tokens(alone(engine, LATER)) != wanted["later"]
+        engine.rpc("reload_weights")
+        answers(engine, LATER, wanted["later"])
 
 
 def test_files_that_change_while_an_engine_loads_them_give_no_name(models, tmp_path, below, wanted):

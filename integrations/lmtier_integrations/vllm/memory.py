@@ -125,6 +125,8 @@ class LoadedModel:
         """Called before memory is changed or unmapped. It ends all copies."""
         self._is_asleep = False
         self._has_changed = False
+        self._was_written = False
+        """Whether the weights had changed unseen before vLLM changed them."""
         self._loaded: set[str] | None = None
         self._adapters: dict[int, _Held] = {}
         self._last: dict[str, str] = {}
@@ -174,8 +176,15 @@ class LoadedModel:
         self._has_changed = self.has_news = True
         self.origin = origin
 
-    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _begin_change(self) -> None:
+        """Compare once more: what was stored since the last comparison may be of unseen weights."""
         self.before_change()
+        if not (self._has_changed or self._is_asleep) and self._sample is not None:
+            self._was_written |= self._sample.take()
+        self._changed()
+
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin_change()
         try:
             return method(*args, **kwargs)
         finally:
@@ -201,8 +210,7 @@ class LoadedModel:
         place, revision = path or model.model, "" if path else model.revision
         is_of_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
         before, self._loaded = stamps_of(place), None
-        self.before_change()
-        self._changed()
+        self._begin_change()
         result = method(*args, **kwargs)
         # A parameter that was not loaded keeps its old value, so the files would be a wrong name.
         is_whole = self._loaded is not None and names <= self._loaded
@@ -223,12 +231,12 @@ class LoadedModel:
         return method(*args)
 
     def _sleep(self, method: Callable[..., Any], level: int = 1) -> Any:
-        self.before_change()
-        self._is_asleep = self.has_news = True
         if level == 1:
+            self.before_change()
             self.has_slept = True
         else:
-            self._changed()
+            self._begin_change()
+        self._is_asleep = self.has_news = True
         return method(level)
 
     def _wake(self, method: Callable[..., Any], tags: list[str] | None = None) -> Any:
@@ -259,13 +267,13 @@ class LoadedModel:
     def begin(self, *, compares: bool) -> tuple[bool, bool]:
         """Whether weights have changed since the last step, and whether only a comparison found that."""
         is_noticed, self._has_changed, self.has_news = self._has_changed, False, False
-        is_found = False
+        is_found, self._was_written = self._was_written, False
         if (is_noticed or compares) and not self._is_asleep:
             if self._sample is None:
                 self._sample = _Sample(self._config, list(self._models()))
-            is_found = self._sample.take() and not is_noticed
+            if self._sample.take() and not is_noticed:
+                is_found, self.origin = True, ("", "")
         if is_found:
-            self.origin = "", ""
             log.warning("lmtier: the weights have changed without a call of vLLM")
         if is_noticed or is_found:
             self.since = self.step

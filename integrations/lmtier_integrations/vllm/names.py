@@ -47,6 +47,8 @@ class Names:
         """How often the model's name has changed, as the ranks count it."""
         self._before_reset = ""
         """The weights' name before a reset, if ranks have not compared since."""
+        self._reset_at = 0
+        """The last step before that."""
         self._has_slept = False
         """Whether all ranks have slept since the reset, at the level that keeps the weights."""
         self._seeds: dict[tuple[str, str], bytes] = {}
@@ -99,23 +101,24 @@ class Names:
         self._before_reset = ""
         self._rename(digest or f"since a change {secrets.token_hex(16)}")
 
-    def reset(self) -> None:
-        """The engine has reset its prefix cache: its weights may have changed.
+    def reset(self, step: int) -> None:
+        """The engine has reset its prefix cache after this step was planned: its weights may have changed.
 
         From here on keys are private to this run of the engine, unless it turns out that it has only slept.
         The files no longer describe the weights, and a later start from those files must not find this KV.
         Chunks under the old keys stay until they are evicted: other engines may still have those weights.
         """
-        self._before_reset, self._has_slept = self._identity.weights, False
+        self._before_reset, self._has_slept, self._reset_at = self._identity.weights, False, step
         self._rename(f"since a reset {secrets.token_hex(16)}")
 
-    def slept(self, ranks: int) -> None:
-        """So many ranks have slept: they have dropped their KV and kept the weights.
+    def slept(self, ranks: int, step: int) -> None:
+        """So many ranks have slept before this step: they have dropped their KV and kept the weights.
 
-        The step with this report may not end the doubt, if the engine was reset again meanwhile. So the
-        report counts until a later step ends it.
+        The step may not end the doubt, if something else made the engine doubt meanwhile. So the report
+        counts until a later step ends it. A step that was planned before the last reset reports an earlier
+        sleep.
         """
-        self._has_slept |= ranks == self._ranks
+        self._has_slept |= ranks == self._ranks and step > self._reset_at
 
     def compared(self) -> bool:
         """A doubt has ended. True: the engine has only slept, and its weights have their old name again."""

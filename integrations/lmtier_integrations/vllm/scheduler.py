@@ -261,7 +261,7 @@ class Scheduler:
             for request_id, known in list(self._requests.items()):
                 if not names.is_current(known.adapter):
                     self._begin_anew(request_id, known)
-        names.slept(report.slept)
+        names.slept(report.slept, max(report.compared, default=0))
         if report.compared and self._doubts.compared(report) and names.compared():
             self._begin_all_anew()
         for match in self._copying.learn(report):
@@ -275,7 +275,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """The engine has reset its prefix cache."""
-        self._names.reset()
+        self._names.reset(self._doubts.step)
         self._begin_all_anew()
 
     def _begin_all_anew(self) -> None:
