@@ -39,10 +39,11 @@ stage() {  # name, seconds, command...
 }
 
 for each in "$@"; do
-    case ${simulated[*]}$each in
+    case ${simulated[*]}$each in  # rehearsals may take long: they compute what a GPU does
+        --simulatedtoy) stage toy 1200 "$PYTHON" bench/gpu_toy.py --simulated --limit 1100 --json "$OUT/toy.json" ;;
         *probe) stage probe 200 "$PYTHON" bench/gpu_probe.py "${simulated[@]}" --json "$OUT/probe.json" ;;
-        *toy) stage toy 260 "$PYTHON" bench/gpu_toy.py "${simulated[@]}" --json "$OUT/toy.json" ;;
-        --simulatedtests) stage tests 400 "${TESTS[@]}" tests/copy/test_cuda_*.py tests/bench tests/test_toy_engine.py ;;
+        toy) stage toy 260 "$PYTHON" bench/gpu_toy.py --json "$OUT/toy.json" ;;
+        --simulatedtests) stage tests 1800 "${TESTS[@]}" tests/copy/test_cuda_*.py tests/bench tests/test_toy_engine.py ;;
         --simulatedbench) stage bench 300 "$PYTHON" bench/gpu_simulated.py ;;
         --simulatedtransformers) stage transformers 240 "$PYTHON" bench/gpu_transformers.py --device cpu ;;
         --simulatedvllm) stage vllm 600 "$PYTHON" bench/gpu_vllm.py equal ttft --device cpu ;;

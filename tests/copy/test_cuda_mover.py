@@ -27,7 +27,7 @@ from lmtier.errors import CanaryError, DeviceError, LayoutError, MisuseError
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Layout, Shard
 from tests.client.test_client import serve  # noqa: F401  # the fixture
-from tests.cuda_device import Race, SimulatedDevice, span
+from tests.cuda_device import Race, SimulatedDevice, SimulatedStream, span
 
 C, N, L, H, D = 8, 4, 3, 2, 8
 BLOCKS, SPARES = 40, 6
@@ -130,12 +130,16 @@ class Engine:
         self.mover.reuse(blocks)
         save = self.mover.save(self.mover.chain(tokens), blocks)
         assert isinstance(save, CudaSave)
-        for layer in range(L):
-            self.compute(blocks, layer, self.content_of(tokens, layer))
-            if layerwise:
-                save.layer(layer)
-        if not layerwise:
-            save.all()
+        try:
+            for layer in range(L):
+                self.compute(blocks, layer, self.content_of(tokens, layer))
+                if layerwise:
+                    save.layer(layer)
+            if not layerwise:
+                save.all()
+        except DeviceError:
+            save.abort()
+            raise
         if commits:
             save.commit()
         else:
@@ -254,7 +258,28 @@ def seen(cache: Cache, device: SimulatedDevice) -> None:
     cache.slab.free = noted_free  # type: ignore[method-assign]
 
 
-def live(seed: int, *, gpu: str | None = None, **faults: Any) -> Engine:
+def refusing(device: SimulatedDevice, share: float) -> list[str]:
+    """From now on the driver refuses this share of its calls. Returns what it has refused."""
+    refused: list[str] = []
+
+    def wrap(stream: SimulatedStream, name: str) -> None:
+        call = getattr(stream, name)
+
+        def refuse_or_call(*arguments: Any) -> None:
+            if device.random.random() < share:
+                refused.append(f"{name} on {stream.name}")
+                raise DeviceError(f"{name}: not now (999)")
+            call(*arguments)
+
+        setattr(stream, name, refuse_or_call)
+
+    for stream in device.streams[1:]:
+        for name in ("launch", "copy", "copy_rows"):
+            wrap(stream, name)
+    return refused
+
+
+def live(seed: int, *, gpu: str | None = None, refuses: float = 0.0, **faults: Any) -> Engine:
     """Prompts that share beginnings come and go, through a cache that holds few of them, copies of fewer."""
     chance = random.Random(seed)
     few = chance.choice(["", "8KiB", "32KiB"]) if gpu is None else gpu
@@ -273,16 +298,21 @@ def live(seed: int, *, gpu: str | None = None, **faults: Any) -> Engine:
         device.is_impatient = faults.get("is_impatient", False)
         if faults:
             engine.failures = Ignored()
+        refused = refusing(device, refuses) if refuses else []
         for _ in range(14):
             tokens = [*range(8 * chance.randint(0, 2)), *([chance.randint(0, 2)] * 8 * chance.randint(1, 2))]
             blocks = engine.take(len(tokens))
             what = chance.random()
-            if what < 0.45:
-                engine.prefill(tokens, blocks, layerwise=chance.random() < 0.5, commits=what < 0.4)
-            elif what < 0.9:
-                engine.resume(tokens, blocks, layerwise=chance.random() < 0.5)
-            else:
-                engine.mover.poll()
+            before = len(refused)
+            try:
+                if what < 0.45:
+                    engine.prefill(tokens, blocks, layerwise=chance.random() < 0.5, commits=what < 0.4)
+                elif what < 0.9:
+                    engine.resume(tokens, blocks, layerwise=chance.random() < 0.5)
+                else:
+                    engine.mover.poll()
+            except DeviceError:
+                assert len(refused) > before
             engine.free += blocks  # at once: whoever takes them next has to wait, on the device
             if chance.random() < 0.3:
                 engine.mover.poll()
@@ -295,6 +325,13 @@ def live(seed: int, *, gpu: str | None = None, **faults: Any) -> Engine:
 def live_until_a_race(**faults: Any) -> None:
     for seed in range(30):
         live(seed, **faults)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_the_driver_refuses_costs_that_transfer_and_no_byte(seed):
+    """Any call, also the last of many. What was enqueued before it still runs, and nothing may reuse its
+    memory before."""
+    live(seed, refuses=0.15)
 
 
 class Ignored(list[str]):

@@ -135,6 +135,9 @@ def _wait_if_hooked(self: worker.Worker, name: str) -> None:
         _hooks[0](self, name)
     if told() == "halves":  # nothing of this layer was computed, as little as there is of the second half
         _hooks[1](self, name)
+        device: Any = self.rank.mover.kv.device  # type: ignore[union-attr]
+        while not device.rests:  # what it reads now is what it would store
+            device.one_deed()
 
 
 def _save_if_hooked(self: worker.Worker, name: str) -> None:
