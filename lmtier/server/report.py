@@ -415,7 +415,7 @@ class Report:
 class History:
     """Rows of cumulative counters for the last minutes, so that a newly opened page can draw them.
 
-    A row is kept as the JSON to send: 450 rows are some 100 KB, and cost nothing to serve.
+    A row is kept as the JSON to send: 450 rows are some 300 KB, and cost nothing to serve.
     """
 
     def __init__(

@@ -134,8 +134,8 @@ def _working(facts: Facts) -> Verdict:
     back = [tier for tier in facts.tiers if tier.back is not None]
     if back:
         tier = max(back, key=lambda each: each.was_down)
-        ago = f"since {span(tier.back or 0.0)}, after {span(tier.was_down)} of failures"
-        return verdict(GOOD, "yes, again", f"{tier.name} works {ago}")
+        since = f"{span(tier.back or 0.0)}, after {span(tier.was_down)} of failures"
+        return verdict(GOOD, "yes, again", f"{tier.name} has worked for {since}")
     names = [tier.name for tier in facts.tiers]
     tiers = f"{_listed(names)} {'works' if len(names) == 1 else 'work'}"
     return verdict(GOOD, "yes", f"{tiers}; {_clients(facts.clients)}")

@@ -96,6 +96,7 @@ def stats(now: Snapshot, name: str) -> str:
         _tokens_table(now),
         _tiers_table(now),
         *_shares_table(now),
+        *_values(now),
         *_pinned(now),
         _owner(now, now["busy"], now["uptime"]),
     ]
@@ -201,6 +202,18 @@ def _tiers_table(now: Snapshot) -> str:
         for tier in now["tiers"]
     ]
     return table(headers, rows)
+
+
+def _values(now: Snapshot) -> list[str]:
+    """What Redis clients did, if there were any."""
+    values = now["values"]
+    hit, missed, held = (values.get(event, 0) for event in ("hit", "missed", "held"))
+    if not (hit or missed or values.get("set")):
+        return []
+    found = percent(hit, hit + missed)
+    return [
+        f"values of Redis clients: {held:,} stored; {hit + missed:,} were read, and {found} of them were here"
+    ]
 
 
 def _pinned(now: Snapshot) -> list[str]:

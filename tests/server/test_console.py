@@ -889,6 +889,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             ),
         }
         | {"seconds_up": st.floats(0, 1e9), "seconds_down": st.floats(0, 1e9), "failures": whole}
+        | {"slowest": st.none() | st.floats(0, 10), "faults": whole, "outages": st.just([])}
     )
     client = st.fixed_dictionaries(
         {"id": whole, "name": word, "kind": word, "address": word, "age": st.floats(0, 1e9)}
@@ -905,6 +906,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             "dropped": counts,
         }
     )
+    verdict = st.fixed_dictionaries({"name": word, "state": word, "word": word, "text": word})
     ratios = st.dictionaries(st.sampled_from(["0.5", "1", "2", "4", "8"]), st.none() | st.floats(0, 1))
     return st.fixed_dictionaries(
         {"version": word, "time": st.floats(1e9, 2e9), "uptime": st.floats(0, 1e8), "ready": st.booleans()}
@@ -916,7 +918,9 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
         }
         | {"tokens": tokens, "leased_bytes": whole, "tiers": st.lists(tier, min_size=1, max_size=6)}
         | {"curve": st.dictionaries(word, ratios, max_size=6), "busy": st.floats(0, 1e8)}
-        | {"lookup_seconds": st.floats(0, 1e8)}
+        | {"lookup_seconds": st.floats(0, 1e8), "saved_seconds": st.floats(0, 1e8), "values": counts}
+        | {"verdicts": st.lists(verdict, max_size=5), "models": st.just([]), "tenants": st.just([])}
+        | {"loads": st.dictionaries(word, st.lists(whole, min_size=1, max_size=12), max_size=3)}
         | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
     )
 

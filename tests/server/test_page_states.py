@@ -236,7 +236,7 @@ def test_a_tier_that_dies_is_said_and_forgotten_when_it_is_back(state: State) ->
     settle(state, is_back)
     verdicts = state.look("recovered-tier")
     assert verdicts["working"][:2] == ["good", "yes, again"]
-    assert verdicts["working"][2].startswith("redis works since")
+    assert verdicts["working"][2].startswith("redis has worked for")
     state.browser.evaluate("document.querySelector('[data-verdict=working]').open = true")
     outages = state.browser.evaluate("document.querySelector('#trouble').innerText")
     assert "of redis failed from" in outages

@@ -79,7 +79,7 @@ REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Conne
                 "tiers": (CPU, TierFacts(name="redis", faults=9, back=12.0, was_down=200.0)),
                 "dropped": {"redis error": 900},
             },
-            *("good", "yes, again: redis works since 12 s, after 3 min of failures"),
+            *("good", "yes, again: redis has worked for 12 s, after 3 min of failures"),
         ),
         (
             {"differed": 1, "tiers": (CPU, REFUSED)},
