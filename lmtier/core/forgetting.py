@@ -19,7 +19,7 @@ from lmtier.errors import LMTierError, MisuseError, audit, log
 from lmtier.format.keys import NOBODY, TENANT_BYTES, tenant_of
 
 _AT_ONCE = 1024  # chunks
-_BYTES_AT_ONCE = 64 << 20
+_BYTES_AT_ONCE = 8 << 20
 
 Steps: TypeAlias = "Generator[bool, None, Report]"
 
