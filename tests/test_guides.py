@@ -47,7 +47,10 @@ def test_the_page_about_stability_has_the_versions_of_all_formats():
     rows = dict(
         re.findall(r"^\| ([\w ]+) \| `?([\w-]+)`? \| ", (DOCS / "STABILITY.md").read_text(), re.MULTILINE)
     )
-    now = {"objects": objects.VERSION, "keys": keys.FORMAT.decode(), "protocol": verbs.PROTOCOL}
+    now = {
+        **{"objects": objects.VERSION, "sealed objects": objects.SEALED_VERSION},
+        **{"keys": keys.FORMAT.decode(), "protocol": verbs.PROTOCOL},
+    }
     assert {name: rows[name] for name in now} == {name: str(version) for name, version in now.items()}
 
 

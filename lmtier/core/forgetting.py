@@ -19,9 +19,9 @@ from lmtier.errors import LMTierError, MisuseError, audit, log
 from lmtier.format.keys import NOBODY, TENANT_BYTES, tenant_of
 
 _AT_ONCE = 1024  # chunks
-_BYTES_AT_ONCE = 64 << 20
+_BYTES_AT_ONCE = 8 << 20
 
-Steps: TypeAlias = "Generator[bool, None, Farewell]"
+Steps: TypeAlias = "Generator[bool, None, TenantReport]"
 
 BY_TENANT, BY_TIER, NOT = "tenant", "tier", "none"
 """Whose key seals: the tenant's own, one of the tier for all, none."""
@@ -48,7 +48,7 @@ class Forgotten:
 
 
 @dataclass(slots=True)
-class Farewell:
+class TenantReport:
     tenant: str
     """In hexadecimal, as in its keys."""
     chunks: int = 0
@@ -75,7 +75,7 @@ def need_tenant(tenant: bytes) -> None:
         raise MisuseError("requests without a salt belong to no tenant; `lmtier clear` deletes them")
 
 
-def forget(cache: Cache, tenant: bytes, patience: float = 60.0, who: str = "the owner") -> Farewell:
+def forget(cache: Cache, tenant: bytes, patience: float = 60.0, who: str = "the owner") -> TenantReport:
     """`forgetting`, for owners without a loop."""
     steps = forgetting(cache, tenant, patience, who)
     try:
@@ -83,7 +83,7 @@ def forget(cache: Cache, tenant: bytes, patience: float = 60.0, who: str = "the 
             if next(steps):
                 cache.wait_for_tiers()
     except StopIteration as end:
-        report: Farewell = end.value
+        report: TenantReport = end.value
         return report
 
 
@@ -95,7 +95,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     """
     need_tenant(tenant)
     until = time.monotonic() + patience
-    report = Farewell(tenant.hex())
+    report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
     for tier in cache.lower:
         keys = tier.tier.keys
@@ -129,7 +129,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     return report
 
 
-def _destroy_keys(cache: Cache, tenant: bytes, report: Farewell) -> None:
+def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
     for tier, told in zip(cache.lower, report.tiers, strict=True):
         if tier.tier.keys is not None:
             try:
@@ -139,7 +139,7 @@ def _destroy_keys(cache: Cache, tenant: bytes, report: Farewell) -> None:
                 told.problem = str(error)
 
 
-def _leave_slab(cache: Cache, tenant: bytes, report: Farewell) -> Generator[bool, None, None]:
+def _leave_slab(cache: Cache, tenant: bytes, report: TenantReport) -> Generator[bool, None, None]:
     done = 0
     for number, entry in enumerate(cache.index.entries(), 1):
         if tenant_of(entry.key) == tenant and entry.state is not State.GONE:

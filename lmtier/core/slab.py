@@ -35,7 +35,7 @@ _PROT_NONE = 0
 _HUGE = 2 << 20
 _PREFAULT_STEP = 8 << 20
 _NODE_STEP = 64 << 20
-_WIPE_STEP = 64 << 20
+_WIPE_STEP = 8 << 20  # a millisecond or two of the owner
 _MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
 _GET_MEMPOLICY, _MBIND = {"x86_64": (239, 237), "aarch64": (236, 235)}.get(os.uname().machine, (-1, -1))
 """The numbers of system calls for which the C library has no functions."""

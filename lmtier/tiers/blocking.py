@@ -29,6 +29,7 @@ from lmtier.format.sealing import Keys, NoKey
 from lmtier.threads import collector_paused, start_thread
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 
+_CORES = os.cpu_count() or 1
 _GRACE = 0.25
 """The least time for `close`, in seconds. Idle threads need no more to end."""
 
@@ -96,7 +97,7 @@ class BlockingTier(Tier):
         """A thread was abandoned at `close`. Its call may still return one day."""
         # If all writers made their first checksums at once, they would share the cores, and the storage would
         # wait for all of them. With a few at a time, the first write begins when the first checksum is done.
-        self._sealing = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+        self._sealing = threading.Semaphore(max(1, _CORES // 2))
         self._codec: Codec | None = None
         self._auto: Auto | None = None
         self._lookups: SimpleQueue[_Part | None] = SimpleQueue() if askers else self._reads
@@ -169,6 +170,9 @@ class BlockingTier(Tier):
 
     def use_keys(self, keys: Keys) -> None:
         self.keys = keys
+        # Encryption takes several times what a checksum takes: half of the cores would be too slow for the
+        # storage.
+        self._sealing = threading.Semaphore(_CORES)
 
     @property
     def codec(self) -> str:

@@ -188,6 +188,15 @@ def test_what_does_not_say_when_it_was_stored_is_not_suspect():
     assert not Suspect().covers(value_key(b"name"), Made("x", 5))
 
 
+def test_what_belongs_to_a_tenant_is_suspect_whenever_it_was_stored():
+    ours, theirs = b"mod_" + b"ours" + bytes(24), b"mod_" + b"them" + bytes(24)
+    for made in (Made(), Made("x", 5)):
+        assert Suspect(tenant=b"ours").covers(ours, made)
+        assert not Suspect(tenant=b"ours").covers(theirs, made)
+        assert not Suspect(b"other", tenant=b"ours").covers(ours, made)
+    assert not Suspect(tenant=b"ours", until=4).covers(ours, Made("x", 5))
+
+
 def test_a_clear_in_a_clear_is_one_more_and_never_a_third(cache, tier):
     for _ in range(5):
         cache.clear(M)

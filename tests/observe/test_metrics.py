@@ -286,5 +286,5 @@ def test_the_recent_hit_ratio_is_of_the_last_thousand_lookups():
 
 def test_whatever_a_tier_fails_with_is_a_reason():
     assert {reason.value for reason in Reason} <= MISS_REASONS.keys()
-    of_loads = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN}
+    of_loads = {Reason.ABSENT, Reason.CORRUPT, Reason.FOREIGN, Reason.UNSEALED}
     assert {reason.value for reason in set(Reason) - of_loads} <= DROP_REASONS.keys()

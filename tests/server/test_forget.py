@@ -88,6 +88,20 @@ def test_no_key_is_shown_anywhere(tmp_path, tiers):
     assert hex_key(1).encode() not in shown.lower()
 
 
+def test_named_values_survive_sealed_and_their_names_are_not_on_the_disk(tmp_path, tiers):
+    for turn in range(2):
+        with served(tmp_path, *tiers) as server:
+            if not turn:
+                assert server.ask("SET", "a name to look for", "the words of a prompt") == "OK"
+            assert server.ask("GET", "a name to look for") == b"the words of a prompt"
+            assert server.ask("KEYS", "*") == [b"a name to look for"]
+            assert server.stop() == 0
+    (path,) = (tmp_path / "kv").glob("??/*")
+    data = path.read_bytes()
+    assert b"a name" not in data
+    assert b"prompt" not in data
+
+
 def test_without_a_server_the_tiers_of_the_settings_forget(tmp_path, tiers, capsys):
     path = str(tmp_path / "sock")
     with served(tmp_path, *tiers, config=CONFIG, unix=path) as server, Client(path) as client:
