@@ -18,12 +18,12 @@ from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
-    read_asker,
     read_hex,
     read_keys,
     read_lifetime,
     read_number,
     read_seconds,
+    read_session,
     read_shard,
     read_text,
 )
@@ -75,14 +75,14 @@ class Transfers:
         deadline: float | None = None,
     ) -> Match:
         session = session_of(caller)
-        asker, parent, keys = read_asker(keys)
+        asking, parent, keys = read_session(keys)
         match = self._cache.match(
             read_keys(keys),
             session.form(form),
             tokens=read_number(tokens, "a number of tokens", MAX_TOKENS) or None,
             deadline=deadline,
             cost=session.cost,
-            session=asker,
+            session=asking,
             parent=parent,
         )
         match.asker = caller.name
