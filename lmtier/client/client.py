@@ -164,15 +164,15 @@ class Client:
             which = f"{number}{AND_STATE}{last}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
-            asker = _asker(session, parent) if "SESSION" in link.options else ()
+            words = _session_words(session, parent) if "SESSION" in link.options else ()
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
             if names and not link.traces and link.look is not None and link.look.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
-                self._server.post("LMTIER.MISSED", which, asked, *asker, *arguments(names))
+                self._server.post("LMTIER.MISSED", which, asked, *words, *arguments(names))
                 return match
-            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *asker, *arguments(names)]
+            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *words, *arguments(names)]
             entries: list[Entry] = []
 
             def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
@@ -517,7 +517,7 @@ class Client:
         return self._server.understood(lambda: read_match(match, fields_of(reply), entries)) is not None
 
 
-def _asker(session: str, parent: str) -> tuple[Argument, ...]:
+def _session_words(session: str, parent: str) -> tuple[Argument, ...]:
     if not session:
         return ()
     return ("SESSION", session, "PARENT", parent) if parent else ("SESSION", session)

@@ -85,10 +85,10 @@ class Hinting:
         if action.type == hints.RELEASE:
             self._cache.unpin(pin)
             return
-        asker = self._cache.sessions.get(tenant, name) if name else None
-        if name and asker is None:
+        agent = self._cache.sessions.get(tenant, name) if name else None
+        if name and agent is None:
             raise MisuseError("no such session is known")
-        chain = keys if asker is None else asker.chain
+        chain = keys if agent is None else agent.chain
         match action.type:
             case hints.PIN | hints.RETAIN:
                 seconds = action.seconds(None)
@@ -96,37 +96,37 @@ class Hinting:
                     raise MisuseError("retain needs seconds")
                 self._cache.pin(pin, chain, seconds)
             case hints.PREFETCH:
-                self._prefetch(chain, asker, action.seconds(_DEADLINE) or _DEADLINE)
+                self._prefetch(chain, agent, action.seconds(_DEADLINE) or _DEADLINE)
             case hints.TTL:
                 if (seconds := action.seconds(None)) is None:
                     raise MisuseError("ttl needs seconds")
-                self._end_in(self._own(asker, keys), seconds)
+                self._end_in(self._own(agent, keys), seconds)
             case hints.DEMOTE:
-                self._demote(self._own(asker, keys))
+                self._demote(self._own(agent, keys))
             case hints.WAIT:
-                assert asker is not None
-                self._wait(asker, action.payload.get("for", "person"))
+                assert agent is not None
+                self._wait(agent, action.payload.get("for", "person"))
             case hints.END:
-                assert asker is not None
+                assert agent is not None
                 self._cache.unpin(pin)
-                self._cache.sessions.end(asker)
+                self._cache.sessions.end(agent)
 
-    def _own(self, asker: Agent | None, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    def _own(self, agent: Agent | None, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """The chunks that an action may harm: of a session, only those that no other session needs."""
-        return keys if asker is None else self._cache.sessions.own(asker)
+        return keys if agent is None else self._cache.sessions.own(agent)
 
-    def _wait(self, asker: Agent, what: object) -> None:
+    def _wait(self, agent: Agent, what: object) -> None:
         match what:
             case "person":
-                self._cache.sessions.wait(asker)
+                self._cache.sessions.wait(agent)
             case "tool":
-                self._cache.sessions.work(asker)
+                self._cache.sessions.work(agent)
             case _:
                 raise MisuseError("session_wait is for a person or for a tool")
 
-    def _prefetch(self, keys: Sequence[bytes], asker: Agent | None, seconds: float) -> None:
+    def _prefetch(self, keys: Sequence[bytes], agent: Agent | None, seconds: float) -> None:
         first = self._cache.index.get(keys[0]) if keys else None
-        form = first.form if first is not None else None if asker is None else asker.form
+        form = first.form if first is not None else None if agent is None else agent.form
         if form is None:
             raise MisuseError("the form of these chunks is not known: name a session")
         if len(self._bringing) == MAX_BRINGING:

@@ -75,30 +75,30 @@ class AgentSessions:
         self, keys: Sequence[bytes], form: ChunkForm, tokens: int, name: str = "", parent: str = ""
     ) -> Agent:
         """A request for `keys`, of which there is at least one."""
-        asker = self.book.named(tenant_of(keys[0]), name, parent) if name else self.book.nameless(keys)
+        agent = self.book.named(tenant_of(keys[0]), name, parent) if name else self.book.nameless(keys)
         now = self._clock()
-        if not asker.requests:
-            asker.began = now
-        if (since := self._waiting.pop(asker, None)) is not None:
+        if not agent.requests:
+            agent.began = now
+        if (since := self._waiting.pop(agent, None)) is not None:
             self.gaps.add(now - since)
-        asker.state, asker.seen, asker.form = ASKING, now, form
-        asker.requests += 1
-        asker.asked += tokens
-        self._extend(asker, keys)
-        above = asker.parent
+        agent.state, agent.seen, agent.form = ASKING, now, form
+        agent.requests += 1
+        agent.asked += tokens
+        self._extend(agent, keys)
+        above = agent.parent
         while above is not None:  # before the request's own chunks, which so become younger
             self._slab.refresh(self._run(self._slab, above.chain))
             above = above.parent
-        return asker
+        return agent
 
     def reserves(self, keys: Sequence[bytes]) -> None:
         """A request stores these: its prompt, and what was generated for it."""
-        asker = self.book.continued(keys) if keys else None
-        if asker is not None and len(keys) > len(asker.chain):
-            self._extend(asker, keys)
+        agent = self.book.continued(keys) if keys else None
+        if agent is not None and len(keys) > len(agent.chain):
+            self._extend(agent, keys)
 
-    def _extend(self, asker: Agent, keys: Sequence[bytes]) -> None:
-        for dropped in self.book.extend(asker, keys):
+    def _extend(self, agent: Agent, keys: Sequence[bytes]) -> None:
+        for dropped in self.book.extend(agent, keys):
             self._waiting.pop(dropped, None)
             self._forgotten.inc()
 
@@ -107,54 +107,54 @@ class AgentSessions:
 
     # ---- what becomes of its chunks
 
-    def own(self, asker: Agent) -> tuple[bytes, ...]:
+    def own(self, agent: Agent) -> tuple[bytes, ...]:
         """The keys of its last prompt that no other session needs."""
-        return asker.chain[self.book.needed_by_others(asker) :]
+        return agent.chain[self.book.needed_by_others(agent) :]
 
-    def end(self, asker: Agent) -> None:
+    def end(self, agent: Agent) -> None:
         """It asks for nothing any more."""
-        if asker not in self.book:
+        if agent not in self.book:
             return
-        self._waiting.pop(asker, None)
-        asker.state = OVER
-        while asker.state == OVER and not asker.children:
+        self._waiting.pop(agent, None)
+        agent.state = OVER
+        while agent.state == OVER and not agent.children:
             for index in self._places.values():
-                index.over(self._run(index, self.own(asker)))
-            above = asker.parent
-            self.book.drop(asker)
+                index.over(self._run(index, self.own(agent)))
+            above = agent.parent
+            self.book.drop(agent)
             self._ended.inc()
             if above is None:
                 return
-            asker = above  # whose end may have waited for this one
-            if asker.state == WAITING and not asker.children:
-                self._let_wait(asker)
+            agent = above  # whose end may have waited for this one
+            if agent.state == WAITING and not agent.children:
+                self._let_wait(agent)
 
-    def wait(self, asker: Agent) -> None:
+    def wait(self, agent: Agent) -> None:
         """It waits for a person, so it asks again, but late."""
-        if asker.state == OVER or asker not in self.book:
+        if agent.state == OVER or agent not in self.book:
             return
-        asker.state = WAITING
-        self._waiting[asker] = self._clock()
-        self._waiting.move_to_end(asker)
-        if not asker.children:
-            self._let_wait(asker)
+        agent.state = WAITING
+        self._waiting[agent] = self._clock()
+        self._waiting.move_to_end(agent)
+        if not agent.children:
+            self._let_wait(agent)
 
-    def _let_wait(self, asker: Agent) -> None:
-        self._slab.wait(self._run(self._slab, self.own(asker)))
+    def _let_wait(self, agent: Agent) -> None:
+        self._slab.wait(self._run(self._slab, self.own(agent)))
 
-    def work(self, asker: Agent) -> None:
+    def work(self, agent: Agent) -> None:
         """It waits for a tool, so it asks again soon."""
-        if self._waiting.pop(asker, None) is not None:
-            asker.state = ASKING
-            self._slab.refresh(self._run(self._slab, asker.chain))
+        if self._waiting.pop(agent, None) is not None:
+            agent.state = ASKING
+            self._slab.refresh(self._run(self._slab, agent.chain))
 
     def step(self) -> None:
         """End those that have waited for longer than hardly any comes back after."""
         while self._waiting:
-            asker, since = next(iter(self._waiting.items()))
+            agent, since = next(iter(self._waiting.items()))
             if self._clock() - since <= self.gaps.longest:
                 return
-            self.end(asker)
+            self.end(agent)
 
     @staticmethod
     def _run(index: Index, keys: Sequence[bytes]) -> list[Entry]:
@@ -168,29 +168,29 @@ class AgentSessions:
 
     def recent(self, most: int) -> list[Agent]:
         """Those that asked last, the youngest first."""
-        return nlargest(most, self.book, key=lambda asker: asker.seen)
+        return nlargest(most, self.book, key=lambda agent: agent.seen)
 
-    def now(self, asker: Agent) -> SessionNow:
+    def now(self, agent: Agent) -> SessionNow:
         now = self._clock()
         return {
-            "session": asker.label,
-            "tenant": asker.tenant.hex(),
-            "state": asker.state,
-            "parent": asker.parent.label if asker.parent is not None else "",
-            "children": asker.children,
-            "requests": asker.requests,
-            "tokens": len(asker.chain) * self._chunk_tokens,
-            "asked": asker.asked,
-            "saved": asker.saved,
-            "age": now - asker.began,
-            "idle": now - asker.seen,
+            "session": agent.label,
+            "tenant": agent.tenant.hex(),
+            "state": agent.state,
+            "parent": agent.parent.label if agent.parent is not None else "",
+            "children": agent.children,
+            "requests": agent.requests,
+            "tokens": len(agent.chain) * self._chunk_tokens,
+            "asked": agent.asked,
+            "saved": agent.saved,
+            "age": now - agent.began,
+            "idle": now - agent.seen,
         }
 
-    def kept(self, asker: Agent) -> dict[str, int]:
+    def kept(self, agent: Agent) -> dict[str, int]:
         """How many tokens of its last prompt each tier has."""
         size = self._chunk_tokens
         return {
-            label: size * sum(key in index for key in asker.chain) for label, index in self._places.items()
+            label: size * sum(key in index for key in agent.chain) for label, index in self._places.items()
         }
 
     def check(self) -> None:

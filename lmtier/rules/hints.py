@@ -21,7 +21,7 @@ PROTOCOL = "1"
 VERSION = "1"
 MAX_BYTES = 1 << 18
 """Of an envelope."""
-MAX_ACTIONS = 256
+MAX_ACTIONS = 64
 MAX_NAME = 128
 MAX_REMEMBERED = 1 << 16
 """The most ids of actions that are remembered."""

@@ -82,48 +82,50 @@ class Book:
     def get(self, tenant: bytes, name: str) -> Agent | None:
         return self._named.get((tenant, name))
 
-    def __contains__(self, asker: Agent) -> bool:
-        if asker.name:
-            return self._named.get((asker.tenant, asker.name)) is asker
-        return asker.number in self._nameless
+    def __contains__(self, agent: Agent) -> bool:
+        if agent.name:
+            return self._named.get((agent.tenant, agent.name)) is agent
+        return agent.number in self._nameless
 
     # ---- requests
 
     def named(self, tenant: bytes, name: str, parent: str = "") -> Agent:
         """The session of this name, which may be new. `parent` is its parent's name."""
-        asker = self._named.get((tenant, name))
-        if asker is None:
+        agent = self._named.get((tenant, name))
+        if agent is None:
             self._number += 1
-            asker = self._named[tenant, name] = Agent(tenant, name, self._number)
-        self._named.move_to_end((tenant, name))
-        if parent and asker.parent is None and parent != name:
+            agent = self._named[tenant, name] = Agent(tenant, name, self._number)
+        for each in reversed([*_ancestors(agent)]):  # a parent is not forgotten before its child
+            if each.name:
+                self._named.move_to_end((each.tenant, each.name))
+        if parent and agent.parent is None and parent != name:
             found = self.named(tenant, parent)
-            if asker not in _ancestors(found):  # otherwise both would wait for the other's end
-                asker.parent = found
+            if agent not in _ancestors(found):  # otherwise both would wait for the other's end
+                agent.parent = found
                 found.children += 1
-        return asker
+        return agent
 
     def nameless(self, keys: Sequence[bytes]) -> Agent:
         """The session that a request without a name belongs to, which may be new."""
-        asker = self.continued(keys)
-        if asker is None:
+        agent = self.continued(keys)
+        if agent is None:
             self._number += 1
-            asker = self._nameless[self._number] = Agent(tenant_of(keys[0]), "", self._number)
-        if not asker.name:
-            self._nameless.move_to_end(asker.number)
-        return asker
+            agent = self._nameless[self._number] = Agent(tenant_of(keys[0]), "", self._number)
+        if not agent.name:
+            self._nameless.move_to_end(agent.number)
+        return agent
 
     def continued(self, keys: Sequence[bytes]) -> Agent | None:
         """The session whose last prompt `keys` extend or repeat, if it is not much shorter."""
         tails = self._tails
         for key in reversed(keys[-_LOOK_BACK:]):
-            if (asker := tails.get(key)) is not None:
-                return asker
+            if (agent := tails.get(key)) is not None:
+                return agent
         return None
 
-    def extend(self, asker: Agent, keys: Sequence[bytes]) -> list[Agent]:
+    def extend(self, agent: Agent, keys: Sequence[bytes]) -> list[Agent]:
         """Its last prompt is `keys` now. Returns the sessions that had to be forgotten for it."""
-        self._set_chain(asker, tuple(keys))
+        self._set_chain(agent, tuple(keys))
         dropped: list[Agent] = []
         while len(self) > 1 and (
             self.keys > self._max_keys
@@ -134,41 +136,41 @@ class Book:
             books = (self._named, self._nameless)
             if len(self._named) <= self._max_sessions and self._nameless:
                 books = (self._nameless, self._named)
-            oldest = next(each for book in books for each in book.values() if each is not asker)
+            oldest = next(each for book in books for each in book.values() if each is not agent)
             self.drop(oldest)
             dropped.append(oldest)
         return dropped
 
-    def _set_chain(self, asker: Agent, chain: tuple[bytes, ...]) -> None:
-        if asker.chain and self._tails.get(asker.chain[-1]) is asker:
-            del self._tails[asker.chain[-1]]
-        self.keys += len(chain) - len(asker.chain)
-        asker.chain = chain
+    def _set_chain(self, agent: Agent, chain: tuple[bytes, ...]) -> None:
+        if agent.chain and self._tails.get(agent.chain[-1]) is agent:
+            del self._tails[agent.chain[-1]]
+        self.keys += len(chain) - len(agent.chain)
+        agent.chain = chain
         if chain:
-            self._tails[chain[-1]] = asker
+            self._tails[chain[-1]] = agent
 
     # ---- ends
 
-    def drop(self, asker: Agent) -> None:
-        self._set_chain(asker, ())
-        if asker.name:
-            del self._named[asker.tenant, asker.name]
+    def drop(self, agent: Agent) -> None:
+        self._set_chain(agent, ())
+        if agent.name:
+            del self._named[agent.tenant, agent.name]
         else:
-            del self._nameless[asker.number]
-        if asker.parent is not None:
-            asker.parent.children -= 1
-            asker.parent = None
-        for each in self if asker.children else ():
-            if each.parent is asker:
+            del self._nameless[agent.number]
+        if agent.parent is not None:
+            agent.parent.children -= 1
+            agent.parent = None
+        for each in self if agent.children else ():
+            if each.parent is agent:
                 each.parent = None
-                asker.children -= 1
+                agent.children -= 1
 
-    def needed_by_others(self, asker: Agent) -> int:
+    def needed_by_others(self, agent: Agent) -> int:
         """How many chunks at the start of its last prompt other sessions need too."""
-        mine, most = asker.chain, 0
+        mine, most = agent.chain, 0
         for each in self:
             other = each.chain
-            if each is asker or len(other) <= most or most >= len(mine) or other[most] != mine[most]:
+            if each is agent or len(other) <= most or most >= len(mine) or other[most] != mine[most]:
                 continue
             low, high = most + 1, min(len(mine), len(other))
             while low < high:  # equal keys have equal keys before them
@@ -179,18 +181,18 @@ class Book:
 
     def check(self) -> None:
         """Check every invariant; raises AssertionError."""
-        askers = set(self)
-        assert self.keys == sum(len(each.chain) for each in askers), "the number of keys is wrong"
-        assert self.keys <= self._max_keys or len(askers) == 1, "too many keys"
+        agents = set(self)
+        assert self.keys == sum(len(each.chain) for each in agents), "the number of keys is wrong"
+        assert self.keys <= self._max_keys or len(agents) == 1, "too many keys"
         assert all(self._tails[key].chain[-1] == key for key in self._tails), "a tail is not its session's"
-        assert set(self._tails.values()) <= askers, "a tail of a forgotten session"
-        parents = [each.parent for each in askers if each.parent is not None]
-        assert askers.issuperset(parents), "a forgotten session has a child"
-        for each in askers:
+        assert set(self._tails.values()) <= agents, "a tail of a forgotten session"
+        parents = [each.parent for each in agents if each.parent is not None]
+        assert agents.issuperset(parents), "a forgotten session has a child"
+        for each in agents:
             assert each.children == parents.count(each), f"{each!r} has {parents.count(each)}"
 
 
-def _ancestors(asker: Agent | None) -> Iterator[Agent]:
-    while asker is not None:
-        yield asker
-        asker = asker.parent
+def _ancestors(agent: Agent | None) -> Iterator[Agent]:
+    while agent is not None:
+        yield agent
+        agent = agent.parent

@@ -60,16 +60,16 @@ def cache(request, make):
 
 
 def end(cache: Cache, session: str) -> None:
-    asker = cache.sessions.get(NOBODY, session)
-    assert asker is not None
-    cache.sessions.end(asker)
+    agent = cache.sessions.get(NOBODY, session)
+    assert agent is not None
+    cache.sessions.end(agent)
     cache.check()
 
 
 def wait(cache: Cache, session: str) -> None:
-    asker = cache.sessions.get(NOBODY, session)
-    assert asker is not None
-    cache.sessions.wait(asker)
+    agent = cache.sessions.get(NOBODY, session)
+    assert agent is not None
+    cache.sessions.wait(agent)
     cache.check()
 
 
@@ -166,10 +166,10 @@ def test_who_comes_back_no_more_is_over(make, time):
 def test_hits_are_counted_for_the_session(cache):
     ask(cache, named(4, "one"), "one")
     ask(cache, named(4, "one"), "one")
-    (asker,) = cache.sessions.recent(5)
-    now = cache.sessions.now(asker)
+    (agent,) = cache.sessions.recent(5)
+    now = cache.sessions.now(agent)
     assert (now["requests"], now["tokens"], now["asked"], now["saved"]) == (2, 4 * C, 8 * C, 4 * C)
-    assert cache.sessions.kept(asker) == {"cpu": 4 * C}
+    assert cache.sessions.kept(agent) == {"cpu": 4 * C}
 
 
 def test_a_session_of_one_tenant_takes_no_room_from_the_share_of_another(make):

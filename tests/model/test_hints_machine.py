@@ -138,10 +138,10 @@ class Hints(RuleBasedStateMachine):
         who = salt, name
         assert result in ((DONE, REFUSED) if who in self.parents else (REFUSED,))
         if result == DONE:
-            asker = self.cache.sessions.get(tenant(salt), name)
-            assert asker is not None
+            agent = self.cache.sessions.get(tenant(salt), name)
+            assert agent is not None
             end = self.time() + (seconds or 1e12)
-            self.kept[who] = end, [key for key in asker.chain if key in self.cache.index]
+            self.kept[who] = end, [key for key in agent.chain if key in self.cache.index]
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -179,10 +179,10 @@ class Hints(RuleBasedStateMachine):
     @rule(data=st.data(), seconds=st.sampled_from((1.0, 20.0)))
     def ttl(self, data: st.DataObject, seconds: float) -> None:
         salt, name = self.someone(data)
-        asker = self.cache.sessions.get(tenant(salt), name)
+        agent = self.cache.sessions.get(tenant(salt), name)
         if self.hint(salt, "ttl", {"session": name, "seconds": seconds}) == DONE:
-            assert asker is not None
-            self.mortal.update(self.cache.sessions.own(asker))
+            assert agent is not None
+            self.mortal.update(self.cache.sessions.own(agent))
 
     @precondition(lambda self: any(self.said.values()))
     @rule(data=st.data())

@@ -21,10 +21,10 @@ def chain(words: str) -> list[bytes]:
 
 
 def asks(book: Book, name: str, words: str, parent: str = ""):
-    asker = book.named(TENANT, name, parent)
-    book.extend(asker, chain(words))
+    agent = book.named(TENANT, name, parent)
+    book.extend(agent, chain(words))
     book.check()
-    return asker
+    return agent
 
 
 def test_a_session_alone_needs_the_end_of_its_prompt():
@@ -42,14 +42,14 @@ def test_a_session_alone_needs_the_end_of_its_prompt():
 @given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=2, max_size=6))
 def test_what_others_need_is_the_longest_common_prefix(prompts):
     book = Book()
-    askers = [asks(book, f"s{n}", words) for n, words in enumerate(prompts)]
+    agents = [asks(book, f"s{n}", words) for n, words in enumerate(prompts)]
 
     def common(a: str, b: str) -> int:
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
-    for n, asker in enumerate(askers):
+    for n, agent in enumerate(agents):
         others = [words for m, words in enumerate(prompts) if m != n]
-        assert book.needed_by_others(asker) == max(common(prompts[n], other) for other in others)
+        assert book.needed_by_others(agent) == max(common(prompts[n], other) for other in others)
 
 
 def test_a_request_without_a_name_continues_the_session_whose_prompt_it_extends():
@@ -88,8 +88,8 @@ def test_the_number_of_sessions_is_bounded():
         asks(book, f"s{n}", f"{n}")
     assert [each.name for each in book] == ["s7", "s8", "s9"]
     for n in range(MAX_NAMELESS + 5):
-        asker = book.nameless(chain(f"<{n:05}"))
-        book.extend(asker, chain(f"<{n:05}"))
+        agent = book.nameless(chain(f"<{n:05}"))
+        book.extend(agent, chain(f"<{n:05}"))
     assert len(book) == 3 + MAX_NAMELESS
     book.check()
 
@@ -118,9 +118,9 @@ def test_no_session_becomes_its_own_ancestor(path):
     for child, parent in itertools.pairwise(path):
         book.named(TENANT, child, parent)
     book.check()
-    for asker in book:
+    for agent in book:
         seen = set()
-        above: Agent | None = asker
+        above: Agent | None = agent
         while above is not None:
             assert above not in seen
             seen.add(above)

@@ -61,9 +61,10 @@ def test_sessions_and_hints_reach_the_server_in_both_ways(models, tmp_path, serv
 
 
 WRONG = {"lmtier_session": 7, "lmtier_parent": "x" * 1000, "lmtier_hints": "x"}
+ODD = {"lmtier_hints": {"actions": [object()]}}
 
 
-@pytest.mark.parametrize("said", ["x", ["lmtier_session"], 7, {}, WRONG])
+@pytest.mark.parametrize("said", ["x", ["lmtier_session"], 7, {}, WRONG, ODD])
 def test_what_a_user_says_wrong_about_sessions_stops_no_engine(said):
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = said  # versions differ in what they let through

@@ -6,6 +6,7 @@ vLLM 0.32 has a field for each. A request can also have both in `kv_transfer_par
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,8 +28,8 @@ class Said(NamedTuple):
 def said_by(request: Request) -> Said:
     params = request.kv_transfer_params
     params = params if isinstance(params, dict) else {}
-    hints = [params.get("lmtier_hints"), msgspec.to_builtins(getattr(request, "kv_hints", None))]
-    envelopes = tuple(each for each in hints if _is_envelope(each))
+    hints = [params.get("lmtier_hints"), getattr(request, "kv_hints", None)]
+    envelopes = tuple(each for each in map(_envelope, hints) if each is not None)
     session = _name(getattr(request, "session_id", None) or params.get("lmtier_session"), "session")
     if envelopes and not session:
         session = request.request_id  # so that hints of a request without a session are about its prompt
@@ -43,7 +44,15 @@ def _name(name: object, what: str) -> str:
     return ""
 
 
-def _is_envelope(hints: object) -> bool:
-    if hints is not None and not isinstance(hints, dict):
-        log.warning("lmtier: lmtier_hints=%.40r of a request is no envelope and is ignored", hints)
-    return isinstance(hints, dict)
+def _envelope(hints: object) -> Mapping[str, Any] | None:
+    """The hints as JSON can carry them; the server checks the rest."""
+    if hints is None:
+        return None
+    try:
+        plain = json.loads(json.dumps(msgspec.to_builtins(hints)))
+    except (TypeError, ValueError, RecursionError):
+        plain = None
+    if isinstance(plain, dict):
+        return plain
+    log.warning("lmtier: the hints %.40r of a request are no envelope and are ignored", hints)
+    return None

@@ -86,7 +86,7 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
     return keys
 
 
-def read_asker(arguments: list[Argument]) -> tuple[str, str, list[Argument]]:
+def read_session(arguments: list[Argument]) -> tuple[str, str, list[Argument]]:
     """Reads `[SESSION name [PARENT name]]` before the keys: both names, or empty ones, and the rest."""
     names = {b"SESSION": "", b"PARENT": ""}
     while len(arguments) > 1 and len(arguments[0]) < 8 and (word := bytes(arguments[0]).upper()) in names:

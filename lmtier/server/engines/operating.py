@@ -16,7 +16,7 @@ from lmtier.format.keys import KEY_BYTES, Identity, namespace, tenant
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import Suspect
 from lmtier.observe.prompts import Origin
-from lmtier.rules.hints import read_envelope
+from lmtier.rules.hints import Action, read_envelope
 from lmtier.rules.sessions import MAX_SESSIONS, Agent
 from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
@@ -150,10 +150,10 @@ class Operating:
         most = read_number(arguments[1], "a number of sessions", MAX_SESSIONS) if len(arguments) > 1 else 20
         return self._listing(self._cache.sessions.recent(most))
 
-    def _listing(self, askers: list[Agent]) -> Waiting:
+    def _listing(self, agents: list[Agent]) -> Waiting:
         found = []
-        for asker in askers:
-            found.append({**self._cache.sessions.now(asker), "kept": self._cache.sessions.kept(asker)})
+        for agent in agents:
+            found.append({**self._cache.sessions.now(agent), "kept": self._cache.sessions.kept(agent)})
             yield PAUSE
         return json.dumps(found)
 
@@ -163,8 +163,14 @@ class Operating:
         salt, session = take_option(words, "SALT"), take_option(words, "SESSION")
         if words:
             raise Refused("ERR LMTIER.HINT takes an envelope, [SALT salt], [SESSION name], no more")
-        outcomes = self._cache.hint(read_envelope(bytes(arguments[1])), tenant(salt), session)
-        return json.dumps([outcome._asdict() for outcome in outcomes])
+        return self._executing(read_envelope(bytes(arguments[1])), tenant(salt), session)
+
+    def _executing(self, actions: list[Action], of: bytes, session: str) -> Waiting:
+        results = []
+        for action in actions:
+            results += [result._asdict() for result in self._cache.hint([action], of, session)]
+            yield PAUSE
+        return json.dumps(results)
 
     # ---- clear
 

@@ -18,12 +18,12 @@ from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
-    read_asker,
     read_hex,
     read_keys,
     read_lifetime,
     read_number,
     read_seconds,
+    read_session,
     read_shard,
     read_text,
 )
@@ -76,7 +76,7 @@ class Transfers:
     ) -> Match:
         session = session_of(caller)
         chunks, ends = session.forms_of(form)
-        asker, parent, keys = read_asker(keys)
+        asking, parent, keys = read_session(keys)
         match = self._cache.match(
             read_keys(keys),
             chunks,
@@ -84,7 +84,7 @@ class Transfers:
             deadline=deadline,
             cost=session.cost,
             ends=ends,
-            session=asker,
+            session=asking,
             parent=parent,
         )
         match.asker = caller.name
