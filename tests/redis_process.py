@@ -9,7 +9,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,45 @@ class RedisServer:
     """One process, on a port of its own that it keeps over restarts."""
 
     def __init__(
-        self, folder: Path, *options: str, port: int = 0, password: str = "", config: Path | None = None
+        self,
+        folder: Path,
+        *options: str,
+        port: int = 0,
+        password: str = "",
+        config: Path | None = None,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
     ) -> None:
+        """`inside`: the words before a command that run it on another host."""
         program = shutil.which("redis-server")
         if program is None:
             pytest.fail("this test needs a real redis-server: apt-get install redis-server")
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port = port or free_port()
-        self.address = ("127.0.0.1", self.port)
+        self.address = (host, self.port)
         self._password = password
-        given = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+        given = [
+            "--port",
+            str(self.port),
+            "--bind",
+            host,
+            "--protected-mode",
+            "no",
+            "--save",
+            "",
+            "--dir",
+            str(folder),
+        ]
         given += ["--repl-diskless-sync-delay", "0"]
         given = [str(config), *given[:2], "--sentinel"] if config else given
-        self._command = [program, *given, *(["--requirepass", password] if password else []), *options]
+        self._command = [
+            *inside,
+            program,
+            *given,
+            *(["--requirepass", password] if password else []),
+            *options,
+        ]
         self.start()
 
     def start(self) -> None:

