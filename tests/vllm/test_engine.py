@@ -639,16 +639,16 @@ def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(mode
     idle(server.path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sliding_windows_and_full_attention_in_one_model(models, tmp_path, server, ranks):
-    """The engine keeps a block table for each group of layers, and drops blocks that left the window."""
-    prompts = prompts_of(2000, 1700, 700, 513, 257, 100, prefix=90)
+@pytest.mark.parametrize(("name", "ranks"), [("gemma3", 1), ("gemma3", 2), ("llama4", 1)])
+def test_windows_and_full_attention_in_one_model(models, tmp_path, server, name, ranks):
+    """The engine keeps a block table for each group of layers, and drops blocks that left the window: a
+    sliding one, or one that moves by its whole length (chunked local attention)."""
+    prompts = prompts_of(2000, 1700, 1025, 1024, 700, 513, 257, 100, prefix=90)
     options: dict[str, Any] = {"tensor_parallel_size": ranks, "processes": ranks > 1}
-    with Engine(tmp_path, models / "gemma3", **options) as plain:
+    with Engine(tmp_path, models / name, **options) as plain:
         wanted = tokens(alone(plain, prompts))
-    with Engine(
-        tmp_path, models / "gemma3", transfer=transfer(server=str(server.path), mode="layerwise"), **options
-    ) as engine:
+    how = transfer(server=str(server.path), mode="layerwise")
+    with Engine(tmp_path, models / name, transfer=how, **options) as engine:
         assert "Turning off hybrid kv cache manager" not in engine.log.read_text()
         assert tokens(alone(engine, prompts)) == wanted
         engine.forget()

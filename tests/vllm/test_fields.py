@@ -100,6 +100,7 @@ CHANGING: list[dict[str, Any]] = [
     {"attention_config": {"indexer_kv_dtype": "fp8"}},
     {"kernel_config": {"moe_backend": "marlin"}},
     {"linear_backend": "marlin"},
+    {"mamba_ssm_cache_dtype": "float32"},
     {"enable_lora": True, "lora_dtype": "float16"},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     {"environment": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}},

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmtier.client.client import Client
 from lmtier.format.keys import PREFIX_BYTES, STATE
 from lmtier.format.layout import PAGE
-from tests.vllm.conftest import CacheServer, alone, cached, prompts_of, tokens, transfer
+from tests.vllm.conftest import CacheServer, alone, cached, prompts_of, tiers_of, tokens, transfer
 from tests.vllm.engine import Engine, EngineDied, Output
 from tests.vllm.test_engine import is_idle
 
@@ -35,12 +36,12 @@ def loadable(prompts: Sequence[list[int]]) -> int:
 
 
 class Running:
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model = folder, model
-        self.server = CacheServer(
-            folder, "cpu://?capacity=256MiB", f"disk://{folder}/kv?capacity=1GiB", chunk_tokens=BLOCK
-        )
-        options = {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 64, **MODEL}
+    """An engine, its server, and what the engine alone says."""
+
+    def __init__(self, folder: Path, model: Path, *, chunk_tokens: int = BLOCK, **options: Any) -> None:
+        self.folder = folder
+        tiers = "cpu://?capacity=256MiB", f"disk://{folder}/kv?capacity=1GiB"
+        self.server = CacheServer(folder, *tiers, chunk_tokens=chunk_tokens)
         self.engine = Engine(folder, model, transfer=self.server.transfer(), **options)
         self.engine.use_connector(False)
         self.wanted, self.own = [], []
@@ -68,7 +69,8 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("states"), models / "qwen3-next")
+    options = {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 64, **MODEL}
+    running = Running(tmp_path_factory.mktemp("states"), models / "qwen3-next", **options)
     running.ask()  # so that all is stored
     yield running
     running.close()
@@ -125,6 +127,18 @@ def test_flipped_bytes_of_states_are_found_and_never_used(running):
     found = running.ask()
     assert same(found, running.wanted)
     assert cached(found) == loadable(PROMPTS)
+
+
+def test_bits_that_flip_in_memory_are_found_by_fingerprints_and_computed_instead(running):
+    """Above all checksums, and in every state."""
+    running.ask()
+    before = running.engine.metrics()["lmtier:load_failures_total"]
+    with Client(str(running.server.path)) as client:
+        np.frombuffer(client.slab.view(0, client.slab.capacity), np.uint8)[5000 :: 1 << 16] ^= 0x40
+    found = running.ask()
+    assert same(found, running.wanted)
+    assert running.engine.metrics()["lmtier:load_failures_total"] > before
+    assert same(running.ask(), running.wanted)
 
 
 def test_what_the_engine_has_itself_is_continued_from_the_cache(running):
@@ -190,3 +204,36 @@ def test_aborted_requests_hold_nothing(running):
 def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, options, need):
     with pytest.raises(EngineDied, match=need):
         Engine(tmp_path, models / "qwen3-next", **{"transfer": transfer(), **MODEL, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens", "options"),
+    [
+        ("lfm2", 32, {"block_size": 32}),
+        ("lfm2", 32, {"block_size": 32, "tensor_parallel_size": 2, "processes": True}),
+        ("falcon-h1", 256, {"block_size": 256, "max_num_batched_tokens": 256}),
+        ("granite-hybrid", 288, {"block_size": 288, "max_num_batched_tokens": 288}),
+    ],
+)
+def test_other_models_from_memory_disk_and_in_a_new_engine(models, tmp_path, name, chunk_tokens, options):
+    """bench/vllm_hybrid.py asks more prompts, of Redis too."""
+    server = tiers_of("server", tmp_path, chunk_tokens=chunk_tokens)
+    prompts = prompts_of(300, 577, 1153, 2100, seed=21)
+    try:
+        with Engine(tmp_path, models / name, **options) as plain:
+            wanted = alone(plain, prompts, logprobs=5)
+        for is_new in (True, False):
+            with Engine(tmp_path, models / name, transfer=server.transfer(), **options) as engine:
+                first = alone(engine, prompts, logprobs=5)
+                assert tokens(first) == tokens(wanted)
+                assert (cached(first) == 0) == is_new
+                engine.forget()
+                again = alone(engine, prompts, logprobs=5)
+                assert same(again, wanted)
+                assert cached(again) == sum(
+                    (len(each) - 1) // chunk_tokens * chunk_tokens for each in prompts
+                )
+            server.restart()
+    finally:
+        server.close()

@@ -18,6 +18,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -42,6 +43,8 @@ _LATENTS = {
 }
 _FROM_SCRATCH = {"CPU_MLA"}
 """Backends that compute each prompt from its first token: behind a loaded prefix they answer wrongly."""
+_WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Layers that do not see all tokens, so that blocks leave a request before it ends."""
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
@@ -152,12 +155,12 @@ def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
         if type(spec) is MambaSpec:
             continue
         # Exactly these: their descendants keep something else.
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, *_WINDOWS):
             raise LayoutError(
-                "lmtier serves layers with full attention or a sliding window; "
+                "lmtier serves layers with full attention, a sliding window or chunked local attention; "
                 f"{name} is declared as {type(spec).__name__}"
             )
-        if not isinstance(spec, SlidingWindowSpec) and spec.non_causal:
+        if type(spec) not in _WINDOWS and spec.non_causal:
             raise LayoutError(
                 f"{name} attends to later tokens, so its KV is not a matter of the prefix alone"
             )
@@ -172,10 +175,13 @@ def layer_specs(cache: KVCacheConfig) -> dict[str, AttentionSpec]:
 
 
 def window_of(cache: KVCacheConfig) -> int:
-    """The smallest sliding window that blocks leave, in tokens; 0: there is none."""
-    windows = [
-        spec.sliding_window for spec in layer_specs(cache).values() if isinstance(spec, SlidingWindowSpec)
-    ]
+    """The smallest window out of which blocks are dropped, in tokens; 0: none.
+
+    Chunked local attention is a window that moves by its whole length.
+    """
+    specs = layer_specs(cache).values()
+    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    windows += [spec.attention_chunk_size for spec in specs if isinstance(spec, ChunkedLocalAttentionSpec)]
     return min(windows, default=0)
 
 
