@@ -133,8 +133,9 @@ def _is_hooked(self: worker.Worker, name: str) -> bool:
 def _wait_if_hooked(self: worker.Worker, name: str) -> None:
     if _is_hooked(self, name):
         _hooks[0](self, name)
-    if told() == "halves":  # nothing of this layer was computed, as little as there is of the second half
-        _hooks[1](self, name)
+    if told() == "halves":  # the first half is through all layers, and nothing of the second was computed
+        for each in self.rank.declared.numbers:
+            _hooks[1](self, each)
         device: Any = self.rank.mover.kv.device  # type: ignore[union-attr]
         while not device.rests:  # what it reads now is what it would store
             device.one_deed()
