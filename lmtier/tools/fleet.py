@@ -17,7 +17,7 @@ from lmtier.tools.views import percent
 _PATIENCE = 2.0  # seconds in which a server has to answer
 
 
-class Look(NamedTuple):
+class Sighting(NamedTuple):
     """One server at one time. `trouble`: why it could not be seen; then nothing else counts."""
 
     name: str
@@ -52,7 +52,7 @@ class Host:
         self.name = str(address)
         self._address = address
         self._watched: Watched | None = None
-        self.last = Look(self.name, "did not answer yet")
+        self.last = Sighting(self.name, "did not answer yet")
         self._is_asking = False
 
     def look(self) -> None:
@@ -67,7 +67,7 @@ class Host:
                 self._watched.look()
             self.last = look_at(self.name, self._watched)
         except Unreachable as error:
-            self.last = Look(self.name, str(error).removeprefix(f"{self.name} "))
+            self.last = Sighting(self.name, str(error).removeprefix(f"{self.name} "))
         finally:
             self._is_asking = False
 
@@ -76,7 +76,7 @@ class Host:
             self._watched.close()
 
 
-def look_at(name: str, watched: Watched) -> Look:
+def look_at(name: str, watched: Watched) -> Sighting:
     now, line = watched.now, watched.line
     working = now["verdicts"][0]
     times = [each.time for each in line]
@@ -86,7 +86,7 @@ def look_at(name: str, watched: Watched) -> Look:
 
     recent, past = since_then(line[-1], ago(1.5)), since_then(line[-1], ago(MINUTES * 60))
     memory = now["tiers"][0]
-    return Look(
+    return Sighting(
         name,
         verdict="" if working["state"] == "good" else working["word"],
         down=tuple(
@@ -100,7 +100,7 @@ def look_at(name: str, watched: Watched) -> Look:
     )
 
 
-def ask_all(hosts: Sequence[Host]) -> list[Look]:
+def ask_all(hosts: Sequence[Host]) -> list[Sighting]:
     """Ask every server at once. Returns what is known of each, the one that needs help most first."""
     threads = [start_thread("lmtier-look", host.look) for host in hosts]
     until = time.monotonic() + 2 * _PATIENCE
@@ -109,7 +109,7 @@ def ask_all(hosts: Sequence[Host]) -> list[Look]:
     return sorted((host.last for host in hosts), key=lambda look: look.rank)
 
 
-def lines_of(looks: Sequence[Look], columns: int, rows: int) -> list[str]:
+def lines_of(looks: Sequence[Sighting], columns: int, rows: int) -> list[str]:
     """The screen: a line for all, then a line for each server."""
     seen = [look for look in looks if not look.trouble]
     asked = sum(look.past.asked for look in seen if look.past)
@@ -141,7 +141,7 @@ def lines_of(looks: Sequence[Look], columns: int, rows: int) -> list[str]:
     return [each[:columns] for each in (title, "", head, *lines)][:rows]
 
 
-def state(look: Look) -> str:
+def state(look: Sighting) -> str:
     if look.down:
         return f"down: {', '.join(look.down)}"
     return look.verdict or "works"

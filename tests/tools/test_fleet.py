@@ -6,7 +6,7 @@ import pytest
 
 from lmtier.tools.cli import main
 from lmtier.tools.console import address_of
-from lmtier.tools.fleet import Host, Look, ask_all, lines_of
+from lmtier.tools.fleet import Host, Sighting, ask_all, lines_of
 from lmtier.tools.top import Totals
 from tests.redis_process import free_port
 from tests.server.process import served
@@ -16,10 +16,10 @@ def totals(asked, hit):
     return Totals(900.0, asked, {"cpu": hit}, {}, {}, {}, 90.0)
 
 
-WELL = Look("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
+WELL = Sighting("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
 POOR = WELL._replace(name="gpu-2:6380", past=totals(1000, 100))
 DOWN = WELL._replace(name="gpu-3:6380", down=("redis",), verdict="redis is down")
-GONE = Look("gpu-4:6380", "is not there")
+GONE = Sighting("gpu-4:6380", "is not there")
 STARTS = WELL._replace(name="gpu-5:6380", verdict="not ready")
 
 
