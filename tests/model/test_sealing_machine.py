@@ -161,7 +161,7 @@ class SealingMachine(RuleBasedStateMachine):
 FEW = settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
-MANY = settings(FEW, max_examples=500, stateful_step_count=60)
+MANY = settings(FEW, max_examples=120, stateful_step_count=60)
 
 
 def test_only_who_has_the_keys_reads_whatever_happens():
