@@ -223,7 +223,7 @@ def test_the_page_answers_five_questions_in_their_order(browser, serve, screen):
     titles = browser.evaluate("[...document.querySelectorAll('main h2')].map(each => each.innerText)")
     assert titles == [
         *("Is it working?", "What does it save me?", "Why was that a miss?"),
-        *("Is it the bottleneck?", "Should I buy more memory?", "Clients"),
+        *("Is it the bottleneck?", "Should I buy more memory?", "Clients", "Agent sessions"),
     ]
     latest = server.explain.recent()[0]
     assert latest["why"].startswith("was evicted from cpu")
@@ -263,6 +263,21 @@ def test_a_clients_name_is_text_and_nothing_else(browser, serve):
     assert text(browser, "#clients b") == EVIL
     assert browser.evaluate("document.querySelectorAll('img, #clients script').length") == 0
     assert browser.evaluate("document.title") == "lmtier"
+    assert browser.complaints == []
+
+
+def test_the_sessions_that_saved_most_are_on_the_page_by_their_names(browser, serve):
+    server = serve()
+    server.use(keys(3))
+    with server.turn:
+        for name in ("agent-7", EVIL, EVIL):
+            server.cache.release(server.cache.match(keys(3), FORM, session=name))
+    browser.open(server.url)
+    browser.until("document.querySelectorAll('#sessions tr').length >= 2")
+    names = browser.evaluate("[...document.querySelectorAll('#sessions b')].map(each => each.innerText)")
+    assert names[:2] == [EVIL, "agent-7"]
+    assert "3 sessions active, 0 waiting" in text(browser, "#sessions-now")
+    assert browser.evaluate("document.querySelectorAll('img, #sessions script').length") == 0
     assert browser.complaints == []
 
 
