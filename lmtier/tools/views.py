@@ -13,7 +13,7 @@ from lmtier.observe.miss_curve import FACTORS
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot, TierNow
 from lmtier.tools.console import Remote
-from lmtier.tools.terminal import size, span, table
+from lmtier.tools.terminal import number, size, span, table
 
 _SHOWN = 20  # clients
 _CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to search a shared tier
@@ -98,6 +98,8 @@ def stats(now: Snapshot, name: str) -> str:
         *_shares_table(now),
         *_values(now),
         *_pinned(now),
+        *_agents(now),
+        *_savings(now),
         _owner(now, now["busy"], now["uptime"]),
     ]
     if now["curve"]:
@@ -111,6 +113,29 @@ def stats(now: Snapshot, name: str) -> str:
             "the saved ones: see the log."
         )
     return "\n\n".join(parts)
+
+
+def _agents(now: Snapshot) -> list[str]:
+    if "sessions" not in now:  # an older server
+        return []
+    active, waiting = now["sessions"]["active"], now["sessions"]["waiting"]
+    return [f"agent sessions: {active:,} active, {waiting:,} wait for a person"] if active + waiting else []
+
+
+def _savings(now: Snapshot) -> list[str]:
+    """What hits saved, if engines send their costs."""
+    if "savings" not in now:
+        return []
+    savings = now["savings"]
+    if not savings["gpu_hours"]:
+        return []
+    price = savings["gpu_hour"]
+    said = f"hits saved {number(savings['gpu_hours'])} GPU-hours"
+    said += f": {savings['money']:,.2f} at {price:g} an hour" if price else ""
+    for tier, more in savings["next_gib"].items():
+        worth = f"{more['money']:,.2f}" if price else f"{number(more['gpu_hours'])} GPU-hours"
+        said += f"\none more GiB of {tier} would save {worth} a day"
+    return [said]
 
 
 def explained(found: Sequence[Explanation], columns: int) -> str:

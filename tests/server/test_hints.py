@@ -12,6 +12,7 @@ import pytest
 
 from lmtier.client.client import Client
 from lmtier.rules.hints import MAX_BYTES, envelope
+from lmtier.rules.worth import Cost
 from lmtier.tools.cli import main
 from lmtier.tools.console import Address, Remote
 from tests.server.process import Served, until
@@ -29,6 +30,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
         unix=str(folder / "socket"),
         http="127.0.0.1:0",
         token=TOKEN,
+        gpu_hour=3.5,
     )
     yield served
     served.process.kill()
@@ -74,6 +76,16 @@ def test_sessions_are_listed_with_what_they_saved_and_what_is_kept(client, remot
     assert main(["sessions", remote.address.unix, "--json"]) == 0
     assert {each["session"] for each in json.loads(capsys.readouterr().out)} >= {"listed", "below"}
     assert main(["sessions", remote.address.unix, "--most", "0"]) == 2
+
+
+def test_stats_say_how_many_sessions_there_are_and_what_hits_saved(client, remote, capsys):
+    client.costs(Cost(fixed=1.0, token=60.0, position=0.0, copy=0.0))
+    ask(client, keys(TOKENS[:8]), "saving")
+    ask(client, keys(TOKENS[:8]), "saving")
+    assert main(["stats", remote.address.unix]) == 0
+    out = capsys.readouterr().out
+    assert "active, 0 wait for a person" in out
+    assert "hits saved 0.133 GPU-hours: 0.47 at 3.5 an hour" in out
 
 
 def test_a_lookup_that_no_tier_can_answer_counts_for_its_session_too(client, remote):

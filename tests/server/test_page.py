@@ -281,6 +281,21 @@ def test_a_clients_name_is_text_and_nothing_else(browser, serve):
     assert browser.complaints == []
 
 
+def test_the_sessions_that_saved_most_are_on_the_page_by_their_names(browser, serve):
+    server = serve()
+    server.use(keys(3))
+    with server.turn:
+        for name in ("agent-7", EVIL, EVIL):
+            server.cache.release(server.cache.match(keys(3), FORM, session=name))
+    visit(browser, server)
+    browser.until("document.querySelectorAll('#sessions tr').length >= 2")
+    names = browser.evaluate("[...document.querySelectorAll('#sessions b')].map(each => each.innerText)")
+    assert names[:2] == [EVIL, "agent-7"]
+    assert "3 sessions active, 0 waiting" in text(browser, "#sessions-now")
+    assert browser.evaluate("document.querySelectorAll('img, #sessions script').length") == 0
+    assert browser.complaints == []
+
+
 def test_a_server_that_is_not_ready_says_why(browser, serve):
     url, gate = "disk:///memory?capacity=1MiB", Gate()
     server = serve(url, opened={url: SlowTier(MemoryTier(), gate)}, wait_until_warm=False)
