@@ -707,12 +707,12 @@ def test_a_pool_that_cannot_be_read_is_said_and_costs_hits_only(served, engine, 
 
 
 def updater() -> Any:
-    return sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"].WeightUpdater()  # type: ignore[attr-defined]
+    return sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"].WeightUpdater()
 
 
 def flush_sglang() -> None:
     """As /flush_cache, and as each update that does not say otherwise."""
-    sys.modules["sglang.srt.managers.cache_controller"].HiCacheController().reset()  # type: ignore[attr-defined]
+    sys.modules["sglang.srt.managers.cache_controller"].HiCacheController().reset()
 
 
 UPDATES: list[Callable[[Any], object]] = [
