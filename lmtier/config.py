@@ -316,8 +316,6 @@ class Serving:
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
-        if not 0 <= self.gpu_hour < float("inf"):
-            raise ConfigError(f"serve: gpu_hour={self.gpu_hour}: a price is 0 or more")
         for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in known:
                 word = getattr(self, name)
