@@ -60,6 +60,9 @@ def _serve_options(parser: ArgumentParser) -> None:
         default=None,
         help="allow addresses that other hosts can reach without a token",
     )
+    parser.add_argument(
+        "--gpu-hour", type=float, metavar="PRICE", help="of an engine's GPUs: stats say what hits save"
+    )
     parser.add_argument("--log-level", choices=config.LEVELS, help="default: info")
     parser.add_argument("--log-format", choices=config.FORMATS, help="default: text")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=SET)
@@ -91,6 +94,7 @@ def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
         name: getattr(args, name)
         for name in (
             *("unix", "listen", "http", "kv_events", "token_file", "insecure", "log_level", "log_format"),
+            "gpu_hour",
         )
     }
     servers = {name: value for name, value in flags.items() if value is not None} | servers
