@@ -123,7 +123,7 @@ class _WeightsInPlace:
         """Returns whether a change will be seen. SGLang has loaded both modules before it opens a backend."""
         updater = getattr(sys.modules.get(_UPDATER), "WeightUpdater", None)
         controller = getattr(sys.modules.get(_CONTROLLER), "HiCacheController", None)
-        if updater is None or controller is None or not vars(updater).keys() >= set(_UPDATES):
+        if updater is None or controller is None or not set(dir(updater)).issuperset(_UPDATES):
             return False
         self._backends.add(backend)
         if not self._is_watched:

@@ -100,7 +100,6 @@ CHANGING: list[dict[str, Any]] = [
     {"attention_config": {"indexer_kv_dtype": "fp8"}},
     {"kernel_config": {"moe_backend": "marlin"}},
     {"linear_backend": "marlin"},
-    {"mamba_ssm_cache_dtype": "float32"},
     {"enable_lora": True, "lora_dtype": "float16"},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     {"environment": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}},
@@ -111,6 +110,11 @@ CHANGING: list[dict[str, Any]] = [
 def test_what_changes_kv_changes_keys(key):
     found = [key(), *(key(**options) for options in CHANGING)]
     assert len(set(found)) == len(found)
+
+
+def test_the_precision_of_states_is_in_the_keys_of_models_that_keep_some(key, models):
+    hybrid = models / "qwen3-next"
+    assert key(hybrid, mamba_cache_dtype="float32") != key(hybrid)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,7 @@ def test_what_changes_kv_changes_keys(key):
         {"compilation_config": {"mode": 0}, "gpu_memory_utilization": 0.5, "enable_chunked_prefill": True},
         {"load_format": "safetensors", "model_loader_extra_config": {"enable_multithread_load": True}},
         {"trust_remote_code": True},
+        {"mamba_ssm_cache_dtype": "float32", "mamba_cache_dtype": "float32"},  # it keeps no states
     ],
 )
 def test_what_changes_no_kv_changes_no_key(key, options):

@@ -143,7 +143,8 @@ def _configured(config: VllmConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in TABLE["fields"]:
         part = parts.get(entry["of"])
-        if entry["key"] != "yes" or part is None:
+        concerns = "only" not in entry or getattr(config.model_config, f"is_{entry['only']}")
+        if entry["key"] != "yes" or part is None or not concerns:
             continue
         plain = {str(value) for value in entry.get("plain", ())}
         if _DTYPE in plain:
