@@ -142,7 +142,8 @@ class Catalogue:
             with self._changed:
                 changes, each.changes = each.changes or {}, None
                 ended = time.monotonic()
-                each.due = ended + max(self._refresh, _SHARE * (ended - began))
+                took = ended - began if problem is None else 0.0  # a server that was away is no long list
+                each.due = ended + max(self._refresh, _SHARE * took)
                 each.problem = problem
                 if problem is None:
                     for name, stat in changes.items():
