@@ -77,7 +77,7 @@ def meddler(server: S3Server) -> Iterator[Meddler]:
 
 def tier_at(port: int, place: str, query: str = f"deadline={DEADLINE}s") -> Any:
     """A tier in the bucket, under a prefix of the test's own."""
-    query += "" if "deadline=" in query else f"&deadline={DEADLINE}s"
+    query = query if "deadline=" in query else f"{query}&deadline={DEADLINE}s".strip("&")
     url = f"s3://{BUCKET}/{place}?endpoint=http://127.0.0.1:{port}&{query}"
     return open_tier(TierSpec.parse(url))
 
