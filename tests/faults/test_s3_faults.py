@@ -66,6 +66,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with serving(SeaweedFS, tmp_path_factory.mktemp("seaweed")) as process:
+        process.put("first", b"x")  # the first store makes volumes, which takes a second
         yield process
 
 
