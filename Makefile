@@ -28,7 +28,7 @@ SEED := 1
 # Tests that measure time are marked `alone`: no other runs meanwhile.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-long walk test-vllm compatibility lint bench docs dist programs clean
+.PHONY: demo test test-slow test-long test-hosts walk test-vllm compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
@@ -42,6 +42,11 @@ test-slow: $(INSTALLED) programs
 # Hours: what docs/RELIABILITY.md has figures of.
 test-long: $(INSTALLED) programs
 	$(BIN)/pytest -m long -s
+
+# Three hosts in network namespaces lose a host, a link and the store; a minute a store, as root or with sudo.
+test-hosts: $(INSTALLED) programs
+	folder=$$(mktemp -d) && unshare --net --pid --fork --kill-child --mount-proc \
+	  $(BIN)/python -m tests.hosts.fleet $$folder/fleet; rc=$$?; rm -rf $$folder; exit $$rc
 
 walk: $(INSTALLED)
 	$(BIN)/python -m tests.model.walks --walks $(WALKS) --seed $(SEED)

@@ -66,6 +66,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with serving(SeaweedFS, tmp_path_factory.mktemp("seaweed")) as process:
+        process.put("first", b"x")  # the first store makes volumes, which takes a second
         yield process
 
 
@@ -77,7 +78,7 @@ def meddler(server: S3Server) -> Iterator[Meddler]:
 
 def tier_at(port: int, place: str, query: str = f"deadline={DEADLINE}s") -> Any:
     """A tier in the bucket, under a prefix of the test's own."""
-    query += "" if "deadline=" in query else f"&deadline={DEADLINE}s"
+    query = query if "deadline=" in query else f"{query}&deadline={DEADLINE}s".strip("&")
     url = f"s3://{BUCKET}/{place}?endpoint=http://127.0.0.1:{port}&{query}"
     return open_tier(TierSpec.parse(url))
 
@@ -588,6 +589,32 @@ def test_a_list_that_takes_long_is_waited_for_once(meddler, tmp_path):
         assert lookup_failure(tier, each.name) in (None, Reason.DEADLINE, Reason.ERROR)
         go.set()
         until(lambda: lookup(tier, each.name).keys() == {each.name})
+
+
+def test_a_list_that_could_not_be_fetched_is_fetched_soon_after(meddler, tmp_path):
+    one, two = of_model(1), of_model(2)
+    failed, go = threading.Event(), threading.Event()
+
+    def frozen(request: Request, real: Any) -> Any:
+        if "max-keys=1000" in request.path and not failed.is_set():
+            go.wait(10)
+            failed.set()
+        return real()
+
+    with (
+        closing(tier_at(meddler.port, tmp_path.name)) as writer,
+        closing(tier_at(meddler.port, tmp_path.name, "refresh=50ms")) as tier,
+    ):
+        store(writer, one)
+        until(lambda: run(tier, Job(1, Op.LOOKUP, (Item(one.name),))).ok)
+        store(writer, two)
+        time.sleep(0.1)
+        meddler.spoil = frozen
+        fetched = tier._catalogue._lists[MODEL]
+        # Its list hangs until the deadline, and fails. The next one need not wait nine times as long.
+        until(lambda: (run(tier, Job(1, Op.LOOKUP, (Item(two.name),))), fetched.problem is not None)[1])
+        go.set()
+        until(lambda: run(tier, Job(1, Op.LOOKUP, (Item(two.name),))).ok, 4.0)
 
 
 def test_the_headers_of_suspects_are_read_and_nothing_else_is_deleted(server, tmp_path):

@@ -1,10 +1,7 @@
-r"""Hosts on one machine: network namespaces on one bridge, an lmtier server and an engine in each.
+"""Hosts on one machine: network namespaces on one bridge, an lmtier server and an engine in each.
 
-    sudo unshare --net --pid --fork --kill-child --mount-proc \\
-      .venv/bin/python -m tests.hosts.fleet FOLDER --store redis --store s3
-
-It must run in namespaces of its own, as root there; `make test-hosts` does that. Links can be cut
-and slowed down to a rate. It prints a row of JSON for each store and each thing that happens.
+`make test-hosts` runs it, as root in namespaces of its own. Links can be cut and slowed down to a rate. It
+prints a row of JSON for each store and each thing that happens.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class _Call:
         self.error: BaseException | None = None
 
 
-class Courier:
+class CallLane:
     """A thread, and memory that only its calls use."""
 
-    def __init__(self, name: str, free: SimpleQueue[Courier]) -> None:
+    def __init__(self, name: str, free: SimpleQueue[CallLane]) -> None:
         self._free = free
         self._lock = threading.Lock()
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -88,13 +88,13 @@ class Courier:
 
 class Lanes:
     def __init__(self, name: str, count: int) -> None:
-        self._free: SimpleQueue[Courier] = SimpleQueue()
+        self._free: SimpleQueue[CallLane] = SimpleQueue()
         self._count = count
         for number in range(count):
-            self._free.put(Courier(f"lmtier-{name}-lane-{number}", self._free))
+            self._free.put(CallLane(f"lmtier-{name}-lane-{number}", self._free))
 
     @contextmanager
-    def lend(self, until: float) -> Iterator[Courier]:
+    def lend(self, until: float) -> Iterator[CallLane]:
         """A lane for one call. If the call is late, the lane comes back when the call does."""
         try:
             lane = self._free.get(timeout=left(until))

@@ -28,7 +28,7 @@ from lmtier.format.objects import PAGE, Suspect, padded
 from lmtier.threads import start_thread
 from lmtier.tiers.base import Item, Stat
 from lmtier.tiers.blocking import BlockingTier
-from lmtier_backends.mooncake.lanes import Courier, Lanes
+from lmtier_backends.mooncake.lanes import CallLane, Lanes
 
 PORT = 50051
 METADATA_PORT = 8080
@@ -219,7 +219,7 @@ class MooncakeTier(BlockingTier):
             raise ConnectionError("Mooncake: no master was reached yet")
         return store
 
-    def _hold(self, lane: Courier, nbytes: int) -> None:
+    def _hold(self, lane: CallLane, nbytes: int) -> None:
         """Have registered memory for so much."""
         if len(lane.memory) >= nbytes:
             return

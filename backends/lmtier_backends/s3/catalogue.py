@@ -4,7 +4,7 @@ A lookup must not ask S3 about each key. So there is a list for each model, the 
 same four bytes, and a lookup is answered from it. A list is fetched by a thread, a page of 1,000 names at a
 time. Names are few: an object of 32 MiB is usual, so a page stands for 32 GiB.
 
-    first lookup of a model     fetches its list, and waits for it, but no longer than `deadline`
+    first lookup of a model     fetches its list, and waits for it, but no longer than `patience`
     a lookup that misses        has the list fetched again, if it is older than `refresh`; it does not wait
     no lookup, or all are hits  nothing is fetched
 
@@ -33,6 +33,8 @@ _MOST_NAMES = 1 << 20
 """In all lists, some 250 bytes each."""
 _SHARE = 9
 """After a list that took a second, the next one waits for so many: fetching takes a tenth of the time."""
+_PAGE = 0.1
+"""The most seconds that count for a page. If it took longer, the server was away."""
 
 Found = dict[Name, Stat]
 
@@ -57,12 +59,12 @@ class Catalogue:
     def __init__(
         self,
         fetch: Callable[[bytes, str], tuple[Sequence[tuple[Name, Stat]], str]],
-        deadline: float,
+        patience: float,
         refresh: float,
     ) -> None:
         """`fetch` returns a page of the names that begin with some bytes, and where the next one begins."""
         self._fetch = fetch
-        self._deadline = deadline
+        self._patience = patience
         self._refresh = refresh
         self._changed = threading.Condition()
         self._lists: OrderedDict[bytes, _List] = OrderedDict()
@@ -96,7 +98,7 @@ class Catalogue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(self._deadline)
+        self._thread.join(self._patience)
 
     def _list(self, prefix: bytes) -> _List:
         if prefix not in self._lists:
@@ -120,7 +122,7 @@ class Catalogue:
             each.since = each.since or now
         self._want(lists)
         for each in lists:
-            until = each.since + self._deadline
+            until = each.since + self._patience
             while not (each.is_known or each.problem or self._closed) and time.monotonic() < until:
                 self._changed.wait(until - time.monotonic())
             if each.problem is not None:
@@ -131,7 +133,7 @@ class Catalogue:
 
     def _work(self) -> None:
         while (each := self._next()) is not None:
-            began = time.monotonic()
+            began, before = time.monotonic(), self.fetched
             problem: OSError | None = None
             try:
                 found = self._all(each.prefix)
@@ -142,7 +144,8 @@ class Catalogue:
             with self._changed:
                 changes, each.changes = each.changes or {}, None
                 ended = time.monotonic()
-                each.due = ended + max(self._refresh, _SHARE * (ended - began))
+                took = min(ended - began, _PAGE * (self.fetched - before))
+                each.due = ended + max(self._refresh, _SHARE * took)
                 each.problem = problem
                 if problem is None:
                     for name, stat in changes.items():

@@ -82,7 +82,10 @@ class S3Tier(BlockingTier):
         self._where = f"s3://{bucket}/{self._prefix}".rstrip("/") + f" at {place.host}"
         self._deadline = deadline
         self._bucket = Bucket(place, Credentials(profile, region))
-        self._catalogue = Catalogue(self._page, deadline, refresh)
+        # A lookup that takes all the time that a request has finds what cannot be loaded any more. And the
+        # cache does not use a tier whose lookups take so long, until it has seen many that are faster.
+        self._patience = deadline / 2
+        self._catalogue = Catalogue(self._page, self._patience, refresh)
         super().__init__("s3", connections, connections, askers=1)
         self._try_first(ttl)
 
@@ -114,7 +117,7 @@ class S3Tier(BlockingTier):
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         if self._bucket.is_doubtful:
             # A list goes on answering when its server is gone. Then this question finds out.
-            self._bucket.page(self._prefix, "", self._by(), most=1)
+            self._bucket.page(self._prefix, "", time.monotonic() + self._patience, most=1)
         return self._catalogue.find(names)
 
     def clear(self, prefix: bytes) -> Iterator[None]:
