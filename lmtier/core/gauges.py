@@ -84,7 +84,9 @@ class Gauges:
         if tail := match.asked_tokens - len(match.keys) * size:
             missed["partial_chunk"] = tail
         saved, cost = match.chunks * size, match.cost
-        seconds = cost.prefill(match.has, saved) if cost is not None and saved > match.has else 0.0
+        # The fixed part is paid all the same: the rest of the prompt has to be computed.
+        is_worth = cost is not None and saved > match.has
+        seconds = cost.prefill(match.has, saved) - cost.fixed if cost is not None and is_worth else 0.0
         self._metrics.settle(match.asked_tokens, hits, missed, seconds)
         return missed
 

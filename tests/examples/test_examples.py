@@ -9,7 +9,7 @@ from tests.redis_process import running
 from tests.server.process import served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-VLLM = {"vllm_offline.py", "vllm_serve_restart.py", "prefill_decode.py"}
+VLLM = {"vllm_offline.py", "vllm_serve_restart.py", "prefill_decode.py", "agent.py"}
 
 
 def run(name: str, *arguments: object) -> str:

@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 
 from lmtier.core.cache import Cache
+from lmtier.core.match import Entry, State
+from lmtier.errors import MisuseError
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header
 from tests.model import walks
@@ -48,7 +50,12 @@ def test_a_seed_is_a_walk():
 
 def test_a_walk_that_fails_is_told_in_few_steps(monkeypatch: pytest.MonkeyPatch):
     """A cache that forgets to take what was discarded out of its slab."""
-    monkeypatch.setattr(Cache, "discard", lambda self, entry: None)
+
+    def check_and_forget(self: Cache, entry: Entry) -> None:
+        if entry.state is not State.GONE and self.index.get(entry.key) is not entry:
+            raise MisuseError("it belongs to another cache")
+
+    monkeypatch.setattr(Cache, "discard", check_and_forget)
     with pytest.raises(AssertionError, match="1 too old") as caught:
         walks.run(1, 200)
     story = str(caught.value)
