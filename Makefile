@@ -28,16 +28,20 @@ SEED := 1
 # Tests that measure time are marked `alone`: no other runs meanwhile.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-long test-hosts walk test-vllm compatibility lint bench docs dist programs clean
+.PHONY: demo test test-slow test-long test-sealed test-hosts walk test-vllm compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
 
 test: $(INSTALLED) programs
-	$(BIN)/pytest -m "not slow and not long" $(ON_ALL_CORES) --durations 30
+	$(BIN)/pytest -m "not slow and not long and not sealed" $(ON_ALL_CORES) --durations 30
 
 test-slow: $(INSTALLED) programs
 	$(BIN)/pytest -m slow $(ON_ALL_CORES)
+
+# Faults and the suite of every tier once more, with tiers that seal every object.
+test-sealed: $(INSTALLED) programs
+	$(BIN)/pytest -m sealed $(ON_ALL_CORES)
 
 # Hours: what docs/RELIABILITY.md has figures of.
 test-long: $(INSTALLED) programs

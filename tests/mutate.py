@@ -195,7 +195,8 @@ def collect() -> None:
     watch = Watch(measured)
     measured.start()
     status = pytest.main(
-        ["-q", "-m", "not slow and not long", "-p", "no:cacheprovider", *TESTS], plugins=[watch]
+        ["-q", "-m", "not slow and not long and not sealed", "-p", "no:cacheprovider", *TESTS],
+        plugins=[watch],
     )
     measured.stop()
     data = measured.get_data()
@@ -242,7 +243,7 @@ def tested(tests: list[str], seconds: dict[str, float]) -> str:
         return ""
     each = 20 + 5 * max(seconds.get(test, 40.0) for test in tests)
     words = ["-m", "tests.mutate", "ask", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-    words += ["-m", "not slow and not long"]
+    words += ["-m", "not slow and not long and not sealed"]
     limit = 60 + 3 * sum(seconds.get(test, 40.0) for test in tests)
     return asked([*words, "-o", f"timeout={each:.0f}", *tests], limit)
 

@@ -190,36 +190,36 @@ class TestOurOwnServer(RedisSuite):
             yield
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedStandalone(Sealed, TestStandalone):
     """With every object sealed."""
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedInParts(Sealed, TestInParts):
     """With every object sealed."""
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedUnix(Sealed, TestUnix):
     """With every object sealed."""
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedTls(Sealed, TestTls):
     """With every object sealed."""
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedCluster(Sealed, TestCluster):
     """With every object sealed."""
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedSentinel(Sealed, TestSentinel):
     """With every object sealed."""
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedOurOwnServer(Sealed, TestOurOwnServer):
     """With every object sealed."""

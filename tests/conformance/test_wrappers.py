@@ -60,7 +60,7 @@ class TestFlakyThatNeverFails(TestMemory):
         return FlakyTier(super().make(tmp_path), every=1_000_000_000)
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestSealedSlow(Sealed, TestSlow):
     """A tier around another one hands the keys to it."""
 

@@ -32,6 +32,6 @@ class TestMyTier(TierSuite):
             file.execute("INSERT OR REPLACE INTO objects VALUES (?, 1, ?)", [str(name), data])
 
 
-@pytest.mark.slow
+@pytest.mark.sealed
 class TestMySealedTier(Sealed, TestMyTier):
     """It has no line for that."""

@@ -1,4 +1,4 @@
-"""The faults are met twice: by tiers as they are, and (marked `slow`) by tiers that seal every object."""
+"""The faults are met twice: by tiers as they are, and (marked `sealed`) by tiers that seal every object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sealed import ALL_SEALED, seal_everything
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     if marks.isdisjoint({"long", "slow", "unsealed"}):
-        both = ["plain", pytest.param("sealed", marks=pytest.mark.slow)]
+        both = ["plain", pytest.param("sealed", marks=pytest.mark.sealed)]
         metafunc.parametrize("sealing", both, indirect=True)
 
 

@@ -368,7 +368,7 @@ def test_no_two_objects_have_one_key_across_threads_processes_and_restarts():
     assert keys_without_repeat(8_000, 4) == 8_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_million_objects_have_a_million_keys():
     assert keys_without_repeat(1_000_000, 10) == 1_000_000

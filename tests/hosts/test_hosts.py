@@ -28,7 +28,7 @@ def can_make_networks() -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not can_make_networks(), reason="this system lets no user make network namespaces")
 @pytest.mark.parametrize("store", ["redis", "s3"])
 def test_hosts_share_a_store_and_lose_it(tmp_path, store):
