@@ -37,7 +37,7 @@ test: $(INSTALLED) programs
 	$(BIN)/pytest -m "not slow and not long and not sealed" $(ON_ALL_CORES) --durations 30
 
 test-slow: $(INSTALLED) programs
-	$(BIN)/pytest -m slow $(ON_ALL_CORES)
+	$(BIN)/pytest -m "slow and not sealed" $(ON_ALL_CORES)
 
 # Faults and the suite of every tier once more, with tiers that seal every object.
 test-sealed: $(INSTALLED) programs

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.vllm_ttft import LMCACHE_NEEDS, LMCACHE_PORT, OFFLOAD_NEEDS, connector, lmcache_server, reaching
 from lmtier.tools.terminal import say, table
 from lmtier_bench import header
-from tests.vllm import broken
 from tests.vllm.conftest import transfer
+from tests.vllm.faults import FAULTS
 from tests.vllm.models import make
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +163,7 @@ def main() -> None:
             how = transfer(tiers=LMTIER, verify="off")
             how["kv_connector_module_path"] = "tests.vllm.broken"
             with serving(folder / "faults", model, how):
-                for fault in broken.FAULTS:
+                for fault in FAULTS:
                     (folder / "faults" / "fault").write_text(fault)
                     rows.append(row(f"fault: {fault}", *prove("--short", "--first")))
                     say(f"{fault}: {rows[-1]['status']} in {rows[-1]['seconds']} s")

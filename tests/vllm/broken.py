@@ -15,6 +15,7 @@ from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.rank import RankLoads
 from lmtier_integrations.vllm.reuse import Reuse
+from tests.vllm.faults import OF_MEMORY
 
 Blocks = list[int]
 Spoil = Callable[[list[Any], Blocks, list[Any]], None]
@@ -60,16 +61,20 @@ def blocks_off_by_one(tensors: list[Any], blocks: Blocks, before: list[Any]) -> 
         tensor[blocks[1:]] = tensor[blocks[:-1]]
 
 
-SPOILS: dict[str, Spoil] = {
-    "a byte": a_byte,
-    "values of two blocks swapped": values_of_two_blocks_swapped,
-    "a layer stale": a_layer_stale,
-    "another scale": another_scale,
-    "the last chunk missing": the_last_chunk_missing,
-    "blocks off by one": blocks_off_by_one,
-}
-NAMED = ("the salt ignored", "the adapter ignored", "named by length", "named without what comes before")
-FAULTS = (*SPOILS, *NAMED, "loaded too late", "more promised than loaded")
+SPOILS: dict[str, Spoil] = dict(
+    zip(
+        OF_MEMORY,
+        (
+            a_byte,
+            values_of_two_blocks_swapped,
+            a_layer_stale,
+            another_scale,
+            the_last_chunk_missing,
+            blocks_off_by_one,
+        ),
+        strict=True,
+    )
+)
 
 _start, _matched, _seed, _extend = RankLoads.start, Reuse.matched, Names.seed, KeyChain.extend
 

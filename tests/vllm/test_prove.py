@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import broken
 from tests.vllm.conftest import transfer
 from tests.vllm.engine import PATIENCE
+from tests.vllm.faults import FAULTS
 from tests.vllm.test_serve import served
 
 
@@ -55,7 +55,7 @@ def test_an_engine_that_is_right_is_not_accused(engine):
     }
 
 
-@pytest.mark.parametrize("name", broken.FAULTS)
+@pytest.mark.parametrize("name", FAULTS)
 def test_it_finds(engine, name):
     url, fault = engine
     fault.write_text(name)
