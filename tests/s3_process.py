@@ -70,7 +70,7 @@ class S3Server:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(self._command, cwd=self.folder, stdout=log, stderr=log)
         try:
-            until(self.answers)
+            until(self.answers, 120)  # SeaweedFS that was killed may take half a minute
         except BaseException:
             self.kill()
             raise
