@@ -75,7 +75,7 @@ def with_option(url: str, name: str, value: str) -> str:
 
 def read_price(text: str) -> tuple[str, float, str] | None:
     """A price, and what stands before and after the number: $2.50, 2.10 €. None: it is no price."""
-    found = re.fullmatch(r"\s*([^\d\s]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text)
+    found = re.fullmatch(r"\s*([^\d\s+-]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text)
     return None if found is None else (found[1], float(found[2]), found[3])
 
 

@@ -30,7 +30,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
         unix=str(folder / "socket"),
         http="127.0.0.1:0",
         token=TOKEN,
-        gpu_hour=3.5,
+        gpu_hour="3.5",
     )
     yield served
     served.process.kill()

@@ -158,7 +158,7 @@ def test_what_cannot_be_known_keeps_names_to_this_run(key, options, monkeypatch)
 def test_models_whose_tokens_see_later_ones_are_declined(models):
     config = EngineArgs(model=str(models / "qwen2")).create_engine_config()
     config.diffusion_config = DiffusionConfig(canvas_length=32)
-    with pytest.raises(LayoutError, match="only what is before them"):
+    with pytest.raises(LayoutError, match="only see earlier tokens"):
         LMTierConnector.get_required_kvcache_layout(config)
 
 

@@ -113,6 +113,11 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
                 f"lmtier serves models with attention, and all layers of {model.model} keep a state instead "
                 "of KV: start it without this connector"
             )
+        if model is not None and model.is_hybrid and KVConnectorTransferResults is None:
+            raise LayoutError(
+                f"{model.model} has layers that keep a state instead of KV; for those lmtier needs vLLM 0.30 "
+                "or later"
+            )
         if getattr(vllm_config, "diffusion_config", None) is not None:  # from 0.31 on
             raise LayoutError(
                 f"lmtier serves models whose tokens only see earlier tokens, but {model.model} computes "

@@ -60,9 +60,7 @@ def _serve_options(parser: ArgumentParser) -> None:
         default=None,
         help="allow addresses that other hosts can reach without a token",
     )
-    parser.add_argument(
-        "--gpu-hour", type=float, metavar="PRICE", help="of an engine's GPUs: stats say what hits save"
-    )
+    parser.add_argument("--gpu-hour", metavar="PRICE", help="of an engine's GPUs: stats say what hits save")
     parser.add_argument("--log-level", choices=config.LEVELS, help="default: info")
     parser.add_argument("--log-format", choices=config.FORMATS, help="default: text")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=SET)
