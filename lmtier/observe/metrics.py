@@ -26,11 +26,11 @@ MISS_GROUPS = {
     "left": ("Left before it was asked for again", ("evicted", "left_meanwhile", "expired", "behind_a_gap")),
     "failed": (
         "Was stored, and did not come",
-        ("tier_down", "error", "deadline", "absent", "corrupt", "foreign", "closed"),
+        ("tier_down", "error", "deadline", "absent", "corrupt", "foreign", "sealed", "unsealed", "closed"),
     ),
     "room": ("No room to load it", ("no_room", "full")),
     "early": ("Asked for while an engine stored it", ("being_filled",)),
-    "chosen": ("By choice", ("not_worth_it", "cancelled", "cleared")),
+    "chosen": ("By choice", ("not_worth_it", "no_state", "cancelled", "cleared")),
 }
 """What the reasons for a miss have in common. `new` and `chosen` are normal: no cache would have hit."""
 
