@@ -320,7 +320,8 @@ def test_a_server_that_goes_away_was_last_seen_and_may_come_back(browser, serve)
     browser.until("document.querySelector('#state').innerText === 'unreachable'")
     state, word, why = verdict(browser, "working")
     assert (state, word) == ("bad", "no answer")
-    assert re.fullmatch(r"The server does not answer; last seen [\d.]+ s ago; the rest is as it was then", why)
+    wanted = r"The server does not answer; last seen [\d.]+ s ago; the rest is as it was then"
+    assert re.fullmatch(wanted, why)
     assert number(browser, "data.saved") == 3, "what was known stays"
     again = serve(port=server.port)
     again.use(keys(4), keys(4), keys(4))
