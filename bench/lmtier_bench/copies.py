@@ -286,7 +286,7 @@ class OneTierCache:
         self._prompts += 1
         tokens = np.full(self._chunks * CHUNK_TOKENS + 1, 7, np.int32)
         tokens[0] = self._prompts
-        return tokens  # type: ignore[return-value]
+        return tokens  # type: ignore[return-value]  # an array is a sequence of ints to us
 
     def _save(self, mover: Mover, tokens: Sequence[int], ids: list[int]) -> None:
         chain = mover.chain(tokens)

@@ -241,7 +241,7 @@ def _seaweed(program: str, directory: Path) -> Iterator[str]:
         while not _has_bucket(int(port)):
             if server.poll() is not None or time.monotonic() > until:
                 raise ConfigError(f"SeaweedFS did not start:\n{(folder / 'log').read_text()[-2000:]}")
-            time.sleep(0.05)
+            time.sleep(0.05)  # another process starts, and sends no word
         yield port
     finally:
         server.kill()

@@ -218,7 +218,7 @@ def _connect(place: str, child: subprocess.Popen[bytes] | None = None) -> socket
             if (child is not None and child.poll() is not None) or time.monotonic() > until:
                 said = child.communicate()[1].decode() if child is not None else ""
                 raise ConfigError(f"a server for the bench did not start: {error}\n{said}") from None
-            time.sleep(0.02)
+            time.sleep(0.02)  # another process starts
             continue
         if place.isdigit():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
