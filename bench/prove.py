@@ -118,15 +118,11 @@ def caches(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Any
     yield "vLLM alone", None, None, nullcontext()
     disk = f"disk://{folder}/kv?capacity=4GiB"
     yield "lmtier", transfer(tiers=[*LMTIER, disk]), None, nullcontext()
-    if options.offload_spec:
-        spec = options.offload_spec
-        how = connector(
-            "OffloadingConnector",
-            spec_name="CpuSpec",
-            spec_module_path=spec.stem,
-            cpu_bytes_to_use=2 << 30,
-        )
-        yield "vLLM's OffloadingConnector", how, spec.parent, nullcontext()
+    spec = options.offload_spec
+    how = connector(
+        "OffloadingConnector", spec_name="CpuSpec", spec_module_path=spec.stem, cpu_bytes_to_use=2 << 30
+    )
+    yield "vLLM's OffloadingConnector", how, spec.parent, nullcontext()
     how = connector("ExampleConnector", shared_storage_path=str(folder / "example"))
     yield "vLLM's ExampleConnector", how, None, nullcontext()
     if options.lmcache:
@@ -141,7 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1, help="short ones of each")
     parser.add_argument("--only", nargs="+", default=[], help="words of the names of caches; or `faults`")
-    parser.add_argument("--offload-spec", type=Path, metavar="FILE", help=OFFLOAD_NEEDS)
+    spec = Path(__file__).with_name("cpu_offload_spec.py")
+    parser.add_argument("--offload-spec", type=Path, metavar="FILE", default=spec, help=OFFLOAD_NEEDS)
     parser.add_argument("--lmcache", type=Path, metavar="FOLDER", help=LMCACHE_NEEDS)
     parser.add_argument("--save", type=Path, metavar="FILE")
     options = parser.parse_args()
