@@ -28,7 +28,7 @@ SEED := 1
 # Tests that measure time are marked `alone`: no other runs meanwhile.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-long test-sealed test-hosts walk test-vllm compatibility lint bench docs dist programs clean
+.PHONY: demo test test-slow test-long test-sealed test-hosts walk test-vllm prove compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
@@ -82,6 +82,18 @@ $(WITH_MODEL): $(INSTALLED)
 test-vllm: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
 	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py \
 	  --numprocesses 2 --dist worksteal --durations 15
+
+# `lmtier prove` whole, and RUNS times in short, on a vLLM with lmtier and with the caches of others: hours.
+RUNS := 20
+LMCACHE := $(VLLM)/lmcache
+prove: $(VLLM_INSTALLED) $(LMCACHE)
+	$(VLLM)/bin/python bench/prove.py --runs $(RUNS) --lmcache $(LMCACHE)
+
+$(LMCACHE): | $(VLLM_INSTALLED)
+	@rm -rf $@.part
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@.part \
+	  lmcache==0.5.6 sortedcontainers aiofile aiofiles caio nvtx redis opentelemetry-exporter-prometheus
+	@mv $@.part $@
 
 # Writes the table of versions in README.md anew.
 compatibility: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
