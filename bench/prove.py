@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def main() -> None:
         for name, how, path, beside in caches(options, folder):
             if options.only and not any(word in name for word in options.only):
                 continue
-            with beside, serving(folder / name.replace(" ", "-"), model, how, path) as served:
+            with beside, serving(folder / re.sub(r"\W+", "-", name), model, how, path) as served:
                 rows.append(row(name, *prove("--restart", served.restart)))
                 say(f"{name}: {rows[-1]['status']} in {rows[-1]['seconds']} s")
                 for number in range(options.runs):

@@ -338,6 +338,7 @@ def test_what_is_replaced_or_deleted_leaves_nothing_behind(fresh):
         assert fresh.names() == []
 
 
+@pytest.mark.unsealed  # its cards are written by hand
 def test_a_card_that_promises_the_world_is_a_miss(fresh):
     each = sample(1)
     with closing(tier_at(fresh.port)) as tier:
