@@ -18,11 +18,12 @@ from lmtier_integrations.transformers.buffer import ChunkBuffer, PromptRow
 from lmtier_integrations.transformers.model import (
     decline_state,
     digest_of,
-    kind_of,
     length_limit,
     probe,
     stamp_of,
 )
+from lmtier_integrations.transformers.prefill import Prefill
+from lmtier_integrations.transformers.states import StateStore
 from lmtier_integrations.transformers.stored_cache import (
     ExpectedPrompts,
     PromptSaving,
@@ -48,13 +49,13 @@ class PrefixCache:
         server: str = "",
         name: str = "",
         weights: str = "",
+        state_tokens: int = 8192,
         **settings: Any,
     ) -> None:
         if server and (tiers or settings):
             raise MisuseError(f"the server at {server} has its own tiers and settings: pass one or the other")
         self.model = model
-        probed = probe(model)
-        self._kinds = [kind_of(*each) for each in probed]
+        self._kept = probe(model)
         self._limit = length_limit(model.config.to_dict())
         self._name = name or weights or model.config.name_or_path or type(model).__name__
         digest = weights_in(weights) if weights else digest_of(model)
@@ -66,10 +67,14 @@ class PrefixCache:
         else:
             self.cache = lmtier.Cache(Config(**{**settings, **({"tiers": tiers} if tiers else {})}))
         try:
-            self._buffer = ChunkBuffer(self.cache, probed, self._identity(digest))
+            states = StateStore(self.cache, self._kept.states) if self._kept.states else None
+            self._packing = states.packing if states is not None else ""
+            self._buffer = ChunkBuffer(self.cache, self._kept, states, self._identity(digest))
         except BaseException:
             self.cache.close()
             raise
+        every = max(1, state_tokens // self.cache.chunk_tokens)
+        self._prefill = Prefill(model, self._buffer, states, every) if states is not None else None
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def __enter__(self) -> PrefixCache:
@@ -151,9 +156,12 @@ class PrefixCache:
             PromptRow(buffer.mover.chain(ids[len(ids) - count :], salt=salt), len(ids) - count)
             for ids, count in zip(input_ids.tolist(), tokens, strict=True)
         ]
-        cache.loaded, prefixes = buffer.load(rows)
-        for layer, (_, _, _, device), prefix in zip(cache.layers, self._kinds, prefixes, strict=False):
-            layer.update(*(plane.to(device) for plane in prefix))
+        if self._prefill is not None:
+            self._prefill.fill(cache, rows, input_ids, self._limit, self._stamp)
+        else:
+            cache.loaded, prefixes = buffer.load(rows)
+            for (number, (keys, _)), prefix in zip(self._kept.kv.items(), prefixes, strict=False):
+                cache.layers[number].update(*(plane.to(keys.device) for plane in prefix))
         for row, where in zip(rows, cache.loaded, strict=True):
             log.info(
                 "Loaded KV cache for %d out of %d tokens %s", where.total(), row.chain.tokens, dict(where)
@@ -184,7 +192,7 @@ class PrefixCache:
         """Check that the keys belong to this model. If its weights have changed, new keys begin here."""
         decline_state(self.model)
         if self._stamp != (stamp := stamp_of(self.model)):
-            if [kind_of(*each) for each in probe(self.model)] != self._kinds:
+            if probe(self.model).kinds != self._kept.kinds:
                 raise MisuseError(
                     "the model has another dtype or device than when this was opened: open another"
                 )
@@ -199,5 +207,6 @@ class PrefixCache:
             length="the prompt's",
             dtype=str(self.model.dtype),
             quantization=f"transformers {quantized}" if quantized else "None",
+            engine={"states": self._packing} if self._packing else None,
         )
         return Identity(model=self._name, weights=weights, attention=attention)
