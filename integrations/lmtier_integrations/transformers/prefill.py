@@ -31,7 +31,7 @@ from lmtier_integrations.transformers.stored_cache import (
 )
 
 
-class Prefill:
+class PromptPrefill:
     def __init__(self, model: PreTrainedModel, buffer: ChunkBuffer, states: StateStore, every: int) -> None:
         self._model, self._buffer, self._states = model, buffer, states
         self._every = every

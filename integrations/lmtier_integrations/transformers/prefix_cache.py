@@ -22,7 +22,7 @@ from lmtier_integrations.transformers.model import (
     probe,
     stamp_of,
 )
-from lmtier_integrations.transformers.prefill import Prefill
+from lmtier_integrations.transformers.prefill import PromptPrefill
 from lmtier_integrations.transformers.states import StateStore
 from lmtier_integrations.transformers.stored_cache import (
     ExpectedPrompts,
@@ -40,6 +40,9 @@ class PrefixCache:
     `settings` are those of `lmtier.config.Config`: `chunk_tokens`, `verify`, `load_deadline`, …; a server has
     its own. All bytes of the model's weights identify it. Other engines only see files: to share with them,
     set `weights` to the model's folder, and `name` to the name that they use.
+
+    If the model keeps states beside KV, a state is stored after the last whole chunk of a prompt, and after
+    every `state_tokens` tokens before it.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class PrefixCache:
             self.cache.close()
             raise
         every = max(1, state_tokens // self.cache.chunk_tokens)
-        self._prefill = Prefill(model, self._buffer, states, every) if states is not None else None
+        self._prefill = PromptPrefill(model, self._buffer, states, every) if states is not None else None
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def __enter__(self) -> PrefixCache:
@@ -139,7 +142,8 @@ class PrefixCache:
         """A cache for one `model.generate` of these prompts, or one forward. It holds their stored KV.
 
         Static if `max_cache_len` says how many tokens it shall hold. Prompts with other salts share nothing.
-        At least one token is left to compute. A batch goes on from where all of its rows are stored.
+        At least one token is left to compute. A batch goes on from where all of its rows are stored. If the
+        model keeps states, its prompts are computed here, up to their last whole chunk.
         """
         mask = self._mask(input_ids, attention_mask)
         if 0 < max_cache_len <= input_ids.shape[1]:

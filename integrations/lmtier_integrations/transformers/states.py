@@ -29,7 +29,7 @@ from lmtier.format.layout import LayerShape, Layout
 _CANARY_BLOCKS = 3  # source, target, and one that must not change
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """The place of a tensor in a cache."""
 
     layer: int
@@ -39,18 +39,18 @@ class Place(NamedTuple):
     """Among the tensors of its kind in this layer."""
 
 
-States: TypeAlias = Mapping[Place, Tensor]
+States: TypeAlias = Mapping[StatePlace, Tensor]
 """What the layers without KV remember: tensors [rows, …]."""
 
 
 def states_in(cache: Cache) -> States:
-    found: dict[Place, Tensor] = {}
+    found: dict[StatePlace, Tensor] = {}
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for is_recurrent, tensors in enumerate((layer.conv_states, layer.recurrent_states)):
                 for index, tensor in tensors.items():
                     if tensor is not None:
-                        found[Place(number, bool(is_recurrent), index)] = tensor
+                        found[StatePlace(number, bool(is_recurrent), index)] = tensor
     return found
 
 
@@ -114,5 +114,5 @@ class StateStore:
         return torch.split(self._blocks[0, 0], self._sizes)
 
 
-def _kinds_of(states: States) -> dict[Place, tuple[tuple[int, ...], torch.dtype]]:
+def _kinds_of(states: States) -> dict[StatePlace, tuple[tuple[int, ...], torch.dtype]]:
     return {place: (tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in states.items()}
