@@ -406,7 +406,7 @@ DECLINED = {
     "no layer of MambaForCausalLM keeps KV": lambda: tiny(
         MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, state_size=4)
     ),
-    "MiniMaxForCausalLM has a cache of its own": lambda: tiny(
+    "MiniMaxForCausalLM has its own kind of cache": lambda: tiny(
         MiniMaxConfig(**SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=1, block_size=16)
     ),
     "JambaForCausalLM does not go on from the state": lambda: tiny(
@@ -414,7 +414,7 @@ DECLINED = {
             **SHAPE, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_expand=2
         )
     ),
-    "RwkvForCausalLM has a cache of its own": lambda: tiny(
+    "RwkvForCausalLM has its own kind of cache": lambda: tiny(
         RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     ),
     "attends to later tokens": lambda: tiny(

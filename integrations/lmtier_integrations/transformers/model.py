@@ -73,7 +73,7 @@ def probe(model: PreTrainedModel) -> Kept:
             f"no layer of {type(model).__name__} keeps KV; lmtier serves states beside layers that do"
         )
     if not model._supports_default_dynamic_cache():
-        raise LayoutError(f"{type(model).__name__} has a cache of its own kind")
+        raise LayoutError(f"{type(model).__name__} has its own kind of cache")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise LayoutError(f"{type(model).__name__} does not only cache keys and values")
     tokens = torch.arange(2 * _PROBED, device=model.device)[None]
