@@ -175,6 +175,8 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
     "kimi-linear": KimiLinearConfig(
         **{**_FOUR, "num_key_value_heads": 4},
         layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_heads=4,
+        linear_head_dim=16,
         kv_lora_rank=32,
         q_lora_rank=None,
         qk_nope_head_dim=16,
