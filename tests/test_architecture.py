@@ -145,7 +145,15 @@ def test_only_metrics_imports_prometheus():
 def test_torch_is_imported_where_tensors_are_touched():
     assert users("torch") <= {
         *("layers.py", "mover.py", "device.py", "gpu.py"),
-        *("demo.py", "prefix_cache.py", "stored_cache.py", "buffer.py", "places.py", "model.py"),
+        *(
+            "demo.py",
+            "prefix_cache.py",
+            "stored_cache.py",
+            "buffer.py",
+            "places.py",
+            "model.py",
+            "prefill.py",
+        ),
         *("sglang.py", "media.py", "memory.py"),
     }
 

@@ -73,11 +73,16 @@ class Mover:
         start = seed(self.identity, self.cache.chunk_tokens, lora=lora, salt=salt)
         return KeyChain(start, self.cache.chunk_tokens, tokens, extras)
 
-    def match(self, chain: KeyChain, *, deadline: float | None = None) -> Match:
-        """Load the longest stored prefix into the slab. At least one token is left to compute."""
+    def match(
+        self, chain: KeyChain, *, deadline: float | None = None, ends: ChunkForm | None = None
+    ) -> Match:
+        """Load the longest stored prefix into the slab. At least one token is left to compute.
+
+        With `ends` it ends with a state of that form, which another mover loads.
+        """
         whole = max(0, chain.tokens - 1) // chain.chunk_tokens
         keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
-        match = self.cache.match(keys, self.form, tokens=chain.tokens, deadline=deadline)
+        match = self.cache.match(keys, self.form, tokens=chain.tokens, deadline=deadline, ends=ends)
         try:
             return self.cache.wait(match)
         except BaseException:

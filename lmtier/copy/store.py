@@ -36,6 +36,7 @@ class Store(Protocol):
         *,
         tokens: int | None = None,
         deadline: float | None = None,
+        ends: ChunkForm | None = None,
     ) -> Match: ...
 
     def wait(self, match: Match) -> Match: ...

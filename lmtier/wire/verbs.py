@@ -51,6 +51,7 @@ def write_match(number: int, match: Match) -> dict[str, Any]:
         )
     if match.cut:
         reply["cut"] = match.cut
+        reply["found"] = match.found
     if match.end is not None:
         reply["end"] = write_match(0, match.end)
     return reply
@@ -70,6 +71,7 @@ def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = 
     match.waiting = len(loading)
     match.asking = int(fields["state"] == b"asking")
     match.cut = fields.get("cut", b"").decode()
+    match.found = fields.get("found", 0)
     match.end = None
     if "end" in fields and match.ends is not None and match.ends.layout is not None:
         key = state_key(match.keys[len(sources) - 1], match.ends.layout.to_json())

@@ -8,21 +8,33 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     DeepseekV2Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
+    Zamba2Config,
 )
 
 VOCABULARY, WINDOW, ORIGINAL = 2048, 24, 64
@@ -100,12 +112,94 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 
+_FOUR: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+HYBRIDS: dict[str, PreTrainedConfig] = {
+    "qwen3-next": Qwen3NextConfig(
+        **_FOUR, **_DELTA, **_EXPERTS, head_dim=16, shared_expert_intermediate_size=32
+    ),
+    "falcon-h1": FalconH1Config(
+        **SHAPE, **{**_MAMBA, "mamba_n_heads": 4, "mamba_expand": 1}, head_dim=16, mamba_d_ssm=64
+    ),
+    "lfm2": Lfm2Config(**_FOUR, layer_types=_CONVOLUTIONS, block_auto_adjust_ff_dim=False),
+    "granite": GraniteMoeHybridConfig(
+        **_FOUR,
+        **_MAMBA,
+        shared_intermediate_size=64,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        position_embedding_type="rope",
+    ),
+    "bamba": BambaConfig(**_FOUR, **_MAMBA, attn_layer_indices=[2]),
+    "nemotron-h": NemotronHConfig(
+        **_FOUR,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=1,
+        ssm_state_size=16,
+        expand=2,
+    ),
+    "qwen3.5": Qwen3_5TextConfig(**_FOUR, **_DELTA, head_dim=16),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **_FOUR, **_DELTA, **_EXPERTS, head_dim=16, shared_expert_intermediate_size=32
+    ),
+    "lfm2-moe": Lfm2MoeConfig(**_FOUR, **_EXPERTS, layer_types=_CONVOLUTIONS, num_dense_layers=1),
+    "olmo-hybrid": OlmoHybridConfig(**_FOUR, **{**_DELTA, "linear_num_key_heads": 4}),
+    "zamba2": Zamba2Config(
+        **_FOUR,
+        mamba_d_state=16,
+        mamba_headdim=16,
+        n_mamba_heads=8,
+        mamba_ngroups=1,
+        layers_block_type=["mamba", "hybrid"] * 2,
+        num_mem_blocks=1,
+        adapter_rank=8,
+    ),
+    "kimi-linear": KimiLinearConfig(
+        **{**_FOUR, "num_key_value_heads": 4},
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_heads=4,
+        linear_head_dim=16,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        num_experts=4,
+        moe_intermediate_size=32,
+        num_experts_per_token=2,
+    ),
+}
+"""Models that mix layers with KV and layers with a state."""
+
 
 @cache
 def model_of(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config({**CONFIGS, **HYBRIDS}[kind]).to(dtype).eval()
     assert isinstance(model, PreTrainedModel)
+    for name, weights in model.named_parameters():  # of states: so that they remember a whole prompt
+        if name.endswith("dt_bias"):
+            weights.data.fill_(-3.0)
+        if name.endswith("A_log"):
+            weights.data.copy_(torch.linspace(-3.0, 0.5, weights.numel()).view(weights.shape))
     return model
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
     Gemma3TextConfig,
+    JambaConfig,
     MambaConfig,
-    Qwen3NextConfig,
+    MiniMaxConfig,
     RwkvConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -403,25 +403,18 @@ DECLINED = {
     "encoder-decoder": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     ).eval(),
-    "keeps a LinearAttentionLayer": lambda: tiny(
+    "no layer of MambaForCausalLM keeps KV": lambda: tiny(
         MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, state_size=4)
     ),
-    "layer 0 keeps a LinearAttentionLayer": lambda: tiny(
-        Qwen3NextConfig(
-            **SHAPE,
-            head_dim=16,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
+    "MiniMaxForCausalLM has its own kind of cache": lambda: tiny(
+        MiniMaxConfig(**SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=1, block_size=16)
+    ),
+    "JambaForCausalLM does not go on from the state": lambda: tiny(
+        JambaConfig(
+            **SHAPE, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_expand=2
         )
     ),
-    "keeps a LinearAttentionAndFullAttentionLayer": lambda: tiny(
-        FalconH1Config(**SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
-    ),
-    "RwkvForCausalLM does not only cache": lambda: tiny(
+    "RwkvForCausalLM has its own kind of cache": lambda: tiny(
         RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     ),
     "attends to later tokens": lambda: tiny(

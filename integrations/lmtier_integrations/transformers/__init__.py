@@ -11,6 +11,8 @@ prefix_cache    what a user opens
 stored_cache    the cache of one `generate`, and when it saves
 buffer          what is loaded and saved goes through it
 places          where the buffer lies: in CPU memory or on a GPU
+states          what layers without KV keep: read, written, stored, loaded
+prefill         computes prompts up to places where a state is stored
 model           what kind of model this is, and whether it can be served
 """
 

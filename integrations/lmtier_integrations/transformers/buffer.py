@@ -22,8 +22,9 @@ from lmtier.core.match import Match
 from lmtier.errors import DeviceError, log
 from lmtier.format.keys import Identity, KeyChain
 from lmtier.format.layout import LayerShape, Layout
-from lmtier_integrations.transformers.model import DTYPES
+from lmtier_integrations.transformers.model import DTYPES, Kept
 from lmtier_integrations.transformers.places import InCpuMemory, InGpuMemory, beside_the_gpu, place_for
+from lmtier_integrations.transformers.states import States, StateStore
 
 _FAILURES = torch.cuda.OutOfMemoryError, DeviceError
 """Failures of a GPU. Then a load is computed instead, and a save is dropped."""
@@ -39,6 +40,10 @@ class PromptRow:
     """Columns before its first token."""
     saved: int = 0
     """Chunks that are stored, or will be at the end of the running forward."""
+    parted: int = 0
+    """Chunks after which another prompt went on differently, if no state is stored there."""
+    state: States | None = None
+    """The state after `saved` chunks, if one was loaded."""
 
     @property
     def end(self) -> int:
@@ -61,11 +66,14 @@ class ChunkBuffer:
     """The buffer between the caches of requests and the store; one of them goes through it at a time."""
 
     def __init__(
-        self, cache: lmtier.Cache | Client, probed: Sequence[tuple[Tensor, Tensor]], identity: Identity
+        self, cache: lmtier.Cache | Client, kept: Kept, states: StateStore | None, identity: Identity
     ) -> None:
         self._cache = cache
+        self._states = states
         self.chunk_tokens = cache.chunk_tokens
-        self.layers = len(probed)
+        self.numbers = {layer: number for number, layer in enumerate(kept.kv)}
+        """The number of each layer among those with KV."""
+        probed = list(kept.kv.values())
         self._dtype = probed[0][0].dtype
         shapes = [LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1]) for keys, values in probed]
         self._layout = Layout(
@@ -141,9 +149,11 @@ class ChunkBuffer:
         prefixes: list[list[Tensor]] = []
         try:
             for number, row in enumerate(rows):
-                matches.append(self.mover.match(row.chain))
+                ends = self._states.mover.form if self._states is not None else None
+                matches.append(self.mover.match(row.chain, ends=ends))
                 held[number] = matches[-1]
                 row.saved = matches[-1].chunks
+                row.parted = matches[-1].found if matches[-1].cut == "no_state" else 0
                 sources.append(list(matches[-1].sources))
             self.place.follow()
             if end := _common_end(rows):
@@ -177,7 +187,13 @@ class ChunkBuffer:
         with self.place.current(), self.mover.load(match, range(match.chunks)) as load:
             load.all()
             load.confirm()
+            if self._states is not None and match.end is not None:
+                row.state = (
+                    self._states.load(match.end) if load.finish() == row.saved * self.chunk_tokens else None
+                )
         row.saved = load.tokens // self.chunk_tokens
+        if self._states is not None and row.state is None:
+            row.saved = 0
         for blocks, (keys, values) in zip(self._blocks, prefixes, strict=True):
             for block, plane in _facing(blocks, keys[number, :, there], values[number, :, there]):
                 plane.copy_(block)

@@ -1,33 +1,59 @@
-"""The properties of a model: its KV per token, its rotation, and its weights.
+"""The properties of a model: its KV per token, its states, its rotation, and its weights.
 
-A run on a few tokens finds out which KV a model has. A model whose KV cannot be stored completely is
-declined.
+A run on a few tokens finds out what a model keeps. A model of which that cannot be stored completely, or that
+cannot go on from it, is declined.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import torch
+import transformers
 import xxhash
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from lmtier.errors import LayoutError, MisuseError
+from lmtier_integrations.transformers.states import States, states_in
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROTATES_BY_LENGTH = ("longrope", "su", "dynamic")
 _LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
+_LAYERS = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer
 _PROBED = 4  # tokens
 _CLOSE = 0.1  # a relative difference of a token's KV: rounding is far below, the effect of later tokens above
 
 
-def probe(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
-    """K and V of a few tokens, as the model leaves them in each layer. Raises where it cannot be served."""
+@dataclass(frozen=True)
+class Kept:
+    """What a model leaves in its cache of a few tokens."""
+
+    kv: Mapping[int, tuple[Tensor, Tensor]]
+    """K and V of each layer that has them."""
+    states: States
+
+    @property
+    def kinds(self) -> list[object]:
+        """The place, shape, dtype and device of each tensor."""
+        planes = [(layer, plane) for layer, both in self.kv.items() for plane in both]
+        return [(at, each.shape, each.dtype, each.device) for at, each in (*planes, *self.states.items())]
+
+
+def probe(model: PreTrainedModel) -> Kept:
+    """What the model keeps of a few tokens. Raises where it cannot be served."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise LayoutError(f"{type(model).__name__} is no transformers model that generates")
     decline_state(model)
@@ -35,26 +61,36 @@ def probe(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
         raise LayoutError("lmtier serves decoders: the KV of an encoder-decoder is not of the prompt alone")
     if model.tp_size is not None:
         raise LayoutError("lmtier does not serve tensor parallelism in transformers: a rank holds some heads")
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    for number, layer in enumerate(caches[0].layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):  # descendants keep something else
+    cache, whole = (DynamicCache(config=model.config) for _ in range(2))
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in _LAYERS:  # descendants keep something else
             raise LayoutError(
-                "lmtier serves layers with full attention or a sliding window; "
+                "lmtier serves layers with full attention, a sliding window or a state; "
                 f"layer {number} keeps a {type(layer).__name__}"
             )
+    if not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        raise LayoutError(
+            f"no layer of {type(model).__name__} keeps KV; lmtier serves states beside layers that do"
+        )
+    if not model._supports_default_dynamic_cache():
+        raise LayoutError(f"{type(model).__name__} has its own kind of cache")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise LayoutError(f"{type(model).__name__} does not only cache keys and values")
     tokens = torch.arange(2 * _PROBED, device=model.device)[None]
-    with torch.no_grad():
-        for cache, length in zip(caches, (_PROBED, 2 * _PROBED), strict=True):
-            some = tokens[:, :length]
-            model(input_ids=some, attention_mask=torch.ones_like(some), past_key_values=cache, use_cache=True)
-    found = [(layer.keys, layer.values) for layer in caches[0].layers]
-    for number, (planes, later) in enumerate(zip(found, caches[1].layers, strict=True)):
+    compute(model, tokens, cache, 0, _PROBED)
+    logits = compute(model, tokens, whole, 0, 2 * _PROBED)
+    found = {
+        number: (layer.keys, layer.values)
+        for number, layer in enumerate(cache.layers)
+        if isinstance(layer, DynamicLayer)
+    }
+    keys = next(iter(found.values()))[0]
+    for number, planes in found.items():
+        later = whole.layers[number]
         for plane, other in zip(planes, (later.keys, later.values), strict=True):
             if plane is None or plane.shape[:1] + plane.shape[2:3] != (1, _PROBED):
                 raise LayoutError(f"layer {number} leaves no keys and values of its tokens in its cache")
-            if plane.dtype not in DTYPES or plane.dtype != found[0][0].dtype:
+            if plane.dtype not in DTYPES or plane.dtype != keys.dtype:
                 raise LayoutError(
                     f"layer {number} keeps {plane.dtype}; lmtier serves {', '.join(DTYPES.values())}"
                 )
@@ -64,11 +100,66 @@ def probe(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
                 )
         if planes[0].shape[1] != planes[1].shape[1]:
             raise LayoutError(f"layer {number} has keys and values of different numbers of heads")
-    return found
+    kept = Kept(found, {place: tensor.clone() for place, tensor in states_in(cache).items()})
+    if kept.states:
+        _check_states(model, kept, tokens, cache, [logits, *_all_of(whole)])
+    return kept
 
 
-def kind_of(keys: Tensor, values: Tensor) -> tuple[torch.Size, torch.Size, torch.dtype, torch.device]:
-    return keys.shape, values.shape, keys.dtype, keys.device
+def _check_states(
+    model: PreTrainedModel, kept: Kept, tokens: Tensor, cache: DynamicCache, whole: Sequence[Tensor]
+) -> None:
+    """Raise if this model cannot go on from its state. `cache` has the first tokens, `whole` is of all."""
+    planes = [plane for both in kept.kv.values() for plane in both]
+    if any(each.device.type != "cpu" for each in (*planes, *kept.states.values())):
+        raise LayoutError(
+            f"{type(model).__name__} has layers that keep a state instead of KV; for those lmtier needs a "
+            "model on a CPU"
+        )
+    # Some models compute as if there were no state if a forward has several tokens.
+    forgetful = copy.deepcopy(cache)
+    is_recurrent = any(place.is_recurrent for place in kept.states)
+    for place, state in states_in(forgetful).items():
+        if place.is_recurrent == is_recurrent:
+            state.zero_()
+    one, other = (
+        [compute(model, tokens, each, _PROBED, 2 * _PROBED), *_all_of(each)] for each in (cache, forgetful)
+    )
+    if 2 * _distance(one, whole) > _distance(other, whole):
+        raise LayoutError(
+            f"{type(model).__name__} does not go on from the state in its cache, in transformers "
+            f"{transformers.__version__}, if a forward has several tokens; lmtier needs a model that does"
+        )
+
+
+def _all_of(cache: DynamicCache) -> list[Tensor]:
+    planes = [
+        each
+        for layer in cache.layers
+        if isinstance(layer, DynamicLayer)
+        for each in (layer.keys, layer.values)
+    ]
+    return [*planes, *states_in(cache).values()]
+
+
+def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    pairs = zip(some, others, strict=True)
+    return sum(float((one - other).norm() / other.norm().clamp(1e-9)) for one, other in pairs)
+
+
+@torch.no_grad()
+def compute(model: PreTrainedModel, tokens: Tensor, cache: Cache, start: int, end: int) -> Tensor:
+    """One forward over these columns of prompts without padding. Returns the last logits."""
+    given = {
+        "attention_mask": torch.ones_like(tokens[:, :end]),
+        "position_ids": torch.arange(start, end, device=tokens.device).expand(len(tokens), -1),
+        "logits_to_keep": 1,
+    }
+    takes = inspect.signature(model.forward).parameters
+    given = {word: value for word, value in given.items() if word in takes}
+    found = model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True, **given)
+    logits: Tensor = found.logits[:, -1]
+    return logits
 
 
 def decline_state(model: PreTrainedModel) -> None:

@@ -18,11 +18,12 @@ from lmtier_integrations.transformers.buffer import ChunkBuffer, PromptRow
 from lmtier_integrations.transformers.model import (
     decline_state,
     digest_of,
-    kind_of,
     length_limit,
     probe,
     stamp_of,
 )
+from lmtier_integrations.transformers.prefill import PromptPrefill
+from lmtier_integrations.transformers.states import StateStore
 from lmtier_integrations.transformers.stored_cache import (
     ExpectedPrompts,
     PromptSaving,
@@ -39,6 +40,9 @@ class PrefixCache:
     `settings` are those of `lmtier.config.Config`: `chunk_tokens`, `verify`, `load_deadline`, …; a server has
     its own. All bytes of the model's weights identify it. Other engines only see files: to share with them,
     set `weights` to the model's folder, and `name` to the name that they use.
+
+    If the model keeps states beside KV, a state is stored after the last whole chunk of a prompt, and after
+    every `state_tokens` tokens before it.
     """
 
     def __init__(
@@ -48,13 +52,13 @@ class PrefixCache:
         server: str = "",
         name: str = "",
         weights: str = "",
+        state_tokens: int = 8192,
         **settings: Any,
     ) -> None:
         if server and (tiers or settings):
             raise MisuseError(f"the server at {server} has its own tiers and settings: pass one or the other")
         self.model = model
-        probed = probe(model)
-        self._kinds = [kind_of(*each) for each in probed]
+        self._kept = probe(model)
         self._limit = length_limit(model.config.to_dict())
         self._name = name or weights or model.config.name_or_path or type(model).__name__
         digest = weights_in(weights) if weights else digest_of(model)
@@ -66,10 +70,14 @@ class PrefixCache:
         else:
             self.cache = lmtier.Cache(Config(**{**settings, **({"tiers": tiers} if tiers else {})}))
         try:
-            self._buffer = ChunkBuffer(self.cache, probed, self._identity(digest))
+            states = StateStore(self.cache, self._kept.states) if self._kept.states else None
+            self._packing = states.packing if states is not None else ""
+            self._buffer = ChunkBuffer(self.cache, self._kept, states, self._identity(digest))
         except BaseException:
             self.cache.close()
             raise
+        every = max(1, state_tokens // self.cache.chunk_tokens)
+        self._prefill = PromptPrefill(model, self._buffer, states, every) if states is not None else None
         self._hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def __enter__(self) -> PrefixCache:
@@ -134,7 +142,8 @@ class PrefixCache:
         """A cache for one `model.generate` of these prompts, or one forward. It holds their stored KV.
 
         Static if `max_cache_len` says how many tokens it shall hold. Prompts with other salts share nothing.
-        At least one token is left to compute. A batch goes on from where all of its rows are stored.
+        At least one token is left to compute. A batch goes on from where all of its rows are stored. If the
+        model keeps states, its prompts are computed here, up to their last whole chunk.
         """
         mask = self._mask(input_ids, attention_mask)
         if 0 < max_cache_len <= input_ids.shape[1]:
@@ -151,9 +160,12 @@ class PrefixCache:
             PromptRow(buffer.mover.chain(ids[len(ids) - count :], salt=salt), len(ids) - count)
             for ids, count in zip(input_ids.tolist(), tokens, strict=True)
         ]
-        cache.loaded, prefixes = buffer.load(rows)
-        for layer, (_, _, _, device), prefix in zip(cache.layers, self._kinds, prefixes, strict=False):
-            layer.update(*(plane.to(device) for plane in prefix))
+        if self._prefill is not None:
+            self._prefill.fill(cache, rows, input_ids, self._limit, self._stamp)
+        else:
+            cache.loaded, prefixes = buffer.load(rows)
+            for (number, (keys, _)), prefix in zip(self._kept.kv.items(), prefixes, strict=False):
+                cache.layers[number].update(*(plane.to(keys.device) for plane in prefix))
         for row, where in zip(rows, cache.loaded, strict=True):
             log.info(
                 "Loaded KV cache for %d out of %d tokens %s", where.total(), row.chain.tokens, dict(where)
@@ -184,7 +196,7 @@ class PrefixCache:
         """Check that the keys belong to this model. If its weights have changed, new keys begin here."""
         decline_state(self.model)
         if self._stamp != (stamp := stamp_of(self.model)):
-            if [kind_of(*each) for each in probe(self.model)] != self._kinds:
+            if probe(self.model).kinds != self._kept.kinds:
                 raise MisuseError(
                     "the model has another dtype or device than when this was opened: open another"
                 )
@@ -199,5 +211,6 @@ class PrefixCache:
             length="the prompt's",
             dtype=str(self.model.dtype),
             quantization=f"transformers {quantized}" if quantized else "None",
+            engine={"states": self._packing} if self._packing else None,
         )
         return Identity(model=self._name, weights=weights, attention=attention)

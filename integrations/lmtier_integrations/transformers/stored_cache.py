@@ -126,6 +126,7 @@ class PromptSaving:
 
     def layer(self, number: int, keys: Tensor, values: Tensor) -> bool:
         """Save one layer of a forward. False: there is nothing to save from here on."""
+        number = self._buffer.numbers[number]
         end = self._columns + keys.shape[-2]
         if number == 0:
             # The forward before did not end, or this one has another rotation.
@@ -133,7 +134,7 @@ class PromptSaving:
             if is_long or self._is_running or not self._is_expected:
                 return False
             self._buffer.begin(self._rows, self._columns, end)
-        self._is_running = number < self._buffer.layers - 1
+        self._is_running = number < len(self._buffer.numbers) - 1
         self._buffer.save(number, keys, values)
         if self._is_running:
             return True
