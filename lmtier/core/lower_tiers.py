@@ -30,12 +30,20 @@ class LowerTiers(list[LowerTier]):
         """Prefixes that `touch` will mark as used."""
 
     def open(
-        self, specs: Sequence[TierSpec], opened: Mapping[str, Tier], wake: Callable[[], None], above: Above
+        self,
+        specs: Sequence[TierSpec],
+        opened: Mapping[str, Tier],
+        wake: Callable[[], None],
+        above: Above,
+        locks: Mapping[str, int],
     ) -> None:
-        """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open."""
+        """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open.
+
+        `locks` has the locked files that a server before this one has handed over, by place.
+        """
         try:
             for number, spec in enumerate(specs):
-                tier = opened.get(spec.url) or open_tier(spec)
+                tier = opened.get(spec.url) or open_tier(spec, locks.get(f"{spec.scheme}://{spec.location}"))
                 tier.wake = wake
                 twins = sum(each.scheme == spec.scheme for each in specs[:number])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
