@@ -70,8 +70,8 @@ class Cache:
         """Open the tiers of `config`. `tiers` maps some of its URLs to tiers that are already open.
 
         `shared` makes a slab that other processes can map. `wake` is called, from any thread, when `step`
-        would find something to do. `is_record` tells the keys of records from the keys of KV. `heritage` is what a
-        cache of another process leaves to this one.
+        would find something to do. `is_record` tells the keys of records from the keys of KV. `heritage` is
+        what a cache of another process leaves to this one.
 
         Returns when the lower tiers know what they hold, unless `wait_until_warm` is false. It waits for at
         most a minute; a tier that takes longer, or fails, is used as soon as it is ready.
@@ -129,9 +129,11 @@ class Cache:
         self.pinning = NamedPins(indexes, clock)
         self.sessions = AgentSessions(indexes, self.metrics, self.chunk_tokens, clock)
         self._hinting = Hinting(self, clock)
-        for index in indexes.values():
-            index.presence = self.presence
-        if heritage is not None:
+        self._inherited = heritage.presence if heritage is not None else None
+        if heritage is None:
+            for index in indexes.values():
+                index.presence = self.presence
+        else:
             heritage.enter(self)
             self.room.resize(min(top.capacity, self.slab.capacity))
             self.room.live_for(top.ttl)
@@ -590,6 +592,14 @@ class Cache:
         """An engine holds this since a time when another process owned the slab."""
         lease_all(self.index, thing)
         (self._matches if isinstance(thing, Match) else self._reservations).resume(thing)  # type: ignore[arg-type]
+
+    def taken(self) -> None:
+        """This process owns the heritage now. Before, the other one may still need all of it unchanged."""
+        if self._inherited is not None:  # others look at it, also if it is of no more use here
+            presence = self.presence or Presence(self._inherited)
+            presence.begin(entry.key for entry in self.index.entries_now())
+        for index in (self.index, *(tier.index for tier in self.lower.owned)):
+            index.presence = self.presence
 
     def leave(self) -> None:
         """Another process owns the slab and the tiers from now on: end, and change nothing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
+from collections.abc import Iterable
 
 from lmtier import forks
 from lmtier.core.slab import SEALS, SHARED, Memory
@@ -28,7 +29,7 @@ def slot(key: bytes) -> int:
 
 class Presence:
     def __init__(self, own: int | None = None) -> None:
-        """`own`: the table of a server before this one. Nothing in it is trusted until `trust`."""
+        """`own`: the table of a server before this one, which needs it until `begin`."""
         self.own = os.memfd_create("lmtier-presence", SHARED) if own is None else own
         """Writable: only for the server that takes over from this one."""
         if own is None:
@@ -41,8 +42,6 @@ class Presence:
         self._close = weakref.finalize(self, _close, self.own, self.fd)
         self._memory = Memory(NBYTES, self.own)
         self._counts = self._memory.view
-        if own is not None:
-            self.clear()
         forks.call_in_child(self)
 
     def forked(self) -> None:
@@ -59,10 +58,12 @@ class Presence:
         if counts[at] < _FULL:
             counts[at] -= 1
 
-    def clear(self) -> None:
-        """Readers have to ask from now on, and all counts are 0."""
+    def begin(self, keys: Iterable[bytes]) -> None:
+        """Begin with these keys. Readers have to ask until `trust`."""
         self._counts[SLOTS] = 0
         self._counts[:SLOTS] = bytes(SLOTS)
+        for key in keys:
+            self.add(key)
 
     def trust(self) -> None:
         """Every tier knows what it holds now, so a count of 0 can be trusted."""

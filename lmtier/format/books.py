@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,0 +1,232 @@
+"""One server takes over from another while engines work: no byte is wrong, no chunk lost, no connection."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lmtier.client.client import Client
+from tests.server.process import PATIENCE, until
+
+DEATHS = ("asked", "got", "damaged", "entered")
+"""Where the next server ends before it has taken over."""
+
+_SERVER = """
+import json, os, signal, sys
+from pathlib import Path
+from lmtier.config import Config, Serving
+from lmtier.server import serve, takeover
+config, serving, path, death = json.loads(sys.argv[1])
+config = Config(**config)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if death == "damaged":
+    unpack = takeover.Books.unpack
+    def damaged(data):
+        some = bytearray(data)
+        some[len(some) // 2] ^= 1
+        return unpack(some)
+    takeover.Books.unpack = damaged
+before = takeover.Predecessor(Path(path), config) if path else None
+if death == "asked":
+    die()
+if death == "got":
+    before.go()
+    die()
+server = serve.Server(config, Serving(**serving), before)
+if death == "entered":
+    die()
+server.obey_signals()
+print("ready", flush=True)
+server.run()
+"""
+
+_ENGINE = """
+import hashlib, json, random, sys, time
+from lmtier.client.client import Client
+from lmtier.format.layout import Layout, form_of
+path, seed = sys.argv[1:]
+layout = Layout.uniform(
+    layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=16, chunk_tokens=16, packing="token")
+form, size = form_of(layout, (layout.whole,)), layout.nbytes(layout.whole)
+client, chance = Client(path, timeout=30), random.Random(seed)
+stored, filling, reading = set(), [], []
+rounds = compared = missing = 0
+worst = 0.0
+
+def keys(prompt):
+    return [hashlib.sha256(b"%s %d %d" % (seed.encode(), prompt, n)).digest() for n in range(5)]
+
+def content(key):
+    return key * (size // 32)
+
+def end_save():
+    prompt, saving = filling.pop(0)
+    for entry in saving.entries.values():
+        client.slab.view(entry.offsets[0] + size // 2, size // 2)[:] = content(entry.key)[size // 2 :]
+    client.commit(saving)
+    stored.add(prompt)
+
+def end_load():
+    global compared, missing
+    prompt, match = reading.pop(0)
+    missing += 5 - len(match.run)
+    for entry in match.run:
+        assert client.slab.view(entry.offsets[0], size) == content(entry.key), "wrong bytes"
+        compared += 1
+    client.release(match)
+
+print("ready", flush=True)
+while True:
+    began = time.monotonic()
+    prompt = chance.randrange(200)
+    if prompt in stored:
+        reading.append((prompt, client.match(keys(prompt), form)))
+        if len(reading) > 4:
+            end_load()
+    elif all(prompt != each for each, _ in filling):
+        saving = client.reserve(keys(prompt), form)
+        for entry in saving.entries.values():
+            client.slab.view(entry.offsets[0], size // 2)[:] = content(entry.key)[: size // 2]
+        filling.append((prompt, saving))
+        if len(filling) > 4:
+            end_save()
+    elif filling:
+        end_save()
+    if chance.random() < 0.02 and stored:
+        client.delete(keys(gone := chance.choice(sorted(stored))))
+        stored.discard(gone)
+        reading = [each for each in reading if each[0] != gone or client.release(each[1])]
+    worst = max(worst, time.monotonic() - began)
+    rounds += 1
+    if not rounds % 50:
+        print(json.dumps([rounds, compared, missing, client.lost, client.unserved, worst]), flush=True)
+        worst = 0.0
+    time.sleep(0.0005)
+"""
+
+
+class Process:
+    """A child that prints lines."""
+
+    def __init__(self, source: str, log: Path, *arguments: str) -> None:
+        self.log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", source, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+
+    def line(self) -> str:
+        """The next line; empty if the process ends without one."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(PATIENCE), f"it says nothing: {self.log.read_text()}"
+        return self.process.stdout.readline().decode().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Host:
+    """A server, and whoever takes over from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.unix = str(folder / "socket")
+        self.log = folder / "log"
+        self._settings = (
+            {
+                "tiers": ["cpu://?capacity=64MiB", f"disk://{folder}/kv?capacity=256MiB"],
+                "chunk_tokens": 16,
+                "prefault": False,
+            },
+            {"listen": "127.0.0.1:0", "http": "", "unix": self.unix},
+        )
+        self.server = self.begin("", "")
+        assert self.server.line() == "ready"
+
+    def begin(self, path: str, death: str) -> Process:
+        return Process(_SERVER, self.log, json.dumps([*self._settings, path, death]))
+
+    def take_over(self) -> None:
+        following = self.begin(self.unix, "")
+        assert following.line() == "ready", self.log.read_text()
+        assert self.server.process.wait(PATIENCE) == 0, "the one before ends by itself"
+        self.server.end()
+        self.server = following
+
+    def fail_to_take_over(self, death: str) -> None:
+        following = self.begin(self.unix, death)
+        assert following.line() == ""
+        assert following.process.wait(PATIENCE) in (1, -signal.SIGKILL)
+        following.end()
+        assert self.server.process.poll() is None, self.log.read_text()
+
+
+@contextmanager
+def host(folder: Path) -> Iterator[Host]:
+    made = Host(folder)
+    try:
+        yield made
+    finally:
+        made.server.end()
+
+
+def busy(folder: Path, times: int, each_dies: int) -> None:
+    with host(folder) as served:
+        engines = [Process(_ENGINE, served.log, served.unix, f"engine {n}") for n in range(2)]
+        try:
+            assert [each.line() for each in engines] == ["ready", "ready"]
+            gaps: list[float] = []
+            for number in range(times):
+                for each in engines:  # it has worked with the present server
+                    each.line()
+                if number % each_dies == each_dies - 1:
+                    served.fail_to_take_over(DEATHS[number // each_dies % len(DEATHS)])
+                else:
+                    served.take_over()
+                for each in engines:
+                    told = json.loads(each.line() or '"it ended"')
+                    assert told[2:5] == [0, 0, 0], (
+                        f"missing, lost or unserved: {told}: {served.log.read_text()}"
+                    )
+                    gaps.append(told[5])
+            for each in engines:
+                rounds, compared, *_ = json.loads(each.line())
+                assert rounds > 50 * times
+                assert compared > rounds
+            print(f"{times} takeovers: p50 {sorted(gaps)[len(gaps) // 2] * 1000:.0f} ms", end=", ")
+            print(f"longest {max(gaps) * 1000:.0f} ms in which an engine waited")
+            assert max(gaps) < 5.0
+        finally:
+            for each in engines:
+                each.end()
+        with Client(served.unix) as client:
+            until(lambda: client.flush(1.0))
+            client.check()
+
+
+def test_engines_go_on_through_takeovers_and_through_those_that_fail(tmp_path: Path) -> None:
+    busy(tmp_path, times=6, each_dies=3)
+
+
+@pytest.mark.slow
+def test_fifty_takeovers_under_load(tmp_path: Path) -> None:
+    busy(tmp_path, times=50, each_dies=5)
