@@ -183,9 +183,8 @@ class Sessions:
     # ---- to and from another process
 
     def tell(self, sessions: Sequence[Session], teller: Teller) -> dict[str, Any]:
-        held: list[Match | Reservation] = [
-            thing for each in sessions for thing in (*each.matches.values(), *each.reservations.values())
-        ]
+        held: list[Match | Reservation] = [match for each in sessions for match in each.matches.values()]
+        held += [thing for each in sessions for thing in each.reservations.values()]
         teller.tell(held)
         return {
             "run": self._run,
