@@ -586,6 +586,8 @@ class Cache:
         """Take the results of tiers. Why another process cannot take over now; empty: it can."""
         for tier in self.lower:
             tier.poll()
+        if self.room.erasing:
+            return "chunks of a tenant that was forgotten are still in use"
         return next((why for tier in self.lower if (why := tier.why_busy())), "")
 
     def resume(self, thing: Match | Reservation) -> None:

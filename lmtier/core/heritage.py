@@ -114,6 +114,8 @@ class Teller:
         self.books.facts |= {"makers": list(makers), "prints": list(prints.items())}
 
     def match(self, match: Match) -> dict[str, Any]:
+        if match.asking or match.waiting:
+            raise BooksError("a match still waits for a tier")
         told: dict[str, Any] = {name: getattr(match, name) for name in _PLAIN}
         told["keys"] = b"".join(match.keys).hex()
         told["form"] = self.forms.number(match.form)

@@ -145,6 +145,7 @@ class Server:
             self._roster,
             self._doors,
             lambda fd: self._epoll.register(fd, select.EPOLLIN),
+            self._give_turn,
             lambda: self._transactions.are_running,
         )
         table[b"LMTIER.TAKEOVER"] = self._departure.command()
@@ -299,6 +300,10 @@ class Server:
             self._look(connection)
         elif (door := self._doors.by_fd.get(fd)) is not None:
             self._accept(door)
+
+    def _give_turn(self, connection: Connection) -> None:
+        connection.hear() if connection.wants_input else connection.go_on()
+        self._look(connection)
 
     def _kill(self, number: int) -> bool:
         """Close a client's connection. False: there is none of this number."""

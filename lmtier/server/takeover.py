@@ -45,6 +45,7 @@ from lmtier.wire.resp import INCOMPLETE, command
 
 GO, BOOKS, FILES, NO, TAKEN = b"GO", b"BOOKS", b"FILES", b"NO ", b"TAKEN"
 _AT_ONCE = 200  # descriptors in a message; the kernel allows 253
+_PREPARING = 60.0  # seconds in which the next server reads its settings and imports
 _SOFT = 5.0  # seconds in which writes to tiers may end while the server still serves
 _STILL = 1.0  # seconds in which reads may end while it stands still
 _LINGER = 0.05  # seconds in which clients that are in the middle of a value may finish
@@ -62,15 +63,16 @@ class Departure:
         roster: Roster,
         doors: Doors,
         watch: Callable[[int], None],
+        give_turn: Callable[[Connection], None],
         is_in_transaction: Callable[[], bool],
     ) -> None:
         self._cache, self._engines = cache, engines
         self._roster, self._doors = roster, doors
-        self._watch = watch
+        self._watch, self._give_turn = watch, give_turn
         self._is_in_transaction = is_in_transaction
         self._cord: socket.socket | None = None
+        self._since = 0.0
         self._asked: float | None = None
-        self._why = ""
         self.pid = 0
         """The process that takes over."""
 
@@ -90,7 +92,7 @@ class Departure:
             raise Refused("ERR another server is taking over now")
         self._cord, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._cord.setblocking(False)
-        self.pid = caller.peer[0]
+        self.pid, self._since = caller.peer[0], time.monotonic()
         self._watch(self._cord.fileno())
         config = self._cache.config
         facts = f"{__version__} {config.chunk_tokens} {self._cache.slab.capacity} {config.approximation}"
@@ -102,16 +104,22 @@ class Departure:
             return False
         if self._asked is None:
             message = _receive(self._cord)
-            if message is None:
+            if message is None and time.monotonic() < self._since + _PREPARING:
                 return False
             if message != GO:
-                self._end("it ended before it began")
+                self._end("it ended before it began, or did not begin in time")
                 return False
             self._asked = time.monotonic()
             self._cache.pause(True)
         if self._cache.why_busy() and time.monotonic() < self._asked + _SOFT:
             return False
-        return self._stand_still()
+        if self._cache.is_warm:
+            return self._stand_still()
+        why = "a tier still finds out what it holds; try again later"
+        with suppress(OSError):
+            self._cord.send(NO + why.encode())
+        self._end(why)
+        return False
 
     def _stand_still(self) -> bool:
         assert self._cord is not None
@@ -137,7 +145,8 @@ class Departure:
         """Let what is in the middle end. Why that is impossible; empty: all is still."""
         while time.monotonic() < began + _LINGER and self._moving():
             for each in self._moving():
-                each.go_on()
+                self._give_turn(each)
+            self._cache.why_busy()
             time.sleep(0.001)
         if any(each.caller.session is not None and each.caller.is_local for each in self._moving()):
             return "an engine is in the middle of a request"
@@ -262,12 +271,23 @@ class Predecessor:
                     replies.feed(data)
             except OSError as error:
                 raise ConfigError(f"serve: cannot take over from {path}: {error.strerror or error}") from None
-        if not isinstance(reply, bytes) or len(fds) != 1:
+        for fd in fds[1:]:
+            os.close(fd)
+        if not isinstance(reply, bytes) or not fds:
             raise ConfigError(f"serve: the server at {path} refuses to be taken over: {reply}")
         self._cord = socket.socket(fileno=fds[0])
         self._cord.settimeout(_SOFT + _STILL + _PATIENCE)
         self.path = path
-        self.version, tokens, capacity, approximation = reply.decode().split(" ")
+        try:
+            self._check(reply.decode(), config)
+        except BaseException:
+            self._cord.close()
+            raise
+
+    def _check(self, facts: str, config: Config) -> None:
+        """ConfigError: these settings do not fit that server."""
+        path = self.path
+        self.version, tokens, capacity, approximation = facts.split(" ")
         top = config.stores[0].capacity or 0
         for name, mine, its in (
             ("chunk_tokens", str(config.chunk_tokens), tokens),

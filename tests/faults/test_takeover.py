@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 
 from lmtier.client.client import Client
-from tests.server.process import PATIENCE, until
+from lmtier.config import Config
+from lmtier.errors import ConfigError
+from lmtier.server.takeover import Predecessor
+from tests.server.process import PATIENCE, Wire, served, until
 
 DEATHS = ("asked", "got", "damaged", "entered")
 """Where the next server ends before it has taken over."""
 
 _SERVER = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 from lmtier.config import Config, Serving
 from lmtier.server import serve, takeover
@@ -47,6 +50,8 @@ if death == "got":
 server = serve.Server(config, Serving(**serving), before)
 if death == "entered":
     die()
+if death == "late":
+    time.sleep(takeover._PATIENCE + 1)
 server.obey_signals()
 print("ready", flush=True)
 server.run()
@@ -202,8 +207,8 @@ def host(folder: Path) -> Iterator[Host]:
 
 
 def busy(folder: Path, times: int, each_dies: int) -> None:
-    with host(folder) as served:
-        engines = [Process(_ENGINE, served.log, served.unix, f"engine {n}") for n in range(2)]
+    with host(folder) as running:
+        engines = [Process(_ENGINE, running.log, running.unix, f"engine {n}") for n in range(2)]
         try:
             assert all(each.is_ready() for each in engines)
             gaps: list[float] = []
@@ -212,13 +217,13 @@ def busy(folder: Path, times: int, each_dies: int) -> None:
                     each.goes_on()
                 before = [len(each.said) for each in engines]
                 if number % each_dies == each_dies - 1:
-                    served.fail_to_take_over(DEATHS[number // each_dies % len(DEATHS)])
+                    running.fail_to_take_over(DEATHS[number // each_dies % len(DEATHS)])
                 else:
-                    served.take_over()
+                    running.take_over()
                 for each, count in zip(engines, before, strict=True):
                     each.goes_on()
                     told = [json.loads(line) for line in each.said[count:]]
-                    assert told[-1][2:5] == [0, 0, 0], f"missing, lost or unserved: {served.log.read_text()}"
+                    assert told[-1][2:5] == [0, 0, 0], f"missing, lost or unserved: {running.log.read_text()}"
                     gaps.append(max(line[5] for line in told))
             for each in engines:
                 rounds, compared, *_ = json.loads(each.said[-1])
@@ -229,7 +234,7 @@ def busy(folder: Path, times: int, each_dies: int) -> None:
         finally:
             for each in engines:
                 each.end()
-        with Client(served.unix) as client:
+        with Client(running.unix) as client:
             until(lambda: client.flush(1.0))
             client.check()
 
@@ -241,3 +246,38 @@ def test_engines_go_on_through_takeovers_and_through_those_that_fail(tmp_path: P
 @pytest.mark.slow
 def test_fifty_takeovers_under_load(tmp_path: Path) -> None:
     busy(tmp_path, times=50, each_dies=5)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_ready_too_late_does_not_serve(tmp_path: Path) -> None:
+    with host(tmp_path) as running, Client(running.unix, timeout=30) as client:
+        late = running.begin(running.unix, "late")
+        assert late.is_ready()
+        assert late.process.wait(PATIENCE) == 1
+        late.end()
+        assert "did not wait any longer" in running.log.read_text()
+        client.check()
+        assert client.lost == 0
+        running.take_over()
+        client.check()
+        assert client.lost == 0
+
+
+def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:
+    with served(tmp_path, unix=str(tmp_path / "socket")) as server:
+        answer = server.ask("LMTIER.TAKEOVER", "1")
+        assert answer == "NOPERM only the user of this server can take over, on its Unix socket"
+        with Wire(str(tmp_path / "socket")) as wire:
+            assert "books of version 1" in wire.ask("LMTIER.TAKEOVER", "2")
+
+
+def test_settings_that_do_not_fit_are_refused_before_the_server_stands_still(tmp_path: Path) -> None:
+    with served(tmp_path, unix=str(tmp_path / "socket")):
+        for wrong, why in (
+            (Config(chunk_tokens=32, tiers=["cpu://?capacity=64MiB"]), "chunk_tokens=256"),
+            (Config(tiers=["cpu://?capacity=65MiB"]), "memory cannot grow"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                Predecessor(tmp_path / "socket", wrong)
+    with pytest.raises(ConfigError, match="cannot take over from"):
+        Predecessor(tmp_path / "nobody", Config())
