@@ -74,7 +74,7 @@ class Teller:
         self._cache = cache
 
     def tell(self, held: Sequence[Match | Reservation]) -> None:
-        """Tell the slab, and what of it `held` needs. Chunks that nobody of them fills are left out."""
+        """Tell the slab, and what of it `held` needs. Chunks that none of them fills are left out."""
         index = self._cache.index
         leased = [entry for thing in held for entry in _entries_of(thing)]
         filling = {entry for thing in held if isinstance(thing, Reservation) for entry in _entries_of(thing)}

@@ -37,7 +37,7 @@ class Presence:
             fcntl.fcntl(self.own, fcntl.F_ADD_SEALS, SEALS)
         # Others get a descriptor that cannot write: a stray write of one reader would make all others miss.
         # Rejected: F_SEAL_FUTURE_WRITE. The next server could not write either, and engines that go on would
-        # look at a table that nobody keeps.
+        # look at a table that no server keeps.
         self.fd = os.open(f"/proc/self/fd/{self.own}", os.O_RDONLY | os.O_CLOEXEC)
         self._close = weakref.finalize(self, _close, self.own, self.fd)
         self._memory = Memory(NBYTES, self.own)

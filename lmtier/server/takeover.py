@@ -229,7 +229,7 @@ def _receive(cord: socket.socket) -> bytes | None:
 
 
 def _sealed(books: Books) -> Any:
-    """A file in memory with the books, which nobody can change any more."""
+    """A file in memory with the books, which cannot change any more."""
     file = os.fdopen(os.memfd_create("lmtier-books", SHARED), "r+b", buffering=0)
     for part in books.pack():
         view = memoryview(part)
