@@ -18,6 +18,7 @@ from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.errors import ConfigError
 from lmtier.server.takeover import Predecessor
+from lmtier.wire.resp import Error, command
 from tests.server.process import PATIENCE, Wire, served, until
 
 DEATHS = ("asked", "got", "damaged", "entered")
@@ -165,12 +166,12 @@ class Process:
 class Host:
     """A server, and whoever takes over from it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, capacity: str = "64MiB") -> None:
         self.unix = str(folder / "socket")
         self.log = folder / "log"
         self._settings = (
             {
-                "tiers": ["cpu://?capacity=64MiB", f"disk://{folder}/kv?capacity=256MiB"],
+                "tiers": [f"cpu://?capacity={capacity}", f"disk://{folder}/kv?capacity=256MiB"],
                 "chunk_tokens": 16,
                 "prefault": False,
             },
@@ -198,8 +199,8 @@ class Host:
 
 
 @contextmanager
-def host(folder: Path) -> Iterator[Host]:
-    made = Host(folder)
+def host(folder: Path, capacity: str = "64MiB") -> Iterator[Host]:
+    made = Host(folder, capacity)
     try:
         yield made
     finally:
@@ -261,6 +262,41 @@ def test_a_server_that_is_ready_too_late_does_not_serve(tmp_path: Path) -> None:
         running.take_over()
         client.check()
         assert client.lost == 0
+
+
+def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_write(tmp_path: Path) -> None:
+    """Two engines need more than the memory, so each takeover has chunks that leave, and extents in use."""
+    with host(tmp_path, "1MiB") as running:
+        engines = [Process(_ENGINE, running.log, running.unix, f"engine {n}") for n in range(2)]
+        try:
+            assert all(each.is_ready() for each in engines)
+            with Wire(running.unix) as idle, Wire(running.unix) as half:
+                for number in range(3):
+                    for each in engines:
+                        each.goes_on()
+                    idle.expect("OK", "SET", "name", b"%d" % number * 5000, "EX", 1000)
+                    half.send(command("LMTIER.HELLO", "1")[:-3])  # the rest comes after the takeover
+                    idle.send(command("PING")[:4])
+                    if number == 1:
+                        running.fail_to_take_over("entered")
+                    else:
+                        running.take_over()
+                    idle.send(command("PING")[4:])
+                    assert idle.reply() == "PONG"
+                    until(lambda: not isinstance(idle.ask("EXISTS", "name"), Error))  # it reads its disk
+                    idle.expect(b"%d" % number * 5000, "GET", "name")
+                    half.send(command("LMTIER.HELLO", "1")[-3:])
+                    assert (half.reply()[0] == b"version") == (not number), "it has said HELLO once"
+                for each in engines:
+                    each.goes_on()
+                    _, compared, _, lost, unserved, _ = json.loads(each.said[-1])
+                    assert compared > 0
+                    assert (lost, unserved) == (0, 0)
+        finally:
+            for each in engines:
+                each.end()
+        with Client(running.unix) as client:
+            client.check()
 
 
 def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:
