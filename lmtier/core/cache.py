@@ -116,7 +116,8 @@ class Cache:
             clock=clock,
             shares=config.shares,
         )
-        self.lower.open(lower, tiers or {}, self._woken, above, heritage.locks if heritage else {})
+        locks, is_known = (heritage.locks, heritage.knows) if heritage else ({}, lambda place: False)
+        self.lower.open(lower, tiers or {}, self._woken, above, locks, is_known)
         of_both = self.room, self.lower, self._gauges, self.followers
         self._reservations = Reservations(*of_both)
         weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
@@ -597,10 +598,11 @@ class Cache:
 
     def taken(self) -> None:
         """This process owns the heritage now. Before, the other one may still need all of it unchanged."""
+        places = [self.index, *(tier.index for tier in self.lower.owned)]
         if self._inherited is not None:  # others look at it, also if it is of no more use here
             presence = self.presence or Presence(self._inherited)
-            presence.begin(entry.key for entry in self.index.entries_now())
-        for index in (self.index, *(tier.index for tier in self.lower.owned)):
+            presence.begin(entry.key for index in places for entry in index.entries_now())
+        for index in places:
             index.presence = self.presence
 
     def leave(self) -> None:

@@ -1,8 +1,8 @@
 """What one cache leaves to the next: its books, its memory and the locks of its tiers.
 
 The books tell the slab's chunks in their order of eviction, with leases, lifetimes and pins, and what engines
-hold. Nothing here copies KV: the next cache maps the same memory. A tier below tells only what still waits to
-be written; the next cache scans it, under the lock that it is given.
+hold. Nothing here copies KV: the next cache maps the same memory. A tier below tells what still waits to be
+written. If it is small, it tells what it holds. If not, the next cache scans it, under the lock that it gets.
 
 An extent that an engine may still touch is never free in the next cache: its match or reservation goes over,
 also if its chunk was deleted meanwhile (GONE).
@@ -19,6 +19,7 @@ import numpy as np
 from lmtier.config import TierSpec
 from lmtier.core.index import Index
 from lmtier.core.match import Entry, Match, Reservation, State
+from lmtier.core.owned import OwnedTier
 from lmtier.core.placement import keys_of, read_form, write_form
 from lmtier.format.books import Books, BooksError
 from lmtier.format.keys import KEY_BYTES
@@ -30,6 +31,8 @@ from lmtier.threads import collector_paused
 if TYPE_CHECKING:
     from lmtier.core.cache import Cache
 
+MOST_BELOW = 10_000
+"""The most chunks of a tier below in the books: each takes some µs in which no server answers."""
 _PLAIN = ("asked_tokens", "deadline", "cut", "found", "settled", "asker", "limit", "patience", "has",
           "decided", "expected", "sources")  # fmt: skip
 """The fields of a match that JSON holds as they are."""
@@ -83,16 +86,21 @@ class Teller:
         kept = [each for each in order if each.state is State.READY or each in filling]
         self._entries = list(dict.fromkeys([*kept, *leased]))
         self._numbers = {entry: number for number, entry in enumerate(self._entries)}
-        self._tell_entries()
+        self._tell_entries("", self._entries, index)
         pins = [[pin.name, b"".join(pin.keys).hex(), pin.end] for pin in self._cache.pinning.pins]
         tiers = [
             {"label": each.label, "writes": b"".join(each.waiting_writes).hex()} for each in self._cache.lower
         ]
+        for spec, tier in zip(self._cache.config.stores[1:], self._cache.lower, strict=True):
+            if isinstance(tier, OwnedTier) and tier.is_warm and len(tier.index) <= MOST_BELOW:
+                order = dict.fromkeys(tier.index.order()) | dict.fromkeys(tier.index.entries_now())
+                self._tell_entries(place_of(spec), list(order), tier.index)
         self.books.facts |= {"capacity": self._cache.slab.capacity, "pins": pins, "tiers": tiers}
 
-    def _tell_entries(self) -> None:
-        entries, numbers, columns = self._entries, self._numbers, self.books.columns
-        ends = self._cache.index.ends
+    def _tell_entries(self, place: str, entries: list[Entry], index: Index) -> None:
+        """`place`: of a tier; empty: the slab."""
+        columns, ends = self.books.columns, index.ends
+        numbers = {entry: number for number, entry in enumerate(entries)}
         makers: dict[str, int] = {}
         rows = [
             (
@@ -103,15 +111,18 @@ class Teller:
                 makers.setdefault(each.made.by, len(makers)),
                 each.made.at,
                 each.nbytes,
+                each.used,
             )
             for each in entries
         ]
-        columns["keys"] = b"".join(each.key for each in entries)
-        columns["rows"] = np.array(rows, "<i8").tobytes()
-        columns["ends"] = np.array([ends.end(each) for each in entries], "<f8").tobytes()
-        columns["offsets"] = np.array([at for each in entries for at in each.offsets], "<u8").tobytes()
+        columns[place + "keys"] = b"".join(each.key for each in entries)
+        columns[place + "rows"] = np.array(rows, "<i8").tobytes()
+        columns[place + "ends"] = np.array([ends.end(each) for each in entries], "<f8").tobytes()
+        columns[place + "offsets"] = np.array(
+            [at for each in entries for at in each.offsets], "<u8"
+        ).tobytes()
         prints = {n: [mark.hex() for mark in each.prints] for n, each in enumerate(entries) if each.prints}
-        self.books.facts |= {"makers": list(makers), "prints": list(prints.items())}
+        self.books.facts[place + "others"] = {"makers": list(makers), "prints": list(prints.items())}
 
     def match(self, match: Match) -> dict[str, Any]:
         if match.asking or match.waiting:
@@ -179,41 +190,53 @@ class Heritage:
             raise BooksError(f"the books contradict themselves: {error!r}") from None
 
     def _enter(self, cache: Cache) -> None:
-        facts, books = self.books.facts, self.books
-        keys = keys_of(bytes(books.column("keys")))
-        rows = np.frombuffer(books.column("rows"), "<i8").reshape(-1, 7).tolist()
-        ends = np.frombuffer(books.column("ends"), "<f8").tolist()
-        places = iter(np.frombuffer(books.column("offsets"), "<u8").tolist())
-        makers, index, taken = facts["makers"], cache.index, dict[int, int]()
+        facts, index, taken = self.books.facts, cache.index, dict[int, int]()
         for pin in facts["pins"]:
             cache.pinning.pins.put(pin[0], _keys(pin[1]), pin[2])
-        if not len(keys) == len(rows) == len(ends):
-            raise ValueError("the columns have different lengths")
-        for key, (form, _, state, seen, by, at, nbytes) in zip(keys, rows, strict=True):
-            entry = Entry(key, self.forms[form], nbytes, State(state))
-            entry.seen, entry.made = bool(seen), Made(makers[by], at)
-            entry.offsets = tuple(next(places) for _ in entry.form.shards)
-            if nbytes != entry.form.room:
-                raise ValueError(f"{nbytes} bytes for a chunk of {entry.form.room}")
+        told_entries = self._read("")
+        for entry, _, _ in told_entries:
+            if entry.nbytes != entry.form.room:
+                raise ValueError(f"{entry.nbytes} bytes for a chunk of {entry.form.room}")
             for offset, size in zip(entry.offsets, entry.form.sizes, strict=True):
                 if offset in taken:
                     raise ValueError(f"two chunks at {offset}")
                 taken[offset] = padded(size)
-            self._entries.append(entry)
-        for number, marks in facts["prints"]:
-            self._entries[number].prints = tuple(map(bytes.fromhex, marks))
         cache.slab.resume(taken)
-        for entry, row, end in zip(self._entries, rows, ends, strict=True):
-            index.resume(entry)
-            if entry.state is not State.GONE:
-                index.link(entry, self._entries[row[1]] if row[1] >= 0 else None)
-                index.ends.set(entry, end)
+        self._entries = [entry for entry, _, _ in told_entries]
+        _resume(index, told_entries)
+        for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
+            if isinstance(below, OwnedTier) and self.knows(place_of(spec)):
+                _resume(below.index, self._read(place_of(spec)))
+                below.resume()
         for told in facts["tiers"]:
             tier = cache.lower.named.get(told["label"])
             for key in _keys(told["writes"]) if tier is not None else ():
                 waiting = index.get(key)
                 if tier is not None and waiting is not None and waiting.state is State.READY:
                     tier.offer(waiting)
+
+    def knows(self, place: str) -> bool:
+        """Whether the books tell what this tier holds, and only this process will write there."""
+        return place in self.locks and place + "keys" in self.books.columns
+
+    def _read(self, place: str) -> list[tuple[Entry, int, float]]:
+        """The entries of a place, each with the number of its parent and its end."""
+        books, others = self.books, self.books.facts[place + "others"]
+        keys = keys_of(bytes(books.column(place + "keys")))
+        rows = np.frombuffer(books.column(place + "rows"), "<i8").reshape(-1, 8).tolist()
+        ends = np.frombuffer(books.column(place + "ends"), "<f8").tolist()
+        offsets = iter(np.frombuffer(books.column(place + "offsets"), "<u8").tolist())
+        makers, found = others["makers"], list[tuple[Entry, int, float]]()
+        if not len(keys) == len(rows) == len(ends):
+            raise ValueError("the columns have different lengths")
+        for key, (form, parent, state, seen, by, at, nbytes, used), end in zip(keys, rows, ends, strict=True):
+            entry = Entry(key, self.forms[form], nbytes, State(state), used)
+            entry.seen, entry.made = bool(seen), Made(makers[by], at)
+            entry.offsets = () if place else tuple(next(offsets) for _ in entry.form.shards)
+            found.append((entry, parent, end))
+        for number, marks in others["prints"]:
+            found[number][0].prints = tuple(map(bytes.fromhex, marks))
+        return found
 
     def match(self, told: Mapping[str, Any], cache: Cache) -> Match:
         """A match that an engine holds: its leases go on."""
@@ -249,6 +272,14 @@ def _keys(text: str) -> tuple[bytes, ...]:
     if keys and len(keys[-1]) != KEY_BYTES:
         raise ValueError("a key was cut")
     return keys
+
+
+def _resume(index: Index, told: Sequence[tuple[Entry, int, float]]) -> None:
+    for entry, parent, end in told:
+        index.resume(entry)
+        if entry.state is not State.GONE:
+            index.link(entry, told[parent][0] if parent >= 0 else None)
+            index.ends.set(entry, end)
 
 
 def lease_all(index: Index, thing: Match | Reservation) -> None:
