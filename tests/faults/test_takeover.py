@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import lmtier
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.errors import ConfigError
@@ -126,14 +128,15 @@ while True:
 class Process:
     """A child that prints lines."""
 
-    def __init__(self, source: str, log: Path, *arguments: str) -> None:
+    def __init__(self, source: str, log: Path, *arguments: str, code: str = "") -> None:
         self.log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "error", "-c", source, *arguments],
                 stdout=subprocess.PIPE,
+                cwd=code or None,  # Python looks there first
                 stderr=errors,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([code, *sys.path] if code else sys.path)},
             )
 
         self.said: list[str] = []
@@ -180,11 +183,11 @@ class Host:
         self.server = self.begin("", "")
         assert self.server.is_ready(), self.log.read_text()
 
-    def begin(self, path: str, death: str) -> Process:
-        return Process(_SERVER, self.log, json.dumps([*self._settings, path, death]))
+    def begin(self, path: str, death: str, code: str = "") -> Process:
+        return Process(_SERVER, self.log, json.dumps([*self._settings, path, death]), code=code)
 
-    def take_over(self) -> None:
-        following = self.begin(self.unix, "")
+    def take_over(self, code: str = "") -> None:
+        following = self.begin(self.unix, "", code)
         assert following.is_ready(), self.log.read_text()
         assert self.server.process.wait(PATIENCE) == 0, "the one before ends by itself"
         self.server.end()
@@ -296,6 +299,24 @@ def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_wri
                 each.end()
         with Client(running.unix) as client:
             client.check()
+
+
+def test_another_version_takes_over_and_this_one_again(tmp_path: Path) -> None:
+    shutil.copytree(Path(lmtier.__file__).parent, tmp_path / "next" / "lmtier")
+    (tmp_path / "next/lmtier/_version.py").write_text('__version__ = "99.0"\n')
+    with host(tmp_path) as running:
+        engine = Process(_ENGINE, running.log, running.unix, "engine")
+        try:
+            assert engine.is_ready()
+            for code, version in ((str(tmp_path / "next"), b"99.0"), ("", lmtier.__version__.encode())):
+                engine.goes_on()
+                running.take_over(code)
+                with Wire(running.unix) as wire:
+                    assert wire.ask("LMTIER.HELLO", "1")[1] == version
+                engine.goes_on()
+                assert json.loads(engine.said[-1])[2:5] == [0, 0, 0]
+        finally:
+            engine.end()
 
 
 def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:
