@@ -68,9 +68,18 @@ _BEYOND = memoryview(mmap.mmap(-1, PAGE))
 
 class DiskTier(BlockingTier):
     def __init__(
-        self, root: str | Path, *, readers: int = 8, writers: int = 8, trust_others: bool = False
+        self,
+        root: str | Path,
+        *,
+        readers: int = 8,
+        writers: int = 8,
+        trust_others: bool = False,
+        lock: int | None = None,
     ) -> None:
-        """`trust_others`: other users may write to the directory, and all of them are trusted."""
+        """`trust_others`: other users may write to the directory, and all of them are trusted.
+
+        `lock`: the locked file of a process that hands the directory over and does no more I/O in it.
+        """
         if readers < 1 or writers < 1:
             raise ConfigError(f"disk tier: readers={readers}, writers={writers}: each must be 1 or more")
         if not str(root):
@@ -80,6 +89,7 @@ class DiskTier(BlockingTier):
         self.root = Path(root).expanduser().absolute()  # the process may change its directory
         self.foreign = 0
         """Foreign entries of the directory that the last scan found. They are not touched."""
+        self.is_left = lock is not None  # to close it must not end the lock, which the other one may need
         self._owners = None if trust_others else frozenset({0, os.geteuid()})
         try:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
@@ -87,7 +97,7 @@ class DiskTier(BlockingTier):
         except OSError as error:
             raise _unusable(self.root, error) from error
         try:
-            self._lock = self._prepare()
+            self._lock = self._prepare(lock)
         except BaseException as error:
             _let_go(self._home)
             if isinstance(error, OSError):
@@ -95,7 +105,11 @@ class DiskTier(BlockingTier):
             raise
         super().__init__("disk", readers, writers)
 
-    def _prepare(self) -> FileIO:
+    @property
+    def lock(self) -> int | None:
+        return self._lock.fileno()
+
+    def _prepare(self, given: int | None) -> FileIO:
         """Make all 256 directories at once, so that no store has to check for its own.
 
         New directories, and a new root, are closed to other users. An existing root keeps its mode: it may be
@@ -109,7 +123,7 @@ class DiskTier(BlockingTier):
             if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{name} in it is not a directory")
             self._need_ours(self.root / name, status)
-        lock = _take_lock(self.root, self._home, os.O_CREAT)
+        lock = _take_lock(self.root, self._home, os.O_CREAT, given)
         try:
             for name in _leftovers(self._home):
                 os.unlink(name, dir_fd=self._home)
@@ -220,7 +234,8 @@ class DiskTier(BlockingTier):
     def close(self) -> None:
         super().close()
         if not self._lock.closed:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked in C may still have it open
+            if not self.is_left:  # otherwise the lock is another's too
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked in C may still have it open
             self._lock.close()
             if not self._left_behind:  # otherwise its thread could write to another file with this number
                 self._leave()
@@ -480,9 +495,13 @@ def _object_stat(status: os.stat_result, owners: Owners) -> Stat | None:
 # ---- the directory
 
 
-def _take_lock(root: Path, home: int, create: int) -> FileIO:
+def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> FileIO:
     try:
-        fd = os.open(LOCK, os.O_RDWR | create | _SAFE, 0o600, dir_fd=home)
+        fd = (
+            os.dup(given)
+            if given is not None
+            else os.open(LOCK, os.O_RDWR | create | _SAFE, 0o600, dir_fd=home)
+        )
     except FileNotFoundError as error:
         raise TierError(f"disk tier: {root} is not the directory of a disk tier") from error
     except OSError as error:

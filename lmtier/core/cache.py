@@ -16,6 +16,7 @@ from lmtier import forks
 from lmtier.config import Config
 from lmtier.core import ram
 from lmtier.core.gauges import Gauges, places
+from lmtier.core.heritage import Heritage, lease_all
 from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.lower import Above
@@ -64,11 +65,13 @@ class Cache:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         is_record: Callable[[bytes], bool] = no_record,
+        heritage: Heritage | None = None,
     ) -> None:
         """Open the tiers of `config`. `tiers` maps some of its URLs to tiers that are already open.
 
         `shared` makes a slab that other processes can map. `wake` is called, from any thread, when `step`
-        would find something to do. `is_record` tells the keys of records from the keys of KV.
+        would find something to do. `is_record` tells the keys of records from the keys of KV. `heritage` is
+        what a cache of another process leaves to this one.
 
         Returns when the lower tiers know what they hold, unless `wait_until_warm` is false. It waits for at
         most a minute; a tier that takes longer, or fails, is used as soon as it is ready.
@@ -86,9 +89,12 @@ class Cache:
         self._closed = threading.Event()
         top, *lower = config.stores
         assert top.capacity is not None
-        ram.check(str(top), top.capacity)
+        if heritage is None:
+            ram.check(str(top), top.capacity)
+        size = top.capacity if heritage is None else heritage.capacity
+        memory = None if heritage is None else heritage.slab
         try:
-            self.slab = Slab(top.capacity, hugepages=config.hugepages, shared=shared)
+            self.slab = Slab(size, hugepages=config.hugepages, shared=shared, fd=memory)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"{top}: this machine does not give that much memory: {error}") from None
         self.index = Index(
@@ -110,7 +116,8 @@ class Cache:
             clock=clock,
             shares=config.shares,
         )
-        self.lower.open(lower, tiers or {}, self._woken, above)
+        locks, is_known = (heritage.locks, heritage.knows) if heritage else ({}, lambda place: False)
+        self.lower.open(lower, tiers or {}, self._woken, above, locks, is_known)
         of_both = self.room, self.lower, self._gauges, self.followers
         self._reservations = Reservations(*of_both)
         weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
@@ -118,13 +125,19 @@ class Cache:
         self.presence: Presence | None = None
         """The table that other processes read. It exists only if no tier must be asked what it holds."""
         if shared and not self.lower.shared:
-            self.presence = Presence()
+            self.presence = Presence(heritage.presence if heritage else None)
         indexes = {CPU: self.index, **{tier.label: tier.index for tier in self.lower.owned}}
         self.pinning = NamedPins(indexes, clock)
         self.sessions = AgentSessions(indexes, self.metrics, self.chunk_tokens, clock)
         self._hinting = Hinting(self, clock)
-        for index in indexes.values():
-            index.presence = self.presence
+        self._inherited = heritage.presence if heritage is not None else None
+        if heritage is None:
+            for index in indexes.values():
+                index.presence = self.presence
+        else:
+            heritage.enter(self)
+            self.room.resize(min(top.capacity, self.slab.capacity))
+            self.room.live_for(top.ttl)
         self.outlook = Outlook(places(self.index, self.lower), self.chunk_tokens)
         self.followers.add(self.outlook)
         self._gauges.declare(self.outlook, self.pinning.pins)
@@ -562,6 +575,43 @@ class Cache:
             tier.close(until - time.monotonic())
         if self._prefault is not None:
             self._prefault.join()
+
+    # ---- to and from another process
+
+    def pause(self, paused: bool) -> None:
+        """Begin no writes to lower tiers, or begin them again. What runs goes on."""
+        for tier in self.lower:
+            tier.is_paused = paused
+
+    def why_busy(self) -> str:
+        """Take the results of tiers. Why another process cannot take over now; empty: it can."""
+        for tier in self.lower:
+            tier.poll()
+        if self.room.erasing:
+            return "chunks of a tenant that was forgotten are still in use"
+        return next((why for tier in self.lower if (why := tier.why_busy())), "")
+
+    def resume(self, thing: Match | Reservation) -> None:
+        """An engine holds this since a time when another process owned the slab."""
+        lease_all(self.index, thing)
+        (self._matches if isinstance(thing, Match) else self._reservations).resume(thing)  # type: ignore[arg-type]
+
+    def taken(self) -> None:
+        """This process owns the heritage now. Before, the other one may still need all of it unchanged."""
+        places = [self.index, *(tier.index for tier in self.lower.owned)]
+        if self._inherited is not None:  # others look at it, also if it is of no more use here
+            presence = self.presence or Presence(self._inherited)
+            presence.begin(entry.key for index in places for entry in index.entries_now())
+        for index in places:
+            index.presence = self.presence
+
+    def leave(self) -> None:
+        """Another process owns the slab and the tiers from now on: end, and change nothing."""
+        self._closed.set()
+        for tier in self.lower:
+            tier.tier.is_left = True
+            tier.tier.patience = 0.0
+            tier.tier.close()
 
     def _need_open(self) -> None:
         if self._closed.is_set():

@@ -210,6 +210,25 @@ class Index:
         if entry.key in self.wanted:
             self.pin(entry)
 
+    def resume(self, entry: Entry) -> None:
+        """Add an entry of the books of another process, the first to leave first. Leases follow.
+
+        One that is GONE only takes room, until the last of its leases ends.
+        """
+        if entry.state is State.GONE:
+            self._count(entry, entry.nbytes, 0)
+            return
+        if entry.key in self._entries:
+            raise ValueError(f"chunk {entry.key.hex()[:8]} is there twice")
+        if entry.state is State.READY:
+            self.adopt(entry)
+            return
+        self._entries[entry.key] = entry
+        if self.presence is not None:
+            self.presence.add(entry.key)
+        self._count(entry, entry.nbytes, 0)
+        self._policy_of(entry).insert(entry)
+
     def shrink(self, entry: Entry, nbytes: int) -> None:
         """The entry takes less room than was reserved for it."""
         more = nbytes - entry.nbytes

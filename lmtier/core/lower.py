@@ -125,6 +125,8 @@ class LowerTier(ABC):
         """A chunk that one of these covers is not loaded. It is deleted as soon as its header is read."""
         self.why_uncleared = ""
         """The last error of a clear."""
+        self.is_paused = False
+        """Nothing new is written: another process is about to take over."""
         self.lost = 0
         """Chunks that should have been written here and were not."""
         self._dropped: Counter[str] = Counter()
@@ -200,6 +202,19 @@ class LowerTier(ABC):
     def leased_bytes(self) -> int:
         """Bytes of the slab that cannot leave until this tier has written them."""
         return self._storing_bytes + self._writes.leased_bytes
+
+    @property
+    def waiting_writes(self) -> list[bytes]:
+        """The keys of the chunks that wait to be written here, in order."""
+        return self._writes.under(b"")
+
+    def why_busy(self) -> str:
+        """Why another process must not use this tier now; empty: it may."""
+        if self._jobs:
+            return f"tier {self.label}: {len(self._jobs)} reads, writes or deletions have not ended"
+        if self._undeleted or not self.is_clear or self.uncleared:
+            return f"tier {self.label}: a deletion is not done"
+        return ""
 
     @property
     def leased(self) -> Iterable[Entry]:
@@ -295,6 +310,8 @@ class LowerTier(ABC):
         to those that are leased now.
         """
         self._look_after()
+        if self.is_paused:
+            return
         slab, writes, postponed = self._above.slab, self._writes, 0
         while len(writes) > postponed and self.storing < MAX_STORING and self.is_warm and self.down.allows():
             key = writes.next()

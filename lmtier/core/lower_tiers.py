@@ -30,17 +30,28 @@ class LowerTiers(list[LowerTier]):
         """Prefixes that `touch` will mark as used."""
 
     def open(
-        self, specs: Sequence[TierSpec], opened: Mapping[str, Tier], wake: Callable[[], None], above: Above
+        self,
+        specs: Sequence[TierSpec],
+        opened: Mapping[str, Tier],
+        wake: Callable[[], None],
+        above: Above,
+        locks: Mapping[str, int],
+        is_known: Callable[[str], bool],
     ) -> None:
-        """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open."""
+        """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open.
+
+        `locks` has the locked files that a server before this one has handed over, by place. A tier whose
+        place is known is not scanned.
+        """
         try:
             for number, spec in enumerate(specs):
-                tier = opened.get(spec.url) or open_tier(spec)
+                place = f"{spec.scheme}://{spec.location}"
+                tier = opened.get(spec.url) or open_tier(spec, locks.get(place))
                 tier.wake = wake
                 twins = sum(each.scheme == spec.scheme for each in specs[:number])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
                 if tier.keeps:
-                    self.owned.append(OwnedTier(label, spec, tier, above))
+                    self.owned.append(OwnedTier(label, spec, tier, above, scans=not is_known(place)))
                     self.append(self.owned[-1])
                 else:
                     self.shared.append(SharedTier(label, spec, tier, above))

@@ -40,7 +40,8 @@ _HEADERS = 8  # read at once in a search for suspect chunks, so that loads conti
 
 
 class OwnedTier(LowerTier):
-    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above) -> None:
+    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above, *, scans: bool = True) -> None:
+        """`scans`: find out what the storage holds. If not, `resume` follows."""
         super().__init__(label, spec, tier, above)
         capacity, shares = _capacity(spec, tier), above.shares if spec.capacity else ()
         self.index = Index(capacity, make_policy(spec.policy), shares=shares, is_record=above.slab.is_record)
@@ -64,7 +65,8 @@ class OwnedTier(LowerTier):
         """The entries that this `pump` added."""
         self._declare_index()
         self.is_warm = False
-        self._scan()
+        if scans:
+            self._scan()
 
     # ---- what it holds
 
@@ -453,6 +455,14 @@ class OwnedTier(LowerTier):
             self._search(suspect)
         if len(index):
             log.info("lmtier: tier %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
+
+    def resume(self) -> None:
+        """The index was filled from the books of another process, which wrote here until now."""
+        self.is_warm = True
+        self._found = self.index.used
+        self.index.resize(self.index.capacity)
+        if self.ttl < FOREVER:
+            limit(self.index, self._clock() + self.ttl)
 
     def persist_order(self) -> None:
         items: list[Item] = []

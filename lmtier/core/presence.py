@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
+from collections.abc import Iterable
 
 from lmtier import forks
 from lmtier.core.slab import SEALS, SHARED, Memory
@@ -18,7 +19,6 @@ from lmtier.core.slab import SEALS, SHARED, Memory
 SLOTS = 1 << 22
 """Bytes. With a million chunks, the table identifies four of five absent keys."""
 NBYTES = SLOTS + 4096
-_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which Python does not name
 _FULL = 255  # the count has overflowed and stays at this value
 
 
@@ -28,18 +28,20 @@ def slot(key: bytes) -> int:
 
 
 class Presence:
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("lmtier-presence", SHARED)
-        self._close = weakref.finalize(self, os.close, self.fd)
-        os.truncate(self.fd, NBYTES)
-        self._memory = Memory(NBYTES, self.fd)
+    def __init__(self, own: int | None = None) -> None:
+        """`own`: the table of a server before this one, which needs it until `begin`."""
+        self.own = os.memfd_create("lmtier-presence", SHARED) if own is None else own
+        """Writable: only for the server that takes over from this one."""
+        if own is None:
+            os.truncate(self.own, NBYTES)
+            fcntl.fcntl(self.own, fcntl.F_ADD_SEALS, SEALS)
+        # Others get a descriptor that cannot write: a stray write of one reader would make all others miss.
+        # Rejected: F_SEAL_FUTURE_WRITE. The next server could not write either, and engines that go on would
+        # look at a table that no server keeps.
+        self.fd = os.open(f"/proc/self/fd/{self.own}", os.O_RDONLY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, _close, self.own, self.fd)
+        self._memory = Memory(NBYTES, self.own)
         self._counts = self._memory.view
-        # From here on no other process can write. A stray write of one reader would make all others miss.
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
-        except OSError:  # an older kernel has no such seal; readers still map it read-only
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-
         forks.call_in_child(self)
 
     def forked(self) -> None:
@@ -56,9 +58,21 @@ class Presence:
         if counts[at] < _FULL:
             counts[at] -= 1
 
+    def begin(self, keys: Iterable[bytes]) -> None:
+        """Begin with these keys. Readers have to ask until `trust`."""
+        self._counts[SLOTS] = 0
+        self._counts[:SLOTS] = bytes(SLOTS)
+        for key in keys:
+            self.add(key)
+
     def trust(self) -> None:
         """Every tier knows what it holds now, so a count of 0 can be trusted."""
         self._counts[SLOTS] = 1
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class Look:

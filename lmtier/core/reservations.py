@@ -26,6 +26,11 @@ class Reservations:
         self._followers = followers
         self._ids = count(1)
 
+    def resume(self, reservation: Reservation) -> None:
+        """A reservation of another process goes on here."""
+        reservation.id = next(self._ids)
+        self.open[reservation.id] = reservation
+
     def reserve(
         self, keys: Sequence[bytes], form: ChunkForm, first: int, ttl: float, by: str, most: int
     ) -> Reservation:

@@ -281,6 +281,20 @@ class Extents:
             size += self._drop_free(end)
         self._add_free(offset, size)
 
+    def resume(self, taken: dict[int, int]) -> None:
+        """Begin with these extents, offset to size, in place of none. ValueError: they overlap."""
+        self._drop_free(0)
+        at = 0
+        for offset, size in sorted(taken.items()):
+            if offset < at or offset % PAGE or offset + size > self.capacity or size <= 0:
+                raise ValueError(f"an extent of {size} bytes at {offset}")
+            if offset > at:
+                self._add_free(at, offset - at)
+            at = offset + size
+        if at < self.capacity:
+            self._add_free(at, self.capacity - at)
+        self._taken, self.used = taken, sum(taken.values())
+
     def check(self) -> None:
         """Check that free and taken ranges tile the buffer, and that all tables agree."""
         waiting = [(offset, size) for size, offsets in self._waiting.items() for offset in offsets]
@@ -346,15 +360,21 @@ class Extents:
 class Slab(Extents):
     """Extents with their memory."""
 
-    def __init__(self, capacity: int, *, hugepages: bool = False, shared: bool = False) -> None:
+    def __init__(
+        self, capacity: int, *, hugepages: bool = False, shared: bool = False, fd: int | None = None
+    ) -> None:
+        """`fd`: the shared memory of a server before this one, which has `capacity` bytes."""
         super().__init__(capacity)
-        self.fd = os.memfd_create("lmtier-slab", SHARED) if shared else None
+        self.fd = os.memfd_create("lmtier-slab", SHARED) if shared and fd is None else fd
         """Other processes get it to map the same memory. None: the memory is private, so that a forked child
         cannot write into its parent's extents."""
         if self.fd is not None:
             self._close = weakref.finalize(self, os.close, self.fd)
-            os.truncate(self.fd, self.capacity)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            if fd is None:
+                os.truncate(self.fd, self.capacity)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            elif os.fstat(fd).st_size != self.capacity:
+                raise MisuseError(f"a slab of {self.capacity} bytes in a file of {os.fstat(fd).st_size}")
         self._memory = Memory(self.capacity, -1 if self.fd is None else self.fd)
         if len(nodes := nodes_to_use()) > 1 and not self._memory.spread(nodes):
             log.warning("lmtier: the slab cannot be spread over NUMA nodes (errno %d)", ctypes.get_errno())

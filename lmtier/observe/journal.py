@@ -55,13 +55,13 @@ class _Ring:
         self._fields = np.frombuffer(self._packed, _FIELDS)
         self._events: list[_Event] = []
         self._numbers: dict[_Event, int] = {}
-        self.end = 0
-        """The number of records so far."""
+        self.start = self.end = 0
+        """The number of the first record, and the number of records so far."""
 
     @property
     def first(self) -> int:
         """The number of the first record that is still there."""
-        return max(0, self.end - self._length)
+        return max(self.start, self.end - self._length)
 
     def add(self, event: _Event, keys: Collection[bytes], at: float) -> None:
         number = self._numbers.get(event)
@@ -106,6 +106,10 @@ class Journal(Follower):
     def end(self) -> int:
         """The number of changes so far."""
         return self._changes.end
+
+    def begin_at(self, position: int) -> None:
+        """Go on with the numbers of a journal of another process, whose changes are not known here."""
+        self._changes.start = self._changes.end = position
 
     def changed(self, tier: str, came: bool, keys: Collection[bytes], why: str) -> None:
         """Records are not noted, because they are no part of a prompt."""

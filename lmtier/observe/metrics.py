@@ -9,7 +9,8 @@ A lookup does not wait for its counters: it is noted, and counted when the cache
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -84,7 +85,7 @@ LABELS = {
     "reason": "see below",
     "direction": "`down` is storing, `up` is loading",
     "model": "the names that engines give their models, at most 64, then `other`",
-    "outcome": "`asked`, `hit`",
+    "outcome": "`asked`, `hit`. Of takeovers: `done`, `failed`",
     "event": "`hit`, `missed`, `set`, `deleted`, `expired`, `refused`",
     "op": "what the tier was asked to do: `store`, `load`, `peek`, `lookup`, `delete`, `scan`, `touch`, "
     "`clear`. Of a queue: `store` is what is to be written, `all` every job in hand",
@@ -144,6 +145,12 @@ class Metrics:
             full = declare(name, "histogram", labels, text)
             return Histogram(full, text, labels, buckets=buckets, registry=self.registry)
 
+        self.takeovers = counter(
+            "takeovers", "Servers that took over from another: `done`, and `failed` at this one.", "outcome"
+        )
+        self.takeover_seconds = gauge(
+            "takeover_seconds", "Seconds without a server when this one took over from another; else 0."
+        )
         # tokens: asked = hit, over tiers, + missed, over reasons
         self.lookups = counter("lookups", "Prefix lookups that were settled.")
         self.asked_tokens = counter("asked_tokens", "Tokens of prompts that were looked up.")
@@ -372,6 +379,26 @@ class Metrics:
                 if sample.name.endswith("_bucket") and where.items() <= sample.labels.items():
                     found.setdefault(sample.labels[label], []).append(int(sample.value))
         return found
+
+    def told(self) -> list[Any]:
+        """The values of all counters, for a process that goes on with them."""
+        self.count()
+        return [
+            [name, sample.labels, sample.value]
+            for name, each in vars(self).items()
+            if isinstance(each, Counter)
+            for family in each.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.value
+        ]
+
+    def go_on(self, told: list[Any]) -> None:
+        """Go on with the counters of another process, those that are known here. Histograms begin anew."""
+        known = {name: each for name, each in vars(self).items() if isinstance(each, Counter)}
+        for name, labels, value in told:
+            if (counter := known.get(name)) is not None:
+                with suppress(ValueError):  # it has other labels in this version
+                    (counter.labels(**labels) if labels else counter).inc(value)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -30,6 +30,8 @@ class WithDescriptor(NamedTuple):
 
     value: Any
     fd: int
+    closes: bool = False
+    """The file is closed here once it is sent, or cannot be sent."""
 
 
 class _NoAnswer(Enum):
@@ -68,6 +70,8 @@ class Caller:
     address: str
     is_local: bool = False
     """It is on the Unix socket, so it may get the slab."""
+    peer: tuple[int, int] | None = None
+    """On the Unix socket: its process and its user."""
     role: Role = Role.ADMIN
     """What it may do, by the token that it has sent."""
     resp3: bool = False

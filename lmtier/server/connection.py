@@ -7,6 +7,7 @@ stuck. `close` releases everything that its present command held.
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import time
@@ -22,7 +23,7 @@ from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Wai
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.http import Conversation, Reply
 from lmtier.wire.commands import Commands
-from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, encode
+from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, command, encode
 
 _TURN = 0.004  # seconds after which a client's turn ends
 _AT_ONCE = 4 << 20  # bytes sent after which a client's turn ends
@@ -159,6 +160,8 @@ class Connection(Channel):
         # No part of a connection refers back to it: long-lived objects are not searched for cycles.
         self._commands = Commands(partial(host.place, caller))
         self._waiting: Waiting | None = None
+        self._again: list[Any] = []
+        """The command that waits, if another process can begin it again."""
         self._turn_ends = 0.0
         self.is_cut = False
         """Its turn ended before its work. It needs another turn, because no event will follow."""
@@ -245,6 +248,8 @@ class Connection(Channel):
         answer = self._host.answer(self.caller, args)
         if isinstance(answer, GeneratorType):
             self._waiting = answer
+            # Verbs may run twice. They yield no parts of their answer.
+            self._again = args if bytes(args[0][:7]).upper() == b"LMTIER." else []
             return self._resume()
         self._end(answer)
         return True
@@ -278,9 +283,46 @@ class Connection(Channel):
             self.push(answer.view, answer.sent)
             self.push(CRLF)
         elif isinstance(answer, WithDescriptor):
-            self.push(encode(answer.value, self.caller.resp3), fd=answer.fd)
+            sent = partial(os.close, answer.fd) if answer.closes else None
+            self.push(encode(answer.value, self.caller.resp3), sent, fd=answer.fd)
         elif answer is not Nothing:
             self.push(encode(answer, self.caller.resp3))
+
+    # ---- to and from another process
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another process can go on with it now."""
+        caller = self.caller
+        is_held = self._is_tls or caller.closing or caller.queue or caller.watch or caller.drafts
+        is_sending = any(each.sent is not None or each.fd is not None for each in self._out)
+        is_at_work = self._waiting is not None and not self._again
+        return not (is_held or is_sending or is_at_work) and self._commands.unread() is not None
+
+    def told(self) -> dict[str, Any]:
+        """All that another process needs to go on with it, but for its socket and its session."""
+        again = command(*map(bytes, self._again)) if self._waiting is not None else b""
+        caller = self.caller
+        return {
+            "input": (again + (self._commands.unread() or b"")).hex(),
+            "output": b"".join(each.view for each in self._out).hex(),
+            "address": caller.address,
+            "is_local": caller.is_local,
+            "role": int(caller.role),
+            "resp3": caller.resp3,
+            "name": caller.name,
+            "kind": caller.kind,
+            "asked": caller.asked,
+            "peer": caller.peer,
+            "shard": str(caller.session.members[caller] or "") if caller.session is not None else "",
+        }
+
+    def resume(self, told: dict[str, Any]) -> None:
+        """Go on where another process stopped."""
+        if output := bytes.fromhex(told["output"]):
+            self.push(output)
+        self._commands.go_on(bytes.fromhex(told["input"]))
+        self.is_cut = True
 
     def is_in_the_middle(self) -> bool:
         return self._commands.in_command and self._waiting is None and not self.is_cut

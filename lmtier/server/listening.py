@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,18 +36,37 @@ class Doors:
         self.where: list[tuple[str, str]] = []
         """The kind and the address of each listener."""
 
-    def open(self) -> None:
-        serving = self._serving
+    def open(self, given: Mapping[str, int] | None = None) -> None:
+        """Listen. `given`: the listeners of a server before this one, by kind and configured address."""
+        given, inherits = dict(given or {}), bool(given)
         try:
-            if serving.listen:
-                self._add(_tcp(serving.listen), "redis")
-            if serving.http:
-                self._add(_tcp(serving.http), "http")
-            if serving.unix:
-                self._add(_unix(Path(serving.unix)), "unix")
+            for kind, address in self._wanted():
+                fd = given.pop(f"{kind} {address}", None)
+                if fd is not None:
+                    self._add(socket.socket(fileno=fd), kind)
+                else:
+                    self._add(_unix(Path(address)) if kind == "unix" else _tcp(address), kind)
+            for fd in given.values():
+                os.close(fd)
         except BaseException:
-            self.close()
+            self.leave() if inherits else self.close()
             raise
+
+    def _wanted(self) -> list[tuple[str, str]]:
+        serving = self._serving
+        wanted = [("redis", serving.listen), ("http", serving.http), ("unix", serving.unix)]
+        return [each for each in wanted if each[1]]
+
+    def files(self) -> list[tuple[str, int]]:
+        """The listeners for the next server: kind and configured address, and the descriptor."""
+        wanted = dict(self._wanted())
+        return [(f"door {door.kind} {wanted[door.kind]}", fd) for fd, door in self.by_fd.items()]
+
+    def leave(self) -> None:
+        """Another server listens here now."""
+        for listener, _ in self.by_fd.values():
+            listener.close()
+        self.by_fd.clear()
 
     def _add(self, listener: socket.socket, kind: str) -> None:
         forks.close_in_child(listener)

@@ -28,12 +28,14 @@ from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, log
 from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
-from lmtier.server import tracing
+from lmtier.server import takeover, tracing
 from lmtier.server.access import Role, Wrong
 from lmtier.server.commands import Caller, Command, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import Engines
+from lmtier.server.engines.arguments import read_shard
+from lmtier.server.engines.sessions import Session
 from lmtier.server.http import Http, forms, routes
 from lmtier.server.listening import Door, Doors, written
 from lmtier.server.process import allow_files, tell_systemd
@@ -43,6 +45,7 @@ from lmtier.server.redis.service import Service
 from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.roster import Roster
+from lmtier.server.takeover import Arrival, Departure, Predecessor, peer_of
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 
@@ -59,7 +62,8 @@ _TOO_MANY = b"-ERR max number of clients reached\r\n"
 class Server:
     """The constructor opens everything, so that errors are reported at once; `run` serves."""
 
-    def __init__(self, config: Config, serving: Serving) -> None:
+    def __init__(self, config: Config, serving: Serving, predecessor: Predecessor | None = None) -> None:
+        """`predecessor`: the running server from which this one takes over."""
         self.serving = serving
         self._doors = Doors(serving)
         self.where = self._doors.where
@@ -88,8 +92,14 @@ class Server:
             raise ConfigError(
                 f"{config.gpu}: engines have the GPU, not the server: move this tier to their settings"
             )
+        if predecessor is not None and serving.kv_events:
+            raise ConfigError(
+                "serve: kv_events and --takeover do not go together yet: stop the running server first"
+            )
         # Before the cache, so that an address in use is reported before any tier is opened.
-        self._doors.open()
+        self._predecessor = predecessor
+        arrival = predecessor.go() if predecessor is not None else None
+        self._doors.open(arrival.doors if arrival else None)
         try:
             if serving.request_log:
                 self._log = RequestLog(serving.request_log, config.chunk_tokens, metrics)
@@ -100,15 +110,18 @@ class Server:
                 shared=bool(serving.unix),
                 wake=self._ring,
                 is_record=is_value,
+                heritage=arrival.heritage if arrival else None,
             )
         except BaseException:
-            self._doors.close()
+            self._doors.leave() if arrival else self._doors.close()
             if self._log is not None:
                 self._log.close()
             raise
         self._values = Values(self.cache)
         self._transactions = Transactions(self._values)
         self._engines = Engines(self.cache, self._log, self._tracing)
+        heritage = arrival.heritage if arrival else None
+        sessions = self._engines.resume(heritage) if heritage else []
         self._publish()
         self._wrong = Wrong(metrics)
         service = Service(
@@ -126,6 +139,16 @@ class Server:
             b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, role=Role.LOOK),
             b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1, role=Role.LOOK),
         }
+        self._departure = Departure(
+            self.cache,
+            self._engines,
+            self._roster,
+            self._doors,
+            lambda fd: self._epoll.register(fd, select.EPOLLIN),
+            self._give_turn,
+            lambda: self._transactions.are_running,
+        )
+        table[b"LMTIER.TAKEOVER"] = self._departure.command()
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
         self._report = Report(
@@ -144,6 +167,8 @@ class Server:
             forms(self.cache),
         )
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
+        if arrival is not None:
+            self._resume(arrival, sessions)
         for kind in ("redis", "engine", "http"):
             metrics.clients.labels(kind).set_function(partial(self._roster.of_kind, kind))
 
@@ -173,18 +198,49 @@ class Server:
                     address,
                 )
 
+    def _resume(self, arrival: Arrival, sessions: list[Session]) -> None:
+        """Go on with the connections of another process."""
+        for fd, told in arrival.clients:
+            sock = socket.socket(fileno=fd)
+            forks.close_in_child(sock)
+            caller = Caller(next(self._ids), told["address"], told["is_local"], role=Role(told["role"]))
+            caller.resp3, caller.name, caller.kind = told["resp3"], told["name"], told["kind"]
+            caller.asked, caller.peer = told["asked"], told["peer"] and (told["peer"][0], told["peer"][1])
+            if told["session"] is not None:
+                caller.session = sessions[told["session"]]
+                caller.session.members[caller] = read_shard(told["shard"]) if told["shard"] else None
+            connection = Connection(self._dispatch, sock, caller)
+            self._begin(connection)
+            connection.resume(told)
+            self._look(connection)
+        self._values.resume()
+        took = takeover.count(self.cache.metrics, arrival.heritage.books.facts)
+        log.info(
+            "lmtier: takes over from a server of version %s with %d chunks and %d connections, after %.0f ms",
+            *(arrival.heritage.books.facts["version"], len(self.cache.index), len(arrival.clients)),
+            1000 * took,
+        )
+
     # ---- the loop
 
     def run(self) -> None:
         """Serve until `stop` or a signal; then finish, and close the cache."""
+        if self._predecessor is not None:
+            try:
+                self._predecessor.take()
+            except BaseException:
+                self._leave()
+                raise
+            self.cache.taken()
         for fd in self._doors.by_fd:
             self._epoll.register(fd, select.EPOLLIN)
         tell_systemd("READY=1")
-        tick = 0.0
+        tick, has_left = 0.0, False
         self._ran = time.thread_time()
         try:
             while not self._is_done():
-                timeout = _SOON if self._waiting or self._transactions.are_running else _TICK
+                is_soon = self._waiting or self._transactions.are_running or self._departure.is_under_way
+                timeout = _SOON if is_soon else _TICK
                 if self._transactions.goes_on or any(each.is_cut for each in self._waiting):
                     timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
@@ -196,11 +252,14 @@ class Server:
                 for connection in [each for each in self._waiting if each.is_open]:
                     connection.hear() if connection.is_cut else connection.go_on()
                     self._look(connection)
+                if self._departure.turn():
+                    has_left = True
+                    return
                 if (now := time.monotonic()) >= tick:
                     tick = now + _TICK
                     self._look_after(now)
         finally:
-            self._finish()
+            self._leave() if has_left else self._finish()
 
     def stop(self) -> None:
         """Finish running requests within the grace period, then stop. A signal handler may call it."""
@@ -241,6 +300,10 @@ class Server:
             self._look(connection)
         elif (door := self._doors.by_fd.get(fd)) is not None:
             self._accept(door)
+
+    def _give_turn(self, connection: Connection) -> None:
+        connection.hear() if connection.wants_input else connection.go_on()
+        self._look(connection)
 
     def _kill(self, number: int) -> bool:
         """Close a client's connection. False: there is none of this number."""
@@ -348,6 +411,15 @@ class Server:
                 self._epoll.unregister(fd)
         self._doors.close()
 
+    def _leave(self) -> None:
+        """Another process serves: end without a change to what is its own now."""
+        tell_systemd(f"STOPPING=1\nMAINPID={self._departure.pid or os.getpid()}")
+        self._doors.leave()
+        for connection in self._roster:
+            connection.sock.close()
+        self.cache.leave()
+        self._close_rest(1.0)
+
     def _finish(self) -> None:
         self._close_doors()
         for connection in self._roster:
@@ -356,10 +428,13 @@ class Server:
         self._transactions.close()
         until = max(self._stop_at or 0.0, time.monotonic() + 1.0)
         self.cache.close(timeout=until - time.monotonic())
+        self._close_rest(until - time.monotonic())
+
+    def _close_rest(self, seconds: float) -> None:
         if self._publisher is not None:
             self._publisher.close()
         if self._tracing is not None:
-            self._tracing.close(until - time.monotonic())
+            self._tracing.close(seconds)
         if self._log is not None:
             self._log.close()
         self._epoll.close()
@@ -398,7 +473,7 @@ class Server:
     def _welcomed(self, kind: str, sock: socket.socket, address: str) -> Connection | HttpConnection:
         caller = Caller(next(self._ids), address)
         if kind == "unix":
-            caller.address, caller.is_local = address or kind, True
+            caller.address, caller.is_local, caller.peer = address or kind, True, peer_of(sock)
         else:
             sock = self._doors.secured(sock)
         forks.close_in_child(sock)

@@ -354,6 +354,12 @@ class Values:
             over += mark is not None and self._is_over(key, mark)  # it may have been set again since
         return over
 
+    def resume(self) -> None:
+        """Find out when the values expire that were in memory before this process."""
+        for key in self._cache.index.records:
+            if (mark := self._known(key)) is not None and mark.expires:
+                self._will_expire(mark.expires, key)
+
     def _will_expire(self, expires: int, key: bytes) -> None:
         heapq.heappush(self._expiring, (expires, key))
         if len(self._expiring) > self._most_expiring:  # most of them were set again, or have left

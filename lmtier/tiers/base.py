@@ -130,6 +130,18 @@ class Tier(ABC):
     keys: Keys | None = None
     """The keys with which it seals objects. None: it does not seal."""
 
+    is_left: bool = False
+    """Another process has taken over, with `lock`: `close` leaves the storage as it is."""
+
+    @property
+    def lock(self) -> int | None:
+        """The file whose lock makes this process the only owner of the storage. None: it has no such file.
+
+        A process that is given it opens the tier with it, as the keyword `lock` of the constructor, while
+        this one begins no job. At no time is the storage without its lock.
+        """
+        return None
+
     patience: float = 5.0
     """Seconds that `close` may wait for running calls into the storage. The owner sets it."""
 

@@ -26,6 +26,7 @@ BUILTIN = {
     "mooncake": "lmtier_backends.mooncake.tier:MooncakeTier",
 }
 GROUP = "lmtier.tiers"
+_LOCK = "lock"  # a parameter of a constructor that no URL can set
 
 
 def load_tier(scheme: str) -> type[Tier]:
@@ -47,13 +48,17 @@ def load_tier(scheme: str) -> type[Tier]:
     return cls
 
 
-def open_tier(spec: TierSpec) -> Tier:
-    """Open the tier that a URL names. Its options are its constructor's keyword-only parameters."""
+def open_tier(spec: TierSpec, lock: int | None = None) -> Tier:
+    """Open the tier that a URL names. Its options are its constructor's keyword-only parameters.
+
+    `lock`: the file that `Tier.lock` of another process has handed over.
+    """
     cls = load_tier(spec.scheme)
     parameters = inspect.signature(cls.__init__).parameters.values()
     hints = typing.get_type_hints(cls.__init__)
     options = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    values: dict[str, object] = {}
+    options.discard(_LOCK)
+    values: dict[str, object] = {} if lock is None else {_LOCK: lock}
     for name, text in spec.options.items():
         if name not in options:
             known = options | {"capacity", "write", "policy", "codec", "ttl", "seal", "key", "tenants", *WEAR}

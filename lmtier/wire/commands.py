@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from lmtier.errors import MisuseError
-from lmtier.wire.resp import BULKS, CRLF, DOLLAR, ProtocolError, Reader, number_in, to_text
+from lmtier.wire.resp import BULKS, CRLF, DOLLAR, ProtocolError, Reader, bulk_header, number_in, to_text
 
 Argument: TypeAlias = "bytes | memoryview"
 Place: TypeAlias = "Callable[[list[Argument], int, int], memoryview | None]"
@@ -85,6 +85,23 @@ class Commands(Reader):
             self._add(target[:count])
         else:
             self._filled += count
+
+    def unread(self) -> bytes | None:
+        """The received bytes of the command that is not complete. None: some of them have their place."""
+        if self._payload is not None:
+            return None
+        parts = [b"*%d\r\n" % self._argc] if self._argc else []
+        for each in self._args:
+            if isinstance(each, memoryview):
+                return None
+            parts += (bulk_header(len(each)), each, CRLF)
+        if self._argc and self._length >= 0:
+            parts.append(bulk_header(self._length))
+        return b"".join((*parts, self._part, self._data[self._at :]))
+
+    def go_on(self, data: bytes) -> None:
+        """Begin with what `unread` of another reader returned."""
+        self._add(data)
 
     def next(self) -> list[Argument] | None:
         """The next complete command, never empty. None: more bytes are needed."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lmtier.core.cache import Cache
+from lmtier.core.heritage import Heritage, Teller
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import tenant
 from lmtier.observe.breakdown import Breakdown
 from lmtier.server.access import Role
 from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
 from lmtier.server.engines.operating import Operating
-from lmtier.server.engines.sessions import Sessions
+from lmtier.server.engines.sessions import Session, Sessions
 from lmtier.server.engines.transfers import Transfers
 from lmtier.server.explain import Explain
 from lmtier.server.request_log import RequestLog
@@ -39,6 +41,21 @@ class Engines:
         self._transfers = Transfers(cache, self._sessions, tracing, log)
         self._operating = Operating(cache, self.explain)
         self.gone = self._sessions.gone
+
+    def tell(self, callers: Sequence[Caller], teller: Teller) -> tuple[dict[str, Any], dict[int, int]]:
+        """The sessions of these callers, for another process; and the number of each, by its id()."""
+        sessions = list({id(each.session): each.session for each in callers if each.session}.values())
+        facts = self._sessions.tell(sessions, teller)
+        facts["models"] = self._operating.told(teller.forms)
+        facts["journal"] = self.explain.journal.end
+        return facts, {id(each): number for number, each in enumerate(sessions)}
+
+    def resume(self, heritage: Heritage) -> list[Session]:
+        """Go on with the sessions of another process."""
+        facts = heritage.books.facts["sessions"]
+        self._operating.resume(facts.get("models", []), heritage.forms)
+        self.explain.journal.begin_at(facts.get("journal", 0))
+        return self._sessions.resume(facts, heritage)
 
     def _model_of(self, prefix: bytes) -> str:
         return self._operating.model_of(prefix)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.core.forgetting import Steps, forgetting, need_tenant
+from lmtier.core.heritage import Forms
 from lmtier.core.placement import write_form
 from lmtier.errors import ConfigError
 from lmtier.format.keys import KEY_BYTES, Identity, namespace, tenant
@@ -66,6 +67,14 @@ class Operating:
         if len(self._models) > MAX_MODELS:
             self._models.popitem(last=False)
         return OK
+
+    def told(self, forms: Forms) -> list[Any]:
+        models = self._models.items()
+        return [[asdict(identity), lora, forms.number(form)] for (identity, lora), form in models]
+
+    def resume(self, told: list[Any], forms: Forms) -> None:
+        for identity, lora, form in told:
+            self._models[Identity(**identity), lora] = forms[form]
 
     def model_of(self, prefix: bytes) -> str:
         """The name of the model whose keys begin so; empty: no engine has sent it."""

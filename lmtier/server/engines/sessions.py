@@ -16,6 +16,7 @@ from typing import Any
 
 from lmtier._version import __version__
 from lmtier.core.cache import Cache
+from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.match import Match, Reservation
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
@@ -178,6 +179,47 @@ class Sessions:
         if self._tracing is not None and (number in session.matches or number in session.reservations):
             self._tracing.belongs(number, dict(zip(("traceparent", "tracestate"), headers, strict=False)))
         return OK
+
+    # ---- to and from another process
+
+    def tell(self, sessions: Sequence[Session], teller: Teller) -> dict[str, Any]:
+        held: list[Match | Reservation] = [match for each in sessions for match in each.matches.values()]
+        held += [thing for each in sessions for thing in each.reservations.values()]
+        teller.tell(held)
+        return {
+            "run": self._run,
+            "next": next(self.ids),
+            "each": [
+                {
+                    "name": each.name,
+                    "forms": [teller.forms.number(form) for form in each.forms],
+                    "matches": [[number, teller.match(match)] for number, match in each.matches.items()],
+                    "reservations": [
+                        [number, teller.reservation(thing)] for number, thing in each.reservations.items()
+                    ],
+                    "cost": None if each.cost is None else list(each.cost),
+                    "lost": self._cache.lost - each.lost_at_flush,
+                }
+                for each in sessions
+            ],
+        }
+
+    def resume(self, facts: dict[str, Any], heritage: Heritage) -> list[Session]:
+        """The ids of matches and reservations stay valid: it is the same run for engines."""
+        self._run, self.ids = facts["run"], count(facts["next"])
+        sessions = []
+        for told in facts["each"]:
+            session = Session(told["name"], forms=[heritage.forms[form] for form in told["forms"]])
+            session.cost = None if told["cost"] is None else Cost(*told["cost"])
+            session.lost_at_flush = self._cache.lost - told["lost"]
+            for number, each in told["matches"]:
+                session.hold(number, heritage.match(each, self._cache))
+            for number, each in told["reservations"]:
+                session.reservations[number] = heritage.reservation(each, self._cache)
+            if session.name:
+                self._shared[session.name] = session
+            sessions.append(session)
+        return sessions
 
     # ---- ends of matches and reservations
 

@@ -6,6 +6,7 @@ import json
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtier import config
@@ -39,6 +40,11 @@ def _serve_options(parser: ArgumentParser) -> None:
         metavar="URL",
         help="a tier; repeat it, fastest first: cpu://?capacity=32GiB, disk:///nvme?capacity=500GiB",
     )
+    parser.add_argument(
+        "--takeover",
+        metavar="SOCKET",
+        help="take over from the server on this Unix socket: its memory, its chunks and its engines",
+    )
     parser.add_argument("--unix", metavar="PATH", help="the Unix socket for engines on this host")
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="the address for Redis clients and other hosts; '' for none"
@@ -69,12 +75,17 @@ def _serve_options(parser: ArgumentParser) -> None:
 def _serve(args: Namespace) -> int:
     from lmtier.server.process import give_way
     from lmtier.server.serve import Server
+    from lmtier.server.takeover import Predecessor
+    from lmtier.tiers.registry import load_tier
 
     give_way()
     effective, serving, has_default_tiers = _settings(args)
     lines = write_log(serving.log_level, serving.log_format)
     try:
-        server = Server(effective, serving)
+        for spec in effective.stores[1:]:
+            load_tier(spec.scheme)  # before another server stands still for this one
+        predecessor = Predecessor(Path(args.takeover), effective) if args.takeover else None
+        server = Server(effective, serving, predecessor)
         server.obey_signals()
         say(_screen(server, has_default_tiers))
         server.run()

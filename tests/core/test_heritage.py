@@ -1,0 +1,159 @@
+"""The next cache begins with what one tells: the same chunks, in their order, held by the same engines."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.heritage import Heritage, Teller
+from lmtier.core.match import Match, Reservation
+from lmtier.format.books import Books, BooksError
+from lmtier.format.layout import Layout, form_of
+
+LAYOUT = Layout.uniform(
+    layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=4, chunk_tokens=8, packing="token"
+)
+FORM = form_of(LAYOUT, (LAYOUT.whole,))
+HALVES = form_of(LAYOUT, (LAYOUT.shard(rank=0, ranks=2), LAYOUT.shard(rank=1, ranks=2)))
+SIZE = LAYOUT.nbytes(LAYOUT.whole)
+
+
+def config(policy: str = "lru", capacity: str = "128KiB") -> Config:
+    return Config(tiers=[f"cpu://?capacity={capacity}&policy={policy}"], chunk_tokens=8, prefault=False)
+
+
+def keys(prompt: int) -> list[bytes]:
+    return [hashlib.sha256(b"%d/%d" % (prompt, n)).digest() for n in range(3)]
+
+
+def told(cache: Cache, *held: Match | Reservation) -> tuple[Books, list[dict[str, object]]]:
+    teller = Teller(cache)
+    teller.tell(held)
+    notes = [teller.match(each) if isinstance(each, Match) else teller.reservation(each) for each in held]
+    teller.books.facts["forms"] = teller.forms.told()
+    return Books.unpack(b"".join(teller.books.pack())), notes
+
+
+def following(cache: Cache, books: Books, settings: Config) -> tuple[Cache, Heritage]:
+    assert cache.slab.fd is not None
+    assert cache.presence is not None
+    heritage = Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own))
+    return Cache(settings, shared=True, heritage=heritage), heritage
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(("save", "begin", "find", "pin", "discard", "ttl", "halves")), st.integers(0, 12)
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS, st.sampled_from(("lru", "arc", "s3fifo", "adaptive")))
+def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, int]], policy: str):
+    held: list[Match | Reservation] = []
+    with Cache(config(policy), shared=True) as cache:
+        for what, prompt in operations:
+            if what == "find":
+                held.append(cache.match(keys(prompt), FORM))
+            elif what == "pin" and any(cache.index.get(key) for key in keys(prompt)):
+                cache.pin(f"pin {prompt % 2}", keys(prompt))
+            elif what == "discard" and (entry := cache.index.get(keys(prompt)[1])) is not None:
+                cache.discard(entry)
+            elif what in ("save", "begin", "ttl", "halves"):
+                form = HALVES if what == "halves" else FORM
+                saving = cache.reserve(keys(prompt), form, ttl=1000 if what == "ttl" else None)
+                if what == "begin" and saving.entries:
+                    held.append(saving)
+                else:
+                    for shard in form.shards if saving.entries else ():
+                        cache.commit(saving, shard)
+        books, notes = told(cache, *held)
+        after, heritage = following(cache, books, config(policy))
+        with after:
+            again = [
+                heritage.reservation(note, after) if "left" in note else heritage.match(note, after)
+                for note in notes
+            ]
+            after.taken()
+            after.check()
+            assert after.slab._taken == cache.slab._taken
+            assert after.index.used == cache.index.used
+            assert after.index.leased_bytes == cache.index.leased_bytes
+            assert after.pinning.pins.wanted == cache.pinning.pins.wanted
+            for entry in cache.index.entries():
+                mine = after.index.get(entry.key)
+                assert mine is not None
+                for name in (
+                    "form",
+                    "nbytes",
+                    "state",
+                    "leases",
+                    "kids",
+                    "seen",
+                    "offsets",
+                    "prints",
+                    "made",
+                ):
+                    assert getattr(mine, name) == getattr(entry, name), name
+                assert after.index.ends.end(mine) == cache.index.ends.end(entry)
+            assert len(after.index) == len(cache.index)
+            if policy == "lru":
+                order = [entry.key for entry in cache.index.order()]
+                assert [entry.key for entry in after.index.order()] == order
+            for thing in again:
+                if isinstance(thing, Match):
+                    after.release(thing)
+                else:
+                    after.commit(thing)
+            after.check()
+
+
+@pytest.mark.parametrize("at", range(0, 60, 3))
+def test_damaged_books_are_refused_wherever_the_damage_is(at: int):
+    with Cache(config(), shared=True) as cache:
+        cache.commit(cache.reserve(keys(1), FORM))
+        teller = Teller(cache)
+        teller.tell([])
+        teller.books.facts["forms"] = teller.forms.told()
+        changed = bytearray(b"".join(teller.books.pack()))
+        changed[at * (len(changed) - 1) // 60] ^= 4
+        data = bytes(changed)
+        with pytest.raises(BooksError):
+            Books.unpack(data)
+        with pytest.raises(BooksError):
+            Books.unpack(data[: len(data) * at // 60])
+
+
+def test_books_with_more_than_is_known_are_read_and_books_that_contradict_themselves_are_not():
+    with Cache(config(), shared=True) as cache:
+        cache.commit(cache.reserve(keys(1), FORM))
+        books, _ = told(cache)
+        books.facts["of a later version"], books.columns["later"] = [1], b"2"
+        after, _ = following(cache, Books.unpack(b"".join(books.pack())), config())
+        after.check()
+        after.close()
+        books.columns["offsets"] = bytes(len(books.column("offsets")))  # all chunks at one place
+        with pytest.raises(BooksError, match="two chunks at 0"):
+            following(cache, books, config())
+
+
+def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
+    with Cache(config(), shared=True) as cache:
+        cache.commit(cache.reserve(keys(1), FORM))
+        cache.step()
+        books, _ = told(cache)
+        after, _ = following(cache, books, config())
+        assert cache.presence is not None
+        before = bytes(cache.presence._counts)
+        after.close()
+        assert bytes(cache.presence._counts) == before
+        for entry in cache.index.entries():  # the one before goes on
+            cache.discard(entry)
