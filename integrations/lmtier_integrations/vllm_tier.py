@@ -222,7 +222,7 @@ class LMTierSecondary(SecondaryTierManager):
             patience=self._patience,
         )
         lower = LowerTiers()
-        lower.open([spec], {}, self._wake.set, above)
+        lower.open([spec], {}, self._wake.set, above, {}, lambda place: False)
         (self._below,) = lower
         self._shared = lower.shared[0] if lower.shared else None
         """The same tier, if it is a shared tier."""

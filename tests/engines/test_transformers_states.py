@@ -93,7 +93,7 @@ def test_a_state_in_another_dtype_than_kv_comes_back_as_it_was(opened):
     check_model(opened, model, [prompt_of(each, seed=each) for each in LENGTHS], exact=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_thirty_prompts_of_each_model(opened, kind):
     """A third are alike but for their first token."""
@@ -223,7 +223,7 @@ with PrefixCache(model_of("qwen3-next"), *sys.argv[1:], chunk_tokens=16, load_de
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_process_goes_on_from_the_same_disk(opened, tmp_path):
     store = opened(model_of("qwen3-next"))
     alone = answer(store.generate, prompt_of(53))

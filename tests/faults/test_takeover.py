@@ -247,7 +247,8 @@ def test_engines_go_on_through_takeovers_and_through_those_that_fail(tmp_path: P
     busy(tmp_path, times=6, each_dies=3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_fifty_takeovers_under_load(tmp_path: Path) -> None:
     busy(tmp_path, times=50, each_dies=5)
 
