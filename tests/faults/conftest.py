@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.faults.deadlines import ALONE, BESIDE, Lateness
 from tests.sealed import ALL_SEALED, seal_everything
 
 
@@ -21,3 +22,10 @@ def sealing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if getattr(request, "param", "plain") == "sealed":
         monkeypatch.setitem(os.environ, ALL_SEALED, "1")  # for processes that the test starts
         seal_everything(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other tests nobody can say how late a call is."""
+    is_alone = request.node.get_closest_marker("alone") is not None
+    monkeypatch.setattr(Lateness, "slack", ALONE if is_alone else BESIDE)

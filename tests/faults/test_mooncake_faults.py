@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from lmtier.errors import ConfigError
 from lmtier.testing import Sample, drain, load, lookup, pages, run, sample, store
 from lmtier.tiers.base import Item, Job, Op, Reason
 from lmtier.tiers.registry import open_tier
+from tests.faults.deadlines import DEADLINE, PATIENCE, Lateness, in_time
 from tests.mooncake_process import mooncake
 from tests.redis_process import free_port, within
 from tests.server.process import until
@@ -25,27 +25,11 @@ pytest.importorskip(
     "mooncake.store", reason="its client is for x86-64, and needs libibverbs1", exc_type=ImportError
 )
 
-PATIENCE = 20.0  # a deadline that no busy machine makes what ends a job that works, or fails at once
-DEADLINE = 1.0  # one that is to be what ends a job
-SLACK = 2.0  # what a call may take longer beside other tests
-SLACK_ALONE = 0.05
 SIZE = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _slack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that run alone measure how late a call may be; others cannot."""
-    if request.node.get_closest_marker("alone"):
-        monkeypatch.setitem(globals(), "SLACK", SLACK_ALONE)
 
 
 def tier_of(url: str, query: str = "", deadline: float = PATIENCE) -> Any:
     return open_tier(TierSpec.parse(f"{url}&deadline={deadline}s&{query}".rstrip("&")))
-
-
-def in_time(tier: Any, work: Callable[[], Any]) -> Any:
-    """What `work` returns, if it took no longer than the tier may."""
-    return within(tier._deadline + SLACK, work)
 
 
 def both(tier: Any, each: Sample) -> tuple[Reason | None, Reason | None]:
@@ -80,9 +64,10 @@ def test_a_wrong_url_is_an_error_at_start(url, why):
     assert threading.active_count() == threads
 
 
+@pytest.mark.alone
 def test_without_a_master_it_starts_in_time_and_misses(caplog):
     url = f"mooncake://127.0.0.1:{free_port()}?local=127.0.0.1"
-    with closing(within(DEADLINE + SLACK, lambda: tier_of(url, deadline=DEADLINE))) as tier:
+    with closing(within(DEADLINE + Lateness.slack, lambda: tier_of(url, deadline=DEADLINE))) as tier:
         assert "without it" in caplog.text
         assert both(tier, sample(1)) == (Reason.ERROR, Reason.ERROR)
         assert run(tier, Job(1, Op.LOOKUP, (Item(sample(1).name),))).failed == {sample(1).name: Reason.ERROR}
@@ -95,6 +80,7 @@ def test_a_lookup_of_512_is_one_question(tmp_path):
         assert len(lookup(tier, *(each.name for each in objects))) == 256
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_dead_node_is_replaced_by_a_replica_or_is_a_miss(tmp_path):
     objects = [sample(i, SIZE) for i in range(12)]
@@ -131,6 +117,7 @@ def test_what_stands_still_is_given_up_in_time_and_writes_into_no_extent(tmp_pat
             assert buffer == b"\x5a" * SIZE
 
 
+@pytest.mark.alone
 def test_a_master_that_dies_and_comes_back_is_used_again(tmp_path):
     each = sample(1, SIZE)
     with mooncake(tmp_path) as servers, closing(tier_of(servers.url(), deadline=DEADLINE)) as tier:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ from lmtier.testing import (
 from lmtier.tiers.base import Item, Job, Op, Reason
 from lmtier.tiers.registry import open_tier
 from tests.certificates import certify
+from tests.faults.deadlines import DEADLINE, PATIENCE, in_time
 from tests.faults.test_redis_faults import saying
-from tests.redis_process import Proxy, free_port, within
+from tests.redis_process import Proxy, free_port
 from tests.s3_process import (
     BUCKET,
     KEY,
@@ -52,18 +53,7 @@ from tests.s3_process import (
 )
 from tests.server.process import until
 
-PATIENCE = 20.0  # a deadline that no busy machine makes what ends a job that works, or fails at once
-DEADLINE = 1.0  # one that is to be what ends a job
-SLACK = 2.0  # what a call may take longer beside other tests
-SLACK_ALONE = 0.05
 MODEL = namespace("m")
-
-
-@pytest.fixture(autouse=True)
-def _slack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that run alone measure how late a call may be; others cannot."""
-    if request.node.get_closest_marker("alone"):
-        monkeypatch.setitem(globals(), "SLACK", SLACK_ALONE)
 
 
 @pytest.fixture(autouse=True)
@@ -89,11 +79,6 @@ def tier_at(port: int, place: str, query: str = "", deadline: float = PATIENCE) 
     """A tier in the bucket, under a prefix of the test's own."""
     url = f"s3://{BUCKET}/{place}?endpoint=http://127.0.0.1:{port}&deadline={deadline}s&{query}"
     return open_tier(TierSpec.parse(url.rstrip("&")))
-
-
-def in_time(tier: Any, work: Callable[[], Any]) -> Any:
-    """What `work` returns, if it took no longer than the tier may."""
-    return within(tier._deadline + SLACK, work)
 
 
 def of_model(number: int, nbytes: int = 2 * PAGE) -> Sample:
@@ -155,13 +140,13 @@ def test_a_file_that_is_not_there_is_an_error_at_start():
 def test_it_starts_without_its_server_and_finds_it_later(server, tmp_path, caplog):
     each = sample(1)
     port = free_port()
-    with closing(tier_at(port, tmp_path.name)) as tier:
+    with closing(tier_at(port, tmp_path.name, deadline=DEADLINE)) as tier:
         assert "without it" in caplog.text
         assert both(tier, each) == (Reason.ERROR, Reason.ERROR)
         assert lookup_failure(tier, each.name) is Reason.ERROR
         with Proxy(server.address, port):
-            assert both(tier, each) == (None, None)
-            assert lookup_failure(tier, each.name) is None
+            until(lambda: both(tier, each) == (None, None))
+            until(lambda: lookup_failure(tier, each.name) is None)
         assert both(tier, each) == (Reason.ERROR, Reason.ERROR)
 
 
@@ -229,17 +214,19 @@ def test_tls_that_is_not_to_be_trusted_is_a_miss(tmp_path):
             (f"ssl_ca_certs={other}", "localhost", False),
             ("", "localhost", False),
         ):
-            url = f"s3://{BUCKET}?endpoint=https://{host}:{port}&deadline={PATIENCE}s&{query}"
+            deadline = PATIENCE if good else DEADLINE
+            url = f"s3://{BUCKET}?endpoint=https://{host}:{port}&deadline={deadline}s&{query}"
             with closing(open_tier(TierSpec.parse(url.rstrip("&")))) as tier:
                 expected = (None, None) if good else (Reason.ERROR, Reason.ERROR)
                 assert both(tier, sample(1, 3 << 20)) == expected
-        with closing(tier_at(port, "plain")) as tier:  # plain words to a TLS port
+        with closing(tier_at(port, "plain", deadline=DEADLINE)) as tier:  # plain words to a TLS port
             assert None not in both(tier, sample(1))
 
 
 # ---- what it says
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
@@ -263,9 +250,9 @@ def test_tls_that_is_not_to_be_trusted_is_a_miss(tmp_path):
 )
 def test_a_refusal_is_a_failure_in_time_that_says_why(meddler, tmp_path, answer, why):
     each = sample(1)
-    with closing(tier_at(meddler.port, tmp_path.name)) as tier:
-        assert both(tier, each) == (None, None)
-        assert lookup_failure(tier, each.name) is None  # there is a list, which would go on answering
+    with closing(tier_at(meddler.port, tmp_path.name, deadline=DEADLINE)) as tier:
+        until(lambda: both(tier, each) == (None, None))
+        until(lambda: lookup_failure(tier, each.name) is None)  # there is a list, which would go on answering
         meddler.spoil = lambda request, real: answer
         done = in_time(tier, lambda: store(tier, each))
         assert done.failed == {each.name: Reason.ERROR}
@@ -274,11 +261,11 @@ def test_a_refusal_is_a_failure_in_time_that_says_why(meddler, tmp_path, answer,
         assert done.failed == {each.name: Reason.ERROR}
         assert why in done.error
         assert lookup_failure(tier, each.name) is Reason.ERROR
-        with closing(tier_at(meddler.port, tmp_path.name)) as late:
+        with closing(tier_at(meddler.port, tmp_path.name, deadline=DEADLINE)) as late:
             assert lookup_failure(late, each.name) is Reason.ERROR
         meddler.spoil = None
-        assert both(tier, each) == (None, None)
-        assert lookup_failure(tier, each.name) is None
+        until(lambda: both(tier, each) == (None, None))
+        until(lambda: lookup_failure(tier, each.name) is None)
 
 
 def test_a_full_store_is_full_and_still_read(meddler, tmp_path):
@@ -292,6 +279,7 @@ def test_a_full_store_is_full_and_still_read(meddler, tmp_path):
         assert load_failure(tier, there) is None
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("spoil", "reasons"),
     [
@@ -313,9 +301,8 @@ def test_a_full_store_is_full_and_still_read(meddler, tmp_path):
 )  # fmt: skip
 def test_a_body_that_is_not_whole_is_a_miss_in_time(meddler, tmp_path, spoil, reasons):
     each = sample(1)
-    deadline = 3.0 if Reason.DEADLINE in reasons else PATIENCE
-    with closing(tier_at(meddler.port, tmp_path.name, deadline=deadline)) as tier:
-        assert not store(tier, each).failed
+    with closing(tier_at(meddler.port, tmp_path.name, deadline=DEADLINE)) as tier:
+        until(lambda: not store(tier, each).failed)
         meddler.spoil = lambda request, real: spoil(real()) if request.method == "GET" else real()
         assert load_failure(tier, each) in reasons
         meddler.spoil = None
@@ -327,6 +314,7 @@ def sized(answer: Answer, nbytes: int) -> Answer:
     return answer._replace(headers={**answer.headers, "Content-Length": str(nbytes)})
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "says",
     [
@@ -358,13 +346,17 @@ def test_whatever_a_server_says_is_a_miss_in_time(tmp_path, says):
         assert lookup_failure(tier, each.name) in (Reason.ERROR, Reason.DEADLINE)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("way", ["up", "down"])
 @pytest.mark.parametrize("what", ["store", "load"])
 def test_a_connection_cut_at_any_byte_is_a_miss(server, tmp_path, way, what):
     """Nothing that is half there is ever believed."""
     each = sample(1, 1)
-    with Proxy(server.address) as proxy, closing(tier_at(proxy.port, tmp_path.name)) as tier:
-        assert both(tier, each) == (None, None)
+    with (
+        Proxy(server.address) as proxy,
+        closing(tier_at(proxy.port, tmp_path.name, deadline=DEADLINE)) as tier,
+    ):
+        until(lambda: both(tier, each) == (None, None))
 
         def act() -> Any:
             return store(tier, each) if what == "store" else load(tier, each.name, each.room)[0]
