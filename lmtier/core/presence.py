@@ -35,6 +35,7 @@ class Presence:
         if own is None:
             os.truncate(self.own, NBYTES)
             fcntl.fcntl(self.own, fcntl.F_ADD_SEALS, SEALS)
+            os.fchmod(self.own, 0o400)  # nor can a reader open it again to write, unless it is root
         # Others get a descriptor that cannot write: a stray write of one reader would make all others miss.
         # Rejected: F_SEAL_FUTURE_WRITE. The next server could not write either, and engines that go on would
         # look at a table that no server keeps.

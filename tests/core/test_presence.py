@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -67,6 +69,20 @@ def test_only_the_owner_can_write():
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(presence.fd, b"1", 0)
     presence.drop(key(1))
+
+
+def test_a_reader_cannot_open_it_again_to_write():
+    """Root can open every file: it asks without that right here."""
+    program = (
+        "import os; from lmtier.core.presence import Presence; table = Presence()\n"
+        "at = f'/proc/self/fd/{table.fd}'\n"
+        "os.close(os.open(at, os.O_RDONLY))\n"
+        "try: os.open(at, os.O_RDWR)\n"
+        "except PermissionError: print('refused')"
+    )
+    without = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
+    said = subprocess.run([*without, sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.stdout == "refused\n", said
 
 
 def test_keys_of_one_model_and_tenant_are_spread():
