@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +229,9 @@ def _receive(cord: socket.socket) -> bytes | None:
         return b""
 
 
-def _sealed(books: Books) -> Any:
+def _sealed(books: Books) -> FileIO:
     """A file in memory with the books, which cannot change any more."""
-    file = os.fdopen(os.memfd_create("lmtier-books", SHARED), "r+b", buffering=0)
+    file = FileIO(os.memfd_create("lmtier-books", SHARED), "r+")
     for part in books.pack():
         view = memoryview(part)
         while view:

@@ -22,43 +22,14 @@ from transformers import (
 
 from lmtier.errors import LayoutError, MisuseError
 from lmtier_integrations.transformers import PrefixCache
+from tests.engines.conftest import C
 from tests.engines.models import CONFIGS, ORIGINAL, SHAPE, WINDOW, answer, model_of, prompt_of
 from tests.server.process import served
 
-C = 16
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (C - 1, C, C + 1, 3 * C + 5)
 assert 2 * WINDOW < LENGTHS[-1] < ORIGINAL, "beyond the sliding windows, and not beyond the short rotation"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """A second thread costs more than it computes, with models of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """Opens one store after the other, on the same folder."""
-    stores: list[PrefixCache] = []
-
-    def close():
-        for store in stores:
-            store.close()
-            store.cache.check()
-        stores.clear()
-
-    def opened(model, *tiers, **settings):
-        close()
-        tiers = tiers or ("cpu://?capacity=16MiB", f"disk://{tmp_path}/kv?capacity=64MiB")
-        settings = {"chunk_tokens": C, "verify": "always", "load_deadline": 10, "prefault": False, **settings}
-        stores.append(PrefixCache(model, *tiers, **settings))
-        return stores[-1]
-
-    yield opened
-    close()
 
 
 def whole(tokens):

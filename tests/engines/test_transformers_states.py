@@ -14,43 +14,15 @@ from lmtier.format.keys import PREFIX_BYTES, STATE, is_state
 from lmtier.format.layout import PAGE
 from lmtier_integrations.transformers import PrefixCache
 from lmtier_integrations.transformers.model import probe
+from tests.engines.conftest import C
 from tests.engines.models import HYBRIDS, answer, model_of, prompt_of
 from tests.engines.test_transformers import found, padded, whole
 from tests.server.process import served
 
-C = 16
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (C, C + 1, 3 * C + 5, 7 * C)
 QUICK = ("qwen3-next", "falcon-h1", "lfm2", "granite")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """Opens one store after the other, on the same folder."""
-    stores: list[PrefixCache] = []
-
-    def close():
-        for store in stores:
-            store.close()
-            store.cache.check()
-        stores.clear()
-
-    def opened(model, *tiers, **settings):
-        close()
-        tiers = tiers or ("cpu://?capacity=16MiB", f"disk://{tmp_path}/kv?capacity=64MiB")
-        settings = {"chunk_tokens": C, "verify": "always", "load_deadline": 10, "prefault": False, **settings}
-        stores.append(PrefixCache(model, *tiers, **settings))
-        return stores[-1]
-
-    yield opened
-    close()
 
 
 def said(generate, prompt, tokens=6, **options):
