@@ -190,7 +190,9 @@ def test_a_bucket_is_found_by_its_own_host_name_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with serving(SeaweedFS, tmp_path / "seaweed", "-s3.domainName", "s3.example") as process:
-        url = f"s3://{BUCKET}/a b+c/ä?endpoint=http://s3.example:{process.port}&style=host"
+        url = (
+            f"s3://{BUCKET}/a b+c/ä?endpoint=http://s3.example:{process.port}&style=host&deadline={PATIENCE}s"
+        )
         with closing(open_tier(TierSpec.parse(url))) as tier:
             assert f"{BUCKET}.s3.example" in repr(tier)
             assert both(tier, sample(1)) == (None, None)
