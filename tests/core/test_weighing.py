@@ -274,10 +274,11 @@ def test_what_is_known_to_be_near_is_loaded_at_once_if_the_rest_could_only_be_fa
             assert cache.flush()
         for names in prompts:
             cache.lower[0].discard(names[3], (FORM,))
-        far._delay = 0.2
+        far._delay = 1.0
         learnt = cache.wait(cache.match(prompts[0], FORM, tokens=4 * C + 1))
         assert learnt.sources == ["near"] * 3 + ["far"]
-        match = cache.match(prompts[1], FORM, tokens=4 * C + 1, cost=CHEAP)
+        # It waits for an answer for 0.27 s. Four tokens are computed in 0.04 s, and read from afar in a second.
+        match = cache.match(prompts[1], FORM, tokens=4 * C + 1, cost=Cost(1e-2, 1e-2, 0.0, 0.0))
         assert (match.asking, match.sources, match.cut) == (0, ["near"] * 3, "not_worth_it")
         assert match.decision == ("part", "slower")
         assert cache.wait(match).chunks == 3
