@@ -21,6 +21,8 @@ from tests.vllm import template
 
 PATIENCE = 400.0
 """Seconds that an engine has for each thing it is told, its start among them."""
+FORKED = str(Path(__file__).with_name("forked"))
+"""Where what is done in interpreters that are told to lies."""
 
 
 class Engine:
@@ -214,8 +216,14 @@ def _start(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str]
     )
 
 
-def environment(more: dict[str, str]) -> dict[str, str]:
-    """One thread, one GiB of KV, and nothing from the network."""
+def environment(more: dict[str, str], *, forked: bool = False) -> dict[str, str]:
+    """One thread, one GiB of KV, and nothing from the network.
+
+    `forked`: of the processes that have this environment, those that start others of vLLM's copy themselves.
+    """
+    if forked:
+        path = more.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+        more = {**more, "PYTHONPATH": os.pathsep.join(filter(None, (FORKED, path)))}
     return {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -18,7 +18,7 @@ def run(name: str, *arguments: object) -> str:
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        env=environment({}),
+        env=environment({}, forked=True),
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout

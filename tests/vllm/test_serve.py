@@ -42,7 +42,9 @@ def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
             stdout=out,
             stderr=out,
             process_group=0,
-            env=environment({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+            env=environment(
+                {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, forked=True
+            ),
         )
     base = f"http://127.0.0.1:{port}"
 
