@@ -1,4 +1,4 @@
-"""Of an engine's processes only the first imports vLLM, and the others are its copies, if this is on PYTHONPATH.
+"""Of an engine's processes only the first imports vLLM, if this is on PYTHONPATH: the others are its copies.
 
 For CPUs vLLM asks for new interpreters, because threads of OpenMP are not copied. In these tests each process
 computes with one thread.
