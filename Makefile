@@ -28,7 +28,7 @@ SEED := 1
 # Tests that measure time are marked `alone`: no other runs meanwhile.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-long test-sealed test-hosts walk test-vllm prove compatibility lint bench docs dist programs clean
+.PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
@@ -79,9 +79,11 @@ $(WITH_MODEL): $(INSTALLED)
 	@touch $@
 
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
-test-vllm: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
+test-vllm: engines
 	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py \
 	  --numprocesses 2 --dist worksteal --durations 15
+
+engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
 
 # `lmtier prove` whole, and RUNS times in short, on a vLLM with lmtier and with the caches of others: hours.
 RUNS := 20
@@ -96,7 +98,7 @@ $(LMCACHE): | $(VLLM_INSTALLED)
 	@mv $@.part $@
 
 # Writes the table of versions in README.md anew.
-compatibility: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
+compatibility: engines
 	$(VLLM)/bin/python tests/vllm/compatibility.py
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
