@@ -277,7 +277,7 @@ def test_what_is_known_to_be_near_is_loaded_at_once_if_the_rest_could_only_be_fa
         far._delay = 1.0
         learnt = cache.wait(cache.match(prompts[0], FORM, tokens=4 * C + 1))
         assert learnt.sources == ["near"] * 3 + ["far"]
-        # It waits for an answer for 0.27 s. Four tokens are computed in 0.04 s, and read from afar in a second.
+        # It waits 0.27 s for an answer. Four tokens are computed in 0.04 s; to read them from afar takes 1 s.
         match = cache.match(prompts[1], FORM, tokens=4 * C + 1, cost=Cost(1e-2, 1e-2, 0.0, 0.0))
         assert (match.asking, match.sources, match.cut) == (0, ["near"] * 3, "not_worth_it")
         assert match.decision == ("part", "slower")

@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
 from pathlib import Path
@@ -179,9 +179,14 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def found(prometheus: Prometheus, expr: str) -> Any:
-    """The samples that are numbers."""
-    result = prometheus.ask(expr)
-    return [each for each in result if math.isfinite(float(each["value"][1]))]
+    """The samples that are numbers. After a scrape that came too late there are none for a moment."""
+    end = time.monotonic() + 10
+    while True:
+        result = prometheus.ask(expr)
+        numbers = [each for each in result if math.isfinite(float(each["value"][1]))]
+        if numbers or time.monotonic() > end:
+            return numbers
+        time.sleep(0.1)
 
 
 def filled_in(expr: str) -> str:
@@ -220,7 +225,7 @@ def test_every_variable_has_a_value_to_choose(prometheus, path):
 
 def test_every_rule_has_data_to_judge(prometheus):
     for rule in rules("rules"):
-        until(partial(found, prometheus, rule["record"]))
+        assert found(prometheus, rule["record"]), rule["record"]
     for rule in rules("alerts"):
         judged = re.split(r" (?:==|<|>) [\d.]+(?: and |$)", rule["expr"])[0]
         assert judged != rule["expr"]

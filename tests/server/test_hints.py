@@ -82,6 +82,7 @@ def test_stats_say_how_many_sessions_there_are_and_what_hits_saved(client, remot
     client.costs(Cost(fixed=1.0, token=60.0, position=0.0, copy=0.0))
     ask(client, keys(TOKENS[:8]), "saving")
     ask(client, keys(TOKENS[:8]), "saving")
+    until(lambda: listed(remote)["saving"]["saved"] == 8)
     assert main(["stats", remote.address.unix]) == 0
     out = capsys.readouterr().out
     assert "active, 0 wait for a person" in out
