@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Some images say that Python is to keep nothing of what it compiles. Each of thousands of processes that tests
-# start would compile all of lmtier.
+# Some images set this. Then each of the thousands of processes that tests start would compile all of lmtier.
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet

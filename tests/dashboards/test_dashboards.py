@@ -186,7 +186,7 @@ def found(prometheus: Prometheus, expr: str) -> Any:
         numbers = [each for each in result if math.isfinite(float(each["value"][1]))]
         if numbers or time.monotonic() > end:
             return numbers
-        time.sleep(0.1)
+        time.sleep(0.1)  # Prometheus scrapes again soon
 
 
 def filled_in(expr: str) -> str:

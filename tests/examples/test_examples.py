@@ -17,7 +17,7 @@ def run(name: str, *arguments: object) -> str:
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -37,7 +37,7 @@ from lmtier.tiers.registry import open_tier
 from tests.certificates import certify
 from tests.faults.deadlines import DEADLINE, PATIENCE, in_time
 from tests.faults.test_redis_faults import saying
-from tests.redis_process import Proxy, free_port, within
+from tests.redis_process import Proxy, free_port
 from tests.s3_process import (
     BUCKET,
     KEY,
@@ -389,8 +389,7 @@ def test_a_server_that_stands_still_is_given_up_in_time(tmp_path):
         try:
             assert both(tier, new) == (Reason.DEADLINE, Reason.DEADLINE)
             assert lookup_failure(tier, there.name) is Reason.DEADLINE
-            # To open a tier is no verb of it: it may take longer than the deadline + 50 ms.
-            with closing(within(2 * DEADLINE, lambda: tier_at(server.port, "x", deadline=DEADLINE))) as late:
+            with closing(in_time(tier, lambda: tier_at(server.port, "x", deadline=DEADLINE))) as late:
                 assert both(late, new) == (Reason.DEADLINE, Reason.DEADLINE)
             in_time(tier, tier.close)
         finally:

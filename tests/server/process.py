@@ -95,7 +95,7 @@ class Served:
 
     def check(self) -> None:
         """Nothing is held for anybody, and every invariant of the cache is true."""
-        until(lambda: self.held()[0] == 0 and self.held()[2] == 0)
+        until(lambda: self.held()[0] == 0 and self.held()[2] == 0, 5.0)
         answer = self.ask("LMTIER.CHECK")
         assert answer == "OK", answer
         assert self.process.poll() is None

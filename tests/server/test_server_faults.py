@@ -28,7 +28,6 @@ from lmtier.format.keys import is_value, value_key
 from lmtier.server.values import Values, now_ms
 from lmtier.wire.resp import Error, bulk_header, command
 from tests.server.process import MIB, Served, Wire, served, until
-from tests.stopwatch import Stopwatch
 
 FORK = multiprocessing.get_context("fork")
 
@@ -67,7 +66,7 @@ def test_a_client_that_dies_at_any_byte_costs_nothing(tmp_path: Path, frame: byt
             end(dying)
             if cut % 10 == 0:
                 other.expect("PONG", "PING")
-        until(lambda: server.held()[0] == 0 and server.held()[2] == 1)
+        until(lambda: server.held()[0] == 0 and server.held()[2] == 1, 1.0)
         other.expect("OK", "MSET", "k", "1", "l", "2")
         assert server.held() == (*before, 1)
 
@@ -88,7 +87,7 @@ def test_a_client_killed_in_the_middle_of_a_large_value_gives_its_memory_back(tm
             assert ours.recv() == "sent"
             until(lambda: server.held()[1] >= 20 * MIB)
             os.kill(child.pid or 0, signal.SIGKILL)
-            until(lambda: server.held() == (0, 0, 0))
+            until(lambda: server.held() == (0, 0, 0), 1.0)
             child.join()
 
 
@@ -106,11 +105,11 @@ def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
             assert stuck[-1].socket.recv(1) == b"$"
         until(lambda: server.held()[0] == 128 * MIB)
         writer.expect("OK", "SET", "small", b"while there is room, nobody is hurried")
-        watch = Stopwatch(server.process.pid)
+        began = time.monotonic()
         assert isinstance(writer.ask("SET", "other", values[0][: 20 * MIB]), Error)
         assert server.held()[2] == 3
-        until(lambda: writer.ask("SET", "other", values[0][: 20 * MIB]) == "OK")
-        assert watch.seconds() < 3
+        until(lambda: writer.ask("SET", "other", values[0][: 20 * MIB]) == "OK", 4)
+        assert time.monotonic() - began < 3
         assert any(each.ends() for each in stuck)
         writer.expect(values[0][: 20 * MIB], "GET", "other")
         for each in stuck:
@@ -158,7 +157,7 @@ def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path:
         while len(heard) < len(value):
             heard += reader.socket.recv(MIB)
         assert value[:MIB] in heard
-        until(lambda: server.held()[2] == 2)
+        until(lambda: server.held()[2] == 2, 1.0)
         for each in stuck:
             assert each.ends()
         idle.expect("PONG", "PING")
@@ -310,7 +309,7 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
             assert time.monotonic() - began < 5
         server.start()
         with server.connect() as wire:
-            until(lambda: wire.ask("GET", "soon") is None)
+            until(lambda: wire.ask("GET", "soon") is None, 3)
             for i in range(20):
                 wire.expect(content(i, 100_000), "GET", f"k{i}")
             assert 290 < wire.ask("TTL", "minutes") <= 300

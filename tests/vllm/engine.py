@@ -22,7 +22,7 @@ from tests.vllm import template
 PATIENCE = 400.0
 """Seconds that an engine has for each thing it is told, its start among them."""
 FORKED = str(Path(__file__).with_name("forked"))
-"""Where what is done in interpreters that are told to lies."""
+"""A folder for PYTHONPATH. The sitecustomize.py in it lets vLLM fork its processes."""
 
 
 class Engine:
@@ -219,7 +219,7 @@ def _start(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str]
 def environment(more: dict[str, str], *, forked: bool = False) -> dict[str, str]:
     """One thread, one GiB of KV, and nothing from the network.
 
-    `forked`: of the processes that have this environment, those that start others of vLLM's copy themselves.
+    `forked`: vLLM forks its processes, and does not start new interpreters for them.
     """
     if forked:
         path = more.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")

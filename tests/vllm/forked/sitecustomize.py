@@ -1,7 +1,7 @@
-"""Of an engine's processes only the first imports vLLM, if this is on PYTHONPATH: the others are its copies.
+"""Lets vLLM fork its processes on a CPU, so that only the first one imports vLLM.
 
-For CPUs vLLM asks for new interpreters, because threads of OpenMP are not copied. In these tests each process
-computes with one thread.
+vLLM starts new interpreters there, because a fork does not copy threads of OpenMP. In these tests each
+process computes with one thread. Python runs this file at its start if this folder is on PYTHONPATH.
 """
 
 import multiprocessing
