@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,6 @@ _BLOCK = re.compile(r"<!-- (run[^>]*) -->\n```sh\n(.*?)```\n(?:\n```text\n(.*?)`
 def blocks(page: Path, mark: str = "run") -> list[tuple[str, str]]:
     """What is marked so: commands, and what they print."""
     return [(script, shown) for found, script, shown in _BLOCK.findall(page.read_text()) if found == mark]
-
-
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in taken]
-    for each in taken:
-        each.close()
-    return ports
 
 
 def _pattern(line: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +29,24 @@ CARD = struct.Struct("<8s8sQQ")
 on purpose: what is stored must not change by mistake."""
 
 
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to connections: else one could take a port before its server has it."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody uses. No test of this machine gets it again before thousands of others."""
+    with (Path(tempfile.gettempdir()) / f"lmtier-ports-of-tests-{os.getuid()}").open("a+") as book:
+        fcntl.flock(book, fcntl.LOCK_EX)
+        book.seek(0)
+        last = int(book.read() or PORTS[0])
+        for step in range(1, len(PORTS)):
+            port = PORTS[(last - PORTS[0] + step) % len(PORTS)]
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("", port))
+                book.truncate(0)
+                book.write(str(port))
+                return port
+    raise RuntimeError(f"no port of {PORTS} is free")
 
 
 class RedisServer:

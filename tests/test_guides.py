@@ -8,7 +8,8 @@ import pytest
 from lmtier.format import keys, objects
 from lmtier.observe.metrics import MISS_REASONS
 from lmtier.wire import verbs
-from tests.guides import blocks, check, free_ports
+from tests.guides import blocks, check
+from tests.redis_process import free_port
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -19,7 +20,7 @@ GUIDES = {path.stem: found for path in sorted(DOCS.glob("*.md")) if (found := bl
 @pytest.mark.parametrize("page", GUIDES)
 def test_a_guide_runs_and_prints_what_it_says(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    redis, http, other = free_ports(3)
+    redis, http, other = (free_port() for _ in range(3))
     defaults = {"LMTIER_SERVE_LISTEN": f"127.0.0.1:{redis}", "LMTIER_SERVE_HTTP": f"127.0.0.1:{http}"}
     ports = {"6379": str(other), "6380": str(redis), "9470": str(http)}
     check(GUIDES[page], tmp_path, defaults, ports, patience=120)

@@ -2,6 +2,8 @@
 
 Each call gets `until`, in time.monotonic(). On a plain socket the kernel keeps that time (SO_SNDTIMEO and
 SO_RCVTIMEO cover a whole call with MSG_WAITALL), so a payload is one system call and takes the GIL once.
+The kernel has a coarse clock for it, and may be late by an eighth. So it gets seven eighths of the time, and
+`poll` keeps the end with a fine clock.
 
 After any exception the socket must be closed: the next bytes may belong to an earlier request.
 """
@@ -15,6 +17,7 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from lmtier import forks
@@ -30,6 +33,9 @@ _IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
 _PIECES = 512  # the most pieces for one sendmsg
 _ENCRYPTED = 1 << 20  # bytes of one send over TLS, so that its time is limited again and again
 _TIMEVAL = struct.Struct("@ll")
+_EARLY = 7 / 8  # of the time that is left: for so long the kernel may keep it
+_END = {socket.SO_SNDTIMEO: 0.25, socket.SO_RCVTIMEO: 0.02}
+"""The last seconds, which `poll` keeps. A send may wait .2 s in the kernel before it looks at its limit."""
 
 
 class BadReply(ConnectionError):
@@ -134,11 +140,10 @@ class TimedSocket:
         if self._is_tls:
             self._sock.settimeout(left(until))
             return self._sock.send(rest[0][:_ENCRYPTED])
-        self._limit(socket.SO_SNDTIMEO, until)
-        try:
-            return self._sock.sendmsg(rest[:_PIECES])
-        except BlockingIOError:
-            raise TimeoutError("the server takes no more bytes") from None
+        while True:
+            flags = self._limit(socket.SO_SNDTIMEO, until)
+            with suppress(BlockingIOError):
+                return self._sock.sendmsg(rest[:_PIECES], (), flags)
 
     # ---- receiving
 
@@ -146,24 +151,20 @@ class TimedSocket:
         """Receive at least one byte."""
         if self._is_tls:
             self._sock.settimeout(left(until))
-        else:
-            self._limit(socket.SO_RCVTIMEO, until)
-        try:
-            got = self._sock.recv_into(view)
-        except BlockingIOError:
-            raise TimeoutError("the server did not answer in time") from None
-        return self._some(got)
+            return self._some(self._sock.recv_into(view))
+        while True:
+            flags = self._limit(socket.SO_RCVTIMEO, until)
+            with suppress(BlockingIOError):
+                return self._some(self._sock.recv_into(view, 0, flags))
 
     def receive_all(self, views: Sequence[memoryview], until: float) -> int:
         """Receive everything, if the socket can do that in one call, and at least one byte."""
         if self._is_tls:
             return self.receive(views[0], until)
-        self._limit(socket.SO_RCVTIMEO, until)
-        try:
-            got = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-        except BlockingIOError:
-            raise TimeoutError("the server stopped in the middle of a reply") from None
-        return self._some(got)
+        while True:
+            flags = self._limit(socket.SO_RCVTIMEO, until)
+            with suppress(BlockingIOError):
+                return self._some(self._sock.recvmsg_into(views, 0, flags or socket.MSG_WAITALL)[0])
 
     @staticmethod
     def _some(got: int) -> int:
@@ -171,13 +172,18 @@ class TimedSocket:
             raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
         return got
 
-    def _limit(self, option: int, until: float) -> None:
+    def _limit(self, option: int, until: float) -> int:
+        """Let the kernel limit the next call, or near `until` wait here. Returns the flags of the call."""
         seconds = left(until)
-        whole = int(seconds)
-        # A timeout of zero would mean no limit.
-        self._sock.setsockopt(
-            socket.SOL_SOCKET, option, _TIMEVAL.pack(whole, max(1000, int((seconds - whole) * 1e6)))
-        )
+        if seconds > _END[option]:
+            whole, rest = divmod(seconds * _EARLY, 1)
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(rest * 1e6)))
+            return 0
+        end = select.poll()
+        end.register(self._sock, select.POLLOUT if option == socket.SO_SNDTIMEO else select.POLLIN)
+        if not end.poll(seconds * 1000):
+            left(until)
+        return socket.MSG_DONTWAIT
 
 
 def _joined(pieces: Sequence[Buffer]) -> list[Buffer]:

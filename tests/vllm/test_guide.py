@@ -7,7 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.guides import blocks, check, free_ports
+from tests.guides import blocks, check
+from tests.redis_process import free_port
 from tests.vllm.engine import PATIENCE, environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "START_VLLM.md"
@@ -36,7 +37,7 @@ def readable(model: Path, folder: Path) -> Path:
 
 
 def test_the_page_about_starting(models, tmp_path):
-    (port,) = free_ports(1)
+    port = free_port()
     model, programs = readable(models / "qwen2", tmp_path / "model"), tmp_path / "bin"
     programs.mkdir()
     vllm = programs / "vllm"

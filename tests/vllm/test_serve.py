@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.redis_process import free_port
 from tests.server.process import until
 from tests.vllm.conftest import prompts_of
 from tests.vllm.engine import PATIENCE, environment
@@ -28,9 +28,7 @@ IMAGE = Path(__file__).parents[2] / "deploy" / "vllm.Dockerfile"
 
 @contextmanager
 def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", IMAGE.read_text(), re.M)
     command = [sys.executable, *json.loads(entry)[1:], f"--model={model}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager"]
