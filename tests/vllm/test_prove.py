@@ -1,11 +1,17 @@
-"""`lmtier prove` finds every fault that a connector can be given, and does not accuse one that is right."""
+"""`lmtier prove` finds every fault that a connector can be given, and does not accuse one that is right.
+
+`make prove` runs the same whole, and with LMCache too.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +19,9 @@ from tests.vllm.conftest import transfer
 from tests.vllm.engine import PATIENCE
 from tests.vllm.faults import FAULTS
 from tests.vllm.test_serve import served
+
+REUSING = "restored", "restored, 8 at a time", "prompts that part inside a block", "many abort"
+"""Stages of which some answers came from a cache below the engine's own."""
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +48,59 @@ def prove(url: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
+def right(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The stages of a proof that found nothing wrong."""
+    assert done.returncode == 0, done.stdout
+    return {each["name"]: each for each in json.loads(done.stdout)["stages"]}
+
+
+@contextmanager
+def other(folder: Path, model: Path, how: dict[str, Any] | None, *more: str) -> Iterator[str]:
+    """An engine alone, or with a connector of vLLM's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "bench"))
+        words = json.dumps(how) if how else None
+        with served(folder, model, words, "--enable-prompt-tokens-details", *more) as url:
+            yield url
+
+
 def test_an_engine_that_is_right_is_not_accused(engine):
     url, fault = engine
     fault.write_text("none")
-    done = prove(url)
-    assert done.returncode == 0, done.stdout
-    stages = {each["name"]: each for each in json.loads(done.stdout)["stages"]}
-    for name in ("restored", "restored, 8 at a time", "prompts that part inside a block", "many abort"):
+    stages = right(prove(url))
+    for name in (*REUSING, "adapters"):
         assert stages[name]["reusing"], name
-    assert stages["adapters"]["reusing"]
     assert {name for name, each in stages.items() if not each["is_tested"]} == {
         "images",
         "more than the engine has room for",
         "after a restart",
     }
+
+
+def test_vllm_alone_is_not_accused(models, tmp_path):
+    with other(tmp_path, models / "qwen2", None) as url:
+        right(prove(url))
+
+
+def test_vllms_own_offloading_is_not_accused(models, tmp_path):
+    how = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    spec = {"spec_name": "CpuSpec", "spec_module_path": "cpu_offload_spec", "cpu_bytes_to_use": 512 << 20}
+    with other(tmp_path, models / "qwen2", {**how, "kv_connector_extra_config": spec}) as url:
+        stages = right(prove(url))
+    for name in REUSING:
+        assert stages[name]["reusing"], name
+
+
+def test_vllms_example_is_found_to_ignore_the_salt(models, tmp_path):
+    """It stores no more than the first step of a prompt, so all of a prompt is computed in one."""
+    how = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    where = {"shared_storage_path": str(tmp_path / "kv")}
+    all_at_once = "--max-num-batched-tokens", "16384"
+    with other(tmp_path, models / "qwen2", {**how, "kv_connector_extra_config": where}, *all_at_once) as url:
+        done = prove(url)
+    assert done.returncode == 1, done.stdout
+    wrong = [each["name"] for each in json.loads(done.stdout)["stages"] if each["findings"]]
+    assert wrong == ["salts"]
 
 
 @pytest.mark.parametrize("name", FAULTS)

