@@ -313,7 +313,7 @@ class Play:
         with PrefixCache(self._speaker.model, server=str(self._server.path)) as store:
             for each in users:
                 self._turn(store, self._users[each])
-            store.flush()
+                store.flush()  # so that the next one finds it, however busy the machine is
 
     def _turn(self, store: PrefixCache, user: User) -> None:
         question = next(user.questions)
