@@ -1,17 +1,23 @@
 """What a chunk costs the index: to be evicted, added and used, at a million chunks.
 
-    python bench/evicting.py arc 1000000
+    python bench/evicting.py auto 1000000
 
-To compare with another tree of lmtier, run it once with PYTHONPATH set to that tree, in turns.
+`lru` and `arc` are there to compare with. To compare with another tree of lmtier, run it once with PYTHONPATH
+set to that tree, in turns.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lmtier
+from bench import rivals
 from lmtier.core.index import Index
 from lmtier.core.match import Entry, State
 from lmtier.format.layout import form_of
@@ -25,18 +31,20 @@ PROMPTS = 10_000
 
 
 def main(policy: str, chunks: int) -> None:
+    rivals.add()
     layout = opaque_layout(PAGE)
     form = form_of(layout, [layout.whole])
     index = Index(chunks * PAGE, make_policy(policy))
 
     def ask(prompt: int) -> None:
         run: list[Entry] = []
-        for number in range(RUN):
-            key = (prompt * RUN + number).to_bytes(8, "big") * 4
+        for key in keys[prompt]:
             run.append(index.add(key, form, PAGE, State.READY, run[-1] if run else None))
         if prompt % 3 == 0:
             index.touch(run)
 
+    dice = random.Random(1)
+    keys = [[dice.randbytes(32) for _ in range(RUN)] for _ in range(chunks // RUN + PROMPTS)]
     gc.disable()
     for prompt in range(chunks // RUN):
         ask(prompt)

@@ -1,9 +1,10 @@
-"""The table of docs/POLICIES.md: prefix hits of every policy on real traces, replayed through the real cache.
+"""The tables of docs/POLICIES.md: prefix hits of lmtier's policies, and of ARC, on real traces.
 
     python bench/policies.py conversation_trace.jsonl synthetic_trace.jsonl
 
-The traces are Mooncake's (FAST'25 release). One tier of memory, a block of 512 tokens a chunk, and the last
-part of a prompt counts as one, as in studies of policies. A hit is a chunk of the leading run that is there.
+The traces are Mooncake's (FAST'25 release), replayed through the real cache. One tier of memory, a block of
+512 tokens a chunk, and the last part of a prompt counts as one, as in studies of policies. A hit is a chunk
+of the leading run that is there.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-from lmtier.rules.policy import POLICIES
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import rivals
 from lmtier.tools.sim.replay import replay
 from lmtier.tools.sim.traces import read
 from lmtier.tools.terminal import say
 
 CHUNK = 4096
+POLICIES = "lru", "arc", "auto"
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 60_000)
 
 
 def main(paths: list[str]) -> None:
+    rivals.add()
     for path in paths:
         trace = read(Path(path))
         prompts = list(trace.keys(trace.block_tokens, partial=True))

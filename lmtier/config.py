@@ -103,7 +103,7 @@ class TierSpec:
     location: str = field(repr=False)
     capacity: int | None = None
     write: str = "always"
-    policy: str = "arc"
+    policy: str = "auto"
     codec: str = RAW
     writes_per_day: int | None = None
     """Bytes. The options drive_writes_per_day= and drive= are converted to this."""
@@ -139,7 +139,7 @@ class TierSpec:
         ttl = _ttl(tier, options.pop("ttl", "0"))
         rules = []
         choices = (
-            *(("write", "always", WRITES), ("policy", "arc", POLICIES)),
+            *(("write", "always", WRITES), ("policy", "auto", POLICIES)),
             *(("codec", RAW, WORDS), ("seal", "", SEALS)),
         )
         for name, usual, known in choices:

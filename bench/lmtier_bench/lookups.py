@@ -89,7 +89,7 @@ def index(scale: Scale) -> Samples:
     same keys takes, and by how much its lookups slow down.
     """
     count, few = scale.index_chunks, min(SMALL_INDEX, scale.index_chunks)
-    for policy in ("arc", "lru"):
+    for policy in ("auto", "lru"):
         name = f"index of 1M chunks, {policy}: "
         large, taken = _traced(partial(_filled, policy, count))
         bare, bare_taken = _traced(partial(_bare, count))

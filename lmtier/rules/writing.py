@@ -1,7 +1,7 @@
 """Which chunks are written to a lower tier: the rule that would have hit more, within a daily budget. No I/O.
 
 Writes wear an SSD, and most chunks are never asked for again. `Choice` constantly tests two rules on a sample
-of the keys, as `policy=adaptive` does for eviction. `Budget` is a token bucket of bytes per day. `Pace`
+of the keys, as `policy=auto` does for eviction. `Budget` is a token bucket of bytes per day. `Pace`
 measures the bytes written per day. Callers pass times, in seconds of any clock.
 """
 

@@ -119,7 +119,7 @@ def test_a_step_evicts_only_for_a_few_milliseconds(memory, monkeypatch):
     assert memory.index.used == ROOM
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "adaptive"])
+@pytest.mark.parametrize("policy", ["lru", "auto"])
 def test_another_policy_keeps_every_chunk_and_its_order(cache, policy):
     store(cache, names := keys(64))
     for name in names[:8]:

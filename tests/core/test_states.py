@@ -323,7 +323,7 @@ def test_whatever_happens_a_match_has_its_state_or_nothing(seed):
     dice = random.Random(seed)
     tier = HandTier({}, keeps=bool(seed % 2))
     tier.chance = dice.random if seed >= 4 else tier.chance
-    policy = ("lru", "arc", "s3fifo", "adaptive")[seed % 4]
+    policy = ("lru", "auto")[seed % 2]
     config = Config(tiers=(cpu(12, policy=policy), FAR), chunk_tokens=C, prefault=False)
     prompts = [keys(3, "a") + keys(4, f"a{n}") for n in range(3)] + [keys(6, f"b{n}") for n in range(2)]
     held: list[Match] = []

@@ -38,7 +38,7 @@ def chain(form: int, name: int, length: int) -> list[bytes]:
     return [hashlib.sha256(f"{form}/{root}/{i}".encode()).digest() for i, root in enumerate(roots)]
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "auto"])
 def test_after_any_history_all_room_comes_back(policy):
     chance = random.Random(39)
     chains = {(form, name): chain(form, name, 8) for form in range(len(FORMS)) for name in range(12)}

@@ -102,7 +102,7 @@ class Walk:
 
         chance = self.chance
         slab, disk = chance.randint(3, 14), chance.randint(2, 20)
-        policy, write = chance.choice(("lru", "arc", "s3fifo")), chance.choice(WRITES)
+        policy, write = chance.choice(("lru", "auto")), chance.choice(WRITES)
         self.ttl = chance.choice(TIMES) or FOREVER
         ttl = 0 if self.ttl == FOREVER else self.ttl
         self.urls = [

@@ -333,7 +333,7 @@ def test_what_is_within_a_share_outlives_any_flood(policy, part, capacity, chanc
 
 
 def test_without_shares_there_is_one_policy_and_no_pool():
-    index = Index(100, make_policy("adaptive"))
+    index = Index(100, make_policy("auto"))
     assert index.pools is None
     assert index.pool(key("a", 0)) is None
 

@@ -222,7 +222,7 @@ def test_an_administrator_changes_settings_at_once_and_all_or_none(tmp_path, fil
             answer = wire.ask("LMTIER.SET", "cpu.capacity", "8MiB", "disk.policy", "lru", "disk.ttl", "7d")
             assert answer == [
                 b"cpu.capacity: 67108864 -> 8MiB",
-                b"disk.policy: arc -> lru",
+                b"disk.policy: auto -> lru",
                 b"disk.ttl: none -> 7d",
             ]
             until(lambda: server.ask("LMTIER.REPORT")["tiers"][0]["capacity"] == 8 << 20)

@@ -207,7 +207,7 @@ def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_p
         f"lmtier {lmtier.__version__}, cache server, process {server.process.pid}\n"
     )
     cells = [re.split(r" {2,}", line) for line in server.screen.splitlines()]
-    assert ["cpu", "-", "4 MiB", "always", "arc"] in cells
+    assert ["cpu", "-", "4 MiB", "always", "auto"] in cells
     assert ["disk", str(disk), "1 GiB", "always", "lru"] in cells
     assert server.where["unix"] == str(tmp_path / "socket")
     assert f"http://{server.where['http']}/metrics" in server.screen

@@ -71,7 +71,7 @@ def test_config_shows_what_each_tier_url_means(run):
     code, out, _ = run("config", "--set", f"tiers={urls}")
     assert code == 0
     lines = [re.split(r" {2,}", line) for line in out.splitlines()]
-    assert ["cpu", "-", "32 GiB", "always", "arc", "-"] in lines
+    assert ["cpu", "-", "32 GiB", "always", "auto", "-"] in lines
     assert ["disk", "/var/lib/lmtier", "1 TiB", "reused", "lru", "readers=8"] in lines
 
 

@@ -291,19 +291,19 @@ def test_each_shape_is_shared_in_its_own_way():
 
 def test_a_comma_makes_one_configuration_of_each():
     urls = ["cpu://?capacity=1GiB,2GiB", "disk://?capacity=1TiB&write=always"]
-    made = report.variants(urls, "lru,arc", "reused")
+    made = report.variants(urls, "lru,auto", "reused")
     assert len(made) == 4
     assert made[0] == ["cpu://?capacity=1GiB&policy=lru", "disk://?capacity=1TiB&policy=lru&write=reused"]
-    assert made[-1] == ["cpu://?capacity=2GiB&policy=arc", "disk://?capacity=1TiB&policy=arc&write=reused"]
+    assert made[-1] == ["cpu://?capacity=2GiB&policy=auto", "disk://?capacity=1TiB&policy=auto&write=reused"]
     assert report.variants(["cpu://?capacity=1GiB"]) == [["cpu://?capacity=1GiB"]]
 
 
 def test_the_command_prints_a_row_for_each_configuration_and_draws_a_plot(capsys, tmp_path):
     argv = ["simulate", "--synthetic", "rag", "--requests", "50", "-t", "cpu://?capacity=1GiB,4GiB"]
-    argv += ["-t", "disk://?capacity=8GiB", "--policy", "lru,arc", "--plot", str(tmp_path / "p.svg")]
+    argv += ["-t", "disk://?capacity=8GiB", "--policy", "lru,auto", "--plot", str(tmp_path / "p.svg")]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    for row in ("cpu 1 GiB lru + disk 8 GiB lru always", "cpu 4 GiB arc + disk 8 GiB arc always"):
+    for row in ("cpu 1 GiB lru + disk 8 GiB lru always", "cpu 4 GiB auto + disk 8 GiB auto always"):
         assert row in out
     drawn = ElementTree.parse(tmp_path / "p.svg").getroot()
     assert len(drawn.findall("{*}polyline")) == 2
@@ -315,7 +315,7 @@ def test_the_table_has_a_column_for_each_source(capsys):
     argv += ["--forgets", "1m", "-t", "gpu://?capacity=1GiB,2GiB", "-t", "cpu://?capacity=4GiB"]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "gpu 1 GiB arc + cpu 4 GiB arc" in out
+    assert "gpu 1 GiB auto + cpu 4 GiB auto" in out
     header = next(line for line in out.splitlines() if line.startswith("tiers"))
     assert [word for word in header.split() if word in ("gpu", "engine", "cpu", "read")] == [
         *("engine", "gpu", "cpu")

@@ -35,7 +35,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
         metavar="URL",
         help="a tier, the top one first: cpu://?capacity=64GiB, disk://?capacity=1TiB",
     )
-    parser.add_argument("--policy", default="", metavar="NAME,…", help="for all tiers: lru, arc, …")
+    parser.add_argument("--policy", default="", metavar="NAME,…", help="for all tiers: auto, lru")
     parser.add_argument("--write", default="", metavar="RULE,…", help="for lower tiers: always, reused, …")
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
