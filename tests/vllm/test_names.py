@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmtier_integrations.vllm.memory import _beginning
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.settings import Settings
 from tests.vllm.conftest import TWO, alone, cached, loadable, prompts_of, tiers_of, tokens
@@ -153,6 +155,25 @@ def test_what_ranks_tell_of_an_earlier_sleep_undoes_no_reset(models):
     names.slept(1, step=7)
     assert not names.compared()
     assert names._identity.weights != of_files
+    names._rename("")  # private to this run from the start
+    names.reset(step=8)
+    names.slept(1, step=9)
+    assert names.compared()
+    assert names._identity.weights == ""
+
+
+def test_a_process_knows_when_it_began():
+    """Else the weights' files could seem to be newer than it, or older."""
+    before, (told, tells) = time.time(), os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.write(tells, repr(_beginning()).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert before - 0.02 <= float(os.read(told, 100)) <= time.time()
+    for end in (told, tells):
+        os.close(end)
 
 
 def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -82,9 +83,18 @@ def files_of(config: VllmConfig) -> str:
     is_own = vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or (
         config.parallel_config.distributed_executor_backend == "mp"
     )
-    if is_own and stamps and newest(stamps) / 1e9 > psutil.Process().create_time():
+    if is_own and stamps and newest(stamps) / 1e9 > _beginning():
         return ""
     return _named(stamps)
+
+
+def _beginning() -> float:
+    """When this process began, to a hundredth of a second, and never later than it did.
+
+    psutil adds the time since the boot, which is that exact, to the time of the boot in whole seconds.
+    """
+    since_boot = psutil.Process().create_time() - psutil.boot_time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
 def origin_of(config: VllmConfig) -> str:

@@ -45,8 +45,8 @@ class Names:
         """Of the state that a prefix has to end with, if the model keeps any."""
         self.count = 0
         """How often the model's name has changed, as the ranks count it."""
-        self._before_reset = ""
-        """The weights' name before a reset, if ranks have not compared since."""
+        self._before_reset: str | None = None
+        """The weights' name before a reset, if ranks have not compared since. A private one is empty."""
         self._reset_at = 0
         """The last step before that."""
         self._has_slept = False
@@ -98,7 +98,7 @@ class Names:
         if len(report.origins) < self._ranks or len(files) > 1 or "" in files or self._is_own:
             digest = ""
         log.info("lmtier: the weights have changed: %s", digest[:16] or "their KV is private to this run")
-        self._before_reset = ""
+        self._before_reset = None
         self._rename(digest or f"since a change {secrets.token_hex(16)}")
 
     def reset(self, step: int) -> None:
@@ -122,8 +122,8 @@ class Names:
 
     def compared(self) -> bool:
         """A doubt has ended. True: the engine has only slept, and its weights have their old name again."""
-        before, self._before_reset = self._before_reset, ""
-        if not (before and self._has_slept):
+        before, self._before_reset = self._before_reset, None
+        if before is None or not self._has_slept:
             return False
         self._rename(before)
         return True
