@@ -270,6 +270,19 @@ def test_a_refusal_is_a_failure_in_time_that_says_why(meddler, tmp_path, answer,
         until(lambda: lookup_failure(tier, each.name) is None)
 
 
+def test_what_a_server_asks_to_send_once_more_is_sent_once_more(meddler, tmp_path):
+    """S3 says so of an internal error; rclone has one for the first stores in a folder."""
+    each = sample(1)
+    with closing(tier_at(meddler.port, tmp_path.name)) as tier:
+        answers = iter([refusal(500, "InternalError")] * 2)
+        meddler.spoil = lambda request, real: next(answers, None) or real()
+        assert store(tier, each).failed == {each.name: Reason.ERROR}, "twice is enough"
+        answers = iter([refusal(500, "InternalError")])
+        assert store(tier, each).ok == {each.name: None}
+        answers = iter([refusal(500, "InternalError")])
+        assert load_failure(tier, each) is None
+
+
 def test_a_full_store_is_full_and_still_read(meddler, tmp_path):
     there, new = sample(1), sample(2)
     with closing(tier_at(meddler.port, tmp_path.name)) as tier:

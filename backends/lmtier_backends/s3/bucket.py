@@ -33,6 +33,8 @@ MOST_DELETED = 1000
 """Names in one request, the most that S3 takes."""
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge"}
 _SKEWED = "RequestTimeTooSkewed"
+_AGAIN = {_SKEWED, "InternalError"}
+"""What S3 says of a request that should be sent once more. rclone says it of the first stores in a folder."""
 _UNKNOWN = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AccessDenied"}
 
 
@@ -183,12 +185,12 @@ class Bucket:
         headers: Mapping[str, str] = {},
         body: Sequence[Buffer] = (),
     ) -> T:
-        """Send a request, again if the server only says what time it is. `take` gets the reply."""
+        """Send a request, once more if the server asks for that. `take` gets the reply."""
         try:
             try:
                 result = self._exchange(method, key, query, until, take, headers, body)
             except S3Error as error:
-                if error.code != _SKEWED:
+                if error.code not in _AGAIN:
                     raise
                 result = self._exchange(method, key, query, until, take, headers, body)
         except OSError:
