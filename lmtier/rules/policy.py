@@ -106,10 +106,10 @@ class Aging(Policy[E]):
     when they return. docs/POLICIES.md has the figures.
     """
 
-    RATES = (1.0, 2.0, 8.0, 1e9)
+    RATES = (1, 2, 8, 1 << 30)
     TESTED = 4096
     """Keys that a test needs. Of a larger cache, one key in 2, in 4 and so on is tested,"""
-    SAMPLE = 32
+    SAMPLE = 64
     """down to one in so many."""
     PROOF = 96.0
     """The lead in hits that another rate needs, where each key is tested. Smaller samples need less."""
@@ -128,25 +128,27 @@ class Aging(Policy[E]):
         """By how many hits each rate is behind the best."""
         self._best = 0
         self._sample, self._proof = 1, self.PROOF
+        self._skipped = 0
+        """Bits of the last byte of a key, which are 0 in those that are tested."""
 
     @property
-    def rate(self) -> float:
+    def rate(self) -> int:
         return self.RATES[self._best]
 
     def insert(self, entry: E) -> None:
-        parent = entry.parent
+        key, parent = entry.key, entry.parent
         if parent is None:
             self._now += 1
         # A request for this chunk before was also one for its parent. Without this check the few chunks that
         # the filters mistake for known would keep whole prompts: their ancestors cannot leave.
-        is_known = entry.key in self._left and (parent is None or parent not in self._once)
+        is_known = self._left.has(key) and (parent is None or parent not in self._once)
         (self._again if is_known else self._once)[entry] = self._now
-        if entry.key[-1] % self._sample == 0:
-            self._try(entry.key, is_known)
+        if not key[-1] & self._skipped:
+            self._try(key, is_known)
 
     def touch(self, entries: Iterable[E]) -> None:
         self._now = now = self._now + 1
-        once, again, sample = self._once, self._again, self._sample
+        once, again, skipped = self._once, self._again, self._skipped
         move = again.move_to_end
         tested = []
         for entry in entries:
@@ -155,18 +157,18 @@ class Aging(Policy[E]):
             except KeyError:
                 del once[entry]
             again[entry] = now
-            if entry.key[-1] % sample == 0:
+            if not entry.key[-1] & skipped:
                 tested.append(entry.key)
         for key in tested:
             self._try(key, True)
 
     def refresh(self, entries: Iterable[E]) -> None:
-        once, again, now, sample = self._once, self._again, self._now, self._sample
+        once, again, now, skipped = self._once, self._again, self._now, self._skipped
         for entry in entries:
             queue = once if entry in once else again
             queue.move_to_end(entry)
             queue[entry] = now
-            if entry.key[-1] % sample == 0:
+            if not entry.key[-1] & skipped:
                 for trial in self._trials:
                     trial.refresh(_number(entry.key), now)
 
@@ -176,9 +178,7 @@ class Aging(Policy[E]):
         if evicted:
             self._left.add([entry.key for entry in entries], self._most)
         for entry in entries:
-            if entry in once:
-                del once[entry]
-            else:
+            if once.pop(entry, None) is None:
                 del again[entry]
 
     def order(self) -> Generator[E, None, None]:
@@ -206,6 +206,7 @@ class Aging(Policy[E]):
 
     def _test_less(self) -> None:
         self._sample *= 2
+        self._skipped = self._sample - 1
         self._proof = self.PROOF / self._sample**0.6
         for trial in self._trials:
             trial.thin(self._sample)
@@ -214,7 +215,7 @@ class Aging(Policy[E]):
 class _Trial:
     """A cache that holds only keys, where those that came once age at `rate`."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: int) -> None:
         self._rate = rate
         self._once: OrderedDict[int, int] = OrderedDict()
         self._again: OrderedDict[int, int] = OrderedDict()
@@ -243,19 +244,20 @@ class _Trial:
 
 
 def _by_age(
-    once: OrderedDict[T, int], again: OrderedDict[T, int], rate: float, now: int
+    once: OrderedDict[T, int], again: OrderedDict[T, int], rate: int, now: int
 ) -> Generator[T, None, None]:
     """The oldest first, where time passes `rate` times as fast for those of `once`."""
     others = iter(again.items())
-    other = next(others, None)
+    other, last = next(others, (None, 0))
     for entry, used in once.items():
-        while other is not None and now - other[1] > (now - used) * rate:
-            yield other[0]
-            other = next(others, None)
+        aged = (now - used) * rate
+        while other is not None and now - last > aged:
+            yield other
+            other, last = next(others, (None, 0))
         yield entry
     while other is not None:
-        yield other[0]
-        other = next(others, None)
+        yield other
+        other, last = next(others, (None, 0))
 
 
 class _Recent:
@@ -277,7 +279,7 @@ class _Recent:
         self._bit = 1
         self._room = 0
 
-    def __contains__(self, key: bytes) -> bool:
+    def has(self, key: bytes) -> bool:
         line, first, second = _THREE_NUMBERS(key, -8)
         line &= self._mask
         table = self._table
