@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from struct import Struct
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -107,11 +107,11 @@ class Aging(Policy[E]):
     """
 
     RATES = (1, 2, 8, 1 << 30)
-    TESTED = 4096
-    """Keys that a test needs. Of a larger cache, one key in 2, in 4 and so on is tested,"""
+    TESTED = 1024
+    """The least places of a small cache. When it has twice as many, it is tested with half of its keys."""
     SAMPLE = 64
-    """down to one in so many."""
-    PROOF = 96.0
+    """One key in so many is tested at least."""
+    PROOF = 48.0
     """The lead in hits that another rate needs, where each key is tested. Smaller samples need less."""
 
     def __init__(self) -> None:
@@ -126,10 +126,8 @@ class Aging(Policy[E]):
         self._trials = [_Trial(rate) for rate in self.RATES]
         self._behind = [0.0 for _ in self.RATES]
         """By how many hits each rate is behind the best."""
-        self._best = 0
+        self._best = len(self.RATES) - 1
         self._sample, self._proof = 1, self.PROOF
-        self._skipped = 0
-        """Bits of the last byte of a key, which are 0 in those that are tested."""
 
     @property
     def rate(self) -> int:
@@ -143,12 +141,12 @@ class Aging(Policy[E]):
         # the filters mistake for known would keep whole prompts: their ancestors cannot leave.
         is_known = self._left.has(key) and (parent is None or parent not in self._once)
         (self._again if is_known else self._once)[entry] = self._now
-        if not key[-1] & self._skipped:
+        if key[-1] % self._sample == 0:
             self._try(key, is_known)
 
     def touch(self, entries: Iterable[E]) -> None:
         self._now = now = self._now + 1
-        once, again, skipped = self._once, self._again, self._skipped
+        once, again, sample = self._once, self._again, self._sample
         move = again.move_to_end
         tested = []
         for entry in entries:
@@ -157,18 +155,18 @@ class Aging(Policy[E]):
             except KeyError:
                 del once[entry]
             again[entry] = now
-            if not entry.key[-1] & skipped:
+            if entry.key[-1] % sample == 0:
                 tested.append(entry.key)
         for key in tested:
             self._try(key, True)
 
     def refresh(self, entries: Iterable[E]) -> None:
-        once, again, now, skipped = self._once, self._again, self._now, self._skipped
+        once, again, now, sample = self._once, self._again, self._now, self._sample
         for entry in entries:
             queue = once if entry in once else again
             queue.move_to_end(entry)
             queue[entry] = now
-            if not entry.key[-1] & skipped:
+            if entry.key[-1] % sample == 0:
                 for trial in self._trials:
                     trial.refresh(_number(entry.key), now)
 
@@ -206,7 +204,6 @@ class Aging(Policy[E]):
 
     def _test_less(self) -> None:
         self._sample *= 2
-        self._skipped = self._sample - 1
         self._proof = self.PROOF / self._sample**0.6
         for trial in self._trials:
             trial.thin(self._sample)
@@ -247,17 +244,20 @@ def _by_age(
     once: OrderedDict[T, int], again: OrderedDict[T, int], rate: int, now: int
 ) -> Generator[T, None, None]:
     """The oldest first, where time passes `rate` times as fast for those of `once`."""
-    others = iter(again.items())
-    other, last = next(others, (None, 0))
+    others, end = iter(again.items()), (None, now + 1)
+    other, last = next(others, end)
+    limit = seen = -1
     for entry, used in once.items():
-        aged = (now - used) * rate
-        while other is not None and now - last > aged:
+        if used != seen:  # chunks of one request have the same time
+            seen, limit = used, now - (now - used) * rate
+        while last < limit:
+            assert other is not None
             yield other
-            other, last = next(others, (None, 0))
+            other, last = next(others, end)
         yield entry
     while other is not None:
         yield other
-        other, last = next(others, (None, 0))
+        other, last = next(others, end)
 
 
 class _Recent:
@@ -283,7 +283,7 @@ class _Recent:
         line, first, second = _THREE_NUMBERS(key, -8)
         line &= self._mask
         table = self._table
-        return bool(table[line] & table[line ^ first & 63] & table[line ^ second & 63])
+        return table[line] & table[line ^ first & 63] & table[line ^ second & 63] != 0
 
     def add(self, keys: Sequence[bytes], entries: int) -> None:
         if self._room < len(keys):
@@ -307,7 +307,7 @@ class _Recent:
         self._table, self._mask = table, len(table) - 1
 
 
-_THREE_NUMBERS = Struct("<IHH").unpack_from
+_THREE_NUMBERS: Callable[[bytes, int], tuple[int, int, int]] = Struct("<IHH").unpack_from
 """Of the end of a key. Keys are hashes, so no other hash is needed."""
 
 

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.rivals import ARC
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError
 from lmtier.format.layout import form_of, stored_size
-from lmtier.rules.policy import POLICIES
 from lmtier.rules.writing import DAY, HOUR, Budget, Choice, Pace
 from lmtier.testing import MemoryTier, opaque_layout
 from lmtier.tools.sim import synthetic
@@ -169,16 +167,11 @@ def test_what_it_remembers_is_bounded(capacity, nbytes, keys):
 
 @pytest.mark.parametrize(("kind", "requests"), [("rag", 900), ("agentic", 200), ("multi-turn", 1_200)])
 @pytest.mark.parametrize(("memory", "disk"), [(300, 1_000), (500, 4_000)])
-def test_auto_finds_what_the_better_of_its_rules_finds_less_half_a_percent(
-    monkeypatch, kind, requests, memory, disk
-):
-    """Above a policy that does not compare too, so that each difference is one of these rules."""
-    monkeypatch.setitem(POLICIES, "arc", ARC)
+def test_auto_finds_what_the_better_of_its_rules_finds_less_half_a_percent(kind, requests, memory, disk):
     trace = synthetic.make(kind, requests=requests, seed=1)
 
     def outcome(write):
         urls = [f"cpu://?capacity={memory * 4096}", f"disk://?capacity={disk * 8192}&write={write}"]
-        urls = [f"{url}&policy=arc" for url in urls]
         return replay(
             *(trace, urls),
             chunk_tokens=trace.block_tokens,
