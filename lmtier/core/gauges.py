@@ -78,8 +78,9 @@ class Gauges:
             return None
         hits = {label: match.sources.count(label) * size for label in set(match.sources)}
         missed: dict[str, int] = {}
-        for i in range(match.chunks, len(match.keys)):
-            reason = match.cut if i < match.found else self._why_missing(match.keys[i])
+        cut = max(0, match.found - match.chunks)
+        reasons = [match.cut] * cut + self._why_missing(match.keys[match.chunks + cut :])
+        for reason in reasons:
             missed[reason] = missed.get(reason, 0) + size
         if tail := match.asked_tokens - len(match.keys) * size:
             missed["partial_chunk"] = tail
@@ -90,16 +91,17 @@ class Gauges:
         self._metrics.settle(match.asked_tokens, hits, missed, seconds)
         return missed
 
-    def _why_missing(self, key: bytes) -> str:
-        entry = self._index.get(key)
-        if entry is not None and entry.state is State.FILLING:
-            return "being_filled"
-        reason = self._index.why_gone(key) or "never_stored"
-        for tier in self._lower.owned:
-            if key in tier.index:
-                return "tier_down" if tier.up.is_open else "behind_a_gap"
-            reason = tier.index.why_gone(key) or reason
-        return reason if entry is None else "behind_a_gap"
+    def _why_missing(self, keys: Sequence[bytes]) -> list[str]:
+        reasons = [self._index.why_gone(key) or "never_stored" for key in keys]
+        for index in (tier.index for tier in self._lower.owned):
+            reasons = [index.why_gone(key) or why for key, why in zip(keys, reasons, strict=True)]
+        for tier in reversed(self._lower.owned):
+            here, index = "tier_down" if tier.up.is_open else "behind_a_gap", tier.index
+            reasons = [here if key in index else why for key, why in zip(keys, reasons, strict=True)]
+        for number, entry in enumerate(map(self._index.get, keys)):
+            if entry is not None:
+                reasons[number] = "being_filled" if entry.state is State.FILLING else "behind_a_gap"
+        return reasons
 
 
 def places(index: Index, lower: LowerTiers) -> list[BoundedTier]:

@@ -159,21 +159,49 @@ class Index:
     def add(
         self, key: bytes, form: ChunkForm, nbytes: int, state: State, parent: Entry | None, makers: int = 1
     ) -> Entry:
-        """Add an entry. Unless READY, it gets a lease for each of its makers. The caller makes room first."""
-        if key in self._entries:
-            raise MisuseError(f"chunk {key.hex()[:8]} is here already")
-        entry = self._entries[key] = Entry(key, form, nbytes, state)
+        return self.add_run((key,), form, nbytes, state, parent, makers)[0]
+
+    def add_run(
+        self,
+        keys: Sequence[bytes],
+        form: ChunkForm,
+        nbytes: int,
+        state: State,
+        parent: Entry | None,
+        makers: int = 1,
+    ) -> list[Entry]:
+        """Add entries that follow each other. The caller makes room first.
+
+        Unless READY, each gets a lease for each of its makers.
+        """
+        entries, ghosts = self._entries, self._ghosts
+        if not entries.keys().isdisjoint(keys):
+            raise MisuseError(f"chunk {next(filter(entries.get, keys)).hex()[:8]} is here already")
+        leases = 0 if state is State.READY else makers
+        run: list[Entry] = []
+        for key in keys:
+            entry = entries[key] = Entry(key, form, nbytes, state)
+            entry.leases = leases
+            if parent is not None:
+                entry.parent = parent
+                parent.kids += 1
+            parent = entry
+            run.append(entry)
+        for key in ghosts.keys() & keys if ghosts else ():
+            del ghosts[key]
+            entries[key].seen = True
         if self.presence is not None:
-            self.presence.add(key)
-        entry.seen = self._ghosts.pop(key, None) is not None
-        self.link(entry, parent)
-        leased = 0
-        if state is not State.READY:
-            entry.leases = makers
-            leased = nbytes
-        self._count(entry, nbytes, leased)
-        self._policy_of(entry).insert(entry)
-        return entry
+            self.presence.add(*keys)
+        leased = nbytes if leases else 0
+        if self.pools is None:
+            self.used += nbytes * len(run)
+            self.leased_bytes += leased * len(run)
+            self._policy.insert(*run)
+        else:
+            for entry in run:
+                self._count(entry, nbytes, leased)
+                self._policy_of(entry).insert(entry)
+        return run
 
     def _count(self, entry: Entry, used: int, leased: int) -> None:
         self.used += used
@@ -235,16 +263,18 @@ class Index:
         self._count(entry, more, more if entry.leases else 0)
         entry.nbytes = nbytes
 
-    def ready(self, entry: Entry) -> None:
-        """The maker is done. The entry is visible from now on, and the maker's lease ends."""
-        entry.state = State.READY
-        if self.is_record(entry.key):
-            self.records.add(entry.key)
+    def ready(self, *entries: Entry) -> None:
+        """Their maker is done. They are visible from now on, and the maker's leases end."""
+        keys = [entry.key for entry in entries]
+        for entry in entries:
+            entry.state = State.READY
+        self.records.update(filter(self.is_record, keys))
         for hear in self.followers.changed:
-            hear(self.label, True, (entry.key,), "")
-        if entry.key in self.wanted:
-            self.pin(entry)
-        self.release(entry)
+            hear(self.label, True, keys, "")
+        for entry in entries:
+            if entry.key in self.wanted:
+                self.pin(entry)
+            self.release(entry)
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
         if entry.parent is not parent:
@@ -314,24 +344,28 @@ class Index:
                 if evicted:
                     pool.evicted(len(mine))
         if self.followers.changed:
-            keys = [entry.key for entry in entries if entry.state is State.READY]
+            visible = [entry.key for entry in entries if entry.state is State.READY]
             for hear in self.followers.changed:
-                hear(self.label, False, keys, why)
+                hear(self.label, False, visible, why)
+        keys = [entry.key for entry in entries]
+        if self.presence is not None:
+            self.presence.drop(*keys)
         for entry in entries:
             del self._entries[entry.key]
-            if self.presence is not None:
-                self.presence.drop(entry.key)
-            self.ends.forget(entry)
-            self.link(entry, None)
+            if entry.parent is not None:
+                entry.parent.kids -= 1
+                entry.parent = None
             entry.state = State.GONE
             if not entry.leases:
                 self.used -= entry.nbytes
-            if evicted or why == EXPIRED:
-                self._ghosts[entry.key] = why
+        for entry in entries if self.ends else ():
+            self.ends.forget(entry)
+        if evicted or why == EXPIRED:
+            self._ghosts.update(dict.fromkeys(keys, why))
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
         if self.records:
-            self.records.difference_update(entry.key for entry in entries)
+            self.records.difference_update(keys)
 
     def touch(self, run: Sequence[Entry]) -> None:
         """A new request used this prefix. `run` is given head first."""

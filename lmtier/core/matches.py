@@ -122,6 +122,8 @@ class Matches:
             if owned is None:
                 break
             match.sources.append(owned.label)
+        if not asked:
+            return
         first = match.chunks
         names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
         if match.ends is not None and (names or (first and not self._place_of_state(match, first))):
@@ -262,7 +264,7 @@ class Matches:
         waiters = self.waiters.pop(entry, [])
         failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
         if not isinstance(result, Reason):
-            self._room.live_until(entry, end)
+            self._room.live_until(end, entry)
         if failure == "foreign" and not isinstance(result, Reason):
             tier.discard(entry.key, (entry.form,), failure)
         if not failure:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from lmtier import forks
 from lmtier.core.slab import SEALS, SHARED, Memory
@@ -24,7 +26,14 @@ _FULL = 255  # the count has overflowed and stays at this value
 
 def slot(key: bytes) -> int:
     """Taken from the middle of the hash, because the first bytes are the model's and the tenant's."""
-    return int.from_bytes(key[16:19], "little") % SLOTS
+    return int.from_bytes(key[16:20], "little") % SLOTS
+
+
+def _slots(keys: Sequence[bytes]) -> list[int]:
+    if len(keys) == 1:  # many times as fast for one
+        return [slot(keys[0])]
+    found: list[int] = (np.frombuffer(b"".join(keys), "<u4")[4::8] % SLOTS).tolist()
+    return found
 
 
 class Presence:
@@ -49,22 +58,23 @@ class Presence:
         self._memory.forget()
         self._close()
 
-    def add(self, key: bytes) -> None:
-        counts, at = self._counts, slot(key)
-        if counts[at] < _FULL:
-            counts[at] += 1
+    def add(self, *keys: bytes) -> None:
+        counts = self._counts
+        for at in _slots(keys):
+            if counts[at] < _FULL:
+                counts[at] += 1
 
-    def drop(self, key: bytes) -> None:
-        counts, at = self._counts, slot(key)
-        if counts[at] < _FULL:
-            counts[at] -= 1
+    def drop(self, *keys: bytes) -> None:
+        counts = self._counts
+        for at in _slots(keys):
+            if counts[at] < _FULL:
+                counts[at] -= 1
 
     def begin(self, keys: Iterable[bytes]) -> None:
         """Begin with these keys. Readers have to ask until `trust`."""
         self._counts[SLOTS] = 0
         self._counts[:SLOTS] = bytes(SLOTS)
-        for key in keys:
-            self.add(key)
+        self.add(*keys)
 
     def trust(self) -> None:
         """Every tier knows what it holds now, so a count of 0 can be trusted."""

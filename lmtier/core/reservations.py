@@ -43,7 +43,13 @@ class Reservations:
         if form.layout is None or form.layout.chunk_tokens != self._gauges.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
         self._room.expire_among(keys)
-        wanted = [number >= first and not self._is_stored(key, form) for number, key in enumerate(keys)]
+        get, lower = self._index.get, self._lower
+        wanted = [number >= first and get(key) is None for number, key in enumerate(keys)]
+        if lower:  # a lower tier may have it, or get it, in a form that `form` can read
+            wanted = [
+                is_wanted and not any(tier.supplies(key, form) for tier in lower)
+                for is_wanted, key in zip(wanted, keys, strict=True)
+            ]
         self._room.make(keys, min(sum(wanted), most) * form.room)
         new: dict[int, Entry] = {}
         run: list[Entry] = []
@@ -51,29 +57,37 @@ class Reservations:
         dropped: list[bytes] = []
         why = ""  # a first chunk that could not be stored makes all later ones useless
         parent: Entry | None = None
-        for number, key in enumerate(keys):
-            entry = self._index.get(key)
+        at = end = 0
+        while at < len(keys):
+            number, key, entry = at, keys[at], get(keys[at])
+            at += 1
             if entry is None and wanted[number]:
+                end = max(end, at)
+                while end < len(keys) and wanted[end] and get(keys[end]) is None:
+                    end += 1  # the end of the chunks that are missing
                 why = why or ("too_many" if len(new) == most else "")
-                if not why and (offsets := self._room.allocate(key, form, parent)) is not None:
-                    entry = self._index.add(key, form, form.room, State.FILLING, parent, len(form.shards))
-                    entry.offsets, entry.made = offsets, made
-                    new[number] = entry
-                else:
+                more = (
+                    [] if why else self._add(keys[number : min(end, number + most - len(new))], form, parent)
+                )
+                if not more:
                     why = why or "no_room"
                     dropped.append(key)
                     continue
+                for entry in more:
+                    entry.made = made
+                at = number + len(more)
+                new.update(zip(range(number, at), more, strict=True))
+                run += more
+                parent = entry
             elif entry is not None and number >= first and not entry.form.serves(form):
                 why = why or "foreign"  # this engine cannot read the chunk that has its key
                 dropped.append(key)
-                continue
             else:
                 known += not new and not dropped
-                if entry is None:
-                    continue
-                self._index.link(entry, parent)
-            run.append(entry)
-            parent = entry
+                if entry is not None:
+                    self._index.link(entry, parent)
+                    run.append(entry)
+                    parent = entry
         self._index.refresh(run)
         if not (keys and is_state(keys[-1])):
             self._gauges.skip(len(keys) - len(dropped) - len(new))
@@ -84,12 +98,16 @@ class Reservations:
             self.open[reservation.id] = reservation
         return reservation
 
-    def _is_stored(self, key: bytes, form: ChunkForm) -> bool:
-        """Whether the slab has it in any form, or a lower tier has or gets it in a form that `form` can
-        read."""
-        if key in self._index:
-            return True
-        return bool(self._lower) and any(tier.supplies(key, form) for tier in self._lower)
+    def _add(self, keys: Sequence[bytes], form: ChunkForm, parent: Entry | None) -> list[Entry]:
+        """Add as many of these missing chunks as find room at once, in their order."""
+        offsets = self._room.take(keys, form)
+        if not offsets and (places := self._room.allocate(keys[0], form, parent)) is not None:
+            offsets = [places]
+        added = keys[: len(offsets)]
+        run = self._index.add_run(added, form, form.room, State.FILLING, parent, len(form.shards))
+        for entry, places in zip(run, offsets, strict=True):
+            entry.offsets = places
+        return run
 
     def commit(
         self, reservation: Reservation, shard: Shard | None, prints: Mapping[int, bytes] | None
@@ -152,20 +170,22 @@ class Reservations:
 
     def _publish(self, reservation: Reservation) -> None:
         form = reservation.form
-        stored: list[bytes] = []
-        for chunk, entry in reservation.entries.items():
-            if entry.state is State.GONE:  # a clear with `force` removed it while it was written
-                self._room.release(entry)
-                self._drop([entry.key], "cleared", form)
-                continue
-            if chunk in reservation.prints:
-                entry.prints = tuple(reservation.prints[chunk])
-            if not form.is_whole_pages:
-                for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
-                    self._slab.clear_padding(offset, nbytes)
-            self._room.live_until(entry, self._room.clock() + reservation.ttl)
-            self._index.ready(entry)
-            stored.append(entry.key)
-            for tier in self._lower:
+        for chunk, marks in reservation.prints.items():
+            if chunk in reservation.entries:
+                reservation.entries[chunk].prints = tuple(marks)
+        entries: list[Entry] = []
+        cleared: list[Entry] = []
+        for entry in reservation.entries.values():
+            (cleared if entry.state is State.GONE else entries).append(entry)
+        for entry in cleared:  # by a clear with `force`, while they were written
+            self._room.release(entry)
+            self._drop([entry.key], "cleared", form)
+        for entry in () if form.is_whole_pages else entries:
+            for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
+                self._slab.clear_padding(offset, nbytes)
+        self._room.live_until(self._room.clock() + reservation.ttl, *entries)
+        self._index.ready(*entries)
+        for tier in self._lower:
+            for entry in entries:
                 tier.came(entry)
-        self._gauges.store(stored)
+        self._gauges.store([entry.key for entry in entries])

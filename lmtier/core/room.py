@@ -15,7 +15,7 @@ from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.observe.metrics import Metrics
-from lmtier.rules.lifetimes import AT_ONCE
+from lmtier.rules.lifetimes import AT_ONCE, FOREVER
 from lmtier.rules.shares import Pool
 
 _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at least
@@ -63,6 +63,15 @@ class Room:
             get = self.index.get
             tail = next((entry for key in reversed(keys) if (entry := get(key)) is not None), None)
             self._evict(need - self.index.free, tail, self.index.pool(keys[0]), need)
+
+    def take(self, keys: Sequence[bytes], form: ChunkForm) -> list[tuple[int, ...]]:
+        """Extents for as many of these chunks, in their order, as are free now."""
+        found = self.slab.allocate_some(form.sizes, min(len(keys), max(0, self.index.free) // form.room))
+        if found:
+            self._largest = max(self._largest, form.room)
+            self._took += form.room * len(found)
+            self._takers.update(map(self.index.pool, keys[: len(found)]))
+        return found
 
     def allocate(self, key: bytes, form: ChunkForm, parent: Entry | None) -> tuple[int, ...] | None:
         """Extents for one chunk; evicts if needed. None: the rest is leased or belongs to other shares."""
@@ -195,9 +204,12 @@ class Room:
 
     # ---- lifetimes
 
-    def live_until(self, entry: Entry, end: float) -> None:
-        if entry.state is not State.GONE:
-            self.index.ends.set(entry, min(end, self.clock() + self._ttl))
+    def live_until(self, end: float, *entries: Entry) -> None:
+        """They end then, or when the tier's ttl has passed."""
+        end = min(end, self.clock() + self._ttl)
+        for entry in entries if end < FOREVER else ():
+            if entry.state is not State.GONE:
+                self.index.ends.set(entry, end)
 
     def expire_among(self, keys: Sequence[bytes]) -> None:
         """Remove those of `keys` that have expired. A running read continues."""

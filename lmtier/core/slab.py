@@ -167,15 +167,25 @@ class Extents:
         """
         taken: list[int] = []
         for size in sizes:
-            offset = self._take(padded(size))
-            if offset is None and self._waiting:
+            some = self._take(padded(size))
+            if not some and self._waiting:
                 self._merge()
-                offset = self._take(padded(size))
-            if offset is None:
+                some = self._take(padded(size))
+            if not some:
                 self.free(taken)
                 return None
-            taken.append(offset)
+            taken += some
         return tuple(taken)
+
+    def allocate_some(self, sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+        """`allocate`, up to `count` times, as long as there is room."""
+        found: list[tuple[int, ...]] = []
+        if len(sizes) == 1:
+            while len(found) < count and (some := self._take(padded(sizes[0]), count - len(found))):
+                found += [(offset,) for offset in some]
+        while len(found) < count and (each := self.allocate(sizes)) is not None:
+            found.append(each)
+        return found
 
     def free(self, offsets: Iterable[int]) -> None:
         for offset in offsets:
@@ -315,27 +325,28 @@ class Extents:
             sizes[size].remove(offset)
         assert not any(sizes.values()), "a size list holds a range that is not free"
 
-    def _take(self, size: int) -> int | None:
+    def _take(self, size: int, count: int = 1) -> list[int]:
+        """Up to `count` extents, out of one place."""
         if not size:
             raise MisuseError("an extent of no bytes")
         waiting = self._waiting.get(size)
         if waiting:
             # Take the youngest. A prompt is evicted tail first, so the next one is laid out head first.
-            offset = waiting.pop()
-            self._taken[offset] = size
-            self.used += size
-            return offset
-        at = bisect.bisect_left(self._sizes, size)
-        if at == len(self._sizes):
-            return None
-        have = self._sizes[at]
-        offset = next(iter(self._by_size[have]))
-        self._drop_free(offset)
-        if have > size:
-            self._add_free(offset + size, have - size)
-        self._taken[offset] = size
-        self.used += size
-        return offset
+            offsets = waiting[: -count - 1 : -1]
+            del waiting[-count:]
+        else:
+            at = bisect.bisect_left(self._sizes, size)
+            if at == len(self._sizes):
+                return []
+            have = self._sizes[at]
+            start, need = next(iter(self._by_size[have])), min(count, have // size) * size
+            self._drop_free(start)
+            if have > need:
+                self._add_free(start + need, have - need)
+            offsets = list(range(start, start + need, size))
+        self._taken.update(dict.fromkeys(offsets, size))
+        self.used += size * len(offsets)
+        return offsets
 
     def _add_free(self, offset: int, size: int) -> None:
         self._free[offset] = size

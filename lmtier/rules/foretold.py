@@ -30,8 +30,7 @@ class Foretold(Policy[E]):
     def use(self, policy: Policy[E]) -> None:
         """Order by another policy. It takes the present order as the order of arrival; the queues stay."""
         with closing(self._policy.order()) as order:
-            for entry in order:
-                policy.insert(entry)
+            policy.insert(*order)
         self._policy = policy
 
     def over(self, run: Iterable[E]) -> None:
@@ -52,8 +51,8 @@ class Foretold(Policy[E]):
             over.pop(entry, None)
             waiting.pop(entry, None)
 
-    def insert(self, entry: E) -> None:
-        self._policy.insert(entry)
+    def insert(self, *entries: E) -> None:
+        self._policy.insert(*entries)
 
     def touch(self, entries: Iterable[E]) -> None:
         """A request was made for them after all, so nothing is known any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 class Policy(ABC, Generic[E]):
     @abstractmethod
-    def insert(self, entry: E) -> None:
-        """`entry` became resident."""
+    def insert(self, *entries: E) -> None:
+        """These became resident, in this order."""
 
     @abstractmethod
     def touch(self, entries: Iterable[E]) -> None:
@@ -72,8 +72,8 @@ class LRU(Policy[E]):
     def __init__(self) -> None:
         self._queue: OrderedDict[E, None] = OrderedDict()
 
-    def insert(self, entry: E) -> None:
-        self._queue[entry] = None
+    def insert(self, *entries: E) -> None:
+        self._queue.update(dict.fromkeys(entries))
 
     def touch(self, entries: Iterable[E]) -> None:
         move = self._queue.move_to_end
@@ -133,16 +133,18 @@ class Aging(Policy[E]):
     def rate(self) -> int:
         return self.RATES[self._best]
 
-    def insert(self, entry: E) -> None:
-        key, parent = entry.key, entry.parent
-        if parent is None:
-            self._now += 1
-        # A request for this chunk before was also one for its parent. Without this check the few chunks that
-        # the filters mistake for known would keep whole prompts: their ancestors cannot leave.
-        is_known = self._left.has(key) and (parent is None or parent not in self._once)
-        (self._again if is_known else self._once)[entry] = self._now
-        if key[-1] % self._sample == 0:
-            self._try(key, is_known)
+    def insert(self, *entries: E) -> None:
+        once, again = self._once, self._again
+        for entry, was_here in zip(entries, self._left.have(entries), strict=True):
+            parent = entry.parent
+            if parent is None:
+                self._now += 1
+            # A request for this chunk before was also one for its parent. Without this check the few chunks
+            # that the filters mistake for known would keep whole prompts: their ancestors cannot leave.
+            is_known = was_here and (parent is None or parent not in once)
+            (again if is_known else once)[entry] = self._now
+            if entry.key[-1] % self._sample == 0:
+                self._try(entry.key, is_known)
 
     def touch(self, entries: Iterable[E]) -> None:
         self._now = now = self._now + 1
@@ -279,11 +281,13 @@ class _Recent:
         self._bit = 1
         self._room = 0
 
-    def has(self, key: bytes) -> bool:
-        line, first, second = _THREE_NUMBERS(key, -8)
-        line &= self._mask
-        table = self._table
-        return table[line] & table[line ^ first & 63] & table[line ^ second & 63] != 0
+    def have(self, entries: Iterable[Keyed]) -> Iterator[bool]:
+        """Whether each of them left lately."""
+        table, mask = self._table, self._mask
+        for entry in entries:
+            line, first, second = _THREE_NUMBERS(entry.key, -8)
+            line &= mask
+            yield table[line] & table[line ^ first & 63] & table[line ^ second & 63] != 0
 
     def add(self, keys: Sequence[bytes], entries: int) -> None:
         if self._room < len(keys):

@@ -35,7 +35,7 @@ class Made(Room):
         entry = self.index.add(key(name), form, form.room, State.FILLING, parent)
         entry.offsets = offsets
         self.slab.view(offsets[0], 32)[:] = entry.key
-        self.live_until(entry, end)
+        self.live_until(end, entry)
         self.index.ready(entry)
         return entry
 
