@@ -121,6 +121,8 @@ PATHS = {
     "SET, 32 MiB values, against redis": Target("GB/s", 1.0, 1.5),
     "GET, 32 MiB values, against redis": Target("GB/s", 1.0, 1.5),
     "look up 512 keys over a Unix socket": Target("ms", 0.5, 0.2),
+    "one server, four engines: of its core for a chunk": Target("µs", 8.0, 4.0),
+    "look up 512 keys beside saves of 2,000 chunks, p99": Target("ms", 40.0, 3.0),
     "bytes on the Unix socket to save and load a 32 MiB chunk": Target("B", 4096, 1024),
     **STUB_PATHS,
 }
@@ -160,7 +162,7 @@ def measure(
 
     The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
-    from lmtier_bench import copies, disk, lookups, redis, s3, sealed, server, stub
+    from lmtier_bench import copies, disk, load, lookups, redis, s3, sealed, server, stub
 
     paths = PATHS if gpu is None else GPU_PATHS
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
@@ -177,6 +179,7 @@ def measure(
         s3.lookups: ("look up 512 keys in s3",),
         server.values: ("SET", "GET"),
         server.engines: ("look up 512 keys over", "bytes"),
+        load.engines: ("one server", "look up 512 keys beside"),
         stub.enqueueing: ("enqueue",),
     }
     if gpu is not None:

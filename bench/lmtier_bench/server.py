@@ -44,7 +44,7 @@ def values(scale: Scale) -> Samples:
         bare = BareSocket(
             stack.enter_context(process(*module("lmtier_bench.peer"), free_port())), memory, nbytes
         )
-        ours = LeanClient(stack.enter_context(_lmtier(2 * NAMES * nbytes)), memory, nbytes)
+        ours = LeanClient(stack.enter_context(lmtier_process(2 * NAMES * nbytes)), memory, nbytes)
         rounds: list[tuple[str, LeanClient, Callable[[], object], Callable[[], object]]] = [
             ("32 MiB values over TCP", ours, bare.send, bare.receive)
         ]
@@ -69,7 +69,7 @@ def engines(scale: Scale) -> Samples:
     engine = Engine(layout, touched(4 * layout.nbytes(layout.whole)))
     unix = str(scale.directory / "server.sock")
     with ExitStack() as stack:
-        stack.enter_context(_lmtier(8 * engine.nbytes + LOOKUP_CHUNKS * 4096, unix))
+        stack.enter_context(lmtier_process(8 * engine.nbytes + LOOKUP_CHUNKS * 4096, unix))
         peer = str(scale.directory / "peer.sock")
         sock = stack.enter_context(process(*module("lmtier_bench.peer"), peer))
         bare = BareSocket(sock, touched(1 << 20).data, LOOKUP_CHUNKS * 32)
@@ -174,7 +174,7 @@ def module(name: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _lmtier(capacity: int, unix: str = "") -> Iterator[socket.socket]:
+def lmtier_process(capacity: int, unix: str = "", **settings: str) -> Iterator[socket.socket]:
     port = free_port()
     env = {name: value for name, value in os.environ.items() if not name.startswith("LMTIER_")}
     env |= {
@@ -182,6 +182,7 @@ def _lmtier(capacity: int, unix: str = "") -> Iterator[socket.socket]:
         "LMTIER_SERVE_LISTEN": f"127.0.0.1:{port}",
         "LMTIER_SERVE_HTTP": "",
         "LMTIER_SERVE_UNIX": unix,
+        **settings,
     }
     with process(*module("lmtier"), "serve", place=port, env=env) as sock:
         yield sock
