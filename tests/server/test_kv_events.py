@@ -40,6 +40,7 @@ class Router:
         self._sub = self._context.socket(zmq.SUB)
         self._sub.connect(events)
         self._sub.subscribe(topic)
+        self._is_heard = False
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.rcvtimeo = int(PATIENCE * 1000)
         self._replay.connect(replay)
@@ -50,10 +51,13 @@ class Router:
         while not condition():
             assert time.monotonic() < end, {tier: len(keys) for tier, keys in self.held.items()}
             if self._sub.poll(100):
+                self._is_heard = True
                 _, number, payload = self._sub.recv_multipart()
                 if int.from_bytes(number, "big") > self.next:
                     self.catch_up()
                 self.learn(number, payload)
+            elif not self._is_heard:  # what was sent before the subscription arrived was lost
+                self.catch_up()
 
     def catch_up(self) -> None:
         self._replay.send_multipart((b"", self.next.to_bytes(8, "big")))

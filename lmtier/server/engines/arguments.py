@@ -19,7 +19,6 @@ MAX_NAME = 128
 MAX_IDENTITY = 1 << 14
 """The most bytes of an identity as JSON."""
 _IDENTITY = {each.name: type(each.default) if each.name != "model" else str for each in fields(Identity)}
-_KEY = struct.Struct(f"{KEY_BYTES}s")
 _HEX_KEY = re.compile(rb"[0-9a-f]{64}")
 _DIGITS = re.compile(rb"[0-9]{1,19}")
 
@@ -78,7 +77,7 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
         if len(part) % KEY_BYTES:
             raise Refused(f"ERR keys have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits; got {len(part)}")
     data = b"".join(parts)
-    keys = [key for (key,) in _KEY.iter_unpack(data)]
+    keys = list(struct.unpack(f"{KEY_BYTES}s" * (len(data) // KEY_BYTES), data))
     if len(set(keys)) != len(keys):
         raise Refused("MISUSE a key occurs twice in one request")
     if VALUES in data and any(map(is_value, keys)):
