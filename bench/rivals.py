@@ -49,19 +49,20 @@ class ARC(Policy[E]):
     def __contains__(self, entry: E) -> bool:
         return entry in self._once or entry in self._again
 
-    def insert(self, entry: E) -> None:
-        if entry.key in self._once_ghosts:
-            step = max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
-            self._target = min(self._capacity, self._target + step)
-            del self._once_ghosts[entry.key]
-            self._again[entry] = None
-        elif entry.key in self._again_ghosts:
-            step = max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
-            self._target = max(0.0, self._target - step)
-            del self._again_ghosts[entry.key]
-            self._again[entry] = None
-        else:
-            self._once[entry] = None
+    def insert(self, *entries: E) -> None:
+        for entry in entries:
+            if entry.key in self._once_ghosts:
+                step = max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
+                self._target = min(self._capacity, self._target + step)
+                del self._once_ghosts[entry.key]
+                self._again[entry] = None
+            elif entry.key in self._again_ghosts:
+                step = max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
+                self._target = max(0.0, self._target - step)
+                del self._again_ghosts[entry.key]
+                self._again[entry] = None
+            else:
+                self._once[entry] = None
 
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         once, again = self._once, self._again
