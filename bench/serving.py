@@ -356,12 +356,11 @@ def run(model: Path, folder: Path, options: argparse.Namespace) -> list[Row]:
                 rows += cell.values()
                 for number in range(options.rounds):
                     trace = traffic.trace(workload, asks, f"{workload} {load} {number}")
-                    everyone = [*everyone[1:], everyone[0]]
-                    for contender in everyone:
+                    order = random.Random(f"order {workload} {load} {number}")
+                    for contender in order.sample(everyone, len(everyone)):
                         found = traffic.send(trace, contender, saturated / load)
                         cell[contender.name].rounds.append(found)
                         say(f"  at {load}, {contender.name}: {summary(found)}")
-            everyone.sort(key=lambda each: options.only.index(each.name))
     return rows
 
 

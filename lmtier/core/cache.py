@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lmtier import forks
@@ -26,7 +26,7 @@ from lmtier.core.matches import Matches
 from lmtier.core.owned import OwnedTier
 from lmtier.core.pinning import NamedPins
 from lmtier.core.presence import Presence
-from lmtier.core.reservations import Reservations
+from lmtier.core.reservations import Reservations, drained
 from lmtier.core.room import Room
 from lmtier.core.sessions import AgentSessions
 from lmtier.core.shared import SharedTier
@@ -278,9 +278,23 @@ class Cache:
         New chunks can be used for `ttl` seconds. Chunks that are already stored keep their ttl. `by` names
         the writer, for `purge`.
         """
+        return drained(self.reserving(keys, form, first=first, ttl=ttl, by=by, most=most))
+
+    def reserving(
+        self,
+        keys: Sequence[bytes],
+        form: ChunkForm,
+        *,
+        first: int = 0,
+        ttl: float | None = None,
+        by: str = "",
+        most: int | None = None,
+    ) -> Generator[None, None, Reservation]:
+        """`reserve` in small steps, so that the owner can serve others. All misuse is found in the first."""
         self._need_open()
         end = len(keys) if most is None else most
-        reservation = self._reservations.reserve(keys, form, first, self._seconds(ttl), by, end)
+        steps = self._reservations.reserving(keys, form, first, self._seconds(ttl), by, end)
+        reservation = yield from steps
         self.lower.seen.append(tuple(keys))
         self.sessions.reserves(keys)
         return reservation

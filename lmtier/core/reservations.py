@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 
 from lmtier.core.gauges import Gauges
@@ -15,6 +15,19 @@ from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.format.objects import NO_MARK, Made, mark_room
 from lmtier.observe.follower import Followers
+
+_STEP = 128
+"""New chunks for which others wait: less than a millisecond."""
+
+
+def drained(steps: Generator[None, None, Reservation]) -> Reservation:
+    """All steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Reservation = end.value
+            return found
 
 
 class Reservations:
@@ -31,12 +44,12 @@ class Reservations:
         reservation.id = next(self._ids)
         self.open[reservation.id] = reservation
 
-    def reserve(
+    def reserving(
         self, keys: Sequence[bytes], form: ChunkForm, first: int, ttl: float, by: str, most: int
-    ) -> Reservation:
-        """Reserve extents for at most `most` missing chunks, from number `first` on.
+    ) -> Generator[None, None, Reservation]:
+        """Reserve extents for at most `most` missing chunks, from number `first` on, in small steps.
 
-        They live `ttl` seconds.
+        They live `ttl` seconds. If it is closed before its end, nothing stays reserved.
         """
         made = Made(by, time.time_ns() // 1_000_000)
         check_chain(keys)
@@ -50,8 +63,10 @@ class Reservations:
                 is_wanted and not any(tier.supplies(key, form) for tier in lower)
                 for is_wanted, key in zip(wanted, keys, strict=True)
             ]
-        self._room.make(keys, min(sum(wanted), most) * form.room)
+        missing = min(sum(wanted), most)
         new: dict[int, Entry] = {}
+        reservation = Reservation(next(self._ids), form, new, 0, 0, set(form.shards), ttl=ttl)
+        self.open[reservation.id] = reservation
         run: list[Entry] = []
         known = 0
         dropped: list[bytes] = []
@@ -66,9 +81,12 @@ class Reservations:
                 while end < len(keys) and wanted[end] and get(keys[end]) is None:
                     end += 1  # the end of the chunks that are missing
                 why = why or ("too_many" if len(new) == most else "")
-                more = (
-                    [] if why else self._add(keys[number : min(end, number + most - len(new))], form, parent)
-                )
+                more: list[Entry] = []
+                if not why:
+                    if not len(new) % _STEP:
+                        self._room.make(keys, min(_STEP, missing - len(new)) * form.room)
+                    last = number + min(most - len(new), _STEP - len(new) % _STEP)
+                    more = self._add(keys[number : min(end, last)], form, parent)
                 if not more:
                     why = why or "no_room"
                     dropped.append(key)
@@ -79,6 +97,15 @@ class Reservations:
                 new.update(zip(range(number, at), more, strict=True))
                 run += more
                 parent = entry
+                if not len(new) % _STEP:
+                    try:
+                        yield
+                    except GeneratorExit:
+                        for shard in form.shards:
+                            self.abort(reservation, shard)
+                        raise
+                    if more[-1].state is State.GONE:  # meanwhile, by a clear with `force`
+                        parent = None
             elif entry is not None and number >= first and not entry.form.serves(form):
                 why = why or "foreign"  # this engine cannot read the chunk that has its key
                 dropped.append(key)
@@ -88,14 +115,15 @@ class Reservations:
                     self._index.link(entry, parent)
                     run.append(entry)
                     parent = entry
-        self._index.refresh(run)
+        # A clear may have removed some between the steps.
+        self._index.refresh([entry for entry in run if entry.state is not State.GONE])
         if not (keys and is_state(keys[-1])):
             self._gauges.skip(len(keys) - len(dropped) - len(new))
         self._drop(dropped, why, form)
-        left = set(form.shards) if new else set()
-        reservation = Reservation(next(self._ids), form, new, known, len(dropped), left, ttl=ttl)
-        if new:
-            self.open[reservation.id] = reservation
+        reservation.known, reservation.dropped = known, len(dropped)
+        if not new:
+            reservation.left.clear()
+            del self.open[reservation.id]
         return reservation
 
     def _add(self, keys: Sequence[bytes], form: ChunkForm, parent: Entry | None) -> list[Entry]:

@@ -25,7 +25,7 @@ from lmtier.server.http import Conversation, Reply
 from lmtier.wire.commands import Commands
 from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, command, encode
 
-_TURN = 0.004  # seconds after which a client's turn ends
+_TURN = 0.001  # seconds after which a client's turn ends
 _AT_ONCE = 4 << 20  # bytes sent after which a client's turn ends
 _RECORDS = 256 << 10  # bytes per call with TLS: a call that TLS takes in part does not count as progress
 _ENOUGH = 1 << 20  # bytes of unsent answers above which no more commands run
@@ -248,8 +248,9 @@ class Connection(Channel):
         answer = self._host.answer(self.caller, args)
         if isinstance(answer, GeneratorType):
             self._waiting = answer
-            # Verbs may run twice. They yield no parts of their answer.
-            self._again = args if bytes(args[0][:7]).upper() == b"LMTIER." else []
+            # Most verbs may run twice. They yield no parts of their answer.
+            name = bytes(args[0]).upper()
+            self._again = args if name.startswith(b"LMTIER.") and name != b"LMTIER.RESERVE" else []
             return self._resume()
         self._end(answer)
         return True

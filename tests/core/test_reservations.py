@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
+from lmtier.config import Config
+from lmtier.core.cache import Cache
 from lmtier.core.gauges import Gauges
 from lmtier.core.index import Index
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CPU, Reservation, State
-from lmtier.core.reservations import Reservations
+from lmtier.core.reservations import Reservations, drained
 from lmtier.core.room import Room
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
@@ -34,7 +38,7 @@ class Made(Reservations):
         super().__init__(self.room, [], gauges, Followers())
 
     def save(self, keys, form=ONE, *, first=0, most=99) -> Reservation:
-        return self.reserve(keys, form, first, FOREVER, "", most)
+        return drained(self.reserving(keys, form, first, FOREVER, "", most))
 
     def tokens(self, name: str, **labels: str) -> float:
         return self.metrics.value(f"lmtier_{name}_tokens_total", **labels) / LAYOUT.chunk_tokens
@@ -128,3 +132,57 @@ def test_what_another_made_and_what_no_header_has_room_for_is_refused(made):
     with pytest.raises(MisuseError, match="occurs twice"):
         made.save(KEYS[:1] * 2)
     made.abort(reservation, None)
+
+
+MANY = [hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(300)]
+
+
+@pytest.fixture
+def cache():
+    with Cache(Config(tiers=(f"cpu://?capacity={400 * PAGE}",), chunk_tokens=LAYOUT.chunk_tokens)) as cache:
+        yield cache
+        cache.check()
+
+
+def test_others_reserve_between_the_steps_of_a_large_one(cache):
+    steps = cache.reserving(MANY, ONE)
+    next(steps)
+    cache.check()
+    other = cache.reserve(MANY[:200], ONE)
+    assert (other.known, sorted(other.entries)) == (128, [*range(128, 200)])
+    large = drained(steps)
+    assert sorted(large.entries) == [*range(128), *range(200, 300)]
+    cache.commit(large)
+    assert cache.match(MANY, ONE).chunks == 128
+    cache.commit(other)
+    assert cache.match(MANY, ONE).chunks == 300
+
+
+def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
+    steps = cache.reserving(MANY, ONE)
+    next(steps)
+    next(steps)
+    steps.close()
+    assert cache.slab.used == cache.index.used == 0
+    cache.commit(cache.reserve(MANY, ONE))
+    assert cache.match(MANY, ONE).chunks == 300
+
+
+def test_what_is_cleared_by_force_between_the_steps_never_shows(cache):
+    steps = cache.reserving(MANY, ONE)
+    next(steps)
+    cache.clear(force=True)
+    cache.check()
+    large = drained(steps)
+    cache.check()
+    cache.commit(large)
+    assert cache.match(MANY, ONE).chunks == 0
+    assert len(cache.index) == 300 - 128
+
+
+def test_a_large_one_makes_room_as_it_goes_and_keeps_its_own_head(cache):
+    old = [hashlib.sha256(b"old" + key).digest() for key in MANY]
+    cache.commit(cache.reserve(MANY[:50], ONE))
+    cache.commit(cache.reserve(old, ONE))
+    cache.commit(cache.reserve(MANY, ONE))
+    assert cache.match(MANY, ONE).chunks == 300

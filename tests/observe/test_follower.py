@@ -82,7 +82,7 @@ def test_a_follower_hears_all_that_happens_in_a_cache():
         cache.followers.add(heard)
         cache.followers.add(steps)
         cache.commit(cache.reserve(KEYS[:2], FORM))
-        assert heard.news() == [("cpu", True, [key], "") for key in KEYS[:2]]
+        assert heard.news() == [("cpu", True, [*KEYS[:2]], "")]
         assert cache.flush()
         assert sorted(heard.news()) == sorted(
             each for key in KEYS[:2] for each in (("near", True, [key], ""), ("far", True, [key]))

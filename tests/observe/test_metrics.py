@@ -80,11 +80,11 @@ class World:
 
     def watch(self, place, index):
         """See who is taken out to make room, whoever counts it."""
-        add, evict, ghosts = index.add, index.evict, self.ghosts.setdefault(place, set())
+        add, evict, ghosts = index.add_run, index.evict, self.ghosts.setdefault(place, set())
 
-        def watched_add(key, *rest):
-            ghosts.discard(key)
-            return add(key, *rest)
+        def watched_add(keys, *rest):
+            ghosts.difference_update(keys)
+            return add(keys, *rest)
 
         def watched_evict(*args, **options):
             victims = evict(*args, **options)
@@ -94,7 +94,7 @@ class World:
                 self.now["evictions_total", place, "capacity" if written else "capacity_unwritten"] += 1
             return victims
 
-        index.add, index.evict = watched_add, watched_evict
+        index.add_run, index.evict = watched_add, watched_evict
 
     def settle_down(self):
         self.cache.flush(10)

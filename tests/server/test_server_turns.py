@@ -381,3 +381,30 @@ def test_only_who_has_the_slab_may_reserve_in_it(tmp_path: Path):
         said = wire.ask("LMTIER.RESERVE", "0", "0", os.urandom(32))
         assert isinstance(said, Error)
         assert said.startswith("MISUSE only engines on the Unix socket")
+
+
+def test_a_large_reservation_pauses_and_nothing_of_it_stays_if_its_client_leaves():
+    layout = Layout((LayerShape(1, 4096, 0),), "u8", 256, 256, "test").to_json()
+    config = Config(tiers=(f"cpu://?capacity={1_100 * 4096}",), prefault=False)
+    keys = os.urandom(1_000 * 32)
+    with Cache(config) as cache:
+        table, caller = Engines(cache).table(), Caller(1, "here", is_local=True)
+
+        def ask(verb: str, *arguments: bytes) -> Any:
+            return table[f"LMTIER.{verb}".encode()].handler(caller, [b"", *arguments])
+
+        ask("HELLO", b"1")
+        ask("FORM", layout, b"L0-1H0-1")
+        assert ask("RESERVE", b"0", b"0", keys[: 100 * 32])["chunks"] == b"0-99"  # a small one: at once
+        given_up = ask("RESERVE", b"0", b"0", keys)
+        next(given_up)
+        assert cache.index.used == 228 * 4096
+        cache.check()
+        given_up.close()
+        assert cache.index.used == 100 * 4096
+        cache.check()
+        large = ask("RESERVE", b"0", b"0", keys)
+        pauses = sum(1 for _ in iter(lambda: next(large, None), None))
+        assert pauses == 900 // 128
+        cache.check()
+        assert cache.index.used == 1_000 * 4096
