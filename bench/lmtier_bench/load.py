@@ -35,8 +35,8 @@ _LAYOUT = Layout.uniform(
 FORM = form_of(_LAYOUT, [_LAYOUT.whole])  # a page
 
 
-def chunks(name: object, count: int) -> list[bytes]:
-    return [hashlib.sha256(repr((name, number)).encode()).digest() for number in range(count)]
+def chunks(name: object, many: int) -> list[bytes]:
+    return [hashlib.sha256(repr((name, number)).encode()).digest() for number in range(many)]
 
 
 def engines(scale: Scale) -> Samples:
@@ -56,15 +56,14 @@ def engines(scale: Scale) -> Samples:
             client.commit(client.reserve(prompt, FORM))
             client.pin("known", prompt)  # on a busy machine ten saves may come between two lookups
             for number in rounds:
-                alone = _slowest_of_100(client, prompt)
+                alone = _p99(client, prompt)
                 saver = _engine(path, f"large {number}")
-                saver.stdout.readline()  # type: ignore[union-attr]  # it saves from now on
-                beside = _slowest_of_100(client, prompt)
+                beside = _p99(client, prompt)
                 saver.communicate("enough\n")
                 yield "look up 512 keys beside saves of 2,000 chunks, p99", 1e3 * beside, 1e3 * alone
 
 
-def _slowest_of_100(client: Client, prompt: list[bytes]) -> float:
+def _p99(client: Client, prompt: list[bytes]) -> float:
     took = []
     for _ in range(LOOKUPS):
         began = perf_counter()
@@ -108,19 +107,22 @@ def _together(path: str, names: list[str]) -> None:
     """Engines begin together when all are ready; returns when all are done."""
     running = [_engine(path, name) for name in names]
     for each in running:
-        each.stdout.readline()  # type: ignore[union-attr]
-    for each in running:
-        each.stdin.write("go\n")  # type: ignore[union-attr]
-        each.stdin.flush()  # type: ignore[union-attr]
+        assert each.stdin is not None
+        each.stdin.write("go\n")
+        each.stdin.flush()
     for each in running:
         each.communicate()
         assert not each.returncode, "an engine of the bench failed"
 
 
 def _engine(path: str, name: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    """One that is ready."""
+    engine = subprocess.Popen(
         [*module("lmtier_bench.load"), path, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "ready\n", "an engine of the bench does not start"
+    return engine
 
 
 def main(path: str, name: str) -> None:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from lmtier.core.slab import SEALS, SHARED, Memory
 SLOTS = 1 << 22
 """Bytes. With a million chunks, the table identifies four of five absent keys."""
 NBYTES = SLOTS + 4096
+_AT_ONCE = 4096  # keys
 _FULL = 255  # the count has overflowed and stays at this value
 
 
@@ -30,7 +32,7 @@ def slot(key: bytes) -> int:
 
 
 def _slots(keys: Sequence[bytes]) -> list[int]:
-    if len(keys) == 1:  # many times as fast for one
+    if len(keys) == 1:  # numpy takes many times as long for one
         return [slot(keys[0])]
     found: list[int] = (np.frombuffer(b"".join(keys), "<u4")[4::8] % SLOTS).tolist()
     return found
@@ -74,7 +76,9 @@ class Presence:
         """Begin with these keys. Readers have to ask until `trust`."""
         self._counts[SLOTS] = 0
         self._counts[:SLOTS] = bytes(SLOTS)
-        self.add(*keys)
+        rest = iter(keys)
+        while some := tuple(islice(rest, _AT_ONCE)):
+            self.add(*some)
 
     def trust(self) -> None:
         """Every tier knows what it holds now, so a count of 0 can be trusted."""

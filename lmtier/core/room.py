@@ -84,7 +84,7 @@ class Room:
         # rarely join the pieces. Leased chunks in between can make it impossible.
         short = form.room - self.index.free
         for _ in range(_TRIES):
-            if (offsets := self.slab.allocate(form.sizes)) is not None:
+            if short <= 0 and (offsets := self.slab.allocate(form.sizes)) is not None:
                 return offsets
             if short > 0 and not self._evict(short, parent, asker, form.room):
                 break

@@ -248,7 +248,8 @@ class Connection(Channel):
         answer = self._host.answer(self.caller, args)
         if isinstance(answer, GeneratorType):
             self._waiting = answer
-            # Most verbs may run twice. They yield no parts of their answer.
+            # Verbs may run twice, because they yield no parts of their answer. But a RESERVE that has begun
+            # holds room here.
             name = bytes(args[0]).upper()
             self._again = args if name.startswith(b"LMTIER.") and name != b"LMTIER.RESERVE" else []
             return self._resume()

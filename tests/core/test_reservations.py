@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -186,3 +187,10 @@ def test_a_large_one_makes_room_as_it_goes_and_keeps_its_own_head(cache):
     cache.commit(cache.reserve(old, ONE))
     cache.commit(cache.reserve(MANY, ONE))
     assert cache.match(MANY, ONE).chunks == 300
+
+
+def test_a_capacity_that_was_lowered_bounds_what_is_reserved(cache):
+    cache.change(replace(cache.config, tiers=(f"cpu://?capacity={100 * PAGE}",)))
+    reservation = cache.reserve(MANY, ONE)
+    assert (sorted(reservation.entries), reservation.dropped) == ([*range(100)], 200)
+    cache.check()

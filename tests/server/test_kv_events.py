@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_a_router_knows_what_each_tier_holds(start, listen, tmp_path):
         client.clear()
         router.until(lambda: router.counts() == {"CPU": 0, "disk": 0})
     assert router.lost == router.cleared == 0
+
+
+def test_a_router_that_listens_is_told_without_asking(start, listen):
+    server = start()
+    router, end = listen(server), time.monotonic() + PATIENCE
+    with Client(server.path) as client:
+        for number in count():  # what is sent before the subscription has arrived is lost
+            assert time.monotonic() < end
+            store(client, keys(1, f"prompt {number}"))
+            if router._sub.poll(100):
+                break
+    topic, _, payload = router._sub.recv_multipart()
+    ((event,),) = msgspec.msgpack.decode(payload)[1:]
+    assert (topic, event["type"]) == (b"", "BlockStored")
+    assert event["block_hashes"] in [keys(1, f"prompt {each}") for each in range(number + 1)]
 
 
 def test_who_comes_late_asks_for_what_was_before(start, listen):

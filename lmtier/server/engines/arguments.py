@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import fields
+
+import numpy as np
 
 from lmtier.format.keys import KEY_BYTES, VALUES, Identity, is_value
 from lmtier.format.layout import Shard
@@ -77,7 +78,7 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
         if len(part) % KEY_BYTES:
             raise Refused(f"ERR keys have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits; got {len(part)}")
     data = b"".join(parts)
-    keys = list(struct.unpack(f"{KEY_BYTES}s" * (len(data) // KEY_BYTES), data))
+    keys: list[bytes] = np.frombuffer(data, f"V{KEY_BYTES}").tolist()
     if len(set(keys)) != len(keys):
         raise Refused("MISUSE a key occurs twice in one request")
     if VALUES in data and any(map(is_value, keys)):
