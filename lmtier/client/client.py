@@ -31,7 +31,7 @@ from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.observe.journal import Change
 from lmtier.observe.prompts import Origin
-from lmtier.rules.lifetimes import MAX_TTL, Pinned
+from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.worth import Cost
 from lmtier.wire.resp import Error
 from lmtier.wire.verbs import (
@@ -524,9 +524,7 @@ def _session_words(session: str, parent: str) -> tuple[Argument, ...]:
 
 
 def _lifetime(ttl: float | None) -> tuple[Argument, ...]:
-    if ttl is not None and not 0 < ttl <= MAX_TTL:
-        raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
-    return () if ttl is None else ("TTL", max(1, int(ttl * 1000)))
+    return () if ttl is None else ("TTL", max(1, int(seconds_of(ttl) * 1000)))
 
 
 def _outline(match: Match) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from lmtier.core.matches import Matches
 from lmtier.core.owned import OwnedTier
 from lmtier.core.pinning import NamedPins
 from lmtier.core.presence import Presence
-from lmtier.core.reservations import Reservations, drained
+from lmtier.core.reservations import Reservations, at_once
 from lmtier.core.room import Room
 from lmtier.core.sessions import AgentSessions
 from lmtier.core.shared import SharedTier
@@ -40,7 +40,7 @@ from lmtier.observe.follower import Followers
 from lmtier.observe.metrics import Metrics
 from lmtier.observe.miss_curve import Outlook
 from lmtier.rules.hints import Action, ActionResult
-from lmtier.rules.lifetimes import FOREVER, MAX_TTL, Pinned
+from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.policy import make_policy
 from lmtier.rules.worth import Cost
 from lmtier.threads import start_thread
@@ -259,27 +259,6 @@ class Cache:
 
     # ---- save: reserve, commit, abort
 
-    def reserve(
-        self,
-        keys: Sequence[bytes],
-        form: ChunkForm,
-        *,
-        first: int = 0,
-        ttl: float | None = None,
-        by: str = "",
-        most: int | None = None,
-    ) -> Reservation:
-        """Reserve extents for those chunks of `keys`, from number `first` on, that no tier holds or receives.
-
-        A chunk gets all its extents or none, and chunks get them in order. If room ends, or `most` chunks
-        are new, the reserved ones are a usable prefix; the rest is dropped and counted. Only `commit` makes
-        chunks visible.
-
-        New chunks can be used for `ttl` seconds. Chunks that are already stored keep their ttl. `by` names
-        the writer, for `purge`.
-        """
-        return drained(self.reserving(keys, form, first=first, ttl=ttl, by=by, most=most))
-
     def reserving(
         self,
         keys: Sequence[bytes],
@@ -290,14 +269,26 @@ class Cache:
         by: str = "",
         most: int | None = None,
     ) -> Generator[None, None, Reservation]:
-        """`reserve` in small steps, so that the owner can serve others. All misuse is found in the first."""
+        """Reserve extents for those chunks of `keys`, from number `first` on, that no tier holds or receives.
+
+        A chunk gets all its extents or none, and chunks get them in order. If room ends, or `most` chunks
+        are new, the reserved ones are a usable prefix; the rest is dropped and counted. Only `commit` makes
+        chunks visible.
+
+        New chunks can be used for `ttl` seconds. Chunks that are already stored keep their ttl. `by` names
+        the writer, for `purge`.
+
+        Between its small steps the owner can serve others. The first step finds all misuse. If it is closed
+        before its end, nothing stays reserved.
+        """
         self._need_open()
         end = len(keys) if most is None else most
-        steps = self._reservations.reserving(keys, form, first, self._seconds(ttl), by, end)
-        reservation = yield from steps
+        reservation = yield from self._reservations.reserving(keys, form, first, seconds_of(ttl), by, end)
         self.lower.seen.append(tuple(keys))
         self.sessions.reserves(keys)
         return reservation
+
+    reserve = at_once(reserving)
 
     def commit(
         self,
@@ -493,11 +484,6 @@ class Cache:
 
     # ---- lifetimes
 
-    def _seconds(self, ttl: float | None) -> float:
-        if ttl is not None and not 0 < ttl <= MAX_TTL:
-            raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
-        return FOREVER if ttl is None else ttl
-
     def _end_lifetimes(self) -> None:
         """Delete some expired chunks in every tier; the next step continues."""
         self.pinning.expire()
@@ -526,7 +512,7 @@ class Cache:
         """
         self._need_open()
         self.room.expire_among(keys)
-        return self.pinning.pin(name, keys, self._seconds(ttl))
+        return self.pinning.pin(name, keys, seconds_of(ttl))
 
     def unpin(self, name: str) -> bool:
         """Returns whether such a pin existed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import wraps
 from itertools import count
+from typing import ParamSpec, TypeVar
 
 from lmtier.core.gauges import Gauges
 from lmtier.core.lower import LowerTier
@@ -20,14 +22,24 @@ _STEP = 128
 """New chunks for which others wait: less than a millisecond."""
 
 
-def drained(steps: Generator[None, None, Reservation]) -> Reservation:
-    """All steps at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: Reservation = end.value
-            return found
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def at_once(in_steps: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
+    """The same without steps."""
+
+    @wraps(in_steps)
+    def work(*args: P.args, **options: P.kwargs) -> R:
+        steps = in_steps(*args, **options)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: R = end.value
+                return found
+
+    return work
 
 
 class Reservations:

@@ -30,6 +30,13 @@ AT_ONCE = 64
 K = TypeVar("K", bound=Hashable)
 
 
+def seconds_of(ttl: float | None) -> float:
+    """The ttl of a request; None: it has none."""
+    if ttl is not None and not 0 < ttl <= MAX_TTL:
+        raise MisuseError(f"ttl={ttl}: must be more than 0 seconds, and at most 100 years")
+    return FOREVER if ttl is None else ttl
+
+
 class Stamps:
     """Converts ends, in seconds of a monotonic clock, to the times in headers of objects, and back."""
 

@@ -13,7 +13,7 @@ from lmtier.core.gauges import Gauges
 from lmtier.core.index import Index
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CPU, Reservation, State
-from lmtier.core.reservations import Reservations, drained
+from lmtier.core.reservations import Reservations, at_once
 from lmtier.core.room import Room
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
@@ -39,7 +39,7 @@ class Made(Reservations):
         super().__init__(self.room, [], gauges, Followers())
 
     def save(self, keys, form=ONE, *, first=0, most=99) -> Reservation:
-        return drained(self.reserving(keys, form, first, FOREVER, "", most))
+        return at_once(self.reserving)(keys, form, first, FOREVER, "", most)
 
     def tokens(self, name: str, **labels: str) -> float:
         return self.metrics.value(f"lmtier_{name}_tokens_total", **labels) / LAYOUT.chunk_tokens
@@ -151,7 +151,7 @@ def test_others_reserve_between_the_steps_of_a_large_one(cache):
     cache.check()
     other = cache.reserve(MANY[:200], ONE)
     assert (other.known, sorted(other.entries)) == (128, [*range(128, 200)])
-    large = drained(steps)
+    large = at_once(lambda: steps)()
     assert sorted(large.entries) == [*range(128), *range(200, 300)]
     cache.commit(large)
     assert cache.match(MANY, ONE).chunks == 128
@@ -174,7 +174,7 @@ def test_what_is_cleared_by_force_between_the_steps_never_shows(cache):
     next(steps)
     cache.clear(force=True)
     cache.check()
-    large = drained(steps)
+    large = at_once(lambda: steps)()
     cache.check()
     cache.commit(large)
     assert cache.match(MANY, ONE).chunks == 0
