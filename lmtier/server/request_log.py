@@ -4,8 +4,8 @@
 
 An id is 53 bits of a chunk's key. A partial chunk at the end has a unique negative id. The number of
 generated tokens is not known here. The owner only queues; a thread writes. Lookups that the thread cannot
-keep up with are dropped and counted. The size of the file is bounded: the previous file is `PATH.1`, older
-ones are deleted.
+keep up with or cannot write are dropped and counted. The size of the file is bounded: the previous file is
+`PATH.1`, older ones are deleted.
 """
 
 from __future__ import annotations
@@ -64,13 +64,15 @@ class RequestLog:
 
     def _write(self) -> None:
         while (noted := self._queue.get()) is not None:
-            if self._has_failed:
-                continue
             try:
-                self._put(self._line(*noted))
+                if self._has_failed:
+                    self._dropped.inc()
+                else:
+                    self._put(self._line(*noted))
             except OSError as error:
-                log.error("lmtier: the request log stops, it cannot write %s: %s", self._path, error.strerror)
                 self._has_failed = True
+                self._dropped.inc()
+                log.error("lmtier: the request log stops, it cannot write %s: %s", self._path, error.strerror)
             self._written += len(noted[1])
         self._file.close()
 

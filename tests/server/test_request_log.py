@@ -117,7 +117,7 @@ def test_a_disk_that_fails_ends_the_log_and_is_counted(path, caplog):
     until(lambda: "the request log stops" in caplog.text)
     log.note(KEYS, 50)
     log.close()
-    assert metrics.value("lmtier_request_log_dropped_total") == 1
+    assert metrics.value("lmtier_request_log_dropped_total") == 2
 
 
 def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path):
