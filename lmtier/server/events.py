@@ -3,8 +3,8 @@
     PUB     topic, sequence number (8 bytes, big-endian), a batch in msgpack
     ROUTER  gets a number, and sends the remembered batches from this number on again
 
-A chunk is sent as a block of `chunk_tokens` tokens; its hash is its key. Its tokens and its parent are
-included if an engine has sent them. The owner only queues new changes; a thread encodes and sends them. A
+A chunk is sent as a block of `chunk_tokens` tokens; its hash is the end of its key. Its tokens and its parent
+are included if an engine has sent them. The owner only queues new changes; a thread encodes and sends them. A
 slow subscriber misses batches, and the sequence numbers show that. If this server misses changes, it clears
 the routers' state and sends everything again.
 """
@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from lmtier.core.cache import Cache
+from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CPU, State
 from lmtier.errors import ConfigError
 from lmtier.format.keys import is_state
@@ -39,6 +40,7 @@ _A_TURN = 4096  # changes
 _WAITING = 256  # batches that may wait for the thread; further changes wait in the journal
 _HIGH_WATER = 100_000
 _PATIENCE = 2.0
+_RANK = 0  # vLLM's data-parallel rank, which some routers need
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -64,7 +66,7 @@ class Publisher(Follower):
         self._cache, self._prompts = cache, prompts
         self._size = cache.chunk_tokens
         self._shared = cache.lower.shared
-        self._remote = {tier.label for tier in self._shared}
+        self._where = _places(cache.lower)
         self._cleared = 0
         self._places = {CPU: cache.index, **{tier.label: tier.index for tier in cache.lower.owned}}
         self._journal, self._position = journal, journal.end
@@ -128,7 +130,7 @@ class Publisher(Follower):
                 changes.append(change)
         # States are no blocks of tokens, so routers need not know them.
         if chunks := [change for change in changes if not is_state(change.key)]:
-            self._put(list(self._runs(chunks)))
+            self._put(list(self._runs(self._in_order(chunks))))
 
     def tell_all_again(self) -> None:
         """Make routers forget everything, then send the content of all tiers."""
@@ -146,7 +148,25 @@ class Publisher(Follower):
             ready = (each.key for each in self._places[tier].entries() if each.state is State.READY)
             self._again += (Change(tier, True, key) for key in ready if not self._cache.index.is_record(key))
 
-    def _runs(self, changes: Sequence[Change]) -> Iterator[_Told]:
+    def _in_order(self, changes: Sequence[Change]) -> Iterator[Change]:
+        """The changes, and after a chunk again those that came before it and follow it in a prompt. Disks
+        write in any order, and some routers drop a chunk whose parent they do not know yet."""
+        coming, room = {change for change in changes if change.came}, _A_TURN
+        for change in changes:
+            yield change
+            coming.discard(change)
+            place = self._places.get(change.tier)
+            parents = [change.key] if change.came and place is not None else []
+            while parents and room > 0:
+                for key in self._prompts.after(parents.pop()):
+                    entry = place.get(key) if place is not None else None
+                    again = Change(change.tier, True, key)
+                    if entry is not None and entry.state is State.READY and again not in coming:
+                        yield again
+                        parents.append(key)
+                        room -= 1
+
+    def _runs(self, changes: Iterable[Change]) -> Iterator[_Told]:
         for (tier, came), group in groupby(changes, key=lambda change: change[:2]):
             run = _Told(tier, came, [], [])
             for change in group:
@@ -223,20 +243,17 @@ class Publisher(Follower):
 
     def _encoded(self, at: float, batch: _Batch) -> bytes:
         events = [{"type": "AllBlocksCleared"}] if batch is None else [self._event(told) for told in batch]
-        return msgspec.msgpack.encode([at, events])
+        return msgspec.msgpack.encode([at, events, _RANK])
 
     def _event(self, told: _Told) -> dict[str, Any]:
-        where: dict[str, Any] = {"medium": "CPU" if told.tier == CPU else "STORAGE"}
-        where["locality"] = "REMOTE" if told.tier in self._remote else "LOCAL"
-        if told.tier != CPU:
-            where["ownership"] = told.tier
+        where = self._where[told.tier]
         if not told.came:
-            return {"type": "BlockRemoved", "block_hashes": told.keys, **where}
+            return {"type": "BlockRemoved", "block_hashes": [*map(hash_of, told.keys)], **where}
         first = told.chunks[0] if told.chunks else None
         return {
             "type": "BlockStored",
-            "block_hashes": told.keys,
-            "parent_block_hash": first.parent if first is not None else None,
+            "block_hashes": [*map(hash_of, told.keys)],
+            "parent_block_hash": hash_of(first.parent) if first is not None and first.parent else None,
             "token_ids": [token for chunk in told.chunks for token in chunk.token_ids],
             "block_size": self._size,
             "lora_id": None,
@@ -244,6 +261,21 @@ class Publisher(Follower):
             "extra_keys": [_extra(chunk) for chunk in told.chunks] if told.chunks else None,
             **where,
         }
+
+
+def _places(lower: LowerTiers) -> dict[str, dict[str, str]]:
+    """How events name the tiers. Some routers ignore events with an `ownership` that they do not know, so
+    only a tier has one whose events another tier's would contradict."""
+    places = {CPU: {"medium": "CPU", "locality": "LOCAL"}}
+    for tier in lower:
+        place = {"medium": "STORAGE", "locality": "REMOTE" if tier in lower.shared else "LOCAL"}
+        places[tier.label] = {**place, "ownership": tier.label} if place in places.values() else place
+    return places
+
+
+def hash_of(key: bytes) -> int:
+    """As vLLM shortens its hashes. Routers hold 64 bits, and some refuse events with longer ones."""
+    return int.from_bytes(key[-8:], "big")
 
 
 def _extra(chunk: PromptChunk) -> tuple[str, ...] | None:

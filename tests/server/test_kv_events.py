@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lmtier.errors import ConfigError
 from lmtier.format.keys import Identity, KeyChain, as_tokens, seed, state_key
 from lmtier.observe.journal import Journal
 from lmtier.observe.prompts import Origin, Prompts
-from lmtier.server.events import Publisher
+from lmtier.server.events import Publisher, hash_of
 from lmtier.server.serve import Server as Serve
 from lmtier.testing import MemoryTier
 from tests.client.test_client import LAYOUT, ONE, ROOM, C, Server, keys, store
@@ -27,11 +27,21 @@ from tests.server.process import PATIENCE
 END = (-1).to_bytes(8, "big", signed=True)
 
 
+def place_of(event: dict[str, Any]) -> str:
+    """The tier of an event that names none."""
+    medium = event.get("medium", "")
+    return medium if medium != "STORAGE" else "disk" if event["locality"] == "LOCAL" else "memory"
+
+
+def hashes(names: Iterable[bytes]) -> set[int]:
+    return {*map(hash_of, names)}
+
+
 class Router:
     """Follows a server as routers do: what it missed it asks for, and then believes what it is told."""
 
     def __init__(self, events: str, replay: str, topic: str = "") -> None:
-        self.held: dict[str, set[bytes]] = {}
+        self.held: dict[str, set[int]] = {}
         self.stored: list[dict[str, Any]] = []
         self.cleared = 0
         self.next = 0
@@ -71,10 +81,11 @@ class Router:
             return
         self.lost += number - self.next
         self.next = number + 1
-        at, events = msgspec.msgpack.decode(payload)
+        at, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 0
         assert abs(at - time.time()) < 2 * PATIENCE
         for event in events:
-            held = self.held.setdefault(event.get("ownership", event.get("medium", "")), set())
+            held = self.held.setdefault(event.get("ownership", place_of(event)), set())
             match event["type"]:
                 case "BlockStored":
                     held |= {*event["block_hashes"]}
@@ -131,9 +142,11 @@ def test_a_router_knows_what_each_tier_holds(start, listen, tmp_path):
             assert client.flush()
         chunks = client.stats()["cpu"]["chunks"]
         router.until(lambda: router.counts() == {"CPU": chunks, "disk": 160})
-        assert router.held["disk"] == {key for number in range(40) for key in keys(4, f"prompt {number}")}
+        assert router.held["disk"] == hashes(
+            key for number in range(40) for key in keys(4, f"prompt {number}")
+        )
         assert {(each["medium"], each.get("ownership"), each["locality"]) for each in router.stored} == {
-            *(("CPU", None, "LOCAL"), ("STORAGE", "disk", "LOCAL"))
+            *(("CPU", None, "LOCAL"), ("STORAGE", None, "LOCAL"))
         }
         client.clear()
         router.until(lambda: router.counts() == {"CPU": 0, "disk": 0})
@@ -150,9 +163,9 @@ def test_a_router_that_listens_is_told_without_asking(start, listen):
             if router._sub.poll(100):
                 break
     topic, _, payload = router._sub.recv_multipart()
-    ((event,),) = msgspec.msgpack.decode(payload)[1:]
+    (event,) = msgspec.msgpack.decode(payload)[1]
     assert (topic, event["type"]) == (b"", "BlockStored")
-    assert event["block_hashes"] in [keys(1, f"prompt {each}") for each in range(number + 1)]
+    assert {*event["block_hashes"]} in [hashes(keys(1, f"prompt {each}")) for each in range(number + 1)]
 
 
 def test_who_comes_late_asks_for_what_was_before(start, listen):
@@ -175,7 +188,7 @@ def test_what_a_disk_kept_over_a_restart_is_told_of(start, listen, tmp_path):
     server.start()
     router = listen(server)
     router.until(lambda: router.counts() == {"disk": 5})
-    assert router.held["disk"] == {*keys(5)}
+    assert router.held["disk"] == hashes(keys(5))
 
 
 def test_tokens_parents_adapter_and_salt_are_told_if_an_engine_told_them(start, listen):
@@ -192,12 +205,13 @@ def test_tokens_parents_adapter_and_salt_are_told_if_an_engine_told_them(start, 
         store(client, plain)
         router.until(lambda: router.counts() == {"CPU": 6})
     first, second, unknown = router.stored
-    assert (first["block_hashes"], first["parent_block_hash"]) == (salted[:1], None)
+    ours, theirs = [*map(hash_of, salted)], [*map(hash_of, plain)]
+    assert (first["block_hashes"], first["parent_block_hash"]) == (ours[:1], None)
     assert first["extra_keys"] == [["sql", "tenant"]]
-    assert (second["block_hashes"], second["parent_block_hash"]) == (salted[1:], salted[0])
+    assert (second["block_hashes"], second["parent_block_hash"]) == (ours[1:], ours[0])
     assert (second["token_ids"], second["block_size"]) == (tokens[C:], C)
     assert (second["extra_keys"], second["lora_name"]) == ([["sql"], ["sql"]], "sql")
-    assert (unknown["block_hashes"], unknown["token_ids"], unknown["extra_keys"]) == (plain, [], None)
+    assert (unknown["block_hashes"], unknown["token_ids"], unknown["extra_keys"]) == (theirs, [], None)
 
 
 def test_a_topic_is_what_a_router_subscribes_to(start, listen):
@@ -267,7 +281,33 @@ def test_prompts_that_came_together_are_told_apart_and_nothing_twice(tmp_path):
         owner.store(chains[2])
         owner.router.until(lambda: owner.router.counts() == {"CPU": 6})
         told = [(each["block_hashes"], each["token_ids"]) for each in owner.router.stored]
-        assert told == [(chains[0], prompts[0]), (chains[1], prompts[1]), (chains[2], [])]
+        first, second, third = ([*map(hash_of, chain)] for chain in chains)
+        assert told == [(first, prompts[0]), (second, prompts[1]), (third, [])]
+
+
+def test_what_came_before_its_parent_is_told_again_after_it(tmp_path):
+    """A router may have dropped it: it did not know where it belongs."""
+    with Owner(tmp_path) as owner:
+        tokens = list(range(4 * C))
+        chain = KeyChain(seed(Identity(model="m", weights="w"), C), C, tokens).keys
+        owner.prompts.tell(chain, as_tokens(tokens).tobytes(), Origin.of({}, "", ""))
+        owner.store(chain)
+        entry = owner.cache.index.get(chain[1])
+        assert entry is not None
+        owner.cache.discard(entry)
+        owner.store(chain)
+        owner.router.until(lambda: len(owner.router.stored) == 2)
+        again = owner.router.stored[1]
+        assert again["block_hashes"] == [*map(hash_of, chain[1:])]
+        assert (again["parent_block_hash"], again["token_ids"]) == (hash_of(chain[0]), tokens[C:])
+
+
+def test_only_the_second_of_two_disks_needs_a_name(tmp_path):
+    disks = [f"disk://{tmp_path}/{name}?capacity=1MiB" for name in ("a", "b")]
+    with Owner(tmp_path, *disks) as owner:
+        owner.store(keys(2))
+        owner.router.until(lambda: owner.router.counts() == {"CPU": 2, "disk": 2, "disk-2": 2})
+        assert {each.get("ownership") for each in owner.router.stored} == {None, "disk-2"}
 
 
 def test_what_the_server_itself_lost_count_of_is_told_anew(tmp_path):
@@ -288,7 +328,7 @@ def test_what_left_before_it_could_be_told_anew_is_not_told_of(tmp_path):
         owner.publisher._announce()
         owner.cache.clear()
         owner.store(keys(2, "b"))
-        owner.router.until(lambda: owner.router.held.get("CPU") == {*keys(2, "b")})
+        owner.router.until(lambda: owner.router.held.get("CPU") == hashes(keys(2, "b")))
         assert sum(len(each["block_hashes"]) for each in owner.router.stored) == 2
 
 
@@ -335,8 +375,8 @@ def test_routers_hear_of_chunks_and_never_of_states(start, listen):
         reservation = client.reserve([names[0], state], ONE, first=1)
         client.commit(reservation)
         store(client, names[1:])
-        router.until(lambda: names[1] in router.held.get("CPU", ()))
-        assert router.held["CPU"] == {*names}
+        router.until(lambda: hash_of(names[1]) in router.held.get("CPU", ()))
+        assert router.held["CPU"] == hashes(names)
         client.delete([state, names[1]])
-        router.until(lambda: names[1] not in router.held["CPU"])
-    assert router.held["CPU"] == {names[0]}
+        router.until(lambda: hash_of(names[1]) not in router.held["CPU"])
+    assert router.held["CPU"] == hashes(names[:1])

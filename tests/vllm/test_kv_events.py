@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
@@ -27,6 +28,7 @@ TOKENS = list(range(1000, 1000 + 3 * C))
 
 def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_path: Path) -> None:
     keys = KeyChain(seed(Identity(model="m", weights="w"), C, lora="sql", salt="s"), C, TOKENS).keys
+    hashes = [maybe_convert_block_hash(BlockHash(key)) for key in keys]
     cache = Cache(
         Config(tiers=("cpu://?capacity=1MiB", f"disk://{tmp_path}/kv?capacity=1MiB"), chunk_tokens=C)
     )
@@ -59,7 +61,7 @@ def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_pa
 
     memory, *disk = batches[0].events  # chunks come to the disk in any order
     expected = BlockStored(
-        block_hashes=keys,
+        block_hashes=hashes,
         parent_block_hash=None,
         token_ids=TOKENS,
         block_size=C,
@@ -70,10 +72,10 @@ def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_pa
         locality="LOCAL",
     )
     assert memory == expected
-    assert {(each.medium, each.ownership, each.locality) for each in disk} == {("STORAGE", "disk", "LOCAL")}
-    assert sorted(key for each in disk for key in each.block_hashes) == sorted(keys)
-    assert batches[1].events[0] == BlockRemoved(block_hashes=keys, medium="CPU", locality="LOCAL")
-    assert batches[1].events[1].ownership == "disk"
-    assert sorted(batches[1].events[1].block_hashes) == sorted(keys)
+    assert {(each.medium, each.ownership, each.locality) for each in disk} == {("STORAGE", None, "LOCAL")}
+    assert {key for each in disk for key in each.block_hashes} == {*hashes}
+    assert batches[1].events[0] == BlockRemoved(block_hashes=hashes, medium="CPU", locality="LOCAL")
+    assert batches[1].events[1].medium == "STORAGE"
+    assert sorted(batches[1].events[1].block_hashes) == sorted(hashes)
     assert batches[2].events == [AllBlocksCleared()]
     assert abs(batches[0].ts - time.time()) < 60

@@ -1,8 +1,8 @@
 """KV events for KV-aware routers: the chunks of this engine's prompts and their tiers, as vLLM's KV events.
 
-A chunk is one block of `chunk_tokens` tokens, and its hash is its key. An event is sent when a chunk is
-stored or found here, whichever engine stored it, and when it leaves. After a gap in the changes, all chunks
-are removed.
+A chunk is one block of `chunk_tokens` tokens, and its hash is the end of its key. An event is sent when a
+chunk is stored or found here, whichever engine stored it, and when it leaves. After a gap in the changes, all
+chunks are removed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from lmtier.client.client import Client
@@ -107,9 +108,10 @@ class Events:
 
     def _told_of(self, tier: str, came: bool, keys: list[bytes]) -> list[KVCacheEvent]:
         medium = _MEDIA[tier.partition("-")[0]]
-        ownership = {} if tier == CPU or "ownership" not in _FIELDS else {"ownership": tier}
+        # Some routers ignore events with an `ownership` that they do not know: only a second disk has one.
+        ownership = {} if tier in _MEDIA or "ownership" not in _FIELDS else {"ownership": tier}
         if not came:
-            return [BlockRemoved(block_hashes=keys, medium=medium, **ownership)]
+            return [BlockRemoved(block_hashes=[*map(_hash, keys)], medium=medium, **ownership)]
         return [self._stored(run, medium, ownership) for run in self._chains(keys)]
 
     def _chains(self, keys: list[bytes]) -> list[list[bytes]]:
@@ -126,8 +128,8 @@ class Events:
         chunks = [self._chunks[key] for key in keys]
         lora = chunks[0].lora
         said = {
-            "block_hashes": keys,
-            "parent_block_hash": chunks[0].parent,
+            "block_hashes": [*map(_hash, keys)],
+            "parent_block_hash": _hash(parent) if (parent := chunks[0].parent) is not None else None,
             "token_ids": [token for chunk in chunks for token in chunk.tokens],
             "block_size": len(chunks[0].tokens),
             "lora_id": lora.adapter_id if lora else None,
@@ -137,3 +139,8 @@ class Events:
             **ownership,
         }
         return BlockStored(**{name: value for name, value in said.items() if name in _FIELDS})
+
+
+def _hash(key: bytes) -> bytes | int:
+    """As the engine says its own hashes: by default the last 64 bits."""
+    return maybe_convert_block_hash(BlockHash(key))
