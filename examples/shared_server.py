@@ -25,6 +25,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=1030, help="length of the prompt")
     options.add_argument("--first-token", type=int, default=1, help="what the prompt starts with")
     options.add_argument("--salt", default="")
+    options.add_argument("--source", default="", help="another server whose memory may have the prompt")
     options.add_argument("--tell", action="store_true")
     asked = options.parse_args()
 
@@ -50,7 +51,7 @@ def main() -> None:
         if asked.tell:
             origin = Origin.of({"model": "example", "weights": "v1"}, "", asked.salt)
             client.tell(chain.keys, prompt, origin)
-        match = mover.match(chain)
+        match = mover.match(chain, source=asked.source)
         with mover.save(chain, blocks) as saving, mover.load(match, blocks) as loading:
             for layer in range(LAYERS):
                 loading.layer(layer)

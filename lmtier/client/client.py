@@ -148,6 +148,7 @@ class Client:
         ends: ChunkForm | None = None,
         session: str = "",
         parent: str = "",
+        source: str = "",
     ) -> Match:
         """As Cache.match; empty if no server answers, and with `ends` also if it knows no states."""
         names = tuple(keys)
@@ -164,9 +165,11 @@ class Client:
             which = f"{number}{AND_STATE}{last}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
-            words = _session_words(session, parent) if "SESSION" in link.options else ()
+            words = _words(link.options, session, parent, source)
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
-            if names and not link.traces and link.look is not None and link.look.lacks(names[0]):
+            # So is another server that a source names.
+            look = None if link.traces or source else link.look
+            if names and look is not None and look.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
@@ -517,10 +520,11 @@ class Client:
         return self._server.understood(lambda: read_match(match, fields_of(reply), entries)) is not None
 
 
-def _session_words(session: str, parent: str) -> tuple[Argument, ...]:
-    if not session:
-        return ()
-    return ("SESSION", session, "PARENT", parent) if parent else ("SESSION", session)
+def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
+    """Those of the words before the keys that are given, and that the server knows."""
+    given = {"SESSION": session, "PARENT": parent if session else "", "SOURCE": source}
+    known = {"PARENT", *options}
+    return [part for word, name in given.items() if name and word in known for part in (word, name)]
 
 
 def _lifetime(ttl: float | None) -> tuple[Argument, ...]:

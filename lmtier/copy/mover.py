@@ -74,15 +74,23 @@ class Mover:
         return KeyChain(start, self.cache.chunk_tokens, tokens, extras)
 
     def match(
-        self, chain: KeyChain, *, deadline: float | None = None, ends: ChunkForm | None = None
+        self,
+        chain: KeyChain,
+        *,
+        deadline: float | None = None,
+        ends: ChunkForm | None = None,
+        source: str = "",
     ) -> Match:
         """Load the longest stored prefix into the slab. At least one token is left to compute.
 
-        With `ends` it ends with a state of that form, which another mover loads.
+        With `ends` it ends with a state of that form, which another mover loads. `source` is the host:port of
+        another server whose memory may have the prompt.
         """
         whole = max(0, chain.tokens - 1) // chain.chunk_tokens
         keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
-        match = self.cache.match(keys, self.form, tokens=chain.tokens, deadline=deadline, ends=ends)
+        match = self.cache.match(
+            keys, self.form, tokens=chain.tokens, deadline=deadline, ends=ends, source=source
+        )
         try:
             return self.cache.wait(match)
         except BaseException:

@@ -37,6 +37,7 @@ class Store(Protocol):
         tokens: int | None = None,
         deadline: float | None = None,
         ends: ChunkForm | None = None,
+        source: str = "",
     ) -> Match: ...
 
     def wait(self, match: Match) -> Match: ...

@@ -123,8 +123,8 @@ class Cache:
         weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
         self._matches = Matches(*of_both, weighing)
         self.presence: Presence | None = None
-        """The table that other processes read. It exists only if no tier must be asked what it holds."""
-        if shared and not self.lower.shared:
+        """The table that other processes read. It exists only if no tier must always be asked what it has."""
+        if shared and all(tier.source for tier in self.lower.shared):
             self.presence = Presence(heritage.presence if heritage else None)
         indexes = {CPU: self.index, **{tier.label: tier.index for tier in self.lower.owned}}
         self.pinning = NamedPins(indexes, clock)
@@ -193,17 +193,17 @@ class Cache:
         ends: ChunkForm | None = None,
         session: str = "",
         parent: str = "",
+        source: str = "",
     ) -> Match:
         """Find the longest stored prefix of `keys` that a reader of `form` can use.
 
-        Leases its part in the slab. With `ends`, the prefix ends where a state of that form is stored, and
-        the match holds the state too.
+        Leases its part in the slab. With `ends`, it ends where a state of that form is, and holds that too.
 
         `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is the time that
         computing would take: with `worth=auto` the match ends where loading would take longer.
 
         `session` is the name of the session that asks, and `parent` of the one that started it. Without a
-        name a request belongs to the session whose prompt it extends.
+        name a request belongs to the session whose prompt it extends. `source`: another server to ask.
         """
         began = time.monotonic()
         self._need_open()
@@ -214,7 +214,7 @@ class Cache:
             raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
         agent = self.sessions.asks(names, form, asked, session, parent) if whole else None
-        match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, agent)
+        match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, agent, source)
         # The state is the tail: it leaves before the chunks that it makes usable.
         self.index.touch(match.run + match.end.run if match.end is not None else match.run)
         self.lower.see(names, match.run)

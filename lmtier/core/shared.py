@@ -31,7 +31,12 @@ class SharedTier(LowerTier):
                 f"{spec}: write=auto is only for tiers that keep what they store;"
                 f" for this one choose {', '.join(word for word in WRITES if word != 'auto')}"
             )
+        if tier.source and spec.write not in ("always", "never"):
+            raise ConfigError(f"{spec}: nothing is written to another server; remove write=")
         super().__init__(label, spec, tier, above)
+        self.source = tier.source
+        if self.source:
+            self.write = "never"
         self._answers = Speed()
         """The speed of lookups. They are answered one after the other, whatever their size."""
         self._lookups = 0
@@ -141,7 +146,8 @@ class SharedTier(LowerTier):
     # ---- writing and loading
 
     def offer(self, entry: Entry) -> None:
-        if not self._above.slab.is_record(entry.key):  # a record may change, and others would not notice
+        # A record may change, and others would not notice.
+        if not (self.source or self._above.slab.is_record(entry.key)):
             super().offer(entry)
 
     def _must_wait(self, key: bytes) -> bool:

@@ -81,8 +81,8 @@ _WORTH = 16
 
 __all__ = [
     "PAGE", "CorruptObject", "Header", "Made", "Scratch", "Seal", "Suspect", "UnreadableObject",
-    "UnsealedObject", "authenticate", "check", "checksum", "encode", "mark_room", "padded", "peek",
-    "read_header", "seal", "unseal", "worth",
+    "UnsealedObject", "authenticate", "check", "checksum", "describe", "encode", "mark_room", "padded",
+    "peek", "read_header", "seal", "unseal", "worth",
 ]  # fmt: skip
 
 
@@ -236,25 +236,30 @@ def seal(
     One pass over the payload, outside the GIL. With `keys` the pass encrypts it into `scratch`, where it may
     be already; otherwise it is unchanged. Raises NoKey.
     """
+    digest = bytes(TAG_BYTES) if keys is not None else checksum(payload[: header.at_rest])
+    describe(page, header, digest, VERSION if keys is None else SEALED_VERSION)
+    if keys is not None:
+        payload = _encrypt(page, header, payload, keys, (scratch or Scratch()).take(header.at_rest))
+        page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
+    return payload
+
+
+def describe(page: memoryview, header: Header, digest: bytes, version: int = VERSION) -> None:
+    """Write the header of a payload whose checksum is `digest` into `page`."""
     layout = header.layout.to_json()
-    version = VERSION if keys is None else SEALED_VERSION
     if len(layout) + len(header.mark) > _ENDS[version] - _HEAD.size:
         raise LayoutError(
             f"layout and mark take {len(layout)} + {len(header.mark)} bytes; a header has room for "
             f"{_ENDS[version] - _HEAD.size}"
         )
     key, shard = header.name
-    digest = bytes(TAG_BYTES) if keys is not None else checksum(payload[: header.at_rest])
     head = _HEAD.pack(
         *(MAGIC, version, len(layout), key, *shard, header.codec.encode()),
         *(header.nbytes, header.at_rest, digest, len(header.mark), header.expires),
     )
     made = _MADE.pack(header.made.at, header.made.by.encode()[:MAX_NAME])
     page[:PAGE] = (head + layout + header.mark).ljust(_MADE_AT, b"\0") + made + bytes(16)
-    if keys is not None:
-        payload = _encrypt(page, header, payload, keys, (scratch or Scratch()).take(header.at_rest))
     page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
-    return payload
 
 
 def _encrypt(

@@ -266,6 +266,9 @@ class Metrics:
             "CPU seconds of the thread that owns the cache. Near 1 per second it is the bottleneck.",
         )
         self.wrong_tokens = counter("wrong_tokens", "Clients that showed a wrong token.", "kind")
+        self.unknown_sources = counter(
+            "unknown_sources", "Requests that named a host as their source that is none of the tiers."
+        )
         self.request_log_dropped = counter(
             "request_log_dropped", "Lookups missing in the request log: its disk was too slow, or failed."
         )

@@ -23,6 +23,8 @@ class Payload(NamedTuple):
 
     view: memoryview
     sent: Callable[[], None]
+    head: bytes = b""
+    """Bytes before them in the same string."""
 
 
 class WithDescriptor(NamedTuple):

@@ -281,7 +281,7 @@ class Connection(Channel):
 
     def _reply(self, answer: Any) -> None:
         if isinstance(answer, Payload):
-            self.push(bulk_header(len(answer.view)))
+            self.push(bulk_header(len(answer.head) + len(answer.view)) + answer.head)
             self.push(answer.view, answer.sent)
             self.push(CRLF)
         elif isinstance(answer, WithDescriptor):

@@ -122,6 +122,10 @@ class Tier(ABC):
     """True: a stored object stays until it is deleted, so the caller's index is exact. False: objects may
     disappear, so the caller must ask."""
 
+    source: str = ""
+    """The name by which a request asks for this tier. Other requests do not ask it, and nothing is written
+    to it. Empty: every request asks it."""
+
     most: int | None = None
     """The size of the storage in bytes, if it is known. It limits the capacity."""
 

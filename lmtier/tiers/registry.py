@@ -22,6 +22,8 @@ BUILTIN = {
     "unix": "lmtier_backends.redis.tier:UnixTier",
     "redis-sentinel": "lmtier_backends.redis.tier:SentinelTier",
     "redis-cluster": "lmtier_backends.redis.tier:ClusterTier",
+    "lmtier": "lmtier_backends.redis.source:SourceTier",
+    "lmtiers": "lmtier_backends.redis.source:TlsSourceTier",
     "s3": "lmtier_backends.s3.tier:S3Tier",
     "mooncake": "lmtier_backends.mooncake.tier:MooncakeTier",
 }

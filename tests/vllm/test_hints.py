@@ -11,8 +11,8 @@ from vllm.v1.request import Request
 from lmtier.rules.hints import envelope
 from lmtier.tools.console import Address, Remote
 from lmtier_integrations.vllm.sessions import said_by
-from tests.server.process import until
-from tests.vllm.conftest import CacheServer, prompts_of, transfer
+from tests.server.process import served, until
+from tests.vllm.conftest import CHUNK, CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine
 
 
@@ -60,7 +60,27 @@ def test_sessions_and_hints_reach_the_server_in_both_ways(models, tmp_path, serv
         assert pins(remote) == []
 
 
-WRONG = {"lmtier_session": 7, "lmtier_parent": "x" * 1000, "lmtier_hints": "x"}
+def test_a_request_that_names_another_host_is_not_prefilled_again(models, tmp_path):
+    (prompt,) = prompts_of(1100)
+    cpu, config = "cpu://?capacity=64MiB", {"chunk_tokens": CHUNK, "worth": "always", "verify": "always"}
+    for each in ("a", "b"):
+        (tmp_path / each).mkdir()
+    with served(tmp_path / "a", cpu, config=config, unix=str(tmp_path / "a.sock")) as other:
+        place = "{}:{}".format(*other.address)
+        with served(tmp_path / "b", cpu, f"lmtier://{place}", config=config, unix=str(tmp_path / "b.sock")):
+            with Engine(
+                tmp_path, models / "qwen2", transfer=transfer(server=str(tmp_path / "a.sock"))
+            ) as one:
+                right = one.generate([prompt])[0]
+            with Engine(
+                tmp_path, models / "qwen2", transfer=transfer(server=str(tmp_path / "b.sock"))
+            ) as two:
+                got = two.generate([prompt], params={"lmtier_source": place})[0]
+    whole = len(prompt) // CHUNK * CHUNK
+    assert (right.cached, got.cached, got.tokens) == (0, whole, right.tokens)
+
+
+WRONG = {"lmtier_session": 7, "lmtier_parent": "x" * 1000, "lmtier_source": ["a:1"], "lmtier_hints": "x"}
 ODD = {"lmtier_hints": {"actions": [object()]}}
 
 
@@ -68,7 +88,7 @@ ODD = {"lmtier_hints": {"actions": [object()]}}
 def test_what_a_user_says_wrong_about_sessions_stops_no_engine(said):
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = said  # versions differ in what they let through
-    assert said_by(request) == ("", "", ())
+    assert said_by(request) == ("", "", "", ())
 
 
 def test_hints_of_a_request_without_a_session_are_about_its_prompt():

@@ -89,6 +89,10 @@ class RedisTier(BlockingTier):
 
     keeps = False
     scheme = "redis"
+    is_encrypted = False
+    port = PORT
+    variable = PASSWORD_VARIABLE
+    """The environment variable with the password, if nothing else gives one."""
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class RedisTier(BlockingTier):
             re.fullmatch(r"[A-Za-z0-9._-]{1,64}", namespace) is not None,
             f"namespace={namespace!r}: up to 64 letters, digits and . _ -",
         )
-        is_tls = ssl or self.scheme == "rediss"
+        is_tls = ssl or self.is_encrypted
         self._need(
             is_tls or not (ssl_ca_certs or ssl_certfile or ssl_keyfile),
             "certificates are for rediss://, or with ssl=true",
@@ -138,14 +142,14 @@ class RedisTier(BlockingTier):
         self._deadline = deadline
         self._part = part
         self._whole = part * 5 // 4  # a second part does not pay for a few more bytes
-        self._where = f"{self.scheme}://{place} namespace {namespace}"
+        self._where = f"{self.scheme}://{place}" + f" namespace {namespace}" * (namespace != "default")
         self._litter: deque[bytes] = deque(maxlen=_MOST_LITTER)
         """Parts that belong to no object, to be deleted with the next write."""
         certificates = (ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname)
         tls = tls_context(self.scheme, *certificates) if is_tls else None
 
         def login() -> Login:  # read for each connection, because a password may change
-            secret = password or secret_in(password_file) or os.environ.get(PASSWORD_VARIABLE, "")
+            secret = password or secret_in(password_file) or os.environ.get(self.variable, "")
             return Login(user or username, secret, db)
 
         def sentinel_login() -> Login:
@@ -354,11 +358,15 @@ class RedisTier(BlockingTier):
     def _try_first(self) -> None:
         until = time.monotonic() + self._deadline
         try:
-            accepted(self._asker.ask([_card_of(self._prefix + b"{}")], until)[0])
+            accepted(self._asker.ask([self._probe()], until)[0])
         except OSError as error:
             log.warning("lmtier: %s does not work now; the server runs without it: %s", self._where, error)
 
     # ---- the differences between the schemes
+
+    def _probe(self) -> Question:
+        """A question that a server answers if it works."""
+        return _card_of(self._prefix + b"{}")
 
     def _find_homes(
         self,
@@ -368,7 +376,7 @@ class RedisTier(BlockingTier):
         tls: ssl.SSLContext | None,
     ) -> Homes:
         del path, sentinel_login, tls
-        return Homes(self._address(hosts, PORT))
+        return Homes(self._address(hosts, self.port))
 
     def _split_path(self, place: str) -> tuple[str, str]:
         hosts, _, path = place.partition("/")
@@ -402,6 +410,7 @@ class TlsTier(RedisTier):
     """rediss://[user[:password]@]host[:port][/db]"""
 
     scheme = "rediss"
+    is_encrypted = True
 
 
 class UnixTier(RedisTier):

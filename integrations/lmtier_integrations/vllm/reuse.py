@@ -71,6 +71,7 @@ class Reuse:
             ends=self._names.ends,
             session=said.session,
             parent=said.parent,
+            source=said.source,
         )
         self._client.trace(match, known.request.trace_headers)
         known.tell()

@@ -21,6 +21,8 @@ class Said(NamedTuple):
     session: str
     """Empty: it has no name."""
     parent: str
+    source: str
+    """The host:port of another server whose memory may have the prompt."""
     hints: tuple[Mapping[str, Any], ...]
     """Envelopes, for after the request."""
 
@@ -33,7 +35,8 @@ def said_by(request: Request) -> Said:
     session = _name(getattr(request, "session_id", None) or params.get("lmtier_session"), "session")
     if envelopes and not session:
         session = request.request_id  # so that hints of a request without a session are about its prompt
-    return Said(session if is_name(session) else "", _name(params.get("lmtier_parent"), "parent"), envelopes)
+    parent, source = (_name(params.get(f"lmtier_{what}"), what) for what in ("parent", "source"))
+    return Said(session if is_name(session) else "", parent, source, envelopes)
 
 
 def _name(name: object, what: str) -> str:

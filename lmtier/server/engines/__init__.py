@@ -14,6 +14,7 @@ from lmtier.server.access import Role
 from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
 from lmtier.server.engines.operating import Operating
 from lmtier.server.engines.sessions import Session, Sessions
+from lmtier.server.engines.sourcing import Sourcing
 from lmtier.server.engines.transfers import Transfers
 from lmtier.server.explain import Explain
 from lmtier.server.request_log import RequestLog
@@ -25,7 +26,8 @@ _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
 _LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
 _ADMIN = {"SET", "PIN", "UNPIN", "CLEAR"}
-_LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "COMMIT", "DISCARD", "RELEASE"}
+_LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "HAS", "COMMIT", "DISCARD"}
+_LONG |= {"RELEASE"}
 
 
 class Engines:
@@ -40,6 +42,7 @@ class Engines:
         self._sessions = Sessions(cache, tracing)
         self._transfers = Transfers(cache, self._sessions, tracing, log)
         self._operating = Operating(cache, self.explain)
+        self._sourcing = Sourcing(cache)
         self.gone = self._sessions.gone
 
     def tell(self, callers: Sequence[Caller], teller: Teller) -> tuple[dict[str, Any], dict[int, int]]:
@@ -62,6 +65,7 @@ class Engines:
 
     def table(self) -> Table:
         sessions, transfers, operating = self._sessions, self._transfers, self._operating
+        sourcing = self._sourcing
         verbs: dict[str, tuple[Handler, int, str]] = {
             "HELLO": (sessions.hello, -2, "fast"),
             "SLAB": (sessions.slab, 1, "fast"),
@@ -82,6 +86,8 @@ class Engines:
             "RESERVE": (transfers.reserve, -4, "write"),
             "COMMIT": (transfers.commit, -3, "write"),
             "ABORT": (transfers.abort, 3, "write"),
+            "HAS": (sourcing.has, -2, "readonly"),
+            "READ": (sourcing.read, 2, "readonly"),
             "MODEL": (operating.model, -3, "fast"),
             "MODELS": (operating.models, 1, "readonly"),
             "TELL": (operating.tell, -5, "readonly"),

@@ -86,13 +86,13 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
     return keys
 
 
-def read_session(arguments: list[Argument]) -> tuple[str, str, list[Argument]]:
-    """Reads `[SESSION name [PARENT name]]` before the keys: both names, or empty ones, and the rest."""
-    names = {b"SESSION": "", b"PARENT": ""}
+def read_asker(arguments: list[Argument]) -> tuple[str, str, str, list[Argument]]:
+    """Reads `[SESSION name] [PARENT name] [SOURCE name]` before the keys: the names, and the rest."""
+    names = {b"SESSION": "", b"PARENT": "", b"SOURCE": ""}
     while len(arguments) > 1 and len(arguments[0]) < 8 and (word := bytes(arguments[0]).upper()) in names:
         names[word] = read_name(read_text(arguments[1]))
         arguments = arguments[2:]
-    return names[b"SESSION"], names[b"PARENT"], arguments
+    return names[b"SESSION"], names[b"PARENT"], names[b"SOURCE"], arguments
 
 
 def read_lifetime(arguments: list[Argument]) -> tuple[float | None, list[bytes]]:

@@ -130,7 +130,7 @@ class Sessions:
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
             # Of verbs that older servers of this protocol have without them.
-            "options": "HAS TTL PRESENCE STATE SESSION",
+            "options": "HAS TTL PRESENCE STATE SESSION SOURCE",
             "slab": caller.is_local and self._cache.slab.fd is not None,
         }
 

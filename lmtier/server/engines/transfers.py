@@ -19,12 +19,12 @@ from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
+    read_asker,
     read_hex,
     read_keys,
     read_lifetime,
     read_number,
     read_seconds,
-    read_session,
     read_shard,
     read_text,
 )
@@ -47,6 +47,7 @@ class Transfers:
         self._sessions = sessions
         self._tracing = tracing
         self._log = log
+        self._sources = {"", *(tier.source for tier in cache.lower.shared)}
 
     # ---- look up
 
@@ -77,7 +78,9 @@ class Transfers:
     ) -> Match:
         session = session_of(caller)
         chunks, ends = session.forms_of(form)
-        asking, parent, keys = read_session(keys)
+        asking, parent, source, keys = read_asker(keys)
+        if source not in self._sources:
+            self._cache.metrics.unknown_sources.inc()
         match = self._cache.match(
             read_keys(keys),
             chunks,
@@ -87,6 +90,7 @@ class Transfers:
             ends=ends,
             session=asking,
             parent=parent,
+            source=source,
         )
         match.asker = caller.name
         if self._log is not None:

@@ -1,0 +1,91 @@
+"""Verbs by which another lmtier server reads chunks from this server's memory: LMTIER.HAS and LMTIER.READ.
+
+They only look at the slab and never ask a tier, so two servers that name each other do not ask in circles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from xxhash import xxh3_128
+
+from lmtier.core.cache import Cache
+from lmtier.core.match import Entry, State
+from lmtier.format.layout import Name, padded
+from lmtier.format.objects import NO_MARK, PAGE, Header, describe
+from lmtier.rules.lifetimes import Stamps
+from lmtier.server.commands import PAUSE, Argument, Caller, Payload, Refused, Waiting
+
+_STEP = 4 << 20
+"""The bytes of which a turn makes the checksum: some .4 ms."""
+_FEW = 256
+"""The names that a turn looks up."""
+
+
+class Sourcing:
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._stamps = Stamps(time.monotonic(), time.time())
+
+    def has(self, caller: Caller, arguments: list[Argument]) -> Waiting:
+        """The payload bytes of each named object, in whole pages; 0: it is not in memory."""
+        names = _read_names(arguments[1:])
+        found: list[int] = []
+        for at in range(0, len(names), _FEW):
+            for name in names[at : at + _FEW]:
+                entry = self._find(name)
+                found.append(padded(_size(entry, name)) if entry is not None else 0)
+            yield PAUSE
+        return found
+
+    def read(self, caller: Caller, arguments: list[Argument]) -> Waiting | None:
+        """One object, header page and payload, as any tier stores it; nothing, if it is not in memory."""
+        (name,) = _read_names(arguments[1:])
+        entry = self._find(name)
+        if entry is None:
+            return None
+        self._cache.index.touch([entry])
+        self._cache.index.lease(entry)
+        return self._sending(entry, name)
+
+    def _sending(self, entry: Entry, name: Name) -> Waiting:
+        cache = self._cache
+        try:
+            number, size, layout = entry.form.shards.index(name.shard), _size(entry, name), entry.form.layout
+            assert layout is not None  # as of every chunk in the slab
+            view = cache.slab.view(entry.offsets[number], padded(size))
+            digest = xxh3_128()
+            for at in range(0, size, _STEP):
+                digest.update(view[at : min(size, at + _STEP)])
+                yield PAUSE
+            expires = self._stamps.stamp(cache.index.ends.end(entry))
+            mark = entry.prints[number] if entry.prints else NO_MARK
+            page = bytearray(PAGE)
+            header = Header(name, layout, size, mark, expires=expires, made=entry.made)
+            describe(memoryview(page), header, digest.digest())
+        except BaseException:  # the reader is gone
+            cache.room.release(entry)
+            raise
+        return Payload(view, lambda: cache.room.release(entry), bytes(page))
+
+    def _find(self, name: Name) -> Entry | None:
+        cache = self._cache
+        if cache.index.is_record(name.key):
+            return None
+        cache.room.expire_among([name.key])
+        entry = cache.index.get(name.key)
+        is_there = entry is not None and entry.state is State.READY and name.shard in entry.form.shards
+        return entry if is_there else None
+
+
+def _size(entry: Entry, name: Name) -> int:
+    return entry.form.sizes[entry.form.shards.index(name.shard)]
+
+
+def _read_names(arguments: Sequence[Argument]) -> list[Name]:
+    names = [Name.parse(bytes(each).decode("latin-1")) for each in arguments]
+    found = [name for name in names if name is not None]
+    if len(found) < len(names):
+        raise Refused("ERR an object is named by its key in hexadecimal, a dot, and its shard")
+    return found
