@@ -522,9 +522,12 @@ class Client:
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
     """Those of the words before the keys that are given, and that the server knows."""
-    given = {"SESSION": session, "PARENT": parent if session else "", "SOURCE": source}
-    known = {"PARENT", *options}
-    return [part for word, name in given.items() if name and word in known for part in (word, name)]
+    words: list[Argument] = []
+    if session and "SESSION" in options:
+        words += ("SESSION", session, *(("PARENT", parent) if parent else ()))
+    if source and "SOURCE" in options:
+        words += ("SOURCE", source)
+    return words
 
 
 def _lifetime(ttl: float | None) -> tuple[Argument, ...]:

@@ -39,18 +39,15 @@ class Sourcing:
             yield PAUSE
         return found
 
-    def read(self, caller: Caller, arguments: list[Argument]) -> Waiting | None:
+    def read(self, caller: Caller, arguments: list[Argument]) -> Waiting:
         """One object, header page and payload, as any tier stores it; nothing, if it is not in memory."""
+        cache = self._cache
         (name,) = _read_names(arguments[1:])
         entry = self._find(name)
         if entry is None:
             return None
-        self._cache.index.touch([entry])
-        self._cache.index.lease(entry)
-        return self._sending(entry, name)
-
-    def _sending(self, entry: Entry, name: Name) -> Waiting:
-        cache = self._cache
+        cache.index.touch([entry])
+        cache.index.lease(entry)
         try:
             number, size, layout = entry.form.shards.index(name.shard), _size(entry, name), entry.form.layout
             assert layout is not None  # as of every chunk in the slab
