@@ -79,7 +79,9 @@ def post(url: str, what: object) -> Any:
         with urllib.request.urlopen(asked, timeout=5) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        raise AssertionError(error.read()) from None
+        if error.code < 500:  # otherwise it is not ready
+            raise AssertionError(error.read()) from None
+        return None
     except OSError:
         return None
 
