@@ -78,7 +78,7 @@ class SharedTier(LowerTier):
 
     def _tell(self, came: bool, keys: Collection[bytes]) -> None:
         """Notify the followers: these chunks were written to the tier, or were found missing."""
-        for hear in self._above.followers.changed_elsewhere:
+        for hear in () if self.source else self._above.followers.changed_elsewhere:
             hear(self.label, came, keys)
 
     # ---- asking

@@ -128,6 +128,8 @@ def test_nothing_is_written_to_another_host_or_deleted_there(tmp_path: Path):
         with b.server.connect() as wire:
             wire.expect("OK", "AUTH", TOKEN)
             wire.granted("LMTIER.CLEAR", "FORCE")
+            report = json.loads(wire.granted("LMTIER.FORGET", "SALT", "tenant"))
+            assert report["tiers"] == [], "it can forget nothing there"
         assert in_memory(a.server) == 4
         assert chunks(a.engine, names[:4]) == 4
 
