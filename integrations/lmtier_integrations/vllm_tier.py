@@ -181,8 +181,8 @@ class LMTierSecondary(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = Config(tiers=["cpu://?capacity=4KiB", tier], load_deadline=load_deadline)
         _, spec = config.specs
-        if spec.write != "always":
-            raise ConfigError(f"{spec}: vLLM decides what is written; remove write=")
+        if spec.write != "always" or spec.scheme.startswith("lmtier"):
+            raise ConfigError(f"{spec}: vLLM decides what is written; remove write=, or take a store")
         self.locality = Locality.LOCAL if spec.scheme == "disk" else Locality.REMOTE
         if spec.scheme != "disk":
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -106,8 +106,8 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     found = {told.tier: told for told in report.tiers}
     for owned in cache.lower.owned:
         yield from _leave_owned(owned, tenant, found[owned.label])
-    for tier in cache.lower.kept:
-        tier.forget(tenant)  # also what was stored meanwhile
+    for tier in cache.lower:
+        tier.forget(tenant)  # also what was stored meanwhile, or is still in the memory of another host
     while time.monotonic() < until and any(
         _is_left(tier, tenant) and not _is_hopeless(tier) for tier in cache.lower.kept
     ):

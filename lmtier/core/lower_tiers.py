@@ -67,6 +67,10 @@ class LowerTiers(list[LowerTier]):
         self.watching = [tier for tier in self if tier.watches]
         self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]
 
+    def asked(self, source: str) -> list[SharedTier]:
+        """The tiers that a request with this source asks what they have."""
+        return [tier for tier in self.shared if tier.source in ("", source)]
+
     def see(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
         """A request asked for this prefix; the slab has `run` of it."""
         if self:

@@ -114,6 +114,8 @@ class Match:
     deadline: float
     ends: ChunkForm | None = None
     """The form of the state that is needed at the end of the prefix, if one is."""
+    source: str = ""
+    """Another server that is asked too."""
     end: Match | None = None
     """The match of that state."""
     ended: Match | None = None

@@ -64,7 +64,7 @@ class Matches:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record. `source`: a tier that is only asked by name."""
         check_chain(keys)
-        match = Match(next(self._ids), keys, form, tokens, deadline, ends, session=session)
+        match = Match(next(self._ids), keys, form, tokens, deadline, ends, source, session=session)
         self.open[match.id] = match
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
@@ -73,7 +73,7 @@ class Matches:
             if is_weighed and cost is not None:
                 self.weighing.begin(match, cost, began)
             self._extend(match, len(keys))
-            self._find_below(match, source)
+            self._find_below(match)
             self._decide(match)
         self._settle_if_ready(match)
         return match
@@ -107,13 +107,13 @@ class Matches:
         index.leased_bytes += leased
         match.sources.extend([CPU] * (len(run) - len(match.sources)))
 
-    def _find_below(self, match: Match, source: str) -> None:
+    def _find_below(self, match: Match) -> None:
         """Add the chunks beyond `run` whose place is known, and ask the shared tiers for the rest."""
         keys, form = match.keys, match.form
         known = [tier for tier in self._lower.owned if tier.up.allows() and len(tier.index)]
         for each in self._lower.watching:
             each.missed(keys[len(match.run) :])
-        asked = [tier for tier in self._lower.shared if tier.source in ("", source) and tier.up.allows()]
+        asked = [tier for tier in self._lower.asked(match.source) if tier.up.allows()]
         for i in range(match.chunks, len(keys)):
             entry = self._index.get(keys[i])
             if entry is not None and entry.state >= State.LOADING and entry.form.serves(form):

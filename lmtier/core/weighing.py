@@ -69,7 +69,7 @@ class Weighing:
         places += [-1 if tier is None else tiers.index(tier) for tier in rest]
         lines = [tier.speed.line(now) for tier in tiers]
         if match.asking:  # assume that one tier has all the rest and is as fast as the fastest
-            asked = [tier.prospect(now) for tier in self._lower.shared]
+            asked = [tier.prospect(now) for tier in self._lower.asked(match.source)]
             known = [line for line in asked if line is not None]
             lines.append(Line(*map(min, zip(*known, strict=True))) if len(known) == len(asked) else None)
             places += [len(tiers)] * (len(match.keys) - match.chunks)

@@ -65,7 +65,7 @@ class Publisher(Follower):
         """`journal` follows the cache."""
         self._cache, self._prompts = cache, prompts
         self._size = cache.chunk_tokens
-        self._shared = cache.lower.shared
+        self._shared = [tier for tier in cache.lower.shared if not tier.source]
         self._where = _places(cache.lower)
         self._cleared = 0
         self._places = {CPU: cache.index, **{tier.label: tier.index for tier in cache.lower.owned}}
@@ -267,7 +267,7 @@ def _places(lower: LowerTiers) -> dict[str, dict[str, str]]:
     """How events name the tiers. Some routers ignore events with an `ownership` that they do not know, so
     only a tier has one whose events another tier's would contradict."""
     places = {CPU: {"medium": "CPU", "locality": "LOCAL"}}
-    for tier in lower:
+    for tier in lower.kept:
         place = {"medium": "STORAGE", "locality": "REMOTE" if tier in lower.shared else "LOCAL"}
         places[tier.label] = {**place, "ownership": tier.label} if place in places.values() else place
     return places

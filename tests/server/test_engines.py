@@ -160,7 +160,7 @@ def test_a_greeting_says_what_an_engine_must_know(engines):
     said = Connection(engines).say("HELLO", 1, "ENGINE", "vllm-0", "SHARD", "L0-2H0-1", "NAME", "rank 0")
     assert (said["protocol"], said["chunk_tokens"], said["capacity"]) == (1, C, 20 * ROOM)
     assert (said["verify"], float(said["load_deadline"]), said["slab"]) == (b"sample", 2.0, 1)
-    assert said["options"] == b"HAS TTL PRESENCE STATE SESSION"
+    assert said["options"] == b"HAS TTL PRESENCE STATE SESSION SOURCE"
 
 
 def test_a_lookup_that_nobody_waits_for_counts_as_one_and_holds_nothing(engines):

@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from lmtier.format.compression import RAW
-from lmtier.format.keys import KEY_BYTES
-from lmtier.format.layout import Name, Shard
+from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, Suspect
 from lmtier.format.sealing import Keys
 from lmtier.tiers.base import Item, Stat, Tier
@@ -22,7 +21,6 @@ from lmtier_backends.sockets import Address, BadReply
 
 _MOST = 16_384
 """The most names in one question."""
-_NOBODY = Name(bytes(KEY_BYTES), Shard(0, 1, 0, 1))
 
 
 class SourceTier(RedisTier):
@@ -97,8 +95,8 @@ class SourceTier(RedisTier):
     def use_keys(self, keys: Keys) -> None:
         Tier.use_keys(self, keys)
 
-    def _probe(self) -> Question:
-        return _has([_NOBODY])
+    def _try_first(self) -> None:
+        """Hosts may start in any order, and a server that lists itself does not listen yet."""
 
     def _address(self, text: str, port: int) -> Address:
         address = super()._address(text, port)

@@ -358,15 +358,11 @@ class RedisTier(BlockingTier):
     def _try_first(self) -> None:
         until = time.monotonic() + self._deadline
         try:
-            accepted(self._asker.ask([self._probe()], until)[0])
+            accepted(self._asker.ask([_card_of(self._prefix + b"{}")], until)[0])
         except OSError as error:
             log.warning("lmtier: %s does not work now; the server runs without it: %s", self._where, error)
 
     # ---- the differences between the schemes
-
-    def _probe(self) -> Question:
-        """A question that a server answers if it works."""
-        return _card_of(self._prefix + b"{}")
 
     def _find_homes(
         self,

@@ -30,10 +30,9 @@ class Sourcing:
 
     def has(self, caller: Caller, arguments: list[Argument]) -> Waiting:
         """The payload bytes of each named object, in whole pages; 0: it is not in memory."""
-        names = _read_names(arguments[1:])
         found: list[int] = []
-        for at in range(0, len(names), _FEW):
-            for name in names[at : at + _FEW]:
+        for at in range(1, len(arguments), _FEW):
+            for name in _read_names(arguments[at : at + _FEW]):
                 entry = self._find(name)
                 found.append(padded(_size(entry, name)) if entry is not None else 0)
             yield PAUSE
@@ -56,6 +55,9 @@ class Sourcing:
             for at in range(0, size, _STEP):
                 digest.update(view[at : min(size, at + _STEP)])
                 yield PAUSE
+            if entry.state is not State.READY:  # it has left meanwhile
+                cache.room.release(entry)
+                return None
             expires = self._stamps.stamp(cache.index.ends.end(entry))
             mark = entry.prints[number] if entry.prints else NO_MARK
             page = bytearray(PAGE)
