@@ -181,8 +181,6 @@ class LMTierSecondary(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = Config(tiers=["cpu://?capacity=4KiB", tier], load_deadline=load_deadline)
         _, spec = config.specs
-        if spec.write != "always" or spec.scheme.startswith("lmtier"):
-            raise ConfigError(f"{spec}: vLLM decides what is written; remove write=, or take a store")
         self.locality = Locality.LOCAL if spec.scheme == "disk" else Locality.REMOTE
         if spec.scheme != "disk":
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -224,6 +222,9 @@ class LMTierSecondary(SecondaryTierManager):
         lower = LowerTiers()
         lower.open([spec], {}, self._wake.set, above, {}, lambda place: False)
         (self._below,) = lower
+        if self._below.write != "always":
+            self._below.close(0.0)
+            raise ConfigError(f"{spec}: vLLM decides what is written, so it must take all; remove write=")
         self._shared = lower.shared[0] if lower.shared else None
         """The same tier, if it is a shared tier."""
         until = time.monotonic() + _WARM_PATIENCE

@@ -197,7 +197,7 @@ class Cache:
     ) -> Match:
         """Find the longest stored prefix of `keys` that a reader of `form` can use.
 
-        Leases its part in the slab. With `ends`, it ends where a state of that form is, and holds that too.
+        Leases its part in the slab. With `ends`, the prefix ends at a state of that form, leased too.
 
         `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is the time that
         computing would take: with `worth=auto` the match ends where loading would take longer.

@@ -97,7 +97,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     until = time.monotonic() + patience
     report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
-    for tier in cache.lower.kept:
+    for tier in cache.lower.ours:
         keys = tier.tier.keys
         sealed = NOT if keys is None else BY_TENANT if keys.has_tenants else BY_TIER
         report.tiers.append(Forgotten(tier.label, sealed))
@@ -107,12 +107,12 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     for owned in cache.lower.owned:
         yield from _leave_owned(owned, tenant, found[owned.label])
     for tier in cache.lower:
-        tier.forget(tenant)  # also what was stored meanwhile, or is still in the memory of another host
+        tier.forget(tenant)  # also what was stored meanwhile; and no other host brings it back
     while time.monotonic() < until and any(
-        _is_left(tier, tenant) and not _is_hopeless(tier) for tier in cache.lower.kept
+        _is_left(tier, tenant) and not _is_hopeless(tier) for tier in cache.lower.ours
     ):
         yield True
-    for tier, told in zip(cache.lower.kept, report.tiers, strict=True):
+    for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
         if _is_left(tier, tenant):
             told.problem = told.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
     _destroy_keys(cache, tenant, report)
@@ -130,7 +130,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
 
 
 def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
-    for tier, told in zip(cache.lower.kept, report.tiers, strict=True):
+    for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
         if tier.tier.keys is not None:
             try:
                 told.keys += tier.tier.keys.forget(tenant)

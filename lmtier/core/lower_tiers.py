@@ -20,7 +20,7 @@ class LowerTiers(list[LowerTier]):
     def __init__(self) -> None:
         self.owned: list[OwnedTier] = []
         self.shared: list[SharedTier] = []
-        self.kept: list[LowerTier] = []
+        self.ours: list[LowerTier] = []
         """All but those that belong to another server."""
         self.named: dict[str, LowerTier] = {}
         """The tiers by label."""
@@ -62,7 +62,7 @@ class LowerTiers(list[LowerTier]):
             for each in self:
                 each.close(0.0)
             raise
-        self.kept = [tier for tier in self if not tier.tier.source]
+        self.ours = [tier for tier in self if not tier.tier.source]
         self.named = {tier.label: tier for tier in self}
         self.watching = [tier for tier in self if tier.watches]
         self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]

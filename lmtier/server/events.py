@@ -66,7 +66,7 @@ class Publisher(Follower):
         self._cache, self._prompts = cache, prompts
         self._size = cache.chunk_tokens
         self._shared = [tier for tier in cache.lower.shared if not tier.source]
-        self._where = _places(cache.lower)
+        self._where = _where_of(cache.lower)
         self._cleared = 0
         self._places = {CPU: cache.index, **{tier.label: tier.index for tier in cache.lower.owned}}
         self._journal, self._position = journal, journal.end
@@ -156,10 +156,12 @@ class Publisher(Follower):
             yield change
             coming.discard(change)
             place = self._places.get(change.tier)
-            parents = [change.key] if change.came and place is not None else []
+            if not change.came or place is None:
+                continue
+            parents = [change.key]
             while parents and room > 0:
                 for key in self._prompts.after(parents.pop()):
-                    entry = place.get(key) if place is not None else None
+                    entry = place.get(key)
                     again = Change(change.tier, True, key)
                     if entry is not None and entry.state is State.READY and again not in coming:
                         yield again
@@ -263,11 +265,11 @@ class Publisher(Follower):
         }
 
 
-def _places(lower: LowerTiers) -> dict[str, dict[str, str]]:
+def _where_of(lower: LowerTiers) -> dict[str, dict[str, str]]:
     """How events name the tiers. Some routers ignore events with an `ownership` that they do not know, so
     only a tier has one whose events another tier's would contradict."""
     places = {CPU: {"medium": "CPU", "locality": "LOCAL"}}
-    for tier in lower.kept:
+    for tier in lower.ours:
         place = {"medium": "STORAGE", "locality": "REMOTE" if tier in lower.shared else "LOCAL"}
         places[tier.label] = {**place, "ownership": tier.label} if place in places.values() else place
     return places

@@ -194,7 +194,7 @@ class Explain(Follower):
         for tier in self._cache.lower.owned:
             if tier.label not in last and tier.write != "always":
                 said.append(f"not admitted to {tier.label}: write={tier.write}")
-        shared = [tier.label for tier in self._cache.lower.shared if tier.label not in last]
+        shared = [tier.label for tier in self._cache.lower.asked("") if tier.label not in last]
         said += [f"whether it was ever in {label} is not known: that is a shared tier" for label in shared]
         if any(event.came for event in last.values()):
             said.append(MISS_REASONS[reason])

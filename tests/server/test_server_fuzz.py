@@ -55,6 +55,7 @@ ALL_VERBS = """
     LMTIER.HELLO LMTIER.SLAB LMTIER.FORM LMTIER.MATCH LMTIER.PREFETCH LMTIER.POLL LMTIER.WAIT
     LMTIER.RELEASE LMTIER.SEEN LMTIER.RESERVE LMTIER.COMMIT LMTIER.ABORT LMTIER.DISCARD
     LMTIER.CLEAR LMTIER.CHANGES LMTIER.VERIFIED LMTIER.STATS LMTIER.CHECK LMTIER.REPORT LMTIER.HISTORY
+    LMTIER.HAS LMTIER.READ
 """
 VERBS = ALL_VERBS.split()
 STRICT = ("GET", "SET", "SET", "SET", "GETRANGE", "EXPIRE", "DEL", "MSET", "GETDEL", "SCAN", "SETEX")
@@ -114,6 +115,8 @@ class Frames:
                     args = [b"0", b"0", b"100", b"ab" * 32, b"cd" * 32]
                 case "LMTIER.RESERVE":
                     args = [b"0", b"0", chance.choice((b"ab", b"cd", b"ef")) * 32]
+                case "LMTIER.HAS" | "LMTIER.READ":
+                    args = [chance.choice((b"ab", b"cd", b"ef")) * 32 + b".L0-1H0-1"]
                 case "GET" | "DEL" | "GETDEL":
                     args = [name]
                 case _:

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from lmtier.client.client import Client
-from lmtier.config import TierSpec
+from lmtier.config import Config, TierSpec
+from lmtier.core.cache import Cache
 from lmtier.core.match import Match
 from lmtier.errors import ConfigError
-from lmtier.format.keys import value_key
+from lmtier.format.keys import Identity, KeyChain, seed, value_key
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import peek
+from lmtier.server.engines import Engines
 from lmtier.testing import load, run
 from lmtier.tiers.base import Item, Job, Op, Reason
 from lmtier.tiers.registry import open_tier
@@ -31,6 +33,7 @@ from tests.certificates import certify
 from tests.client.test_client import ONE, ROOM, TWO, C, is_right, keys, store, write
 from tests.redis_process import Proxy, within
 from tests.server.process import Served, Wire, served, until
+from tests.server.test_engines import Connection
 
 TOKEN = "a-token-of-some-length-0123456789"
 DEADLINE, LATE = 1.0, 3.0  # seconds, on a machine that engines use too
@@ -161,6 +164,38 @@ def test_a_chunk_ends_here_when_it_ends_there(tmp_path: Path):
                 ends.append(peek(page, name)[0].expires)
     assert ends[0]
     assert abs(ends[0] - ends[1]) < 100, "ms: the copy has another end"
+
+
+def test_a_chunk_that_leaves_while_its_checksum_is_made_is_not_sent():
+    """Its end has left with it, and its content may have been wrong."""
+    (key,) = keys(1)
+    cache = Cache(Config(tiers=("cpu://?capacity=1MiB",), chunk_tokens=C, prefault=False))
+    cache.commit(cache.reserve([key], ONE))
+    sending = Connection(Engines(cache), "NAME", "b").ask("READ", str(Name(key, ONE.shards[0])))
+    next(sending)
+    entry = cache.index.get(key)
+    assert entry is not None
+    cache.discard(entry)
+    with pytest.raises(StopIteration) as end:
+        next(sending)
+    assert end.value.value is None
+    assert not cache.index.leased_bytes
+    cache.check()
+    cache.close()
+
+
+def test_a_tenant_that_was_forgotten_does_not_come_back(tmp_path: Path):
+    """Each host forgets by itself; who has forgotten takes nothing old from others."""
+    old, new = (KeyChain(seed(Identity(model="m"), C, salt="gone"), C, [n] * C).keys for n in (1, 2))
+    with two_hosts(tmp_path) as (a, b, source, _):
+        store(a.engine, list(old))
+        with b.server.connect() as wire:
+            wire.expect("OK", "AUTH", TOKEN)
+            wire.granted("LMTIER.FORGET", "SALT", "gone")
+        time.sleep(0.005)  # what is stored in the same millisecond counts as old
+        store(a.engine, list(new))
+        assert chunks(b.engine, list(old), source) == 0
+        assert chunks(b.engine, list(new), source) == 1
 
 
 def test_a_value_is_never_sent_as_kv(tmp_path: Path):
@@ -355,6 +390,7 @@ def answering(said: bytes) -> Iterator[int]:
         ("lmtier://", "which server"),
         ("lmtier://a:6380/0", "write it like lmtier://:TOKEN@"),
         ("lmtier://a:6380?codec=lz4", "remove codec="),
+        ("lmtier://a:6380?ssl_ca_certs=x", "certificates are for lmtiers://"),
         ("lmtier://a:6380?namespace=x", "unknown option 'namespace'"),
     ],
 )

@@ -434,7 +434,11 @@ def test_items_that_users_may_name_are_found_by_this_run_only_unless_trusted(
 
 @pytest.mark.parametrize(
     ("url", "sentence"),
-    [("disk:///tmp/kv", "needs a capacity"), ("disk:///tmp/kv?capacity=1MiB&write=evicted", "write=")],
+    [
+        ("disk:///tmp/kv", "needs a capacity"),
+        ("disk:///tmp/kv?capacity=1MiB&write=evicted", "write="),
+        ("lmtier://h", "must take all"),
+    ],
 )
 def test_a_mistake_in_the_url_is_said_at_the_start(opened, url, sentence):
     with pytest.raises(ConfigError, match=sentence):

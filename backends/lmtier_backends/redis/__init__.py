@@ -1,1 +1,1 @@
-"""Objects in Redis, Valkey or another lmtier server: the tiers of five URL schemes."""
+"""Objects in Redis, Valkey or another lmtier server: the tiers of seven URL schemes."""

@@ -43,6 +43,10 @@ class SourceTier(RedisTier):
         ssl_keyfile: str = "",
         ssl_check_hostname: bool = True,
     ) -> None:
+        self._need(
+            self.is_encrypted or not (ssl_ca_certs or ssl_certfile or ssl_keyfile),
+            "certificates are for lmtiers://",
+        )
         super().__init__(
             location,
             password_file=token_file,

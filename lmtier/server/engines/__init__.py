@@ -26,8 +26,10 @@ _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
 _LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
 _ADMIN = {"SET", "PIN", "UNPIN", "CLEAR"}
-_LONG = {"MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN", "HAS", "COMMIT", "DISCARD"}
-_LONG |= {"RELEASE"}
+_LONG = {
+    *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN"),
+    *("COMMIT", "DISCARD", "RELEASE", "HAS"),
+}
 
 
 class Engines:

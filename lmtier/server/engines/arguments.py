@@ -89,7 +89,10 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
 def read_asker(arguments: list[Argument]) -> tuple[str, str, str, list[Argument]]:
     """Reads `[SESSION name] [PARENT name] [SOURCE name]` before the keys: the names, and the rest."""
     names = {b"SESSION": "", b"PARENT": "", b"SOURCE": ""}
-    while len(arguments) > 1 and len(arguments[0]) < 8 and (word := bytes(arguments[0]).upper()) in names:
+    for _ in names:  # a word that is repeated is refused as a key
+        word = bytes(arguments[0]).upper() if len(arguments) > 1 and len(arguments[0]) < 8 else b""
+        if names.get(word) != "":
+            break
         names[word] = read_name(read_text(arguments[1]))
         arguments = arguments[2:]
     return names[b"SESSION"], names[b"PARENT"], names[b"SOURCE"], arguments
