@@ -153,17 +153,23 @@ def running(folder: Path, *options: str, port: int = 0, password: str = "") -> I
 def cluster(folder: Path, nodes: int = 3) -> Iterator[list[RedisServer]]:
     """Nodes that know each other and share the slots."""
     servers: list[RedisServer] = []
+    # By default a node's bus is on its port + 10000, which the kernel may have given to a connection.
+    buses = [free_port() for _ in range(nodes)]
     try:
-        for number in range(nodes):
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-            # The bus is on the port + 10000, which must be a port too.
-            while (port := free_port()) > 55_000:
-                pass
-            servers.append(RedisServer(folder / str(number), *options, port=port))
+        for number, bus in enumerate(buses):
+            options = (
+                "--cluster-enabled",
+                "yes",
+                "--cluster-node-timeout",
+                "2000",
+                "--cluster-port",
+                str(bus),
+            )
+            servers.append(RedisServer(folder / str(number), *options))
         for number, server in enumerate(servers):
             first, end = (16384 * i // nodes for i in (number, number + 1))
             assert server.ask("CLUSTER", "ADDSLOTSRANGE", first, end - 1) == "OK"
-            assert server.ask("CLUSTER", "MEET", "127.0.0.1", servers[0].port) == "OK"
+            assert server.ask("CLUSTER", "MEET", "127.0.0.1", servers[0].port, buses[0]) == "OK"
         until(lambda: all(b"cluster_state:ok" in s.ask("CLUSTER", "INFO") for s in servers))
         until(lambda: all(len(s.ask("CLUSTER", "SLOTS")) == nodes for s in servers))
         yield servers
