@@ -123,7 +123,8 @@ class Aging(Policy[E]):
         self._left = _Recent()
         self._most = 0
         """How many entries fit: the most so far. Evictions below that lower it."""
-        self._trials = [_Trial(rate) for rate in self.RATES]
+        self._trials: list[_Trial] = []
+        """None until the cache is full or large. Before that, each would hold what the cache holds."""
         self._behind = [0.0 for _ in self.RATES]
         """By how many hits each rate is behind the best."""
         self._best = len(self.RATES) - 1
@@ -134,7 +135,8 @@ class Aging(Policy[E]):
         return self.RATES[self._best]
 
     def insert(self, *entries: E) -> None:
-        once, again = self._once, self._again
+        once, again, sample = self._once, self._again, self._sample
+        tested: dict[int, bool] = {}
         for entry, was_here in zip(entries, self._left.have(entries), strict=True):
             parent = entry.parent
             if parent is None:
@@ -143,39 +145,43 @@ class Aging(Policy[E]):
             # that the filters mistake for known would keep whole prompts: their ancestors cannot leave.
             is_known = was_here and (parent is None or parent not in once)
             (again if is_known else once)[entry] = self._now
-            if entry.key[-1] % self._sample == 0:
-                self._try(entry.key, is_known)
+            if entry.key[-1] % sample == 0:
+                tested[_number(entry.key)] = is_known
+        self._try(tested)
 
     def touch(self, entries: Iterable[E]) -> None:
         self._now = now = self._now + 1
         once, again, sample = self._once, self._again, self._sample
         move = again.move_to_end
-        tested = []
+        keys = []
         for entry in entries:
             try:
                 move(entry)  # the usual case; asking first would double the cost
             except KeyError:
                 del once[entry]
             again[entry] = now
-            if entry.key[-1] % sample == 0:
-                tested.append(entry.key)
-        for key in tested:
-            self._try(key, True)
+            keys.append(entry.key)
+        if self._trials:
+            self._try({_number(key): True for key in keys if key[-1] % sample == 0})
 
     def refresh(self, entries: Iterable[E]) -> None:
         once, again, now, sample = self._once, self._again, self._now, self._sample
+        keys = []
         for entry in entries:
             queue = once if entry in once else again
             queue.move_to_end(entry)
             queue[entry] = now
-            if entry.key[-1] % sample == 0:
-                for trial in self._trials:
-                    trial.refresh(_number(entry.key), now)
+            keys.append(entry.key)
+        if self._trials:
+            tested = [_number(key) for key in keys if key[-1] % sample == 0]
+            for trial in self._trials:
+                trial.refresh(tested, now)
 
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         once, again = self._once, self._again
         self._most = max(len(self), self._most - evicted * len(entries))
         if evicted:
+            self._begin_to_test()
             self._left.add([entry.key for entry in entries], self._most)
         for entry in entries:
             if once.pop(entry, None) is None:
@@ -190,21 +196,36 @@ class Aging(Policy[E]):
     def __contains__(self, entry: E) -> bool:
         return entry in self._once or entry in self._again
 
-    def _try(self, key: bytes, is_known: bool) -> None:
-        number, room = _number(key), max(1, max(self._most, len(self)) // self._sample)
+    def _begin_to_test(self) -> None:
+        """Each trial begins with what the cache holds."""
+        if not self._trials:
+            once, again = (
+                {_number(entry.key): used for entry, used in queue.items()}
+                for queue in (self._once, self._again)
+            )
+            self._trials = [_Trial(rate, once, again) for rate in self.RATES]
+
+    def _try(self, tested: dict[int, bool]) -> None:
+        """A request used these keys, known or new, all at once: a trial makes room after the last."""
+        room = max(1, max(self._most, len(self)) // self._sample)
         if room >= 2 * self.TESTED and self._sample < self.SAMPLE:
             self._test_less()
             return
-        hits = [trial.has(number, is_known, self._now, room) for trial in self._trials]
-        if all(hits) or not any(hits):  # as usual, which proves nothing
+        if not self._trials:
             return
-        behind = [behind - hit for hit, behind in zip(hits, self._behind, strict=True)]
-        least = min(behind)
-        self._behind = [min(self._proof, each - least) for each in behind]
-        if self._behind[self._best] == self._proof:
-            self._best = self._behind.index(0.0)
+        missed = [trial.ask(tested, self._now, room) for trial in self._trials]
+        if not any(missed):  # as usual, which proves nothing
+            return
+        by_some = missed[0].union(*missed) - missed[0].intersection(*missed)
+        for key in filter(by_some.__contains__, tested):
+            behind = [behind - (key not in keys) for keys, behind in zip(missed, self._behind, strict=True)]
+            least = min(behind)
+            self._behind = [min(self._proof, each - least) for each in behind]
+            if self._behind[self._best] == self._proof:
+                self._best = self._behind.index(0.0)
 
     def _test_less(self) -> None:
+        self._begin_to_test()
         self._sample *= 2
         self._proof = self.PROOF / self._sample**0.6
         for trial in self._trials:
@@ -214,26 +235,36 @@ class Aging(Policy[E]):
 class _Trial:
     """A cache that holds only keys, where those that came once age at `rate`."""
 
-    def __init__(self, rate: int) -> None:
+    def __init__(self, rate: int, once: dict[int, int], again: dict[int, int]) -> None:
+        """It begins with these keys, the oldest first, and the times of their last use."""
         self._rate = rate
-        self._once: OrderedDict[int, int] = OrderedDict()
-        self._again: OrderedDict[int, int] = OrderedDict()
+        self._once, self._again = OrderedDict(once), OrderedDict(again)
 
-    def has(self, key: int, is_known: bool, now: int, room: int) -> bool:
-        """Whether it would have been a hit. Adds the key."""
+    def ask(self, keys: dict[int, bool], now: int, room: int) -> set[int]:
+        """Adds these keys, which are known or new. Returns those that were missing."""
         once, again = self._once, self._again
-        is_hit = again.pop(key, None) is not None or once.pop(key, None) is not None
-        (again if is_hit or is_known else once)[key] = now
+        move, missed = again.move_to_end, set()
+        for key, is_known in keys.items():
+            if key in again:
+                move(key)
+            elif once.pop(key, None) is None:
+                missed.add(key)
+                if not is_known:
+                    once[key] = now
+                    continue
+            again[key] = now
         while len(once) + len(again) > room:
             victim = next(_by_age(once, again, self._rate, now))
             (once if victim in once else again).pop(victim)
-        return is_hit
+        return missed
 
-    def refresh(self, key: int, now: int) -> None:
-        queue = self._once if key in self._once else self._again
-        if key in queue:
-            queue.move_to_end(key)
-            queue[key] = now
+    def refresh(self, keys: Sequence[int], now: int) -> None:
+        once, again = self._once, self._again
+        for key in keys:
+            queue = once if key in once else again
+            if key in queue:
+                queue.move_to_end(key)
+                queue[key] = now
 
     def thin(self, sample: int) -> None:
         """Forget the keys that are not tested any more."""

@@ -8,6 +8,7 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import pytest
@@ -83,7 +84,7 @@ class Model:
         self.now += parent is None
         known = key in self.remembered() and parent not in keys_of(self.once)
         (self.again if known else self.once).append((key, self.now))
-        self.tried(key, known)
+        self.tried([key], known)
 
     def remembered(self) -> list[bytes]:
         """What left lately: the last three batches as large as the cache, and the one that grows."""
@@ -96,8 +97,7 @@ class Model:
         for key in keys:
             take(key, self.once, self.again)
             self.again.append((key, self.now))
-        for key in keys:
-            self.tried(key, True)
+        self.tried(keys, True)
 
     def refresh(self, keys: list[bytes]) -> None:
         for key in keys:
@@ -120,18 +120,22 @@ class Model:
             take(key, self.once, self.again)
             self.left.append(key)
 
-    def tried(self, key: bytes, known: bool) -> None:
+    def tried(self, keys: list[bytes], known: bool) -> None:
+        """The chunks of one request are used at once."""
         room = max(1, max(self.most, len(self.once) + len(self.again)))
         hits = []
         for rate, (once, again) in zip(Eager.RATES, self.trials, strict=True):
-            hits.append(take(key, once, again) is not None)
-            (again if hits[-1] or known else once).append((key, self.now))
+            hits.append([key in keys_of(once) + keys_of(again) for key in keys])
+            for key in keys:
+                was_here = take(key, once, again) is not None
+                (again if was_here or known else once).append((key, self.now))
             while len(once) + len(again) > room:
                 take(self.by_age(once, again, rate)[0], once, again)
-        behind = [each - hit for each, hit in zip(self.behind, hits, strict=True)]
-        self.behind = [min(Eager.PROOF, each - min(behind)) for each in behind]
-        if self.behind[Eager.RATES.index(self.rate)] == Eager.PROOF:
-            self.rate = Eager.RATES[self.behind.index(0)]
+        for each in zip(*hits, strict=True):
+            behind = [behind - hit for behind, hit in zip(self.behind, each, strict=True)]
+            self.behind = [min(Eager.PROOF, each - min(behind)) for each in behind]
+            if self.behind[Eager.RATES.index(self.rate)] == Eager.PROOF:
+                self.rate = Eager.RATES[self.behind.index(0)]
 
 
 def keys_of(queue: Queue) -> list[bytes]:
@@ -290,6 +294,17 @@ def test_a_request_is_as_much_work_in_a_large_place_as_in_a_small_one(policy: st
             ask(index, [(n, i) for i in range(20)])
         work.append(lines_run(lambda index=index: ask(index, [("new", i) for i in range(20)])))  # type: ignore[misc]
     assert work[1] < 1.2 * work[0]
+
+
+def test_while_nothing_has_left_a_hit_is_hardly_more_work_than_with_lru():
+    work = {}
+    for policy in POLICIES:
+        index = Index(1_000, make_policy(policy))
+        prompt: list[object] = list(range(500))
+        ask(index, prompt)
+        run = [entry for each in prompt if (entry := index.get(key(each))) is not None]
+        work[policy] = lines_run(partial(index.touch, run))
+    assert work["auto"] < 4 * work["lru"]
 
 
 def lines_run(call: Callable[[], object]) -> int:
