@@ -274,7 +274,7 @@ class Index:
         for entry in entries:
             if entry.key in self.wanted:
                 self.pin(entry)
-            self.release(entry)
+        self.release(*entries)
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
         if entry.parent is not parent:
@@ -308,20 +308,23 @@ class Index:
             self.pinned_bytes -= entry.nbytes
             self.release(entry)
 
-    def release(self, entry: Entry) -> bool:
-        """End one lease. True: it was the last lease of an entry that is GONE, so its room is free now."""
-        if not entry.leases:
-            raise MisuseError(f"{entry!r} is not leased: released twice?")
-        entry.leases -= 1
-        if entry.leases:
-            return False
-        nbytes, is_gone = entry.nbytes, entry.state is State.GONE
-        self.leased_bytes -= nbytes
-        if is_gone:
-            self.used -= nbytes
+    def release(self, *entries: Entry) -> list[Entry]:
+        """End one lease of each. Returns those that are GONE and have none left: their room is free now."""
+        if not all([entry.leases for entry in entries]):
+            raise MisuseError(f"one of {entries[:8]} is not leased: released twice?")
+        ended: list[Entry] = []
+        for entry in entries:
+            entry.leases -= 1
+            if not entry.leases:
+                ended.append(entry)
+        gone = [entry for entry in ended if entry.state is State.GONE]
+        self.leased_bytes -= sum([entry.nbytes for entry in ended])
+        self.used -= sum([entry.nbytes for entry in gone])
         if self.pools is not None:
-            self.pools.of(entry.key).count(-nbytes if is_gone else 0, -nbytes)
-        return is_gone
+            for entry in ended:
+                is_gone = entry.state is State.GONE
+                self.pools.of(entry.key).count(-entry.nbytes if is_gone else 0, -entry.nbytes)
+        return gone
 
     def remove(self, entry: Entry, why: str = DELETED) -> bool:
         """Remove the entry, so that no lookup finds it. True: it has no lease, so its room is free now."""

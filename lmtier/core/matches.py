@@ -313,8 +313,7 @@ class Matches:
             self._settle(match)
         if match.end is not None:
             self._drop_end(match)
-        for entry in match.run:
-            self._room.release(entry)
+        self._room.release(*match.run)
         match.run = []
 
     def _truncate(self, match: Match, chunks: int, reason: str) -> None:
@@ -343,7 +342,7 @@ class Matches:
             if match in waiters:
                 waiters.remove(match)
                 match.waiting -= 1
-            self._room.release(entry)
+        self._room.release(*match.run[chunks:])
         del match.run[chunks:]
         del match.sources[chunks:]
 

@@ -201,8 +201,7 @@ class Reservations:
         if not reservation.entries:
             return
         if reservation.left or reservation.aborted:
-            for entry in reservation.entries.values():
-                self._room.release(entry)
+            self._room.release(*reservation.entries.values())
         else:
             self._publish(reservation)
         if not reservation.left:

@@ -157,10 +157,10 @@ class Room:
 
     # ---- leaving
 
-    def release(self, entry: Entry) -> None:
-        """End one lease."""
-        if self.index.release(entry):
-            self._free([entry])
+    def release(self, *entries: Entry) -> None:
+        """End one lease of each."""
+        if gone := self.index.release(*entries):
+            self._free(gone)
 
     def take_out(self, entry: Entry, why: str = DELETED) -> None:
         """Remove the entry. Lookups no longer find it; a running read continues."""
