@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -58,6 +59,7 @@ class Scale:
     disk_chunks: int
     prompt_chunks: int
     index_chunks: int
+    engine_prompts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,11 @@ PATHS = {
     "look up 512 keys over a Unix socket": Target("ms", 0.5, 0.2),
     "one server, four engines: of its core for a chunk": Target("µs", 8.0, 4.0),
     "look up 512 keys beside saves of 2,000 chunks, p99": Target("ms", 40.0, 3.0),
+    **{
+        f"one server of {many} chunks: {what}, over 20k": Target("×", 2.0, 1.25)
+        for many, what in product(("1M", "4M"), ("a chunk", "p99 of lookups"))
+    },
+    "new engine, 24 MiB from disk: beyond a hit and a bare read": Target("ms", 30.0, 8.0),
     "bytes on the Unix socket to save and load a 32 MiB chunk": Target("B", 4096, 1024),
     **STUB_PATHS,
 }
@@ -179,7 +186,9 @@ def measure(
         s3.lookups: ("look up 512 keys in s3",),
         server.values: ("SET", "GET"),
         server.engines: ("look up 512 keys over", "bytes"),
-        load.engines: ("one server", "look up 512 keys beside"),
+        load.engines: ("one server,", "look up 512 keys beside"),
+        load.many_chunks: ("one server of",),
+        disk.new_engine: ("new engine",),
         stub.enqueueing: ("enqueue",),
     }
     if gpu is not None:
@@ -227,6 +236,7 @@ def _full(directory: Path, repeat: int) -> Scale:
         disk_chunks=32,  # 1 GiB a reading, so that filling and emptying the queue does not rule it
         prompt_chunks=512,
         index_chunks=1_000_000,
+        engine_prompts=100,
     )
 
 
@@ -241,6 +251,7 @@ def _quick(directory: Path) -> Scale:
         disk_chunks=2,
         prompt_chunks=512,
         index_chunks=20_000,
+        engine_prompts=5,
     )
 
 

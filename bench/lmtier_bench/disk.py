@@ -12,9 +12,12 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
+from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.copy.crew import Crew
 from lmtier.core.cache import Cache
@@ -22,9 +25,12 @@ from lmtier.core.match import Entry, Match
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.format.layout import PAGE, ChunkForm, form_of, stored_size
 from lmtier_bench import Samples, Scale
-from lmtier_bench.copies import CHUNK_TOKENS, large_layout, paired, seconds
+from lmtier_bench.copies import CHUNK_TOKENS, large_layout, paired, seconds, small_layout, touched
+from lmtier_bench.server import lmtier_process
 
 READERS, WRITERS = 8, 8
+PROMPT_CHUNKS = 24  # of 1 MiB
+NEW_ENGINE = "new engine, 24 MiB from disk: beyond a hit and a bare read"
 SETS = 5
 PATIENCE = 120.0
 
@@ -46,7 +52,7 @@ def store_and_load(scale: Scale) -> Samples:
         cache.slab.prefault()
         tier = ChunkSets(cache, form, chunks)
         tier.store()
-        bare = BareFiles(scale.directory / "bare", tier, room)
+        bare = BareFiles(scale.directory / "bare", lambda: tier.extents, room)
         try:
             for _ in range(SETS + 2):  # the slab and the disk are full, and every file is there
                 tier.store()
@@ -56,6 +62,58 @@ def store_and_load(scale: Scale) -> Samples:
                 yield paired("load from disk, 32 MiB objects", nbytes, 0, tier.load, bare.read)
         finally:
             bare.close()
+
+
+def new_engine(scale: Scale) -> Samples:
+    """An engine connects to a server that has its prompt on disk alone: what it waits for, beyond a hit in
+    memory and the bare time of the disk."""
+    layout = small_layout()
+    form = form_of(layout, [layout.whole])
+    chunks, room = PROMPT_CHUNKS if scale.disk_chunks >= PROMPT_CHUNKS else scale.disk_chunks, form.room
+    path = str(scale.directory / "new-engine.sock")
+    # The slab holds two prompts. The third to be stored is one too many.
+    tiers = (
+        f"cpu://?capacity={2 * chunks * room}&policy=lru",
+        f"disk://{scale.directory}/new-engine?capacity={8 * chunks * stored_size(room)}",
+    )
+    settings = {"LMTIER_TIERS": " ".join(tiers), "LMTIER_CHUNK_TOKENS": str(CHUNK_TOKENS)}
+    memory = touched(chunks * room).data
+    parts = [memory[at : at + room] for at in range(0, len(memory), room)]
+    bare = BareFiles(scale.directory / "bare-prompt", lambda: parts, room)
+    with ExitStack() as stack:
+        stack.callback(bare.close)
+        stack.enter_context(lmtier_process(0, path, **settings))
+        saver = stack.enter_context(Client(path))
+        prompts = [_keys(f"prompt {number}", chunks) for number in range(4)]
+        for prompt in prompts:
+            saver.commit(saver.reserve(prompt, form))
+            assert saver.flush(PATIENCE), "the disk did not take it"
+        bare.write()
+        for number in range(2 * scale.disk_rounds):
+            prompt = prompts[number % len(prompts)]  # of four, the slab has the last two
+            with Client(path) as engine:
+                cold, label = _found(engine, prompt, form)
+                assert label == "disk", f"it came from {label}"
+                hit, label = _found(engine, prompt, form)
+                assert label == "cpu", f"it came from {label}"
+            limit = bare.read()
+            yield NEW_ENGINE, 1e3 * max(1e-6, cold - hit - limit), 1e3 * (hit + limit)
+
+
+def _found(engine: Client, keys: list[bytes], form: ChunkForm) -> tuple[float, str]:
+    """Seconds until the prompt is in memory, and where it was."""
+    began = perf_counter()
+    match = engine.wait(engine.match(keys, form, deadline=PATIENCE))
+    took = perf_counter() - began
+    assert match.chunks == len(keys), f"{match!r}"
+    label = match.sources[0]
+    engine.release(match)
+    return took, label
+
+
+def _keys(salt: str, chunks: int) -> list[bytes]:
+    start = seed(Identity(model="bench", weights="bench"), CHUNK_TOKENS, salt=salt)
+    return KeyChain(start, CHUNK_TOKENS, [0] * (CHUNK_TOKENS * chunks)).keys
 
 
 class ChunkSets:
@@ -74,8 +132,7 @@ class ChunkSets:
         """From commit until the disk has it."""
         cache = self._cache
         self._sets += 1
-        start = seed(Identity(model="bench", weights="bench"), CHUNK_TOKENS, salt=str(self._sets))
-        keys = KeyChain(start, CHUNK_TOKENS, [0] * (CHUNK_TOKENS * self._chunks)).keys
+        keys = _keys(str(self._sets), self._chunks)
         reservation = cache.reserve(keys, self._form)
         assert len(reservation.entries) == self._chunks, "the slab had no room"
 
@@ -118,12 +175,13 @@ class BareFiles:
     speed of direct I/O by a factor of 1.5. What it reads there is not looked at again.
     """
 
-    def __init__(self, directory: Path, tier: ChunkSets, room: int) -> None:
+    def __init__(self, directory: Path, extents: Callable[[], list[memoryview]], room: int) -> None:
+        """`extents`: the memory of the next set, a view for each file."""
         directory.mkdir(parents=True)
         self._direct = _direct(directory)
-        self._tier = tier
+        self._extents = extents
         self._size = PAGE + room
-        self._paths = [directory / str(number) for number in range(len(tier.extents))]
+        self._paths = [directory / str(number) for number in range(len(extents()))]
         self._pages = [memoryview(mmap.mmap(-1, PAGE)) for _ in self._paths]
         self._readers, self._writers = Crew(READERS - 1), Crew(WRITERS - 1)
         for path in self._paths:
@@ -156,7 +214,7 @@ class BareFiles:
     def _one(self, move: Callable[[int, list[memoryview], int], int], flags: int, number: int) -> None:
         fd = os.open(self._paths[number], flags | self._direct)
         try:
-            moved = move(fd, [self._pages[number], self._tier.extents[number]], 0)
+            moved = move(fd, [self._pages[number], self._extents()[number]], 0)
             assert moved == self._size, f"moved {moved} of {self._size} bytes"
         finally:
             os.close(fd)

@@ -1,4 +1,5 @@
-"""One server under the load of four engines: its time for a chunk, and what a lookup waits for.
+"""One server under the load of four engines: its time for a chunk, what a lookup waits for, and whether both
+stay the same with millions of chunks.
 
 Engines are processes that move no KV, so that the server is the bottleneck. Each prompt has 512 chunks of 16
 tokens, half of them new. An engine looks it up, reserves what is missing, and commits it.
@@ -11,7 +12,8 @@ import random
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from select import select
@@ -23,11 +25,13 @@ from lmtier_bench import Samples, Scale
 from lmtier_bench.copies import seconds
 from lmtier_bench.server import lmtier_process, module
 
-ENGINES, PROMPTS, CHUNKS, TOKENS = 4, 100, 512, 16
+ENGINES, CHUNKS, TOKENS = 4, 512, 16
 CAPACITY = 20_000  # chunks: full from the first round on
 LARGE = 2_000  # chunks of a save beside which others look up
 LOOKUPS = 300
 ROUNDS = 5
+KNOWN = 20  # prompts that are looked up beside many other chunks
+LARGE_SAVES = 100  # that differ
 
 _LAYOUT = Layout.uniform(
     layers=1, heads=1, head_dim=64, dtype="bf16", block_tokens=TOKENS, chunk_tokens=TOKENS, packing="token"
@@ -40,38 +44,100 @@ def chunks(name: object, many: int) -> list[bytes]:
 
 
 def engines(scale: Scale) -> Samples:
-    path = str(scale.directory / "load.sock")
+    rounds = range(min(ROUNDS, scale.rounds))
     with ExitStack() as stack:
-        stack.enter_context(lmtier_process(CAPACITY * FORM.room, path, LMTIER_CHUNK_TOKENS=str(TOKENS)))
-        pid = _owner(path)
-        rounds = range(min(ROUNDS, scale.rounds))
-        _together(path, [f"fill {each}" for each in range(ENGINES)])
+        server = stack.enter_context(Loaded.server(scale, "load", CAPACITY))
+        server.run("fill", scale.engine_prompts)
         for number in rounds:
-            before = _processor_time(pid)
-            _together(path, [f"{number} {each}" for each in range(ENGINES)])
-            ours = (_processor_time(pid) - before) / (ENGINES * PROMPTS * CHUNKS)
+            ours = server.cost(f"{number}", scale.engine_prompts)
             yield "one server, four engines: of its core for a chunk", 1e6 * ours, 1e6 * _bare()
         prompt = chunks("known", CHUNKS)
-        with Client(path) as client:
-            client.commit(client.reserve(prompt, FORM))
-            client.pin("known", prompt)  # on a busy machine ten saves may come between two lookups
-            for number in rounds:
-                alone = _p99(client, prompt)
-                saver = _engine(path, f"large {number}")
-                beside = _p99(client, prompt)
-                saver.communicate("enough\n")
-                yield "look up 512 keys beside saves of 2,000 chunks, p99", 1e3 * beside, 1e3 * alone
+        server.store(prompt)
+        server.client.pin("known", prompt)  # on a busy machine ten saves may come between two lookups
+        for number in rounds:
+            alone = server.p99(prompt)
+            with server.large_saves(number):
+                beside = server.p99(prompt)
+            yield "look up 512 keys beside saves of 2,000 chunks, p99", 1e3 * beside, 1e3 * alone
 
 
-def _p99(client: Client, prompt: list[bytes]) -> float:
-    took = []
-    for _ in range(LOOKUPS):
-        began = perf_counter()
-        match = client.match(prompt, FORM)
-        took.append(perf_counter() - began)
-        assert match.chunks == CHUNKS, f"{match!r}"
-        client.release(match)
-    return sorted(took)[int(0.99 * LOOKUPS)]
+def many_chunks(scale: Scale) -> Samples:
+    """Servers that hold a million and four million chunks, in turn with one that holds few."""
+    sizes = {"": CAPACITY, "1M": scale.index_chunks, "4M": 4 * scale.index_chunks}
+    known = [chunks(f"known {each}", CHUNKS) for each in range(KNOWN)]
+    with ExitStack() as stack:
+        servers = {}
+        for name, capacity in sizes.items():
+            server = servers[name] = stack.enter_context(Loaded.server(scale, f"load{name}", capacity))
+            server.run("fill", capacity // (ENGINES * CHUNKS // 2) + 1)
+            held = server.client.stats()["cpu"]["chunks"]
+            assert held > 0.99 * capacity - CHUNKS, f"it holds {held} of {capacity} chunks"
+            server.store(*known)
+        for number in range(min(ROUNDS, scale.rounds)):
+            waits = {name: server.p99(*known) for name, server in servers.items()}
+            costs = {name: each.cost(f"{number}", scale.engine_prompts) for name, each in servers.items()}
+            for name in ("1M", "4M"):
+                where = f"one server of {name} chunks: "
+                yield where + "a chunk, over 20k", costs[name] / costs[""], 1
+                yield where + "p99 of lookups, over 20k", waits[name] / waits[""], 1
+
+
+class Loaded:
+    """A server, the engines that work with it, and a client of ours."""
+
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        self._path = path
+        self._pid = _owner(path)
+        self._engines = [stack.enter_context(_engine(path, each)) for each in range(ENGINES)]
+        self.client = stack.enter_context(Client(path))
+
+    @classmethod
+    @contextmanager
+    def server(cls, scale: Scale, name: str, capacity: int) -> Iterator[Loaded]:
+        """It has room for so many chunks. They stay empty, so they take no memory."""
+        path = str(scale.directory / f"{name}.sock")
+        settings = {"LMTIER_CHUNK_TOKENS": str(TOKENS), "LMTIER_PREFAULT": "false"}
+        with lmtier_process(capacity * FORM.room, path, **settings), ExitStack() as stack:
+            yield cls(path, stack)
+
+    def run(self, name: str, prompts: int) -> None:
+        """Each engine does so many prompts. They begin together when all are ready."""
+        for step in (f"{prompts} {name}", "go"):
+            for each in self._engines:
+                _tell(each, step)
+            for each in self._engines:
+                _hear(each)
+
+    def cost(self, name: str, prompts: int) -> float:
+        """Seconds of the server's core for a chunk, with all engines at work."""
+        before = _processor_time(self._pid)
+        self.run(name, prompts)
+        return (_processor_time(self._pid) - before) / (ENGINES * prompts * CHUNKS)
+
+    @contextmanager
+    def large_saves(self, number: int) -> Iterator[None]:
+        """One engine saves large prompts meanwhile."""
+        with _engine(self._path, ENGINES) as engine:
+            _tell(engine, f"{LARGE_SAVES} large {number}")
+            _hear(engine)
+            _tell(engine, "go")
+            yield
+            _tell(engine, "enough")
+            _hear(engine)
+
+    def store(self, *prompts: list[bytes]) -> None:
+        for prompt in prompts:
+            self.client.commit(self.client.reserve(prompt, FORM))
+
+    def p99(self, *prompts: list[bytes]) -> float:
+        took = []
+        for number in range(LOOKUPS):
+            began = perf_counter()
+            match = self.client.match(prompts[number % len(prompts)], FORM)
+            took.append(perf_counter() - began)
+            assert match.chunks == CHUNKS, f"{match!r}"
+            self.client.release(match)
+        return sorted(took)[int(0.99 * LOOKUPS)]
 
 
 def _bare() -> float:
@@ -103,46 +169,54 @@ def _processor_time(pid: int) -> float:
     return int(fields[0]) / 1e9
 
 
-def _together(path: str, names: list[str]) -> None:
-    """Engines begin together when all are ready; returns when all are done."""
-    running = [_engine(path, name) for name in names]
-    for each in running:
-        assert each.stdin is not None
-        each.stdin.write("go\n")
-        each.stdin.flush()
-    for each in running:
-        each.communicate()
-        assert not each.returncode, "an engine of the bench failed"
+@contextmanager
+def _engine(path: str, number: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that does what it is told."""
+    command = [*module("lmtier_bench.load"), path, str(number)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        yield engine
+        assert engine.stdin is not None
+        engine.stdin.close()
 
 
-def _engine(path: str, name: str) -> subprocess.Popen[str]:
-    """One that is ready."""
-    engine = subprocess.Popen(
-        [*module("lmtier_bench.load"), path, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def _tell(engine: subprocess.Popen[str], line: str) -> None:
+    assert engine.stdin is not None
+    engine.stdin.write(line + "\n")
+    engine.stdin.flush()
+
+
+def _hear(engine: subprocess.Popen[str]) -> None:
     assert engine.stdout is not None
-    assert engine.stdout.readline() == "ready\n", "an engine of the bench does not start"
-    return engine
+    assert engine.stdout.readline(), "an engine of the bench failed"
 
 
-def main(path: str, name: str) -> None:
-    """An engine: a number of prompts, or large saves until it is told that it is enough."""
+def main(path: str, number: str) -> None:
+    """An engine. Each line on stdin names some work, and the next line starts it."""
     heads = [chunks(f"head {each}", CHUNKS // 2) for each in range(20)]
-    is_large = name.startswith("large")
-    tails = [chunks(f"{name}, {each}", LARGE if is_large else CHUNKS // 2) for each in range(PROMPTS)]
-    dice = random.Random(name)
     with Client(path, waits=False) as client:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        if not is_large:
+        for line in sys.stdin:
+            prompts, _, name = line.strip().partition(" ")
+            is_large = name.startswith("large")
+            many = LARGE if is_large else CHUNKS // 2
+            tails = [chunks(f"{name}, {number}, {each}", many) for each in range(int(prompts))]
+            dice = random.Random(f"{name} {number}")
+            _say("ready")
             sys.stdin.readline()
-        for number in count():
-            if select([sys.stdin], [], [], 0)[0] if is_large else number == PROMPTS:
-                return
-            tail = tails[number % PROMPTS]
-            prompt = tail if is_large else [*dice.choice(heads), *tail]
-            client.release(client.match(prompt, FORM))
-            client.commit(client.reserve(prompt, FORM))
+            for each in count():
+                if select([sys.stdin], [], [], 0)[0] if is_large else each == len(tails):
+                    break
+                tail = tails[each % len(tails)]
+                prompt = tail if is_large else [*dice.choice(heads), *tail]
+                client.release(client.match(prompt, FORM))
+                client.commit(client.reserve(prompt, FORM))
+            if is_large:
+                sys.stdin.readline()
+            _say("done")
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

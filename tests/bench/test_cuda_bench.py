@@ -79,6 +79,7 @@ def test_without_a_gpu_the_command_says_what_is_missing(capsys):
     assert "--gpu needs a CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_days_script_can_be_rehearsed(tmp_path):
     """The stages `tests` and `toy` run the tests beside this one, and `test_toy_engine`."""
     script = [*("bash", "bench/gpu_day.sh", "--simulated"), "probe", "bench"]
