@@ -30,8 +30,9 @@ VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 WALKS := 10000
 SEED := 1
 
-# Tests that measure time are marked `alone`: no other runs meanwhile.
-ON_ALL_CORES := --numprocesses auto --maxprocesses 4 --dist worksteal
+# Tests beside each other, then those that measure time (the marker `alone`), one after the other.
+tests = $(BIN)/pytest -m "$(1) and not alone" --numprocesses 3 --dist worksteal --durations 30 \
+  && $(BIN)/pytest -m "$(1) and alone" --durations 10
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
 
@@ -39,14 +40,14 @@ demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
 
 test: $(INSTALLED) programs $(ROUTERS_INSTALLED)
-	$(BIN)/pytest -m "not slow and not long and not sealed" $(ON_ALL_CORES) --durations 30
+	$(call tests,not slow and not long and not sealed)
 
 test-slow: $(INSTALLED) programs
-	$(BIN)/pytest -m "slow and not sealed" $(ON_ALL_CORES)
+	$(call tests,slow and not sealed)
 
 # Faults and the suite of every tier once more, with tiers that seal every object.
 test-sealed: $(INSTALLED) programs
-	$(BIN)/pytest -m sealed $(ON_ALL_CORES)
+	$(call tests,sealed)
 
 # Hours: what docs/RELIABILITY.md has figures of.
 test-long: $(INSTALLED) programs

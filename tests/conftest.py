@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With several workers: while a test that is marked `alone` runs, no other does."""
-    if not hasattr(item.config, "workerinput"):
-        return (yield)
-    folder = Path(item.config.option.basetemp).parent
-    with (folder / "turn").open("w") as turn, (folder / "run").open("w") as run:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # who waits to be alone is the next
-        fcntl.flock(run, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(run, fcntl.LOCK_UN)  # of the test's children too
 
 
 @pytest.fixture(scope="session")

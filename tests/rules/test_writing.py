@@ -166,7 +166,7 @@ def test_what_it_remembers_is_bounded(capacity, nbytes, keys):
 
 
 @pytest.mark.parametrize(("kind", "requests"), [("rag", 900), ("agentic", 200), ("multi-turn", 1_200)])
-@pytest.mark.parametrize(("memory", "disk"), [(300, 1_000), (500, 4_000)])
+@pytest.mark.parametrize(("memory", "disk"), [(300, 1_000), pytest.param(500, 4_000, marks=pytest.mark.slow)])
 def test_auto_finds_what_the_better_of_its_rules_finds_less_half_a_percent(kind, requests, memory, disk):
     trace = synthetic.make(kind, requests=requests, seed=1)
 

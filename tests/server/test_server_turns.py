@@ -33,8 +33,6 @@ from tests.certificates import certify
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
 from tests.stopwatch import Stopwatch
 
-pytestmark = pytest.mark.alone
-
 # ---- turns
 
 
@@ -68,6 +66,7 @@ class Pinging:
 NAMES = [f"name:{i}" for i in range(200_000)]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "frame",
     [
@@ -92,12 +91,13 @@ def test_many_names_at_once_are_not_in_the_way_of_others(tmp_path: Path, frame: 
         assert other.longest < max(0.1, (time.monotonic() - began) / 6)
 
 
+@pytest.mark.alone
 def test_all_values_are_forgotten_however_long_that_takes(tmp_path: Path):
     """As long as deletions go on, that the last comes late is no failure of the tier."""
     tiers = ("cpu://?capacity=64MiB", f"disk://{tmp_path}/disk?capacity=1GiB")
     config = {"load_deadline": 0.5, "queue_length": 30_000}
     with served(tmp_path, *tiers, config=config) as server, server.connect() as wire:
-        for first in range(0, 24_000, 1000):
+        for first in range(0, 12_000, 1000):
             wire.send(b"".join(command("SET", f"k{i}", "x") for i in range(first, first + 1000)))
             assert [wire.reply() for _ in range(1000)] == ["OK"] * 1000
         wire.expect(1, "LMTIER.FLUSH", 15_000)
@@ -142,6 +142,7 @@ HOSTILE: dict[str, Callable[[int], tuple[str | bytes | int, ...]]] = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", HOSTILE)
 def test_nothing_that_is_computed_of_a_clients_numbers_stops_the_others_or_stays(tmp_path: Path, what: str):
     with served(tmp_path) as server, server.connect(60) as wire:

@@ -25,8 +25,6 @@ from lmtier.wire.resp import Error, command
 from tests.certificates import certify
 from tests.server.process import MIB, Served, Wire, served, until
 
-pytestmark = pytest.mark.alone
-
 # ---- T17: what one tenant has is not to be seen by another
 
 
@@ -60,6 +58,7 @@ def auc(one: list[int], other: list[int]) -> float:
     return won / (len(one) * len(other))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("below", [False, True], ids=["memory", "memory and disk"])
 def test_how_long_a_lookup_takes_tells_nothing_of_other_tenants(tmp_path: Path, below: bool):
     """A tenant looks up prompts that another one stored, and prompts that nobody did, 2,000 times each."""
