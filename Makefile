@@ -53,7 +53,7 @@ test-sealed: $(INSTALLED) programs
 test-long: $(INSTALLED) programs
 	$(BIN)/pytest -m long -s
 
-# Three hosts in network namespaces lose a host, a link and the store; a minute a store, as root or with sudo.
+# Three hosts in network namespaces lose a host, a link and the store; half a minute a store, as root or with sudo.
 test-hosts: $(INSTALLED) programs
 	folder=$$(mktemp -d) && unshare --net --pid --fork --kill-child --mount-proc \
 	  $(BIN)/python -m tests.hosts.fleet $$folder/fleet; rc=$$?; rm -rf $$folder; exit $$rc

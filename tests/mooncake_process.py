@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,35 @@ _NODE = """
 import sys, threading
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-metadata, master = sys.argv[1:]
-code = store.setup("127.0.0.1", metadata, 256 << 20, 16 << 20, "tcp", "", master)
+host, metadata, master = sys.argv[1:]
+code = store.setup(host, metadata, 256 << 20, 16 << 20, "tcp", "", master)
 print(code, flush=True)
 threading.Event().wait()
 """
 
 
 class MooncakeServers:
-    def __init__(self, folder: Path, nodes: int = 1) -> None:
+    def __init__(
+        self, folder: Path, nodes: int = 1, host: str = "127.0.0.1", inside: Sequence[str] = ()
+    ) -> None:
+        """`inside`: the words before a command that run it on another host."""
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log"
+        self.host, self._inside, self._count = host, inside, nodes
         self.port, self._http, self._metrics = free_port(), free_port(), free_port()
-        self.metadata = f"http://127.0.0.1:{self._http}/metadata"
+        self.metadata = f"http://{host}:{self._http}/metadata"
+        self.nodes: list[subprocess.Popen[str]] = []
+        self.start()
+
+    def start(self) -> None:
         self.start_master()
-        self.nodes = [self._node() for _ in range(nodes)]
+        self.nodes = [self._node() for _ in range(self._count)]
 
     def start_master(self) -> None:
         here = ["-rpc_port", str(self.port), "-metrics_port", str(self._metrics)]
-        here += ["-enable_http_metadata_server=true", "-http_metadata_server_host=127.0.0.1"]
+        here += ["-enable_http_metadata_server=true", "-http_metadata_server_host=" + self.host]
         here += ["-http_metadata_server_port", str(self._http)]
-        command = [program("mooncake_master", "mooncake-transfer-engine-non-cuda"), *here]
+        command = [*self._inside, program("mooncake_master", "mooncake-transfer-engine-non-cuda"), *here]
         with self._log.open("ab") as log:
             self.master = subprocess.Popen(command, stdout=log, stderr=log)
         until(self._answers)
@@ -52,31 +60,29 @@ class MooncakeServers:
     def _answers(self) -> bool:
         assert self.master.poll() is None, self._log.read_text()[-4000:]
         for port in (self.port, self._http):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            with suppress(OSError), socket.create_connection((self.host, port), 1):
                 continue
             return False
         return True
 
     def _node(self) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", _NODE, self.metadata, f"127.0.0.1:{self.port}"]
+        words = [sys.executable, "-c", _NODE, self.host, self.metadata, f"{self.host}:{self.port}"]
         with self._log.open("ab") as log:
-            node = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
+            node = subprocess.Popen([*self._inside, *words], stdout=subprocess.PIPE, stderr=log, text=True)
         assert node.stdout is not None
         if (said := node.stdout.readline().strip()) != "0":
             pytest.fail(f"a node did not start: {said!r} {self._log.read_text()[-4000:]}")
         return node
 
     def url(self, query: str = "") -> str:
-        return f"mooncake://127.0.0.1:{self.port}?metadata={self.metadata}&local=127.0.0.1&{query}".rstrip(
-            "&"
-        )
+        return f"mooncake://{self.host}:{self.port}?metadata={self.metadata}&{query}".rstrip("&")
 
     def stored(self) -> list[str]:
         """The names of everything."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/get_all_keys") as reply:
             return str(reply.read().decode()).split()
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self.master.kill()
         self.master.wait(PATIENCE)
         for node in self.nodes:
@@ -90,7 +96,7 @@ def mooncake(folder: Path, nodes: int = 1) -> Iterator[MooncakeServers]:
     try:
         yield servers
     finally:
-        servers.close()
+        servers.kill()
 
 
 class BackDoor:

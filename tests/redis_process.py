@@ -149,33 +149,54 @@ def running(folder: Path, *options: str, port: int = 0, password: str = "") -> I
             server.kill()
 
 
+class RedisCluster:
+    """Nodes on one host that know each other and share the slots."""
+
+    def __init__(
+        self, folder: Path, nodes: int = 3, host: str = "127.0.0.1", inside: Sequence[str] = ()
+    ) -> None:
+        self.nodes: list[RedisServer] = []
+        try:
+            # By default a node's bus is on its port + 10000, which the kernel may have given to a connection.
+            buses = [free_port() for _ in range(nodes)]
+            for number, bus in enumerate(buses):
+                options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+                options += ["--cluster-port", str(bus)]
+                self.nodes.append(RedisServer(folder / str(number), *options, host=host, inside=inside))
+            for number, node in enumerate(self.nodes):
+                first, end = (16384 * i // nodes for i in (number, number + 1))
+                assert node.ask("CLUSTER", "ADDSLOTSRANGE", first, end - 1) == "OK"
+                assert node.ask("CLUSTER", "MEET", host, self.nodes[0].port, buses[0]) == "OK"
+            until(self._is_whole)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _is_whole(self) -> bool:
+        return all(
+            b"cluster_state:ok" in node.ask("CLUSTER", "INFO")
+            and len(node.ask("CLUSTER", "SLOTS")) == len(self.nodes)
+            for node in self.nodes
+        )
+
+    def start(self) -> None:
+        """Again, on the same ports. They remember each other."""
+        for node in self.nodes:
+            node.start()
+        until(self._is_whole)
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+
 @contextmanager
 def cluster(folder: Path, nodes: int = 3) -> Iterator[list[RedisServer]]:
-    """Nodes that know each other and share the slots."""
-    servers: list[RedisServer] = []
-    # By default a node's bus is on its port + 10000, which the kernel may have given to a connection.
-    buses = [free_port() for _ in range(nodes)]
+    servers = RedisCluster(folder, nodes)
     try:
-        for number, bus in enumerate(buses):
-            options = (
-                "--cluster-enabled",
-                "yes",
-                "--cluster-node-timeout",
-                "2000",
-                "--cluster-port",
-                str(bus),
-            )
-            servers.append(RedisServer(folder / str(number), *options))
-        for number, server in enumerate(servers):
-            first, end = (16384 * i // nodes for i in (number, number + 1))
-            assert server.ask("CLUSTER", "ADDSLOTSRANGE", first, end - 1) == "OK"
-            assert server.ask("CLUSTER", "MEET", "127.0.0.1", servers[0].port, buses[0]) == "OK"
-        until(lambda: all(b"cluster_state:ok" in s.ask("CLUSTER", "INFO") for s in servers))
-        until(lambda: all(len(s.ask("CLUSTER", "SLOTS")) == nodes for s in servers))
-        yield servers
+        yield servers.nodes
     finally:
-        for server in servers:
-            server.kill()
+        servers.kill()
 
 
 @contextmanager

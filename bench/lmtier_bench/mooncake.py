@@ -54,7 +54,7 @@ def store_and_load(scale: Scale) -> Samples:
         master, metadata = stack.enter_context(_cluster(program, scale.directory))
         url = f"mooncake://{master}?metadata={metadata}&local=127.0.0.1&deadline=1m&connections={THREADS}"
         objects = Objects(stack.enter_context(closing(open_tier(TierSpec.parse(url)))), memory.data, layout)
-        bare = stack.enter_context(closing(Bare(master, metadata, memory, nbytes)))
+        bare = stack.enter_context(closing(OwnCalls(master, metadata, memory, nbytes)))
         for number in range(scale.rounds):
             yield paired("store to mooncake, 32 MiB objects", total, number, objects.store, bare.put)
             bare.clear()  # of both
@@ -65,7 +65,7 @@ def store_and_load(scale: Scale) -> Samples:
             yield paired("load from mooncake, 32 MiB objects", total, number, objects.load, bare.get)
 
 
-class Bare:
+class OwnCalls:
     """Mooncake's client, and threads that take the next object from a list."""
 
     def __init__(self, master: str, metadata: str, memory: Any, nbytes: int) -> None:

@@ -1,4 +1,7 @@
-"""An engine on a host: asks its server for the prompts that it is sent, one a line, and checks every byte."""
+"""An engine on a host: asks its server for the prompts that it is sent, one a line, and checks every byte.
+
+The line `flush` waits until what it computed is stored.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import numpy as np
 from lmtier import Client, Identity, Layout, Mover, PagedKV
 
 LAYERS, HEADS, HEAD_DIM, BLOCK_TOKENS, TOKENS = 2, 2, 64, 16, 1030
+PATIENCE = 30.0
 
 
 def main() -> None:
@@ -32,7 +36,10 @@ def main() -> None:
         )
         print("ready", flush=True)
         for line in sys.stdin:
-            print(json.dumps(ask(mover, kv, blocks, int(line))), flush=True)
+            if line == "flush\n":
+                print(json.dumps({"flushed": client.flush(PATIENCE)}), flush=True)
+            else:
+                print(json.dumps(ask(mover, kv, blocks, int(line))), flush=True)
 
 
 def ask(mover: Mover, kv: list[np.ndarray], blocks: list[int], prompt: int) -> dict[str, object]:

@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from tests.redis_process import RedisServer
+from tests.mooncake_process import MooncakeServers
+from tests.redis_process import RedisCluster, RedisServer
 from tests.s3_process import BUCKET, KEY, SECRET, SeaweedFS
 from tests.server.process import until
 
@@ -28,8 +29,8 @@ NETWORK = "10.77.0"
 BRIDGE = "lmtier0"
 BACK = 10.0
 """Seconds in which hits must be back after a link or a store is."""
-SETTLED = 0.6
-"""Seconds after which what was computed is stored, on a machine that is not busy."""
+REFRESHED = 0.6
+"""Seconds after which an S3 tier fetches its list anew, and has it."""
 
 
 def shell(*words: object) -> None:
@@ -109,7 +110,11 @@ class Machine:
         assert self._engine.stdout is not None
         assert self._engine.stdout.readline() == "ready\n", (host.folder / "log").read_text()[-4000:]
 
-    def ask(self, prompt: int) -> dict[str, Any]:
+    def flush(self) -> None:
+        """Wait until what it computed is stored, or given up."""
+        self.ask("flush")
+
+    def ask(self, prompt: int | str) -> dict[str, Any]:
         assert self._engine.stdin is not None
         assert self._engine.stdout is not None
         self._engine.stdin.write(f"{prompt}\n")
@@ -166,18 +171,19 @@ def story(store: str, folder: Path, prompts: int) -> Iterator[dict[str, object]]
             what = [next(numbers) for _ in range(prompts)]
             return what, asked(machine, what)
 
-        def settle(reader: Machine) -> None:
+        def settle(writer: Machine, reader: Machine) -> None:
             """Wait until what was computed is stored, and have the list of an S3 tier fetched again."""
-            time.sleep(SETTLED)
+            writer.flush()
+            time.sleep(REFRESHED)
             reader.ask(next(numbers))
-            time.sleep(SETTLED)
+            time.sleep(REFRESHED)
 
         def shared(writer: Machine, reader: Machine) -> tuple[Asked, float]:
             """What one host computes is a hit on another, all of it, and after how many seconds."""
             began = time.monotonic()
             while True:
                 what, _ = new(writer)
-                settle(reader)
+                settle(writer, reader)
                 seen, took = asked(reader, what), time.monotonic() - began
                 if seen.hits == prompts:
                     return seen, round(took, 1)
@@ -188,7 +194,7 @@ def story(store: str, folder: Path, prompts: int) -> Iterator[dict[str, object]]
         yield seen.row(store, "a to b")
 
         what, _ = new(a)
-        settle(c)
+        settle(a, c)
         a.kill()
         seen = asked(c, what)
         assert seen.hits == prompts
@@ -231,7 +237,22 @@ def _s3(host: Host) -> tuple[SeaweedFS, str]:
     return server, f"s3://{BUCKET}/kv?endpoint={server.url}&refresh=500ms"
 
 
-STORES: dict[str, Callable[[Host], tuple[Any, str]]] = {"redis": _redis, "s3": _s3}
+def _redis_cluster(host: Host) -> tuple[RedisCluster, str]:
+    servers = RedisCluster(host.folder, host=host.address, inside=host.inside)
+    return servers, f"redis-cluster://{host.address}:{servers.nodes[0].port}?ttl=1h"
+
+
+def _mooncake(host: Host) -> tuple[MooncakeServers, str]:
+    servers = MooncakeServers(host.folder, host=host.address, inside=host.inside)
+    return servers, servers.url()
+
+
+STORES: dict[str, Callable[[Host], tuple[Any, str]]] = {
+    "redis": _redis,
+    "redis-cluster": _redis_cluster,
+    "s3": _s3,
+    "mooncake": _mooncake,
+}
 
 
 def main() -> None:

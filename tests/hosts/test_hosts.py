@@ -28,9 +28,14 @@ def can_make_networks() -> bool:
     )
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not can_make_networks(), reason="this system lets no user make network namespaces")
-@pytest.mark.parametrize("store", ["redis", "s3"])
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param("redis", marks=pytest.mark.slow),
+        *(pytest.param(store, marks=pytest.mark.long) for store in ("redis-cluster", "s3", "mooncake")),
+    ],
+)
 def test_hosts_share_a_store_and_lose_it(tmp_path, store):
     words = [sys.executable, "-m", "tests.hosts.fleet", str(tmp_path / "fleet"), "--store", store]
     done = subprocess.run(

@@ -271,7 +271,7 @@ def memory(policy: str, room: int) -> float:
     try:
         index = Index(room, make_policy(policy), ghosts=16)
         before = tracemalloc.get_traced_memory()[0] - index.__sizeof__()
-        for n in range(3 * room // 40):
+        for n in range(3 * room // 20):
             ask(index, [(n, i) for i in range(20)])
             if n % 3 == 0:
                 ask(index, [(n, i) for i in range(20)])
