@@ -92,16 +92,17 @@ class Gauges:
         return missed
 
     def _why_missing(self, keys: Sequence[bytes]) -> list[str]:
-        reasons = [self._index.why_gone(key) or "never_stored" for key in keys]
-        for index in (tier.index for tier in self._lower.owned):
-            reasons = [index.why_gone(key) or why for key, why in zip(keys, reasons, strict=True)]
+        reasons = dict.fromkeys(keys, "never_stored")
+        for index in (self._index, *(tier.index for tier in self._lower.owned)):
+            reasons |= index.gone(keys)
         for tier in reversed(self._lower.owned):
-            here, index = "tier_down" if tier.up.is_open else "behind_a_gap", tier.index
-            reasons = [here if key in index else why for key, why in zip(keys, reasons, strict=True)]
-        for number, entry in enumerate(map(self._index.get, keys)):
-            if entry is not None:
-                reasons[number] = "being_filled" if entry.state is State.FILLING else "behind_a_gap"
-        return reasons
+            here = "tier_down" if tier.up.is_open else "behind_a_gap"
+            reasons |= dict.fromkeys(tier.index.among(keys), here)
+        for key in self._index.among(keys):
+            entry = self._index.get(key)
+            is_filling = entry is not None and entry.state is State.FILLING
+            reasons[key] = "being_filled" if is_filling else "behind_a_gap"
+        return list(reasons.values())
 
 
 def places(index: Index, lower: LowerTiers) -> list[BoundedTier]:

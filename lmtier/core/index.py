@@ -401,6 +401,14 @@ class Index:
         """Why the key left, if it was evicted or expired. Only a bounded number of keys is remembered."""
         return self._ghosts.get(key, "")
 
+    def gone(self, keys: Sequence[bytes]) -> dict[bytes, str]:
+        """Those of `keys` that `why_gone` knows, and why."""
+        return {key: self._ghosts[key] for key in self._ghosts.keys() & keys} if self._ghosts else {}
+
+    def among(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of `keys` that are here."""
+        return self._entries.keys() & keys
+
     def order(self) -> list[Entry]:
         """All entries in the policy's order of eviction. Pools are merged by last use."""
         policies = [self._policy] if self.pools is None else [pool.policy for pool in self.pools]

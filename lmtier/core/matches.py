@@ -82,11 +82,10 @@ class Matches:
         """Lease the chunks from `run` to `end` that are in the slab now, or are being loaded into it."""
         index, form, run, keys = self._index, match.form, match.run, match.keys
         self._room.expire_among(keys[len(run) : end])
-        get, ready = index.get, State.READY
+        ready, add = State.READY, run.append
         parent = match.parent
         is_shared, leased = index.pools is not None, 0
-        for i in range(len(run), end):
-            entry = get(keys[i])
+        for entry in map(index.get, keys[len(run) : end]):
             if entry is None or (entry.form is not form and not entry.form.serves(form)):
                 break
             if entry.state is not ready:
@@ -102,7 +101,7 @@ class Matches:
                 if not entry.leases:
                     leased += entry.nbytes
                 entry.leases += 1
-            run.append(entry)
+            add(entry)
             parent = entry
         index.leased_bytes += leased
         match.sources.extend([CPU] * (len(run) - len(match.sources)))
@@ -313,8 +312,9 @@ class Matches:
             self._settle(match)
         if match.end is not None:
             self._drop_end(match)
-        self._room.release(*match.run)
-        match.run = []
+        if match.run:
+            self._room.release(*match.run)
+            match.run = []
 
     def _truncate(self, match: Match, chunks: int, reason: str) -> None:
         """Keep the first `chunks` of the match; end the leases of the rest. One that has an end has to keep

@@ -153,29 +153,29 @@ class Aging(Policy[E]):
         self._now = now = self._now + 1
         once, again, sample = self._once, self._again, self._sample
         move = again.move_to_end
-        keys = []
+        if self._trials:
+            entries = list(entries)
+            tested = {_number(each.key): True for each in entries if each.key[-1] % sample == 0}
         for entry in entries:
             try:
                 move(entry)  # the usual case; asking first would double the cost
             except KeyError:
                 del once[entry]
             again[entry] = now
-            keys.append(entry.key)
         if self._trials:
-            self._try({_number(key): True for key in keys if key[-1] % sample == 0})
+            self._try(tested)
 
     def refresh(self, entries: Iterable[E]) -> None:
         once, again, now, sample = self._once, self._again, self._now, self._sample
-        keys = []
+        if self._trials:
+            entries = list(entries)
+            tested = [_number(each.key) for each in entries if each.key[-1] % sample == 0]
+            for trial in self._trials:
+                trial.refresh(tested, now)
         for entry in entries:
             queue = once if entry in once else again
             queue.move_to_end(entry)
             queue[entry] = now
-            keys.append(entry.key)
-        if self._trials:
-            tested = [_number(key) for key in keys if key[-1] % sample == 0]
-            for trial in self._trials:
-                trial.refresh(tested, now)
 
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         once, again = self._once, self._again

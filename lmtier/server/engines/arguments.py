@@ -67,7 +67,18 @@ def read_hex(argument: Argument) -> bytes:
 
 
 def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
-    """Reads keys: each argument has many concatenated keys, or one in hexadecimal. No key may occur twice."""
+    """Reads keys of which none may occur twice."""
+    keys = read_chain(arguments)
+    if len(set(keys)) != len(keys):
+        raise Refused("MISUSE a key occurs twice in one request")
+    return keys
+
+
+def read_chain(arguments: Sequence[Argument]) -> list[bytes]:
+    """Reads the keys of a prompt: each argument has many concatenated keys, or one in hexadecimal.
+
+    The core refuses a prompt with the same key twice.
+    """
     parts = [
         each if len(each) != 64 or not _HEX_KEY.fullmatch(each) else read_hex(each) for each in arguments
     ]
@@ -79,8 +90,6 @@ def read_keys(arguments: Sequence[Argument]) -> list[bytes]:
             raise Refused(f"ERR keys have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits; got {len(part)}")
     data = b"".join(parts)
     keys: list[bytes] = np.frombuffer(data, f"V{KEY_BYTES}").tolist()
-    if len(set(keys)) != len(keys):
-        raise Refused("MISUSE a key occurs twice in one request")
     if VALUES in data and any(map(is_value, keys)):
         raise Refused("MISUSE a key belongs to a named value: engines store KV, SET stores values")
     return keys

@@ -20,6 +20,7 @@ from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
     read_asker,
+    read_chain,
     read_hex,
     read_keys,
     read_lifetime,
@@ -82,7 +83,7 @@ class Transfers:
         if source not in self._sources:
             self._cache.metrics.unknown_sources.inc()
         match = self._cache.match(
-            read_keys(keys),
+            read_chain(keys),
             chunks,
             tokens=read_number(tokens, "a number of tokens", MAX_TOKENS) or None,
             deadline=deadline,
@@ -102,7 +103,7 @@ class Transfers:
         session.need_room_for_match(arguments[3:])
         form = session.form(arguments[1])
         deadline = read_seconds(arguments[2], "a deadline")
-        match = self._cache.bring(read_keys(arguments[3:]), form, deadline=deadline)
+        match = self._cache.bring(read_chain(arguments[3:]), form, deadline=deadline)
         if not match.asking:  # start with the chunks that are known; the caller wants them in any case
             self._cache.prefetch(match)
         number = next(self._sessions.ids)
