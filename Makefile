@@ -30,9 +30,9 @@ VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 WALKS := 10000
 SEED := 1
 
-# Tests beside each other, then those that measure time (the marker `alone`), one after the other.
-tests = $(BIN)/pytest -m "$(1) and not alone" --numprocesses 4 --dist worksteal --durations 30 \
-  && $(BIN)/pytest -m "$(1) and alone" --durations 10
+# Tests beside each other, then those that measure time (the marker `alone`): two, which wait most of the time.
+beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
+tests = $(beside) 4 -m "$(1) and not alone" && $(beside) 2 -m "$(1) and alone"
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
 

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,8 @@ NETWORK = "10.77.0"
 BRIDGE = "lmtier0"
 BACK = 10.0
 """Seconds in which hits must be back after a link or a store is."""
+THINKING = 0.05
+"""Seconds between two prompts under load."""
 REFRESHED = 0.6
 """Seconds after which an S3 tier fetches its list anew, and has it."""
 
@@ -212,10 +215,39 @@ def story(store: str, folder: Path, prompts: int) -> Iterator[dict[str, object]]
         seen, back = shared(b, c)
         yield seen.row(store, "the store is back: b to c", back_s=back)
 
+        with working(b, numbers) as answers:
+            until(lambda: len(answers) > 2)
+            server.kill()
+            server.start()
+            begun = len(answers)
+            until(lambda: len(answers) > begun + 2)
+        yield Asked(answers).row(store, "the store is restarted under load: new prompts on b")
+        seen, back = shared(b, c)
+        yield seen.row(store, "after that: b to c", back_s=back)
+
         for machine in (b, c):
             machine.host.slow_down("100mbit")
         seen, _ = shared(b, c)
         yield seen.row(store, "links of 100 Mbit/s: b to c")
+
+
+@contextmanager
+def working(machine: Machine, numbers: Iterator[int]) -> Iterator[list[dict[str, Any]]]:
+    """It computes new prompts meanwhile. The answers to them."""
+    answers: list[dict[str, Any]] = []
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(THINKING):
+            answers.append(machine.ask(next(numbers)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -43,6 +43,6 @@ def test_hosts_share_a_store_and_lose_it(tmp_path, store):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 8
+    assert len(rows) == 10
     assert sum(row["wrong"] for row in rows) == 0
     print(done.stdout)

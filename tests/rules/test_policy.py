@@ -280,6 +280,7 @@ def memory(policy: str, room: int) -> float:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_it_takes_no_more_memory_than_lru():
     lru, auto = memory("lru", 20_000), memory("auto", 20_000)
     assert auto < 1.05 * lru
