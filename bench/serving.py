@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import count, islice, product
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeAlias
@@ -33,6 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import vllm_ttft as ttft
+from lmtier.tools.sim.traces import TraceRequest, read
 from lmtier.tools.terminal import complain, number, say, table
 from lmtier_bench import header
 from tests.vllm.engine import environment
@@ -41,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 PORT, PATIENCE = 8230, 300.0
 BLOCK = 32  # tokens of an engine's block, and of a trace's
 SLACK = 1.02  # what the goals allow, and what two equal servers differ by
+SHARE, STEPS = 2, 8  # of a recorded trace: blocks for one of ours, requests of a session
 CALIBRATION, LEAST = 48, 30  # requests, of the first trace of a workload and of a short cell
 COLOURS = {"plain": "#7f7f7f", "offloading": "#1f77b4", "lmcache": "#ff7f0e", "lmtier": "#2ca02c"}
 
@@ -109,6 +112,31 @@ def agentic(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
             at += min(0.2, chance.lognormvariate(-3.2, 0.8))
     last = max(each.at for each in found)
     return [each._replace(at=each.at / last) for each in found]
+
+
+def recorded(file: Path) -> Workload:
+    """Sessions of a recorded trace, a few requests of each, on a smaller scale: one of its blocks in SHARE,
+    which becomes a block of ours. So prompts share as much of each other as the recorded ones do."""
+    sessions: defaultdict[str, list[TraceRequest]] = defaultdict(list)
+    for request in read(file).requests:
+        if len(request.blocks) >= SHARE:
+            sessions[request.session].append(request)
+    usual = median(run[:STEPS][-1].at - run[0].at for run in sessions.values())
+
+    def workload(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+        ours: defaultdict[Hashable, int] = defaultdict(lambda: fresh(1)[0])
+        found: list[Ask] = []
+        for name in islice(cycle(chance.sample([*sessions], len(sessions))), -(-asks // STEPS)):
+            first = chance.randrange(max(1, len(sessions[name]) - STEPS))
+            some = sessions[name][first : first + STEPS]
+            start = 0.6 * chance.random()
+            for each in some:
+                at = start + min(0.4, 0.2 * (each.at - some[0].at) / usual)
+                blocks = [ours[block] for block in each.blocks[SHARE - 1 :: SHARE]]
+                found.append(Ask(at, blocks, max(4, min(48, each.output // 16))))
+        return found[:asks]
+
+    return workload
 
 
 NOTHING_AGAIN = "no reuse"
@@ -447,7 +475,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--lmcache", type=Path, metavar="FOLDER", help=ttft.LMCACHE_NEEDS)
     parser.add_argument("--only", nargs="+", choices=list(COLOURS), default=list(COLOURS))
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="also sessions of this trace, made small")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.4, 0.9], help="of plain's saturation")
     parser.add_argument("--rounds", type=int, default=2, help="of each cell (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=9.0, help="of a cell at load 1")
@@ -457,6 +486,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what was found as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg")
     options = parser.parse_args(arguments)
+    if options.trace:
+        name = f"trace {options.trace.name.partition('.')[0]}"
+        WORKLOADS[name] = recorded(options.trace)
+        options.workloads = [*options.workloads, name]
     if options.short:
         options.loads, options.rounds, options.seconds = [0.9], 1, 4.0
     if ttft.REAL in options.models and options.smollm2 is None:
