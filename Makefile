@@ -31,8 +31,9 @@ WALKS := 10000
 SEED := 1
 
 # Tests beside each other, then those that measure time (the marker `alone`): two, which wait most of the time.
+WORKERS := 4
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
-tests = $(beside) 4 -m "$(1) and not alone" && $(beside) 2 -m "$(1) and alone"
+tests = $(beside) $(WORKERS) -m "$(1) and not alone" && $(beside) 2 -m "$(1) and alone"
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
 
