@@ -30,10 +30,9 @@ VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 WALKS := 10000
 SEED := 1
 
-# Tests beside each other, then those that measure time (the marker `alone`): two, which wait most of the time.
-WORKERS := 4
+# Tests beside each other, then those that measure time (the marker `alone`). These mostly wait: two at a time.
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
-tests = $(beside) $(WORKERS) -m "$(1) and not alone" && $(beside) 2 -m "$(1) and alone"
+tests = $(beside) 4 -m "$(1) and not alone" && $(beside) 2 -m "$(1) and alone"
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
 
@@ -54,7 +53,7 @@ test-sealed: $(INSTALLED) programs
 test-long: $(INSTALLED) programs
 	$(BIN)/pytest -m long -s
 
-# Three hosts in network namespaces lose a host, a link and the store; half a minute a store, as root or with sudo.
+# Three hosts in network namespaces lose a host, a link and the store; 40 s a store, as root or with sudo.
 test-hosts: $(INSTALLED) programs
 	folder=$$(mktemp -d) && unshare --net --pid --fork --kill-child --mount-proc \
 	  $(BIN)/python -m tests.hosts.fleet $$folder/fleet; rc=$$?; rm -rf $$folder; exit $$rc

@@ -21,7 +21,7 @@ from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.lower import Above
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State
+from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State, check_chain
 from lmtier.core.matches import Matches
 from lmtier.core.owned import OwnedTier
 from lmtier.core.pinning import NamedPins
@@ -207,7 +207,7 @@ class Cache:
         """
         began = time.monotonic()
         self._need_open()
-        names = tuple(keys)  # the caller's list grows with its request
+        names = check_chain(keys)  # a copy: the caller's list grows with its request
         whole = self._gauges.tokens(names[:1]) * len(names)
         asked = whole if tokens is None else tokens
         if asked < whole:
@@ -227,7 +227,7 @@ class Cache:
     def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match:
         """Like `match`, but before any request: it is not counted, and costs are ignored."""
         self._need_open()
-        match = self._matches.begin(tuple(keys), form, 0, time.monotonic() + deadline)
+        match = self._matches.begin(check_chain(keys), form, 0, time.monotonic() + deadline)
         self.index.touch(match.run)
         return match
 

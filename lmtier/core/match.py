@@ -245,7 +245,8 @@ class Reservation:
         return f"<Reservation {sorted(self.entries)} known={self.known} left={len(self.left)}>"
 
 
-def check_chain(keys: Sequence[bytes]) -> None:
-    """Raise if a key occurs twice: its entry would be its own parent."""
+def check_chain(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The keys of a prompt. Raises if one occurs twice: its entry would be its own parent."""
     if len(set(keys)) < len(keys):
         raise MisuseError("a key occurs twice in one request; give each key of the prompt once, in order")
+    return tuple(keys)

@@ -12,7 +12,7 @@ from itertools import count
 from lmtier.core.gauges import Gauges
 from lmtier.core.lower import LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, Entry, Match, State, check_chain
+from lmtier.core.match import CPU, Entry, Match, State
 from lmtier.core.room import Room
 from lmtier.core.weighing import Weighing
 from lmtier.errors import MisuseError
@@ -63,7 +63,6 @@ class Matches:
     ) -> Match:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record. `source`: a tier that is only asked by name."""
-        check_chain(keys)
         match = Match(next(self._ids), keys, form, tokens, deadline, ends, source, session=session)
         self.open[match.id] = match
         is_weighed = bool(tokens and keys)

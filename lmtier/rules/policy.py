@@ -124,7 +124,7 @@ class Aging(Policy[E]):
         self._most = 0
         """How many entries fit: the most so far. Evictions below that lower it."""
         self._trials: list[_Trial] = []
-        """None until the cache is full or large. Before that, each would hold what the cache holds."""
+        """Empty until the cache is full or large. Before that, each would hold what the cache holds."""
         self._behind = [0.0 for _ in self.RATES]
         """By how many hits each rate is behind the best."""
         self._best = len(self.RATES) - 1

@@ -6,6 +6,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.errors import MisuseError
 from lmtier.format.keys import NOBODY, tenant
 from lmtier.rules.foretold import Gaps
 from lmtier.rules.policy import POLICIES
@@ -180,3 +181,10 @@ def test_a_session_of_one_tenant_takes_no_room_from_the_share_of_another(make):
     for turn in range(3):
         ask(cache, named(4, f"flood{turn}"))
     assert there(cache, mine) == 4  # over, but within its share
+
+
+def test_a_prompt_that_is_refused_belongs_to_no_session(cache):
+    with pytest.raises(MisuseError, match="occurs twice"):
+        cache.match([*named(2, "a"), *named(1, "a")], ONE)
+    assert len(cache.sessions.book) == 0
+    cache.check()

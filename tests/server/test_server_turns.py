@@ -97,7 +97,7 @@ def test_all_values_are_forgotten_however_long_that_takes(tmp_path: Path):
     tiers = ("cpu://?capacity=64MiB", f"disk://{tmp_path}/disk?capacity=1GiB")
     config = {"load_deadline": 0.5, "queue_length": 30_000}
     with served(tmp_path, *tiers, config=config) as server, server.connect() as wire:
-        for first in range(0, 12_000, 1000):
+        for first in range(0, 24_000, 1000):
             wire.send(b"".join(command("SET", f"k{i}", "x") for i in range(first, first + 1000)))
             assert [wire.reply() for _ in range(1000)] == ["OK"] * 1000
         wire.expect(1, "LMTIER.FLUSH", 15_000)
