@@ -87,7 +87,7 @@ $(WITH_MODEL): $(INSTALLED)
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
 test-vllm: engines
 	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py \
-	  --numprocesses 2 --dist worksteal --durations 15
+	  --numprocesses 3 --dist worksteal --durations 15
 
 engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
 

@@ -595,7 +595,8 @@ def test_failures_leak_neither_threads_nor_sockets(fresh, proxy):
         proxy.cut()
         proxy.drop()
         assert both(tier, large(1)) == (None, None)
-        assert len([t for t in set(threading.enumerate()) - threads if t.name.startswith("lmtier-redis")]) == 9
+        started = set(threading.enumerate()) - threads
+        assert len([each for each in started if each.name.startswith("lmtier-redis")]) == 9
         until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= files + 2 * 4)
 
 

@@ -491,7 +491,8 @@ def test_failures_leak_neither_threads_nor_sockets(server, tmp_path):
         proxy.cut()
         proxy.drop()
         assert both(tier, sample(1)) == (None, None)
-        assert len([t for t in set(threading.enumerate()) - threads if t.name.startswith("lmtier-s3")]) == 6
+        started = set(threading.enumerate()) - threads
+        assert len([each for each in started if each.name.startswith("lmtier-s3")]) == 6
         until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= files + 2 * 6)
 
 
