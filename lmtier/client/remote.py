@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lmtier.wire.verbs import MAX_MODELS, fields_of
 
 _AGAIN = 1.0  # seconds between attempts to reach a server
 _OWED = 64  # outstanding replies of posted requests, above which they are read
+_INVALID = ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, LMTierError
 
 T = TypeVar("T")
 
@@ -207,7 +209,7 @@ class RemoteServer:
         """The result of `read` for a reply. None: the reply is invalid, and the connection is closed."""
         try:
             return read()
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, LMTierError) as error:
+        except _INVALID as error:
             self.lose(self.link, ProtocolError(f"an invalid reply: {error!r}"))
             return None
 

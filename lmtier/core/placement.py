@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, repeat
+from itertools import chain, groupby, islice, repeat
 from typing import Any, TypeAlias
 
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
-from lmtier.format.objects import PAGE
 
 Fields: TypeAlias = "Mapping[str, Any]"
 
@@ -35,9 +34,9 @@ class Placement:
         return [self.others.get(chunk, self.form) for chunk in range(len(self.keys))]
 
     def fields(self) -> dict[str, Any]:
-        """The placement as a few texts that are cheap to write and to read, without `form` and `keys`."""
-        pages = [offset // PAGE for each in self.offsets for offset in each]
-        fields: dict[str, Any] = {"pages": repr(pages).encode()}
+        """The placement as a few fields that are cheap to write and to read, without `form` and `keys`."""
+        offsets = [*chain.from_iterable(self.offsets)]
+        fields: dict[str, Any] = {"offsets": struct.pack(f"<{len(offsets)}Q", *offsets)}
         if self.others:
             numbers = {self.form: 0}
             which = [numbers.setdefault(form, len(numbers)) for form in self.forms]
@@ -55,16 +54,15 @@ class Placement:
     @classmethod
     def of(cls, form: ChunkForm, keys: tuple[bytes, ...], fields: Fields) -> Placement:
         """The inverse of `fields`. `keys` may be longer than the list of places."""
-        offsets = [page * PAGE for page in json.loads(fields["pages"])]
-        others: dict[int, ChunkForm] = {}
+        offsets, others = fields["offsets"], dict[int, ChunkForm]()
         if "forms" in fields:
             table = [form, *map(read_form, fields["other_forms"])]
             forms = [table[int(number)] for number in read_runs(fields["forms"])]
             others = {chunk: each for chunk, each in enumerate(forms) if each is not form}
-            rest = iter(offsets)
-            places = [tuple(next(rest) for _ in each.shards) for each in forms]
+            rest = iter(struct.unpack(f"<{sum(len(each.shards) for each in forms)}Q", offsets))
+            places = [tuple(islice(rest, len(each.shards))) for each in forms]
         else:
-            places = list(zip(*[iter(offsets)] * len(form.shards), strict=True))
+            places = list(struct.iter_unpack(f"<{len(form.shards)}Q", offsets))
         if len(places) > len(keys):
             raise ValueError(f"there are places for {len(places)} chunks, but only {len(keys)} keys")
         marks: dict[int, list[bytes]] = {}

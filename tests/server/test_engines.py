@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import time
 from collections.abc import Iterator
 from types import GeneratorType
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.keys import namespace, state_key, value_key
-from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, padded, stored_size
+from lmtier.format.layout import LayerShape, Layout, Shard, padded, stored_size
 from lmtier.server.commands import PAUSE, Caller, WithDescriptor
 from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -107,6 +108,10 @@ class Connection:
 
     def close(self) -> None:
         self.engines.gone(self.caller)
+
+
+def offsets(reply: dict[str, Any]) -> list[int]:
+    return [offset for (offset,) in struct.iter_unpack("<Q", reply["offsets"])]
 
 
 def numbers(text: bytes) -> list[int]:
@@ -228,9 +233,7 @@ def test_what_one_engine_saved_another_finds(engines):
     assert one.store(keys(5)) == 5
     found = other.match(keys(5) + keys(3, "unseen"))
     assert (found["state"], found["sources"]) == (b"ready", b"cpu*5")
-    assert [page * PAGE for page in json.loads(found["pages"])] == [
-        engines.cache.index.get(key).offsets[0] for key in keys(5)
-    ]
+    assert offsets(found) == [engines.cache.index.get(key).offsets[0] for key in keys(5)]
     assert other.store(keys(7)) == 2
 
 
@@ -239,7 +242,7 @@ def test_a_reservation_says_what_is_known_new_and_dropped(make):
     connection.store(keys(2))
     reply = connection.say("RESERVE", connection.form(), 0, b"".join(keys(9)))
     assert (reply["known"], reply["dropped"], reply["chunks"]) == (2, 3, b"2-5")
-    assert len(json.loads(reply["pages"])) == 4
+    assert len(offsets(reply)) == 4
     assert connection.say("RESERVE", connection.form(), 0, b"".join(keys(2)))["id"] == 0
 
 
@@ -280,7 +283,7 @@ def test_a_chunk_in_another_form_comes_with_its_description(engines):
     two, one = found["other_forms"]
     assert two == [LAYOUT.to_json(), f"{LEFT}:{ROOM // 2}".encode(), f"{RIGHT}:{ROOM // 2}".encode()]
     assert one == [LAYOUT.to_json(), f"{WHOLE}:{ROOM}".encode()]
-    assert len(json.loads(found["pages"])) == 5
+    assert len(offsets(found)) == 5
 
 
 def test_fingerprints_travel_with_their_chunks(engines):
@@ -314,7 +317,7 @@ def test_a_wait_ends_when_the_chunks_have_come(make):
     gate.hold()
     connection = Connection(engines, "NAME", "x")
     found = connection.match(keys(3))
-    assert (found["state"], found["sources"], found["pages"]) == (b"found", b"memory*3", b"[]")
+    assert (found["state"], found["sources"], found["offsets"]) == (b"found", b"memory*3", b"")
     waiting = connection.ask("WAIT", found["id"])
     assert isinstance(waiting, GeneratorType)
     next(waiting)
@@ -429,7 +432,7 @@ def test_a_rank_that_dies_costs_its_own_shard_of_what_it_had_not_finished(engine
     assert right.say("COMMIT", none, str(RIGHT)) == "OK"
     assert engines.cache.slab.used == 4 * ROOM
     for name, chunks in (("done", 2), ("half", 2), ("none", 0)):
-        assert len(json.loads(scheduler.match(keys(2, name), LEFT, RIGHT)["pages"])) == 2 * chunks
+        assert len(offsets(scheduler.match(keys(2, name), LEFT, RIGHT))) == 2 * chunks
 
 
 def test_an_abort_of_all_that_is_left_gives_the_room_back(engines):
