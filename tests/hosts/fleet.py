@@ -15,76 +15,47 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypeAlias
 
+from tests.hosts.engines import VLLM, HostsEngine, Real, Small
+from tests.hosts.network import ROOT, Host, make_bridge, shell
 from tests.mooncake_process import MooncakeServers
 from tests.redis_process import RedisCluster, RedisServer
 from tests.s3_process import BUCKET, KEY, SECRET, SeaweedFS
 from tests.server.process import until
 
-ROOT = Path(__file__).parents[2]
-NETWORK = "10.77.0"
-BRIDGE = "lmtier0"
+Row: TypeAlias = "dict[str, object]"
+Start: TypeAlias = "Callable[[Host, Path], HostsEngine]"
+NOTHING_ELSE = "--listen", "", "--http", ""
+STORE = 9
+"""The number of the store's host."""
 BACK = 10.0
 """Seconds in which hits must be back after a link or a store is."""
 THINKING = 0.05
 """Seconds between two prompts under load."""
 REFRESHED = 0.6
 """Seconds after which an S3 tier fetches its list anew, and has it."""
-
-
-def shell(*words: object) -> None:
-    subprocess.run([*map(str, words)], check=True)
-
-
-class Host:
-    """A namespace with one link to the bridge."""
-
-    def __init__(self, number: int, folder: Path) -> None:
-        self.address = f"{NETWORK}.{number}"
-        self.folder = folder
-        folder.mkdir(parents=True)
-        self._link = f"link{number}"
-        self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
-        self.inside = ["nsenter", "--target", str(self._holder.pid), "--net"]
-        here = Path("/proc/self/ns/net").readlink()
-        until(lambda: Path(f"/proc/{self._holder.pid}/ns/net").readlink() != here)
-        shell(
-            "ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._holder.pid
-        )
-        shell("ip", "link", "set", self._link, "master", BRIDGE, "up")
-        for words in (
-            ("addr", "add", f"{self.address}/24", "dev", "eth0"),
-            ("link", "set", "eth0", "up"),
-            ("link", "set", "lo", "up"),
-        ):
-            shell(*self.inside, "ip", *words)
-
-    def cut(self) -> None:
-        shell("ip", "link", "set", self._link, "down")
-
-    def heal(self) -> None:
-        shell("ip", "link", "set", self._link, "up")
-
-    def slow_down(self, rate: str) -> None:
-        """No more than so many bits a second, both ways."""
-        limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
-        shell("tc", "qdisc", "replace", "dev", self._link, *limit)
-        shell(*self.inside, "tc", "qdisc", "replace", "dev", "eth0", *limit)
-
-    def close(self) -> None:
-        shell("ip", "link", "delete", self._link)  # it would go with the namespace, but later
-        self._holder.kill()
-        self._holder.wait()
+FAR: dict[str, dict[str, float]] = {
+    "1 ms away": {"delay": 0.001},
+    "50 ms away": {"delay": 0.05},
+    "1 of 100 frames lost": {"loss": 0.01},
+}
+"""What happens to each frame, both ways."""
+TOO_SLOW: dict[str, Callable[[Host], None]] = {
+    "a link of 5 Mbit/s": lambda host: host.slow_down("5mbit"),
+    "50 ms away": lambda host: host.spoil(delay=0.05),
+}
 
 
 class Machine:
-    """A host with a server and an engine."""
+    """A host with a server, and an engine that works with it."""
 
-    def __init__(self, host: Host, tier: str) -> None:
+    def __init__(self, host: Host, tier: str, start: Start, *settings: str) -> None:
         self.host = host
         socket = host.folder / "sock"
         command = [
@@ -95,45 +66,30 @@ class Machine:
             "serve",
             "--unix",
             str(socket),
-            "--listen",
-            "",
+            *NOTHING_ELSE,
         ]
-        command += ["--http", "", "--tier", "cpu://?capacity=64MiB", "--tier", tier]
+        command += ["--tier", "cpu://?capacity=64MiB", "--tier", tier]
+        for each in settings:
+            command += ["--set", each]
         with (host.folder / "log").open("wb") as log:
             self._server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-            until(socket.exists)
-            self._engine = subprocess.Popen(
-                [*host.inside, sys.executable, "-m", "tests.hosts.engine", str(socket)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self._engine.stdout is not None
-        assert self._engine.stdout.readline() == "ready\n", (host.folder / "log").read_text()[-4000:]
-
-    def flush(self) -> None:
-        """Wait until what it computed is stored, or given up."""
-        self.ask("flush")
-
-    def ask(self, prompt: int | str) -> dict[str, Any]:
-        assert self._engine.stdin is not None
-        assert self._engine.stdout is not None
-        self._engine.stdin.write(f"{prompt}\n")
-        self._engine.stdin.flush()
-        line = self._engine.stdout.readline()
-        assert line, (self.host.folder / "log").read_text()[-4000:]
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        until(socket.exists)
+        self.engine = start(host, socket)
 
     def kill(self) -> None:
         """As a host dies: at once, and its link with it."""
         self.host.cut()
-        for process in (self._engine, self._server):
-            process.kill()
-        self._engine.communicate()
+        self.engine.kill()
+        self._server.kill()
         self._server.wait()
+
+
+@dataclass
+class Given:
+    store: str
+    folder: Path
+    prompts: int
+    engine: Start
 
 
 class Asked:
@@ -146,89 +102,136 @@ class Asked:
     def hits(self) -> int:
         return sum(bool(each["loaded"]) for each in self.answers)
 
-    def row(self, store: str, what: str, **more: object) -> dict[str, object]:
+    def times(self) -> Row:
         seconds = sorted(each["seconds"] for each in self.answers)
         tenths = quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else seconds * 19
+        return {"p50_ms": round(1e3 * tenths[9], 1), "p95_ms": round(1e3 * tenths[18], 1)}
+
+    def row(self, store: str, what: str, **more: object) -> Row:
         wrong = sum(each["wrong"] for each in self.answers)
         assert not wrong, self.answers
-        times = {"p50_ms": round(1e3 * tenths[9], 1), "p95_ms": round(1e3 * tenths[18], 1)}
         asked = {"asked": len(self.answers), "hits": self.hits, "wrong": wrong}
-        return {"store": store, "what": what, **asked, **times, **more}
+        return {"store": store, "what": what, **asked, **self.times(), **more}
 
 
-def story(store: str, folder: Path, prompts: int) -> Iterator[dict[str, object]]:
-    """Three hosts over one store, and what happens to them."""
+class Fleet:
+    """Three hosts over one store."""
+
+    def __init__(self, stack: ExitStack, given: Given, *, far: bool = False, worth: str = "auto") -> None:
+        self.store, self._prompts = given.store, given.prompts
+        *hosts, last = [
+            stack.enter_context(_host(number, given.folder / str(number), far and number < STORE))
+            for number in (1, 2, 3, STORE)
+        ]
+        self.server, tier = STORES[self.store](last)
+        stack.callback(self.server.kill)
+        self.numbers = count(1)
+        self.machines = []
+        for host in hosts:
+            self.machines.append(Machine(host, tier, given.engine, f"worth={worth}"))
+            stack.callback(self.machines[-1].kill)
+
+    def asked(self, machine: Machine, what: list[int]) -> Asked:
+        return Asked([machine.engine.ask(prompt) for prompt in what])
+
+    def new(self, machine: Machine) -> tuple[list[int], Asked]:
+        what = [next(self.numbers) for _ in range(self._prompts)]
+        return what, self.asked(machine, what)
+
+    def settle(self, writer: Machine, reader: Machine) -> None:
+        """Wait until what was computed is stored, and have the list of an S3 tier fetched again."""
+        writer.engine.flush()
+        time.sleep(REFRESHED)
+        reader.engine.ask(next(self.numbers))
+        time.sleep(REFRESHED)
+
+    def shared(self, writer: Machine, reader: Machine) -> tuple[Asked, float]:
+        """What one host computes is a hit on another, all of it, and after how many seconds."""
+        began = time.monotonic()
+        while True:
+            what, _ = self.new(writer)
+            self.settle(writer, reader)
+            seen, took = self.asked(reader, what), time.monotonic() - began
+            if seen.hits == self._prompts:
+                return seen, round(took, 1)
+            assert took < BACK, f"{seen.hits} of {self._prompts} hits {took:.1f} s later"
+
+
+def failing(given: Given) -> Iterator[Row]:
+    """A host, a link and the store fail."""
     with ExitStack() as stack:
-        hosts = [stack.enter_context(_host(number, folder / str(number))) for number in (1, 2, 3, 9)]
-        server, tier = STORES[store](hosts[3])
-        stack.callback(server.kill)
-        numbers = count(1)
-        a, b, c = machines = [Machine(host, tier) for host in hosts[:3]]
-        for machine in machines:
-            stack.callback(machine.kill)
-
-        def asked(machine: Machine, what: list[int]) -> Asked:
-            return Asked([machine.ask(prompt) for prompt in what])
-
-        def new(machine: Machine) -> tuple[list[int], Asked]:
-            what = [next(numbers) for _ in range(prompts)]
-            return what, asked(machine, what)
-
-        def settle(writer: Machine, reader: Machine) -> None:
-            """Wait until what was computed is stored, and have the list of an S3 tier fetched again."""
-            writer.flush()
-            time.sleep(REFRESHED)
-            reader.ask(next(numbers))
-            time.sleep(REFRESHED)
-
-        def shared(writer: Machine, reader: Machine) -> tuple[Asked, float]:
-            """What one host computes is a hit on another, all of it, and after how many seconds."""
-            began = time.monotonic()
-            while True:
-                what, _ = new(writer)
-                settle(writer, reader)
-                seen, took = asked(reader, what), time.monotonic() - began
-                if seen.hits == prompts:
-                    return seen, round(took, 1)
-                assert took < BACK, f"{seen.hits} of {prompts} hits {took:.1f} s later"
-
-        yield new(a)[1].row(store, "computed on a")
-        seen, _ = shared(a, b)
+        fleet = Fleet(stack, given, worth="always")
+        a, b, c = fleet.machines
+        store, server = fleet.store, fleet.server
+        yield fleet.new(a)[1].row(store, "computed on a")
+        seen, _ = fleet.shared(a, b)
         yield seen.row(store, "a to b")
 
-        what, _ = new(a)
-        settle(a, c)
+        what, _ = fleet.new(a)
+        fleet.settle(a, c)
         a.kill()
-        seen = asked(c, what)
-        assert seen.hits == prompts
+        seen = fleet.asked(c, what)
+        assert seen.hits == len(what)
         yield seen.row(store, "a has died: what it stored, on c")
 
         c.host.cut()
-        yield new(c)[1].row(store, "c is cut off: new prompts on c")
+        yield fleet.new(c)[1].row(store, "c is cut off: new prompts on c")
         c.host.heal()
-        seen, back = shared(b, c)
+        seen, back = fleet.shared(b, c)
         yield seen.row(store, "c is back: b to c", back_s=back)
 
         server.kill()
-        yield new(b)[1].row(store, "the store is killed: new prompts on b")
+        yield fleet.new(b)[1].row(store, "the store is killed: new prompts on b")
         server.start()
-        seen, back = shared(b, c)
+        seen, back = fleet.shared(b, c)
         yield seen.row(store, "the store is back: b to c", back_s=back)
 
-        with working(b, numbers) as answers:
+        with working(b, fleet.numbers) as answers:
             until(lambda: len(answers) > 2)
             server.kill()
             server.start()
             begun = len(answers)
             until(lambda: len(answers) > begun + 2)
         yield Asked(answers).row(store, "the store is restarted under load: new prompts on b")
-        seen, back = shared(b, c)
+        seen, back = fleet.shared(b, c)
         yield seen.row(store, "after that: b to c", back_s=back)
 
         for machine in (b, c):
             machine.host.slow_down("100mbit")
-        seen, _ = shared(b, c)
+        seen, _ = fleet.shared(b, c)
         yield seen.row(store, "links of 100 Mbit/s: b to c")
+
+
+def far(given: Given) -> Iterator[Row]:
+    """All hosts are far from the store, or their links lose frames."""
+    with ExitStack() as stack:
+        fleet = Fleet(stack, given, far=True, worth="always")
+        _, b, c = fleet.machines
+        for what, spoilt in FAR.items():
+            for machine in (b, c):
+                machine.host.spoil(**spoilt)
+            prompts, _ = fleet.new(b)
+            fleet.settle(b, c)
+            yield fleet.asked(c, prompts).row(fleet.store, f"{what}: b to c")
+
+
+def too_slow(given: Given) -> Iterator[Row]:
+    """Loading takes longer than computing: every other prompt is asked without a cache, for comparison."""
+    with ExitStack() as stack:
+        fleet = Fleet(stack, given, far=True)
+        _, b, c = fleet.machines
+        assert isinstance(c.engine, Real)
+        for what, spoil in TOO_SLOW.items():
+            c.host.spoil()
+            c.host.slow_down("10gbit")
+            prompts, _ = fleet.new(b)
+            more, _ = fleet.new(b)
+            fleet.settle(b, c)
+            spoil(c.host)
+            pairs = zip(prompts, more, strict=True)
+            both = [(c.engine.ask(one), c.engine.ask(other, with_cache=False)) for one, other in pairs]
+            ours, bare = (Asked([pair[which] for pair in both]) for which in (0, 1))
+            yield ours.row(fleet.store, f"{what}: b to c", without_cache=bare.times())
 
 
 @contextmanager
@@ -239,7 +242,7 @@ def working(machine: Machine, numbers: Iterator[int]) -> Iterator[list[dict[str,
 
     def work() -> None:
         while not over.wait(THINKING):
-            answers.append(machine.ask(next(numbers)))
+            answers.append(machine.engine.ask(next(numbers)))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -251,8 +254,8 @@ def working(machine: Machine, numbers: Iterator[int]) -> Iterator[list[dict[str,
 
 
 @contextmanager
-def _host(number: int, folder: Path) -> Iterator[Host]:
-    host = Host(number, folder)
+def _host(number: int, folder: Path, far: bool) -> Iterator[Host]:
+    host = Host(number, folder, far=far)
     try:
         yield host
     finally:
@@ -287,20 +290,29 @@ STORES: dict[str, Callable[[Host], tuple[Any, str]]] = {
 }
 
 
+STORIES: dict[str, Callable[[Given], Iterator[Row]]] = {"failing": failing, "far": far, "too-slow": too_slow}
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description="Hosts that share a store, and lose it.")
     options.add_argument("folder", type=Path)
     options.add_argument("--store", action="append", choices=[*STORES], default=[])
+    options.add_argument("--story", action="append", choices=[*STORIES], default=[])
     options.add_argument("--prompts", type=int, default=20)
+    options.add_argument("--vllm", action="store_true", help="the engines are real ones (make engines)")
     given = options.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-    shell("ip", "link", "set", "lo", "up")
-    shell("ip", "link", "add", BRIDGE, "type", "bridge")
-    shell("ip", "addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE)
-    shell("ip", "link", "set", BRIDGE, "up")
-    for store in given.store or STORES:
-        for row in story(store, given.folder / store, given.prompts):
-            print(json.dumps(row), flush=True)
+    make_bridge()
+    start: Start = Small
+    if given.vllm:
+        models = given.folder / "models"
+        shell(VLLM, ROOT / "tests/vllm/models.py", models)
+        start = partial(Real, model=models / "qwen2")
+    for story in given.story or ["failing", "far"]:
+        for store in given.store or STORES:
+            folder = given.folder / story / store
+            for row in STORIES[story](Given(store, folder, given.prompts, start)):
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

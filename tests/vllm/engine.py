@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from threading import Timer
@@ -29,7 +31,8 @@ class Engine:
     """Outputs are greedy. `log` is what vLLM said.
 
     `fresh`: it and its processes are interpreters of their own, which hash strings each in its own way; else
-    they are copies of one that has imported vLLM, and start several times as fast.
+    they are copies of one that has imported vLLM, and start several times as fast. `python`: the command of
+    such an interpreter.
     """
 
     def __init__(
@@ -41,12 +44,13 @@ class Engine:
         processes: bool = False,
         env: dict[str, str] | None = None,
         fresh: bool = False,
+        python: Sequence[str] = (sys.executable,),
         wait: bool = True,
         **options: Any,
     ) -> None:
         self.log = folder / f"engine-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
-            start = _start if fresh else template.copy
+            start = partial(_start, python) if fresh else template.copy
             self.process = start(
                 environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})}), log
             )
@@ -205,9 +209,9 @@ class Engine:
         self.stop()
 
 
-def _start(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str]:
+def _start(python: Sequence[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["nice", "-n", "5", sys.executable, __file__],
+        ["nice", "-n", "5", *python, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
