@@ -1,6 +1,7 @@
 """An engine on a host: asks its server for the prompts that it is sent, one a line, and checks every byte.
 
-The line `flush` waits until what it computed is stored.
+Another host whose memory may have the prompt can follow in its line. The line `flush` waits until what was
+computed is stored.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ def main() -> None:
             if line == "flush\n":
                 print(json.dumps({"flushed": client.flush(PATIENCE)}), flush=True)
             else:
-                print(json.dumps(ask(mover, kv, blocks, int(line))), flush=True)
+                print(json.dumps(ask(mover, kv, blocks, *line.split())), flush=True)
 
 
-def ask(mover: Mover, kv: list[np.ndarray], blocks: list[int], prompt: int) -> dict[str, object]:
+def ask(
+    mover: Mover, kv: list[np.ndarray], blocks: list[int], number: str, source: str = ""
+) -> dict[str, object]:
     """What came from where, how long it took to have all of it, and whether a byte of it was wrong."""
+    prompt = int(number)
     right = [
         np.random.default_rng((prompt, layer)).random(kv[layer][blocks].shape, np.float32)
         for layer in range(LAYERS)
@@ -52,7 +56,7 @@ def ask(mover: Mover, kv: list[np.ndarray], blocks: list[int], prompt: int) -> d
         memory[:] = -1
     began = time.monotonic()
     chain = mover.chain([prompt, *range(1000, 999 + TOKENS)])
-    match = mover.match(chain)
+    match = mover.match(chain, source=source)
     sources = sorted({*match.sources})
     with mover.load(match, blocks) as loading:
         for layer in range(LAYERS):

@@ -19,9 +19,9 @@ TOKENS = 1030
 
 
 class HostsEngine(Protocol):
-    def ask(self, prompt: int) -> dict[str, Any]:
+    def ask(self, prompt: int, *, source: str = "") -> dict[str, Any]:
         """How many tokens of this prompt were loaded, in how many seconds it was there, whether it was
-        wrong."""
+        wrong. `source`: another host whose memory may have it."""
 
     def flush(self) -> None:
         """Wait until what it computed is stored, or given up."""
@@ -45,8 +45,8 @@ class Small:
         self._answers: IO[str] = self._process.stdout
         assert self._hear() == "ready\n"
 
-    def ask(self, prompt: int) -> dict[str, Any]:
-        return self._tell(str(prompt))
+    def ask(self, prompt: int, *, source: str = "") -> dict[str, Any]:
+        return self._tell(f"{prompt} {source}")
 
     def flush(self) -> None:
         self._tell("flush")
@@ -84,10 +84,11 @@ class Real:
         python = [*host.inside, str(VLLM)]
         self._engine = Engine(host.folder, model, transfer=transfer, fresh=True, python=python)
 
-    def ask(self, prompt: int, *, with_cache: bool = True) -> dict[str, Any]:
+    def ask(self, prompt: int, *, source: str = "", with_cache: bool = True) -> dict[str, Any]:
         self._engine.use_connector(with_cache)
         dice = random.Random(prompt)
-        (output,) = self._engine.generate([[dice.randrange(4, 2048) for _ in range(TOKENS)]])
+        tokens = [dice.randrange(4, 2048) for _ in range(TOKENS)]
+        (output,) = self._engine.generate([tokens], params={"lmtier_source": source} if source else None)
         is_wrong = output.tokens != self.answers.setdefault(prompt, output.tokens)
         return {"loaded": output.cached, "seconds": output.seconds, "wrong": is_wrong}
 

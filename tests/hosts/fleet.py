@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from statistics import quantiles
 from typing import Any, TypeAlias
 
@@ -31,7 +32,7 @@ from tests.server.process import until
 
 Row: TypeAlias = "dict[str, object]"
 Start: TypeAlias = "Callable[[Host, Path], HostsEngine]"
-NOTHING_ELSE = "--listen", "", "--http", ""
+PORT = 6380
 STORE = 9
 """The number of the store's host."""
 BACK = 10.0
@@ -55,22 +56,14 @@ TOO_SLOW: dict[str, Callable[[Host], None]] = {
 class Machine:
     """A host with a server, and an engine that works with it."""
 
-    def __init__(self, host: Host, tier: str, start: Start, *settings: str) -> None:
+    def __init__(self, host: Host, tiers: Sequence[str], start: Start, worth: str = "auto") -> None:
         self.host = host
+        self.name = f"{host.address}:{PORT}"
         socket = host.folder / "sock"
-        command = [
-            *host.inside,
-            sys.executable,
-            "-m",
-            "lmtier",
-            "serve",
-            "--unix",
-            str(socket),
-            *NOTHING_ELSE,
-        ]
-        command += ["--tier", "cpu://?capacity=64MiB", "--tier", tier]
-        for each in settings:
-            command += ["--set", each]
+        command = [*host.inside, sys.executable, "-m", "lmtier", "serve", "--unix", str(socket), "--http", ""]
+        command += ["--listen", self.name, "--set", f"worth={worth}"]
+        for tier in ("cpu://?capacity=64MiB", *tiers):
+            command += ["--tier", tier]
         with (host.folder / "log").open("wb") as log:
             self._server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         until(socket.exists)
@@ -128,7 +121,7 @@ class Fleet:
         self.numbers = count(1)
         self.machines = []
         for host in hosts:
-            self.machines.append(Machine(host, tier, given.engine, f"worth={worth}"))
+            self.machines.append(Machine(host, [tier], given.engine, worth))
             stack.callback(self.machines[-1].kill)
 
     def asked(self, machine: Machine, what: list[int]) -> Asked:
@@ -254,7 +247,7 @@ def working(machine: Machine, numbers: Iterator[int]) -> Iterator[list[dict[str,
 
 
 @contextmanager
-def _host(number: int, folder: Path, far: bool) -> Iterator[Host]:
+def _host(number: int, folder: Path, far: bool = False) -> Iterator[Host]:
     host = Host(number, folder, far=far)
     try:
         yield host
@@ -290,7 +283,41 @@ STORES: dict[str, Callable[[Host], tuple[Any, str]]] = {
 }
 
 
-STORIES: dict[str, Callable[[Given], Iterator[Row]]] = {"failing": failing, "far": far, "too-slow": too_slow}
+def sources(given: Given) -> Iterator[Row]:
+    """No store: requests name the host whose memory has the prompt."""
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(_host(number, given.folder / str(number))) for number in (1, 2, 3)]
+        machines = []
+        for host in hosts:
+            others = [f"lmtier://{each.address}:{PORT}?deadline=1s" for each in hosts if each is not host]
+            machines.append(Machine(host, others, given.engine, "always"))
+            stack.callback(machines[-1].kill)
+        a, b, c = machines
+        numbers = count(1)
+
+        def row(what: str, reader: Machine, source: str = "", **more: object) -> Row:
+            prompts = [next(numbers) for _ in range(given.prompts)]
+            for each in prompts:
+                a.engine.ask(each)
+            return Asked([reader.engine.ask(each, source=source) for each in prompts]).row("", what, **more)
+
+        yield row("b names a", b, a.name)
+        yield row("c names nobody", c)
+        a.host.cut()
+        yield row("a is cut off, and c names it", c, a.name)
+        a.host.heal()
+        began = time.monotonic()
+        while (seen := row("a is back, and c names it", c, a.name))["hits"] != given.prompts:
+            assert time.monotonic() - began < BACK, seen
+        yield {**seen, "back_s": round(time.monotonic() - began, 1)}
+
+
+STORIES: dict[str, Callable[[Given], Iterator[Row]]] = {
+    "failing": failing,
+    "far": far,
+    "too-slow": too_slow,
+    "sources": sources,
+}
 
 
 def main() -> None:
@@ -301,15 +328,15 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=20)
     options.add_argument("--vllm", action="store_true", help="the engines are real ones (make engines)")
     given = options.parse_args()
-    os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "LMTIER_TOKEN": token_hex()}
     make_bridge()
     start: Start = Small
     if given.vllm:
         models = given.folder / "models"
         shell(VLLM, ROOT / "tests/vllm/models.py", models)
         start = partial(Real, model=models / "qwen2")
-    for story in given.story or ["failing", "far"]:
-        for store in given.store or STORES:
+    for story in given.story or ["failing", "far", "sources"]:
+        for store in [""] if story == "sources" else given.store or STORES:
             folder = given.folder / story / store
             for row in STORIES[story](Given(store, folder, given.prompts, start)):
                 print(json.dumps(row), flush=True)
