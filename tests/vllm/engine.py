@@ -51,9 +51,9 @@ class Engine:
         self.log = folder / f"engine-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             start = partial(_start, python) if fresh else template.copy
-            self.process = start(
-                environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})}), log
-            )
+            variables = environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})})
+            del variables["VLLM_CPU_KVCACHE_SPACE"]  # which an engine prefers to its options
+            self.process = start(variables, log)
         self._tell({"model": str(model), "transfer": transfer, **options})
         if wait:
             self._hear()
@@ -284,6 +284,7 @@ def main() -> None:
         "disable_log_stats": False,
         "skip_tokenizer_init": True,
         "block_size": 32,
+        "kv_cache_memory_bytes": 256 << 20,  # zeroing a GiB would be a third of an engine's start
     }
     options = {**defaults, **options}
     if options["enforce_eager"]:
