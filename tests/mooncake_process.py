@@ -24,8 +24,8 @@ _NODE = """
 import sys, threading
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-host, metadata, master = sys.argv[1:]
-code = store.setup(host, metadata, 256 << 20, 16 << 20, "tcp", "", master)
+host, metadata, master, room = sys.argv[1:]
+code = store.setup(host, metadata, int(room), 16 << 20, "tcp", "", master)
 print(code, flush=True)
 threading.Event().wait()
 """
@@ -33,12 +33,17 @@ threading.Event().wait()
 
 class MooncakeServers:
     def __init__(
-        self, folder: Path, nodes: int = 1, host: str = "127.0.0.1", inside: Sequence[str] = ()
+        self,
+        folder: Path,
+        nodes: int = 1,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+        room: int = 256 << 20,
     ) -> None:
-        """`inside`: the words before a command that run it on another host."""
+        """`inside`: the words before a command that run it on another host. `room`: bytes of each node."""
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log"
-        self.host, self._inside, self._count = host, inside, nodes
+        self.host, self._inside, self._count, self._room = host, inside, nodes, room
         self.port, self._http, self._metrics = free_port(), free_port(), free_port()
         self.metadata = f"http://{host}:{self._http}/metadata"
         self.nodes: list[subprocess.Popen[str]] = []
@@ -67,6 +72,7 @@ class MooncakeServers:
 
     def _node(self) -> subprocess.Popen[str]:
         words = [sys.executable, "-c", _NODE, self.host, self.metadata, f"{self.host}:{self.port}"]
+        words.append(str(self._room))
         with self._log.open("ab") as log:
             node = subprocess.Popen([*self._inside, *words], stdout=subprocess.PIPE, stderr=log, text=True)
         assert node.stdout is not None

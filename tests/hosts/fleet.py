@@ -271,7 +271,7 @@ def _redis_cluster(host: Host) -> tuple[RedisCluster, str]:
 
 
 def _mooncake(host: Host) -> tuple[MooncakeServers, str]:
-    servers = MooncakeServers(host.folder, host=host.address, inside=host.inside)
+    servers = MooncakeServers(host.folder, host=host.address, inside=host.inside, room=1 << 30)
     return servers, servers.url()
 
 
