@@ -62,7 +62,7 @@ class Machine:
         socket = host.folder / "sock"
         command = [*host.inside, sys.executable, "-m", "lmtier", "serve", "--unix", str(socket), "--http", ""]
         command += ["--listen", self.name, "--set", f"worth={worth}"]
-        for tier in ("cpu://?capacity=64MiB", *tiers):
+        for tier in ("cpu://?capacity=256MiB", *tiers):
             command += ["--tier", tier]
         with (host.folder / "log").open("wb") as log:
             self._server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
