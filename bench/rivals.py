@@ -34,6 +34,8 @@ class ARC(Policy[E]):
         for entry in entries:
             (self._once if entry in self._once else self._again).move_to_end(entry)
 
+    def missed(self, keys: Sequence[bytes]) -> None: ...
+
     def order(self) -> Generator[E, None, None]:
         once, again = iter(self._once), iter(self._again)
         left = len(self._once)

@@ -375,6 +375,15 @@ class Index:
         for policy, part in self._by_policy(run):
             policy.touch(part)
 
+    def missed(self, keys: Iterable[bytes]) -> None:
+        """Another host asked for these. The policy learns which of them should have stayed."""
+        absent = [key for key in keys if key not in self._entries and not self.is_record(key)]
+        if self.pools is None and absent:
+            self._policy.missed(absent)
+        elif self.pools is not None:
+            for pool, part in groupby(absent, key=self.pools.of):
+                pool.policy.missed([*part])
+
     def refresh(self, run: Sequence[Entry]) -> None:
         """The request that used this prefix still uses it."""
         for policy, part in self._by_policy(run):

@@ -67,6 +67,9 @@ class Foretold(Policy[E]):
             self._forget(entries)
         self._policy.refresh(entries)
 
+    def missed(self, keys: Sequence[bytes]) -> None:
+        self._policy.missed(keys)
+
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         if self._over or self._waiting:
             self._forget(entries)

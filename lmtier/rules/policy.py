@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -43,6 +43,10 @@ class Policy(ABC, Generic[E]):
     @abstractmethod
     def refresh(self, entries: Iterable[E]) -> None:
         """The same request continues. Keep these with the entries that it adds, but count no hit."""
+
+    @abstractmethod
+    def missed(self, keys: Sequence[bytes]) -> None:
+        """A request asked for these, which are not here, and it will not add them."""
 
     @abstractmethod
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
@@ -81,6 +85,8 @@ class LRU(Policy[E]):
             move(entry)
 
     refresh = touch
+
+    def missed(self, keys: Sequence[bytes]) -> None: ...
 
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         for entry in entries:
@@ -177,6 +183,11 @@ class Aging(Policy[E]):
             queue.move_to_end(entry)
             queue[entry] = now
 
+    def missed(self, keys: Sequence[bytes]) -> None:
+        self._now += 1
+        if self._trials:
+            self._try({_number(key): None for key in keys if key[-1] % self._sample == 0})
+
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         once, again = self._once, self._again
         self._most = max(len(self), self._most - evicted * len(entries))
@@ -205,8 +216,9 @@ class Aging(Policy[E]):
             )
             self._trials = [_Trial(rate, once, again) for rate in self.RATES]
 
-    def _try(self, tested: dict[int, bool]) -> None:
-        """A request used these keys, known or new, all at once: a trial makes room after the last."""
+    def _try(self, tested: Mapping[int, bool | None]) -> None:
+        """A request used these keys, known or new, all at once: a trial makes room after the last. None: it
+        is not added."""
         room = max(1, max(self._most, len(self)) // self._sample)
         if room >= 2 * self.TESTED and self._sample < self.SAMPLE:
             self._test_less()
@@ -240,8 +252,8 @@ class _Trial:
         self._rate = rate
         self._once, self._again = OrderedDict(once), OrderedDict(again)
 
-    def ask(self, keys: dict[int, bool], now: int, room: int) -> set[int]:
-        """Adds these keys, which are known or new. Returns those that were missing."""
+    def ask(self, keys: Mapping[int, bool | None], now: int, room: int) -> set[int]:
+        """Adds these keys, which are known or new, or None: not to be added. Returns what was missing."""
         once, again = self._once, self._again
         move, missed = again.move_to_end, set()
         for key, is_known in keys.items():
@@ -250,7 +262,8 @@ class _Trial:
             elif once.pop(key, None) is None:
                 missed.add(key)
                 if not is_known:
-                    once[key] = now
+                    if is_known is not None:
+                        once[key] = now
                     continue
             again[key] = now
         while len(once) + len(again) > room:

@@ -120,15 +120,20 @@ class Model:
             take(key, self.once, self.again)
             self.left.append(key)
 
-    def tried(self, keys: list[bytes], known: bool) -> None:
-        """The chunks of one request are used at once."""
+    def missed(self, keys: list[bytes]) -> None:
+        self.now += 1
+        self.tried(keys, None)
+
+    def tried(self, keys: list[bytes], known: bool | None) -> None:
+        """The chunks of one request are used at once. None: nobody adds them."""
         room = max(1, max(self.most, len(self.once) + len(self.again)))
         hits = []
         for rate, (once, again) in zip(Eager.RATES, self.trials, strict=True):
             hits.append([key in keys_of(once) + keys_of(again) for key in keys])
             for key in keys:
                 was_here = take(key, once, again) is not None
-                (again if was_here or known else once).append((key, self.now))
+                if was_here or known is not None:
+                    (again if was_here or known else once).append((key, self.now))
             while len(once) + len(again) > room:
                 take(self.by_age(once, again, rate)[0], once, again)
         for each in zip(*hits, strict=True):
@@ -180,6 +185,10 @@ def test_it_equals_a_plain_model(room: int, favourites: int, seed: int):
     model = Model()
     chunks: dict[bytes, Chunk] = {}
     for prompt in prompts:
+        if chance.random() < 0.3:  # another host asks
+            asked = [each for each in dict.fromkeys(chance.choices(KEYS, k=4)) if each not in chunks]
+            policy.missed(asked)
+            model.missed(asked)
         hits = [each for each in reversed(prompt) if each in chunks]
         policy.touch([chunks[each] for each in hits])
         model.touch(hits)
@@ -259,6 +268,22 @@ def test_it_follows_traffic_that_changes():
         ask(index, traffic(chance))
         rates.append(policy.rate)
     assert rates[1_999] > rates[3_999] < rates[5_999]
+
+
+def test_what_another_host_reads_stays_until_then():
+    """Memory is full of prompts that were used twice, and each new prompt is read once, by another host."""
+    index = Index(500, make_policy("auto"))
+    for n in [*range(50)] * 2:
+        ask(index, [("old", n, i) for i in range(10)])
+    found = []
+    for n in range(400):
+        ask(index, [(n, i) for i in range(10)])
+        names = [key((n - 20, i)) for i in range(10)]
+        run = [entry for each in names if (entry := index.get(each)) is not None]
+        index.missed(names)
+        index.touch(run)
+        found.append(len(run))
+    assert sum(found[-200:]) > 0.95 * 2_000
 
 
 # ---- what it costs

@@ -32,9 +32,12 @@ class Sourcing:
         """The payload bytes of each named object, in whole pages; 0: it is not in memory."""
         found: list[int] = []
         for at in range(1, len(arguments), _FEW):
-            for name in _read_names(arguments[at : at + _FEW]):
+            names = _read_names(arguments[at : at + _FEW])
+            for name in names:
                 entry = self._find(name)
                 found.append(padded(_size(entry, name)) if entry is not None else 0)
+            # No insert follows, from which the policy of the memory would learn.
+            self._cache.index.missed(dict.fromkeys(name.key for name in names))
             yield PAUSE
         return found
 
