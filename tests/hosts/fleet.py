@@ -302,7 +302,7 @@ def sources(given: Given) -> Iterator[Row]:
             return Asked([reader.engine.ask(each, source=source) for each in prompts]).row("", what, **more)
 
         yield row("b names a", b, a.name)
-        yield row("c names nobody", c)
+        yield row("c names no host", c)
         a.host.cut()
         yield row("a is cut off, and c names it", c, a.name)
         a.host.heal()
