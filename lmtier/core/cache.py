@@ -224,10 +224,10 @@ class Cache:
             self.metrics.looked_up(time.monotonic() - began)
         return match
 
-    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match:
+    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float, source: str = "") -> Match:
         """Like `match`, but before any request: it is not counted, and costs are ignored."""
         self._need_open()
-        match = self._matches.begin(check_chain(keys), form, 0, time.monotonic() + deadline)
+        match = self._matches.begin(check_chain(keys), form, 0, time.monotonic() + deadline, source=source)
         self.index.touch(match.run)
         return match
 

@@ -39,7 +39,9 @@ class Calls(Protocol):
 
     def unpin(self, name: str) -> bool: ...
 
-    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match: ...
+    def bring(
+        self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float, source: str = ""
+    ) -> Match: ...
 
     def prefetch(self, match: Match) -> None: ...
 
@@ -96,7 +98,7 @@ class Hinting:
                     raise MisuseError("retain needs seconds")
                 self._cache.pin(pin, chain, seconds)
             case hints.PREFETCH:
-                self._prefetch(chain, agent, action.seconds(_DEADLINE) or _DEADLINE)
+                self._prefetch(chain, agent, action.seconds(_DEADLINE) or _DEADLINE, action.source)
             case hints.TTL:
                 if (seconds := action.seconds(None)) is None:
                     raise MisuseError("ttl needs seconds")
@@ -124,14 +126,14 @@ class Hinting:
             case _:
                 raise MisuseError("session_wait is for a person or for a tool")
 
-    def _prefetch(self, keys: Sequence[bytes], agent: Agent | None, seconds: float) -> None:
+    def _prefetch(self, keys: Sequence[bytes], agent: Agent | None, seconds: float, source: str) -> None:
         first = self._cache.index.get(keys[0]) if keys else None
         form = first.form if first is not None else None if agent is None else agent.form
         if form is None:
             raise MisuseError("the form of these chunks is not known: name a session")
         if len(self._bringing) == MAX_BRINGING:
             raise MisuseError(f"{MAX_BRINGING} prefetches are running: try again later")
-        match = self._cache.bring(keys, form, deadline=seconds)
+        match = self._cache.bring(keys, form, deadline=seconds, source=source)
         self._bringing.append(match)
         if not match.asking:
             self._cache.prefetch(match)

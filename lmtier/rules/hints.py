@@ -38,7 +38,7 @@ _PAYLOAD = {
     PIN: {"seconds"},
     RETAIN: {"seconds"},
     TTL: {"seconds"},
-    PREFETCH: {"seconds"},
+    PREFETCH: {"seconds", "source"},
     RELEASE: set(),
     END: set(),
     WAIT: {"for"},
@@ -86,6 +86,14 @@ class Action:
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= MAX_TTL:
             raise MisuseError(f"{self.type}: seconds must be more than 0, and at most 100 years")
         return float(given)
+
+    @property
+    def source(self) -> str:
+        """The host whose memory has it; empty: none is named."""
+        name = self.payload.get("source", "")
+        if name != "" and not is_name(name):
+            raise MisuseError(f"{self.type}: the source is the name of a tier, as host:port")
+        return str(name)
 
 
 class ActionResult(NamedTuple):

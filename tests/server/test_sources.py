@@ -24,6 +24,7 @@ from lmtier.errors import ConfigError
 from lmtier.format.keys import Identity, KeyChain, seed, value_key
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import peek
+from lmtier.rules.hints import envelope
 from lmtier.server.engines import Engines
 from lmtier.testing import load, run
 from lmtier.tiers.base import Item, Job, Op, Reason
@@ -92,16 +93,33 @@ def test_who_names_a_host_gets_what_is_in_its_memory(tmp_path: Path):
         assert chunks(b.engine, names) == 0
         assert chunks(b.engine, names, "127.0.0.1:1") == 0
         assert link.moved["up"] == 0, "a host was asked that nobody named"
-        page = urllib.request.Request(f"http://{b.server.where['http']}/metrics")
-        page.add_header("Authorization", f"Bearer {TOKEN}")
-        with urllib.request.urlopen(page) as answer:
-            assert b"\nlmtier_unknown_sources_total 1.0\n" in answer.read()
+        assert counted(b.server, "lmtier_unknown_sources_total") == 1
         match = fetch(b.engine, names, source)
         assert (match.chunks, set(match.sources)) == (6, {"lmtier"})
         b.engine.release(match)
         match = fetch(b.engine, names, "")
         assert (match.chunks, set(match.sources)) == (6, {"cpu"}), "they are in its own memory now"
         b.engine.release(match)
+
+
+def test_a_hint_names_a_host_before_any_request(tmp_path: Path):
+    names = KeyChain(seed(Identity(model="m", weights="w"), C), C, range(8 * C)).keys
+    with two_hosts(tmp_path) as (a, b, source, _):
+        assert store(a.engine, names[:6]) == 6
+        b.engine.release(b.engine.match(names, ONE, session="agent"))
+        b.engine.hint(envelope("1", ("prefetch", {"source": source})), session="agent")
+        until(lambda: in_memory(b.server) == 6)
+        assert chunks(b.engine, names) == 6
+        b.engine.hint(envelope("2", ("prefetch", {"source": 6})), session="agent")
+        until(lambda: counted(b.server, 'lmtier_hints_total{action="prefetch",result="refused"}') == 1)
+
+
+def counted(server: Served, sample: str) -> float:
+    page = urllib.request.Request(f"http://{server.where['http']}/metrics")
+    page.add_header("Authorization", f"Bearer {TOKEN}")
+    with urllib.request.urlopen(page) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(sample)), 0.0)
 
 
 def test_all_shards_of_a_chunk_come(tmp_path: Path):
