@@ -417,7 +417,7 @@ class Cache:
         self._wake.clear()
 
     def purge(self, suspect: Suspect, *, force: bool = False) -> None:
-        """Delete the chunks that `suspect` covers, except leased ones; with `force` those too.
+        """Delete the chunks that `suspect` covers, except those in use; with `force` those too.
 
         In lower tiers headers are read one by one to find them; `flush` waits for that. Until then lookups
         still find such chunks, but they are not loaded.
@@ -426,7 +426,7 @@ class Cache:
         for tier in self.lower:
             tier.let_leave(suspect.prefix)
         for entry in self.index.entries():
-            if suspect.covers(entry.key, entry.made) and (force or not entry.leases):
+            if suspect.covers(entry.key, entry.made) and (force or self.lower.only_lease(entry)):
                 self.room.take_out(entry, CLEARED)
         for tier in self.lower:
             tier.purge(suspect)

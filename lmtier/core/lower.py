@@ -118,7 +118,8 @@ class LowerTier(ABC):
         """Deletions that failed, to be tried again."""
         self._going: set[bytes] = set()
         """Chunks that are being written, deleted or overwritten. A name is in one such job at a time."""
-        self.storing = 0
+        self.storing: set[Entry] = set()
+        """Chunks of the slab that are being written, each leased for that."""
         self._storing_bytes = 0
         self._writes = Writes(above.slab, above.release, above.queue_length)
         self._suspects: list[Suspect] = []
@@ -186,7 +187,7 @@ class LowerTier(ABC):
     @property
     def backlog(self) -> int:
         """Chunks that are still to be written or deleted, and namespaces to be cleared."""
-        return len(self._writes) + self.storing + self._deletions + len(self._undeleted)
+        return len(self._writes) + len(self.storing) + self._deletions + len(self._undeleted)
 
     @property
     def is_busy(self) -> bool:
@@ -313,7 +314,12 @@ class LowerTier(ABC):
         if self.is_paused:
             return
         slab, writes, postponed = self._above.slab, self._writes, 0
-        while len(writes) > postponed and self.storing < MAX_STORING and self.is_warm and self.down.allows():
+        while (
+            len(writes) > postponed
+            and len(self.storing) < MAX_STORING
+            and self.is_warm
+            and self.down.allows()
+        ):
             key = writes.next()
             if self._must_wait(key):
                 writes.postpone(key)
@@ -372,14 +378,14 @@ class LowerTier(ABC):
                 form.shards, form.sizes, entry.offsets, prints, spot.replaces, strict=True
             )
         )
-        self.storing += 1
+        self.storing.add(entry)
         self._storing_bytes += entry.nbytes
         if self.budget is not None:
             self.budget.reserve(form.at_rest)
         self._jobs.submit(Op.STORE, items, partial(self._end_store, entry, spot))
 
     def _end_store(self, entry: Entry, spot: Spot, done: Done) -> None:
-        self.storing -= 1
+        self.storing.remove(entry)
         self._storing_bytes -= entry.nbytes
         self._going.difference_update((entry.key, *(name.key for name in spot.replaces if name)))
         self._above.release(entry)
@@ -585,7 +591,7 @@ class LowerTier(ABC):
             metrics.life_days.labels(label).set_function(
                 lambda: endurance / pace if (pace := self.pace.per_day(self._clock())) else float("inf")
             )
-        metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._writes) + self.storing)
+        metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._writes) + len(self.storing))
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
         for word in WORDS if self._has_codec else ():
             if word != AUTO:

@@ -67,6 +67,10 @@ class LowerTiers(list[LowerTier]):
         self.watching = [tier for tier in self if tier.watches]
         self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]
 
+    def only_lease(self, entry: Entry) -> bool:
+        """Whether nobody else leases this chunk of the slab: no engine reads it, and nothing pins it."""
+        return entry.leases == sum(entry in tier.storing for tier in self)
+
     def asked(self, source: str) -> list[SharedTier]:
         """The tiers that a request with this source asks what they have."""
         return [tier for tier in self.shared if tier.source in ("", source)]

@@ -167,6 +167,25 @@ def test_a_search_for_what_is_suspect_waits_for_writes_of_before_and_not_for_lat
     assert {name.key for name in tier.kept} == {*of(N, 1)}
 
 
+def test_what_is_suspect_leaves_memory_also_while_a_tier_writes_it_but_not_while_an_engine_reads_it(
+    cache, tier
+):
+    store(cache, of(M, 1), by="bad")
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.STORE]
+    cache.purge(Suspect(by="bad"))
+    assert cache.index.get(of(M, 1)[0]) is None
+    settle(cache, tier)
+    assert (tier.kept, cache.slab.used) == ({}, 0)
+    store(cache, of(N, 1), by="bad")
+    cache.step()
+    match = cache.match(of(N, 1), ONE)
+    cache.purge(Suspect(by="bad"))
+    assert cache.index.get(of(N, 1)[0]) is not None
+    cache.release(match)
+    cache.index.check()
+
+
 def test_a_search_that_fails_is_made_again(cache, tier):
     store(cache, of(M, 1), by="bad")
     settle(cache, tier)

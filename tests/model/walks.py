@@ -641,7 +641,7 @@ class Walk:
         cache.check()
         self.books_below()
         assert cache.index.leased_bytes == index.leased_bytes == 0, "a lease was lost"
-        assert near.deleting == near.storing == 0, "room below was lost"
+        assert near.deleting == len(near.storing) == 0, "room below was lost"
         names = {Name(entry.key, shard) for entry in index.entries() for shard in entry.form.shards}
         assert names == self.near_kept.keys(), "the index and the tier differ"
         assert index.used == sum(map(len, self.near_kept.values())), "used is not what lies there"
