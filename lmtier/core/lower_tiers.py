@@ -68,7 +68,7 @@ class LowerTiers(list[LowerTier]):
         self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]
 
     def only_lease(self, entry: Entry) -> bool:
-        """Whether nobody else leases this chunk of the slab: no engine reads it, and nothing pins it."""
+        """Whether only their writes lease this chunk of the slab: no engine reads it, and nothing pins it."""
         return entry.leases == sum(entry in tier.storing for tier in self)
 
     def asked(self, source: str) -> list[SharedTier]:
