@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -702,22 +703,28 @@ def test_somebody_elses_server_is_refused(tmp_path, reply):
 
 
 GREETING = {"run": 7, "protocol": 1, "chunk_tokens": C, "verify": "off", "load_deadline": 2.0}
+
+
+def places(*pages: int) -> bytes:
+    return b"".join(struct.pack("<Q", page * PAGE) for page in pages)
+
+
 NONSENSE = [
     *(["id"], ["id", 1], [1, 2], [None] * 4, [["id"], 1], "text", 7, None, [], Error("ERR no")),
-    {"id": 1, "state": "ready", "pages": "{", "sources": "cpu*1"},
-    {"id": 1, "state": "ready", "pages": "[1, 2, 3]", "sources": "cpu*3"},
-    {"id": 1, "state": "ready", "pages": "[1]", "sources": "cpu"},
-    {"id": 1, "state": "ready", "pages": "[1]", "sources": "cpu*1", "marks": "5:0:00"},
+    {"id": 1, "state": "ready", "offsets": "{", "sources": "cpu*1"},
+    {"id": 1, "state": "ready", "offsets": places(1, 2, 3), "sources": "cpu*3"},
+    {"id": 1, "state": "ready", "offsets": places(1), "sources": "cpu"},
+    {"id": 1, "state": "ready", "offsets": places(1), "sources": "cpu*1", "marks": "5:0:00"},
     {
         "id": 1,
         "state": "ready",
-        "pages": "[1]",
+        "offsets": places(1),
         "sources": "cpu*1",
         "forms": "1*1",
         "other_forms": [["", "L:9"]],
     },
-    {"id": 1, "known": 0, "dropped": 0, "chunks": "0-9", "pages": "[1]"},
-    {"id": 1, "known": 0, "dropped": 0, "chunks": "0 5", "pages": "[1, 2]"},
+    {"id": 1, "known": 0, "dropped": 0, "chunks": "0-9", "offsets": places(1)},
+    {"id": 1, "known": 0, "dropped": 0, "chunks": "0 5", "offsets": places(1, 2)},
 ]
 
 
@@ -764,8 +771,8 @@ def test_replies_that_mean_nothing_cost_a_connection_at_most(tmp_path):
 
 def older(pipe: Connection, listener: socket.socket) -> None:
     """A server of the same protocol before HAS and TTL; says down the pipe what it was asked."""
-    found = {"id": 7 << 32 | 1, "state": "found", "sources": "disk*2", "pages": "[]"}
-    ready = {"id": 7 << 32 | 1, "state": "ready", "sources": "disk*2", "pages": "[0, 4]"}
+    found = {"id": 7 << 32 | 1, "state": "found", "sources": "disk*2", "offsets": b""}
+    ready = {"id": 7 << 32 | 1, "state": "ready", "sources": "disk*2", "offsets": places(0, 4)}
     connection, _ = listener.accept()
     commands = Commands(lambda *_: None)
     while count := connection.recv_into(commands.target()):
