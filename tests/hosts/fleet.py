@@ -214,6 +214,7 @@ def too_slow(given: Given) -> Iterator[Row]:
         fleet = Fleet(stack, given, far=True)
         _, b, c = fleet.machines
         assert isinstance(c.engine, Real)
+        fleet.new(c)  # it learns what computing costs
         for what, spoil in TOO_SLOW.items():
             c.host.spoil()
             c.host.slow_down("10gbit")
