@@ -217,8 +217,7 @@ class Aging(Policy[E]):
             self._trials = [_Trial(rate, once, again) for rate in self.RATES]
 
     def _try(self, tested: Mapping[int, bool | None]) -> None:
-        """A request used these keys, known or new, all at once: a trial makes room after the last. None: it
-        is not added."""
+        """A request used these keys, all at once: a trial makes room after the last. See `_Trial.ask`."""
         room = max(1, max(self._most, len(self)) // self._sample)
         if room >= 2 * self.TESTED and self._sample < self.SAMPLE:
             self._test_less()
@@ -253,7 +252,8 @@ class _Trial:
         self._once, self._again = OrderedDict(once), OrderedDict(again)
 
     def ask(self, keys: Mapping[int, bool | None], now: int, room: int) -> set[int]:
-        """Adds these keys, which are known or new, or None: not to be added. Returns what was missing."""
+        """A request uses these keys. A missing one is added as known (True) or as new (False), or is not
+        added (None). Returns the missing ones."""
         once, again = self._once, self._again
         move, missed = again.move_to_end, set()
         for key, is_known in keys.items():

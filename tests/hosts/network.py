@@ -43,19 +43,8 @@ class Host:
             self._wire = _wire(self._link, end)
             shell("ip", "link", "set", end, "netns", self._holder.pid, "name", "eth0")
         else:
-            shell(
-                "ip",
-                "link",
-                "add",
-                self._link,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                self._holder.pid,
-            )
+            peer = ("peer", "name", "eth0", "netns", self._holder.pid)
+            shell("ip", "link", "add", self._link, "type", "veth", *peer)
         shell("ip", "link", "set", self._link, "master", BRIDGE, "up")
         for words in (
             ("addr", "add", f"{self.address}/24", "dev", "eth0"),

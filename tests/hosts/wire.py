@@ -1,4 +1,4 @@
-"""A cable between two new TAP interfaces that delays and loses frames. Few kernels here have netem.
+"""A cable between two new TAP interfaces that delays and loses frames, for kernels without netem.
 
 python -m tests.hosts.wire ONE OTHER     then lines like {"delay": 0.05, "loss": 0.01} on stdin
 """
