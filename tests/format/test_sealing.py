@@ -171,7 +171,9 @@ def test_what_was_sealed_is_opened(nbytes, mark, by, at, expires):
     assert (got.mark, got.made.at, got.expires) == (mark, at, expires)
     assert len(data) == PAGE + each.room
     assert bytes(each.payload[:nbytes]) not in data or nbytes < 8
-    assert mark not in data or len(mark) < 8
+    start = 128 + int.from_bytes(data[12:16], "little")
+    assert data[start : start + len(mark)] != mark or len(mark) < 8
+    assert mark not in data or len(mark) < 8 or len(set(mark)) < 5  # zeros and the like stand in any header
 
 
 @pytest.mark.parametrize("codec", CODECS)
