@@ -147,9 +147,10 @@ def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_
                 break
             at.compute(CHEAP)
         assert at.decided("all", "faster") == 1
-        assert at.count("worth_seconds_count", stage="actual") == 1
-        assert at.count("worth_seconds_count", stage="expected") == 1
-        assert at.count("worth_seconds_sum", stage="expected") < 0.017
+        loaded = 1 + at.decided("part", "slower")  # a tier that is seen to recover may be worth a part first
+        assert at.count("worth_seconds_count", stage="actual") == loaded
+        assert at.count("worth_seconds_count", stage="expected") == loaded
+        assert at.count("worth_seconds_sum", stage="expected") < loaded * 0.017
         assert at.count("worth_explored_total", tier="slow") <= 48 * 4 / 16
 
 
