@@ -93,7 +93,7 @@ class SharedTier(LowerTier):
         """
         now = time.monotonic()
         line = self._answers.line(now)
-        is_late = line is not None and line.start + line.byte > deadline - now
+        is_late = line.start + line.byte > max(0.0, deadline - now)
         if self._lookups >= (1 if is_late else MAX_LOOKUPS):
             return False
         items = tuple(Item(name) for name in names if not name.key.startswith(self._uncleared))
@@ -113,11 +113,9 @@ class SharedTier(LowerTier):
         self._answers.ended(1, time.monotonic(), counts=took)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
 
-    def prospect(self, now: float) -> Line | None:
-        """When the tier could deliver chunks, after its open lookups. None: it is not measured yet."""
+    def prospect(self, now: float) -> Line:
+        """When the tier could deliver chunks, after its open lookups."""
         line, answer = self.speed.line(now), self._answers.line(now)
-        if line is None or answer is None:
-            return None
         return Line(answer.start + line.start, line.byte)
 
     # ---- unfinished work

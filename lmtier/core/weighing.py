@@ -69,23 +69,22 @@ class Weighing:
         places += [-1 if tier is None else tiers.index(tier) for tier in rest]
         lines = [tier.speed.line(now) for tier in tiers]
         if match.asking:  # assume that one tier has all the rest and is as fast as the fastest
-            asked = [tier.prospect(now) for tier in self._lower.asked(match.source)]
-            known = [line for line in asked if line is not None]
-            lines.append(Line(*map(min, zip(*known, strict=True))) if len(known) == len(asked) else None)
+            asked = (tier.prospect(now) for tier in self._lower.asked(match.source))
+            lines.append(Line(*map(min, zip(*asked, strict=True))))
             places += [len(tiers)] * (len(match.keys) - match.chunks)
-        measured = [line for line in lines if line is not None]
-        if len(measured) < len(lines):
+        tokens, nbytes = match.asked_tokens, match.form.at_rest
+        chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, lines)
+        if match.asking and chunks > match.chunks:
+            return match.chunks
+        is_measured = all(tier.speed.is_measured for tier in tiers)
+        if chunks == match.chunks and not is_measured:
             if not match.asking:
                 match.decision = "all", "unmeasured"
-            return match.chunks
-        tokens, nbytes = match.asked_tokens, match.form.at_rest
-        chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, measured)
-        if match.asking and chunks > match.chunks:
             return match.chunks
         if match.asking:
             match.asking = 0
             match.cut, match.found = "not_worth_it", len(match.keys)
-        match.decided, match.expected = now, arrival if chunks > there else None
+        match.decided, match.expected = now, arrival if chunks > there and is_measured else None
         why = match.cut
         if chunks < match.chunks:
             self._skip(match, chunks)

@@ -203,14 +203,16 @@ class Speed:
             self._measured = self._heard
             self._began, self._was_idle, self._moved = self._heard, 0.0, 0
 
-    def line(self, now: float) -> Line | None:
-        """The prediction.
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._fit.weights)
 
-        None: nothing is measured yet. A tier that is stuck is expected to take as long again.
+    def line(self, now: float) -> Line:
+        """The prediction. A tier that is stuck is expected to take as long again.
+
+        Until the tier is measured this is a lower bound: one that is stuck has no speed, but it is slow.
         """
-        if not self._fit.weights:
-            return None
-        latency, byte = self._fit.weights
+        latency, byte = self._fit.weights or (0.0, 0.0)
         stalled = now - self._heard if self.queued else 0.0
         return Line(max(latency + byte * self.queued, stalled), byte)
 

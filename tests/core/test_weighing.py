@@ -186,6 +186,21 @@ def test_a_tier_that_stalls_costs_what_computing_would_and_a_half_not_the_whole_
         assert at.cache.flush()
 
 
+def test_a_tier_that_was_never_measured_is_waited_for_once_while_it_stalls():
+    with place() as at:
+        at.gate.hold()
+        first, second = (
+            at.cache.wait(at.cache.match(next(at.unread), FORM, tokens=4 * C + 1, cost=CHEAP))
+            for _ in range(2)
+        )
+        assert (first.chunks, first.cut) == (0, "deadline")
+        assert (second.chunks, second.cut, second.decision) == (0, "not_worth_it", ("none", "slower"))
+        assert at.count("worth_seconds_count", stage="expected") == 0, "how long it takes is not known yet"
+        at.gate.open()
+        assert at.cache.flush()
+        assert at.cache.lower[0].speed.is_measured
+
+
 def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
     with place(ALWAYS) as at:
         at.tier._delay = 0.2

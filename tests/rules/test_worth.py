@@ -165,13 +165,12 @@ class Link:
 
     def expected(self, nbytes: int) -> float:
         line = self.speed.line(self.now)
-        assert line is not None
         return line.start + line.byte * nbytes
 
 
 def test_a_tiers_latency_and_bandwidth_are_learned_from_its_transfers_and_idle_time_is_not_in_them():
     link = Link(latency=2e-3, byte=1e-8, noise=0.1)
-    assert link.speed.line(0.0) is None
+    assert not link.speed.is_measured
     for _ in range(60):
         link.bring(*[2**17] * link.dice.choice([1, 4, 16, 64]))
     for chunks in (1, 16, 64):
@@ -194,7 +193,6 @@ def test_what_comes_in_bursts_is_not_taken_for_fast():
             for i in range(together):
                 speed.ended(100_000, now + i * 1e-5)
         line = speed.line(now)
-        assert line is not None
         assert line.byte * 12_500_000 == pytest.approx(1.25, rel=0.25), f"at {now:.2f} s"
         now += 5.0
 
@@ -210,6 +208,17 @@ def test_who_is_asked_already_takes_longer_and_who_does_not_move_may_take_as_lon
     assert link.expected(2**20) >= 100
     link.speed.ended(10 * 2**20, link.now, counts=False)
     assert link.expected(2**20) == idle, "a miss says nothing of the speed"
+
+
+def test_a_tier_that_was_never_measured_takes_at_least_as_long_as_it_has_taken():
+    speed = Speed()
+    assert speed.line(5.0) == Line(0.0, 0.0)
+    speed.asked(2**20, 5.0)
+    assert speed.line(7.0) == Line(2.0, 0.0)
+    assert not speed.is_measured
+    speed.ended(2**20, 9.0)
+    assert speed.is_measured
+    assert speed.line(9.0).start + speed.line(9.0).byte * 2**20 == pytest.approx(4.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=200))
