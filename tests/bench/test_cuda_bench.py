@@ -64,12 +64,15 @@ def test_what_enqueueing_takes_is_measured_anywhere(monkeypatch):
 
 @pytest.mark.alone
 def test_enqueueing_takes_a_small_part_of_the_buss_time(tmp_path):
-    """In the fastest of a few rounds: what the others do to this machine is no matter of ours."""
+    """In the fastest of some rounds: what the others do to this machine is no matter of ours."""
     fastest: dict[str, float] = {}
-    for path, ours, _ in stub.enqueueing(replace(bench._full(tmp_path, 1), rounds=5)):
+    slow = set(bench.STUB_PATHS)
+    for path, ours, _ in stub.enqueueing(replace(bench._full(tmp_path, 1), rounds=30)):
         fastest[path] = min(ours, fastest.get(path, ours))
-    assert fastest.keys() == bench.STUB_PATHS.keys()
-    assert {path: ours for path, ours in fastest.items() if ours > bench.STUB_PATHS[path].floor} == {}
+        slow = {each for each in slow if each not in fastest or fastest[each] > bench.STUB_PATHS[each].floor}
+        if not slow:
+            return
+    pytest.fail(f"slower than the floor: { {each: fastest.get(each) for each in slow} }")
 
 
 def test_without_a_gpu_the_command_says_what_is_missing(capsys):
