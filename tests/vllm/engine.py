@@ -273,6 +273,8 @@ def main() -> None:
     from vllm.lora.request import LoRARequest
 
     options = json.loads(sys.stdin.readline())
+    if Path(options["model"]).name == "jamba":
+        from tests.vllm import mamba1  # noqa: F401
     transfer = options.pop("transfer")
     if "kv_events_config" in options:
         options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
