@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # vLLM 0.32 on a CPU dies where a step of these has more than one block.
     "falcon-h1": {"chunk": 256, "block_size": 256, "max_num_batched_tokens": 256},
     "granite-hybrid": {"chunk": 288, "block_size": 288, "max_num_batched_tokens": 288},
+    "mamba2": {"chunk": 256, "block_size": 256, "max_num_batched_tokens": 256},
     "llama4": {"chunk": 256, "block_size": 32, "max_num_batched_tokens": 2048},
 }
 """`block_size` is given to vLLM, which takes larger blocks where a state would not fit: those of `chunk`."""

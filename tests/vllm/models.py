@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from transformers import (
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
+    Mamba2Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -193,9 +195,20 @@ CONFIGS: dict[str, PretrainedConfig] = {
         num_experts_per_tok=1,
         mamba_d_state=16,
         mamba_dt_rank=16,
-        use_mamba_kernels=False,
         max_position_embeddings=8192,
         initializer_range=0.2,
+    ),
+    "mamba2": Mamba2Config(
+        **COMMON,
+        hidden_size=256,
+        num_hidden_layers=3,
+        num_heads=16,
+        head_dim=32,
+        expand=2,
+        n_groups=1,
+        state_size=32,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
     ),
     "granite-hybrid": GraniteMoeHybridConfig(
         **COMMON,
@@ -224,13 +237,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def make(folder: Path) -> None:
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / name)
+        model = AutoModelForCausalLM.from_config(config)
+        if name in ("jamba", "mamba2"):
+            remember(model)
+        model.to(torch.bfloat16).save_pretrained(folder / name)
     torch.manual_seed(1)
     trained = AutoModelForCausalLM.from_config(CONFIGS["qwen2"])
     trained.to(torch.bfloat16).save_pretrained(folder / "qwen2-trained")
     for seed, name in enumerate(("first-adapter", "second-adapter")):
         make_adapter(folder / name, CONFIGS["qwen2"], seed)
     make_seeing(folder / "blip2")
+
+
+def remember(model: Any) -> None:
+    """Let states decay so slowly that they hang on the first of thousands of tokens."""
+    for name, weights in model.named_parameters():
+        if name.endswith("dt_bias"):
+            weights.data.fill_(-3.0)
+        if name.endswith("A_log"):
+            weights.data.copy_(torch.linspace(-8.0, 0.5, weights.numel()).view(weights.shape))
 
 
 def make_seeing(folder: Path) -> None:

@@ -108,12 +108,11 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         serve are declined here.
         """
         model = vllm_config.model_config
-        if model is not None and model.is_attention_free:
-            raise LayoutError(
-                f"lmtier serves models with attention, and all layers of {model.model} keep a state instead "
-                "of KV: start it without this connector"
-            )
-        if model is not None and model.is_hybrid and KVConnectorTransferResults is None:
+        if (
+            model is not None
+            and (model.is_hybrid or model.is_attention_free)
+            and KVConnectorTransferResults is None
+        ):
             raise LayoutError(
                 f"{model.model} has layers that keep a state instead of KV; for those lmtier needs vLLM 0.30 "
                 "or later"

@@ -190,6 +190,12 @@ def kv_groups(cache: KVCacheConfig) -> list[int]:
     return [number for number in range(len(cache.kv_cache_groups)) if number not in state_groups(cache)]
 
 
+def tables_of_kv(tables: Sequence[Any], groups: Sequence[int]) -> list[Any]:
+    """The block tables of layers with KV, among all of a request. If there are none, that of a stand-in
+    (states.py): its blocks have their places in the request as numbers."""
+    return [tables[group] for group in groups] or [list(range(1, len(tables[0]) + 1))]
+
+
 def state_groups(cache: KVCacheConfig) -> list[int]:
     """The same of layers with a state."""
     states = state_specs(cache)

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from lmtier.core.match import CPU, Match, State
 from lmtier_integrations.vllm.followed import NEVER, FollowedRequest, Parts
+from lmtier_integrations.vllm.kv import tables_of_kv
 from lmtier_integrations.vllm.messages import LoadPlan, Plan
 
 _ASK = 0.001  # seconds between polls of a server that reads: a waiting engine polls in a loop
@@ -191,7 +192,7 @@ class Reuse:
             near, there = self._copying.load(match, computed // self._chunk_tokens)
             self._stats.add("gpu_hit_tokens", there * self._chunk_tokens)
             waits = request_id if self._waits else ""
-            kv = [tables[group] for group in self._kv_groups]
+            kv = tables_of_kv(tables, self._kv_groups)
             load = LoadPlan(match.id, match.placement, kv, computed, waits, near, known.adapter)
             if match.end is not None:
                 last = match.chunks * self._chunk_blocks - 1

@@ -56,7 +56,7 @@ class Scheduler:
     ) -> None:
         transfer = config.kv_transfer_config
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
-        has_windows = bool(window) or len(cache.kv_cache_groups) > 1
+        has_windows = bool(window) or bool(groups[1]) or len(cache.kv_cache_groups) > 1
         self.waits_for_loads = has_windows or is_on_gpu(config)
         """Whether loads are asynchronous. Synchronous loads are better where they are possible: a step shares
         them at once with all requests of the same prefix.

@@ -11,10 +11,12 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
@@ -48,7 +50,6 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
     parallel = config.parallel_config
     needs = {
         "vLLM 0.30 or later": is_told,
-        "other layers that keep KV": bool(kv),
         "an engine on a CPU": not is_on_gpu(config),
         f"vLLM to keep states at ends of blocks: --enable-prefix-caching --mamba-cache-mode {ALIGN}": modes
         == {ALIGN},
@@ -64,6 +65,26 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
                 f"{config.model_config.model} has layers that keep a state instead of KV; for those lmtier "
                 f"needs {need}"
             )
+
+
+def stand_in(config: VllmConfig, cache: KVCacheConfig, chunk_tokens: int) -> Declared:
+    """Instead of KV, if all layers keep a state: one byte a chunk, so that the prefix of a state is a run of
+    chunks in this model too. The bytes are in memory of this connector."""
+    layout = Layout((LayerShape(1, 1, 0),), "u8", chunk_tokens, chunk_tokens, "stand-in")
+    rank, ranks = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size
+    blocks = max(cache.num_blocks, 1 + cdiv(config.model_config.max_model_len, chunk_tokens))
+    return Declared(
+        layout,
+        layout.whole,
+        [layout.whole],
+        writes=layout.writes(rank=rank, ranks=ranks),
+        tensors=[torch.zeros(blocks, 1, 1, dtype=torch.uint8)],
+        tables=[0],
+        numbers={},
+        ratio=1,
+        block_bytes=1,
+        from_scratch="",
+    )
 
 
 def declare_states(

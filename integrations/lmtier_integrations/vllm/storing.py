@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from lmtier.client.client import Asked
 from lmtier.format.keys import state_key
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
+from lmtier_integrations.vllm.kv import tables_of_kv
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
 from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, states_of, tables_of
 
@@ -120,7 +121,7 @@ class Storing:
         tables = tables_of(output, known.request.request_id)
         if not tables:
             return  # not shown in this step; the one that takes another block will
-        tables = [tables[group] for group in self._kv_groups]
+        tables = tables_of_kv(tables, self._kv_groups)
         will_be_back = self._will_be_back(known, tokens)
         if (asked := known.asked) is not None:
             end = len(asked.keys) * self._chunk_tokens

@@ -26,14 +26,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.format.keys import Identity
 from lmtier.rules.worth import Prefill
-from lmtier_integrations.vllm.kv import Declared, declare, state_groups, window_of
+from lmtier_integrations.vllm.kv import Declared, declare, kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.memory import LoadedModel, files_of
 from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.rank import Rank, RankLoads, RankSaves
 from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_chunks, log
-from lmtier_integrations.vllm.states import declare_states
+from lmtier_integrations.vllm.states import declare_states, stand_in
 from lmtier_integrations.vllm.stats import Stats
 
 _GUARDS = 2  # blocks that the canary must not change
@@ -67,7 +67,10 @@ class Worker:
         client = self._launcher.connect(f"vllm worker {number}")
         block_tokens, has_states = self._config.cache_config.block_size, bool(state_groups(self._cache))
         check_chunks(client.chunk_tokens, block_tokens, window_of(self._cache), has_states=has_states)
-        declared = declare(self._config, self._cache, tensors, client.chunk_tokens)
+        if kv_groups(self._cache):
+            declared = declare(self._config, self._cache, tensors, client.chunk_tokens)
+        else:
+            declared = stand_in(self._config, self._cache, client.chunk_tokens)
         if declared.writes:  # only now the shard of this process is known
             client.close()
             client = self._launcher.connect(f"vllm worker {number}", declared.shard)
