@@ -29,7 +29,8 @@ def ask(path: str, body: dict[str, object] | None = None) -> bytes:
 
 def serve(model: str, directory: str) -> subprocess.Popen[bytes]:
     tiers = ["cpu://?capacity=256MiB", f"disk://{directory}?capacity=2GiB"]
-    transfer = json.dumps({**TRANSFER, "kv_connector_extra_config": {"tiers": tiers}})
+    # A request waits longer for the disk than the usual 2 s, so a busy machine shows the same.
+    transfer = json.dumps({**TRANSFER, "kv_connector_extra_config": {"tiers": tiers, "load_deadline": 20.0}})
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--host", "127.0.0.1", "--port", str(PORT), "--kv-transfer-config", transfer]
     command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
