@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon-h1": {"chunk": 256, "block_size": 256, "max_num_batched_tokens": 256},
     "granite-hybrid": {"chunk": 288, "block_size": 288, "max_num_batched_tokens": 288},
     "mamba2": {"chunk": 256, "block_size": 256, "max_num_batched_tokens": 256},
-    "llama4": {"chunk": 256, "block_size": 32, "max_num_batched_tokens": 2048},
+    "llama4": {"chunk": 32, "block_size": 32, "max_num_batched_tokens": 2048},
 }
 """`block_size` is given to vLLM, which takes larger blocks where a state would not fit: those of `chunk`."""
 
@@ -90,7 +90,8 @@ def ask(engine: Engine, prompts: list[list[int]]) -> list[Output]:
 def measure(name: str, models: Path, folder: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
     options = dict(MODELS[name])
     chunk = options.pop("chunk")
-    with Engine(folder, models / name, enable_prefix_caching=True, **options) as plain:
+    options["enable_prefix_caching"] = True
+    with Engine(folder, models / name, **options) as plain:
         wanted, own = [], []
         for prompt in prompts:
             plain.forget()
@@ -105,7 +106,7 @@ def measure(name: str, models: Path, folder: Path, prompts: list[list[int]]) -> 
     ]
     if options["max_num_batched_tokens"] > OTHER_STEP:
         others = {**options, "max_num_batched_tokens": OTHER_STEP}
-        with Engine(folder, models / name, enable_prefix_caching=True, **others) as plain:
+        with Engine(folder, models / name, **others) as plain:
             rows.append(Row("nothing (plain, cold, other steps)", ask(plain, prompts), wanted, own))
     with ExitStack() as stack:
         redis = RedisServer(folder / "redis")

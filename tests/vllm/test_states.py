@@ -240,7 +240,7 @@ def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, opti
         ("jamba", 64, {"block_size": 32}),
         ("falcon-h1", 256, {"block_size": 256, "max_num_batched_tokens": 256}),
         ("granite-hybrid", 288, {"block_size": 288, "max_num_batched_tokens": 288}),
-        ("mamba2", 256, {"block_size": 256, "max_num_batched_tokens": 256}),
+        ("mamba2", 256, {"block_size": 256, "max_num_batched_tokens": 256, "enable_prefix_caching": True}),
     ],
 )
 def test_other_models_from_memory_disk_and_in_a_new_engine(models, tmp_path, name, chunk_tokens, options):
