@@ -72,6 +72,8 @@ class Weighing:
             asked = (tier.prospect(now) for tier in self._lower.asked(match.source))
             lines.append(Line(*map(min, zip(*asked, strict=True))))
             places += [len(tiers)] * (len(match.keys) - match.chunks)
+        if match.ends is not None:  # the state is as far away as the chunks before it
+            lines = [Line(start + byte * match.ends.at_rest, byte) for start, byte in lines]
         tokens, nbytes = match.asked_tokens, match.form.at_rest
         chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, lines)
         if match.asking and chunks > match.chunks:

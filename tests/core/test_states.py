@@ -12,6 +12,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.match import Match, State
 from lmtier.format.keys import KEY_BYTES, NOBODY, is_state, namespace, state_key, value_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, form_of, padded
+from lmtier.rules.worth import Cost
 from lmtier.testing import MemoryTier
 from lmtier.tiers.base import Reason
 from tests.core.test_cache import LAYOUT, ONE, ROOM, C, cpu, disk, keys, store
@@ -297,6 +298,23 @@ def test_a_deadline_that_passes_while_a_tier_is_asked_leaves_what_memory_has(ask
     asked.release(match)
     settle(asked, tier)
     asked.check()
+
+
+@pytest.mark.parametrize(("milliseconds", "chunks"), [(1.1, 3), (0.9, 0)])
+def test_what_a_state_takes_to_load_is_weighed_too(make, tmp_path, milliseconds, chunks):
+    """Loading three chunks and the state takes 1 ms."""
+    cache = make(cpu(20), disk(tmp_path))
+    names = keys(3)
+    store(cache, names)
+    store_state(cache, names)
+    assert cache.flush()
+    for entry in list(cache.index.entries())[::-1]:
+        cache.room.take_out(entry)
+    cache.lower[0].speed._fit.weights = (0.0, 1e-3 / (3 * ONE.at_rest + STATE.at_rest))
+    cost = Cost(0.0, milliseconds / 1e3 / (3 * C), 0.0, 0.0)
+    match = cache.match(names, ONE, tokens=3 * C + 1, cost=cost, ends=STATE, deadline=60.0)
+    assert (match.chunks, match.cut) == (chunks, "" if chunks else "not_worth_it")
+    cache.release(match)
 
 
 def test_a_match_released_while_it_is_asked_or_loaded_holds_nothing(asked, tier):

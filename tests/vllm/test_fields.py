@@ -112,9 +112,9 @@ def test_what_changes_kv_changes_keys(key):
     assert len(set(found)) == len(found)
 
 
-def test_the_precision_of_states_is_in_the_keys_of_models_that_keep_some(key, models):
-    hybrid = models / "qwen3-next"
-    assert key(hybrid, mamba_cache_dtype="float32") != key(hybrid)
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
+def test_the_precision_of_states_is_in_the_keys_of_models_that_keep_some(key, models, name):
+    assert key(models / name, mamba_cache_dtype="float32") != key(models / name)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,17 @@ def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, opti
         ("lfm2", 32, {"block_size": 32}),
         ("lfm2", 32, {"block_size": 32, "tensor_parallel_size": 2, "processes": True}),
         ("jamba", 64, {"block_size": 32}),
+        (
+            "mamba2",
+            256,
+            {
+                "block_size": 256,
+                "max_num_batched_tokens": 256,
+                "enable_prefix_caching": True,
+                "tensor_parallel_size": 2,
+                "processes": True,
+            },
+        ),
         ("falcon-h1", 256, {"block_size": 256, "max_num_batched_tokens": 256}),
         ("granite-hybrid", 288, {"block_size": 288, "max_num_batched_tokens": 288}),
         ("mamba2", 256, {"block_size": 256, "max_num_batched_tokens": 256, "enable_prefix_caching": True}),

@@ -226,6 +226,29 @@ def test_windows_drop_what_has_left_them(windows):
         pytest.skip("all tokens are kept")
 
 
+def test_layers_that_keep_a_state_and_after_a_restart(models, tmp_path):
+    block = 32
+    prompts = prompts_of(300, 577, 900, seed=21)
+    whole = sum((len(each) - 1) // block * block for each in prompts)
+    tiers = ["cpu://?capacity=128MiB", f"disk://{tmp_path}/kv?capacity=1GiB"]
+    options: dict[str, Any] = {"transfer": transfer(tiers=tiers, chunk_tokens=block), "block_size": block}
+    try:
+        engine = Engine(tmp_path, models / "lfm2", **options)
+    except EngineDied as died:
+        assert "lmtier needs vLLM 0.30 or later" in str(died)  # noqa: PT017
+        pytest.skip("declined at start")
+    with engine:
+        cold = alone(engine, prompts)
+        engine.forget()
+        warm = alone(engine, prompts)
+    assert tokens(warm) == tokens(cold)
+    assert (cached(cold), cached(warm)) == (0, whole)
+    with Engine(tmp_path, models / "lfm2", **options) as engine:
+        again = alone(engine, prompts)
+    assert tokens(again) == tokens(cold)
+    assert cached(again) == whole
+
+
 def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path):
     options: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False}
     with pytest.raises(EngineDied, match="a state instead of KV; for those lmtier needs"):

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
+from lmtier_integrations.vllm.identity import keeps_states
 from lmtier_integrations.vllm.kv import state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankReport
@@ -108,11 +109,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         serve are declined here.
         """
         model = vllm_config.model_config
-        if (
-            model is not None
-            and (model.is_hybrid or model.is_attention_free)
-            and KVConnectorTransferResults is None
-        ):
+        if model is not None and keeps_states(model) and KVConnectorTransferResults is None:
             raise LayoutError(
                 f"{model.model} has layers that keep a state instead of KV; for those lmtier needs vLLM 0.30 "
                 "or later"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.request import Request
@@ -137,13 +137,18 @@ def why_private(config: VllmConfig) -> str:
     return ""
 
 
+def keeps_states(model: ModelConfig) -> bool:
+    """Whether some layers of the model keep a state instead of KV, or all of them."""
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
 def _configured(config: VllmConfig) -> dict[str, Any]:
     parts = {type(config).__name__: config}
     parts |= {type(each).__name__: each for each in vars(config).values()}
     found: dict[str, Any] = {}
     for entry in TABLE["fields"]:
         part = parts.get(entry["of"])
-        concerns = "only" not in entry or getattr(config.model_config, f"is_{entry['only']}")
+        concerns = "only" not in entry or keeps_states(config.model_config)
         if entry["key"] != "yes" or part is None or not concerns:
             continue
         plain = {str(value) for value in entry.get("plain", ())}

@@ -37,6 +37,10 @@ ALIGN = "align"
 def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> None:
     """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve. `is_told`: the
     connector learns which requests' loads have failed."""
+    if not cache.kv_cache_groups:
+        raise LayoutError(
+            f"{config.model_config.model} keeps neither KV nor a state between steps: start it without lmtier"
+        )
     states = state_specs(cache)
     if not states:
         return
@@ -56,6 +60,8 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
         f"blocks of one size in all layers, not of {sorted(sizes)} tokens": len(sizes) == 1,
         "no speculative decoding": not drafts,
         "no pipeline parallelism": parallel.pipeline_parallel_size == 1,
+        "no context parallelism": parallel.decode_context_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1,
         # In longer ones vLLM 0.32 wants a state within a step, and dies: its kernels for CPUs have none.
         f"steps of one block: --max-num-batched-tokens {max(sizes)}": not splits or step <= max(sizes),
     }

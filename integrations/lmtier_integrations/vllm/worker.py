@@ -152,8 +152,8 @@ class Worker:
         saves.end_left_over()
         for each in plan.loads:
             loads.prepare(each)
-        if rank.declared.writes:
-            for save in plan.saves:
+        for save in plan.saves:
+            if save.is_state or rank.declared.writes:
                 saves.prepare(save)
         rank.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
         loads.copied = 0
