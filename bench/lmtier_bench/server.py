@@ -175,6 +175,7 @@ def module(name: str) -> tuple[str, ...]:
 
 @contextmanager
 def lmtier_process(capacity: int, unix: str = "", **settings: str) -> Iterator[socket.socket]:
+    """A server of lmtier, and a connection to its socket `unix`, or to its port if there is none."""
     port = free_port()
     env = {name: value for name, value in os.environ.items() if not name.startswith("LMTIER_")}
     env |= {
@@ -184,7 +185,7 @@ def lmtier_process(capacity: int, unix: str = "", **settings: str) -> Iterator[s
         "LMTIER_SERVE_UNIX": unix,
         **settings,
     }
-    with process(*module("lmtier"), "serve", place=port, env=env) as sock:
+    with process(*module("lmtier"), "serve", place=unix or port, env=env) as sock:
         yield sock
 
 
