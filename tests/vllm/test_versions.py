@@ -227,13 +227,13 @@ def test_windows_drop_what_has_left_them(windows):
 
 
 def test_layers_that_keep_a_state_and_after_a_restart(models, tmp_path):
-    block = 32
+    block = 288  # in which a state of this model fits
     prompts = prompts_of(300, 577, 900, seed=21)
     whole = sum((len(each) - 1) // block * block for each in prompts)
     tiers = ["cpu://?capacity=128MiB", f"disk://{tmp_path}/kv?capacity=1GiB"]
-    options: dict[str, Any] = {"transfer": transfer(tiers=tiers, chunk_tokens=block), "block_size": block}
+    options: dict[str, Any] = {"transfer": transfer(tiers=tiers, chunk_tokens=block), "dtype": "bfloat16"}
     try:
-        engine = Engine(tmp_path, models / "lfm2", **options)
+        engine = Engine(tmp_path, models / "qwen3-next", **options)
     except EngineDied as died:
         assert "lmtier needs vLLM 0.30 or later" in str(died)  # noqa: PT017
         pytest.skip("declined at start")
@@ -243,7 +243,7 @@ def test_layers_that_keep_a_state_and_after_a_restart(models, tmp_path):
         warm = alone(engine, prompts)
     assert tokens(warm) == tokens(cold)
     assert (cached(cold), cached(warm)) == (0, whole)
-    with Engine(tmp_path, models / "lfm2", **options) as engine:
+    with Engine(tmp_path, models / "qwen3-next", **options) as engine:
         again = alone(engine, prompts)
     assert tokens(again) == tokens(cold)
     assert cached(again) == whole
