@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from vllm import envs
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -73,7 +72,9 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
             )
 
 
-def stand_in(config: VllmConfig, cache: KVCacheConfig, chunk_tokens: int) -> Declared:
+def stand_in(
+    config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, Any], chunk_tokens: int
+) -> Declared:
     """Instead of KV, if all layers keep a state: one byte a chunk, so that the prefix of a state is a run of
     chunks in this model too. The bytes are in memory of this connector."""
     layout = Layout((LayerShape(1, 1, 0),), "u8", chunk_tokens, chunk_tokens, "stand-in")
@@ -84,7 +85,7 @@ def stand_in(config: VllmConfig, cache: KVCacheConfig, chunk_tokens: int) -> Dec
         layout.whole,
         [layout.whole],
         writes=layout.writes(rank=rank, ranks=ranks),
-        tensors=[torch.zeros(blocks, 1, 1, dtype=torch.uint8)],
+        tensors=[next(iter(tensors.values())).new_zeros(blocks, 1, 1).byte()],
         tables=[0],
         numbers={},
         ratio=1,

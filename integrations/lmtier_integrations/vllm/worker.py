@@ -70,7 +70,7 @@ class Worker:
         if kv_groups(self._cache):
             declared = declare(self._config, self._cache, tensors, client.chunk_tokens)
         else:
-            declared = stand_in(self._config, self._cache, client.chunk_tokens)
+            declared = stand_in(self._config, self._cache, tensors, client.chunk_tokens)
         if declared.writes:  # only now the shard of this process is known
             client.close()
             client = self._launcher.connect(f"vllm worker {number}", declared.shard)
