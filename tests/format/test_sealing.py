@@ -157,13 +157,15 @@ GOLDEN = "4c0500e1b722c75a01b662c69734ad8f0d12c37619926b77aeb8876809773510"
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 3 * PAGE),
-    st.binary(max_size=3000),
+    st.binary(max_size=2950),
     st.text(max_size=20),
     st.integers(0, 1 << 50),
     st.integers(0, 1 << 50),
 )
-def test_what_was_sealed_is_opened(nbytes, mark, by, at, expires):
+def test_what_was_sealed_is_opened(nbytes, more, by, at, expires):
     each = sample(nbytes, nbytes)
+    secret = b"what no header says by itself"
+    mark = secret + more
     header = replace(each.header, made=Made(by.replace("\0", ""), at), expires=expires)
     data = sealed(Sample(header, each.payload), Ring(ONE), mark=mark)
     got, payload = opened(data, each, Ring(OTHER, ONE))
@@ -171,9 +173,7 @@ def test_what_was_sealed_is_opened(nbytes, mark, by, at, expires):
     assert (got.mark, got.made.at, got.expires) == (mark, at, expires)
     assert len(data) == PAGE + each.room
     assert bytes(each.payload[:nbytes]) not in data or nbytes < 8
-    start = 128 + int.from_bytes(data[12:16], "little")
-    assert data[start : start + len(mark)] != mark or len(mark) < 8
-    assert mark not in data or len(mark) < 8 or len(set(mark)) < 5  # zeros and the like stand in any header
+    assert secret not in data
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -260,7 +260,6 @@ def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, sec
     names = keys(list(range(300)))
     url, tier = "memory://?capacity=100MiB", Slow(seconds, late)
     monkeypatch.setattr(prefixes, "_PORTION", 8 * ROOM)
-    monkeypatch.setattr(prefixes, "_PAUSE", 0.6)  # more than an open breaker's after six failures
     tiers = (f"cpu://?capacity={310 * ROOM}", url)
     settings = Config(tiers=tiers, chunk_tokens=1, prefault=False, load_deadline=0.4)
     with Cache(settings, tiers={url: MemoryTier(tier.objects)}) as cache:
