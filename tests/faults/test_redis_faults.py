@@ -300,8 +300,10 @@ def test_a_part_that_is_gone_or_foreign_is_a_miss_and_the_rest_is_deleted(fresh,
         key = head if number < 0 else next(k for k in fresh.names() if k.endswith(b":%d" % number))
         if spoil == "LPUSH":
             fresh.ask("DEL", key)
-        args = {"SETRANGE": (9 if number < 0 else 2, b"?"), "APPEND": (b"?",), "SET": (b"foreign",)}
-        fresh.ask(spoil, key, *args.get(spoil, (b"item",) if spoil == "LPUSH" else ()))
+        at = 9 if number < 0 else 2
+        other = b"?" if spoil == "SETRANGE" and fresh.ask("GETRANGE", key, at, at) != b"?" else b"!"
+        args = {"SETRANGE": (at, other), "APPEND": (b"?",), "LPUSH": (b"item",), "SET": (b"foreign",)}
+        fresh.ask(spoil, key, *args.get(spoil, ()))
         if number < 0 and spoil == "SETRANGE":
             reason = Reason.ABSENT  # another nonce: its parts are nowhere
         assert load(tier, each.name, each.room)[0].failed == {each.name: reason}
