@@ -93,6 +93,7 @@ class SharedTier(LowerTier):
         """
         now = time.monotonic()
         line = self._answers.line(now)
+        # A tier that is idle and was never measured is asked even if the deadline has just passed.
         is_late = line.start + line.byte > max(0.0, deadline - now)
         if self._lookups >= (1 if is_late else MAX_LOOKUPS):
             return False

@@ -210,7 +210,7 @@ class Speed:
     def line(self, now: float) -> Line:
         """The prediction. A tier that is stuck is expected to take as long again.
 
-        Until the tier is measured this is a lower bound: one that is stuck has no speed, but it is slow.
+        Until the tier is measured this is a lower bound: the time for which it has delivered nothing.
         """
         latency, byte = self._fit.weights or (0.0, 0.0)
         stalled = now - self._heard if self.queued else 0.0

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.copy.paging import PagedKV
+from lmtier.errors import LayoutError
 from lmtier.format.layout import Layout
+from lmtier_integrations.vllm.states import check_states
 
 BLOCKS, HEADS, N = 6, 2, 32
 
@@ -52,3 +58,10 @@ def test_cpu_vec_is_what_the_kernel_keeps(dtype, name, width):
                     )
                     found = torch.frombuffer(extent, dtype=dtype, count=1, offset=at)
                     assert found.item() == given[token, head, element].item()
+
+
+def test_a_model_that_keeps_nothing_is_declined_in_one_sentence():
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model="some model"))
+    nothing = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    with pytest.raises(LayoutError, match="some model keeps neither KV nor a state"):
+        check_states(config, nothing, is_told=True)

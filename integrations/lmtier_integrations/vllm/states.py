@@ -3,6 +3,8 @@
 In vLLM's mode "align" the last block of a request holds the state after its last token, and each step of a
 prompt ends at a block's end. So the state after a whole block can be copied as bytes, out of that block and
 into the same block of another request. Its content is opaque: it fits the same kernels only.
+
+If no layer keeps KV, `stand_in` declares what takes its place.
 """
 
 from __future__ import annotations
