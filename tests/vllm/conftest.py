@@ -192,6 +192,21 @@ def tiers_of(kind: str, folder: Path, *, chunk_tokens: int = CHUNK) -> CacheServ
     return OwnTiers(*tiers, chunk_tokens=chunk_tokens)
 
 
+def private_servers(home: Path) -> list[int]:
+    """The processes of private servers of engines with this XDG_RUNTIME_DIR."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = path.read_bytes().split(b"\0")
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        ours = any(each.startswith(b"LMTIER_SERVE_UNIX=" + str(home).encode()) for each in variables)
+        if ours and b"serve" in command.split(b"\0"):
+            found.append(int(path.parent.name))
+    return found
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[CacheServer]:
     server = CacheServer(tmp_path)

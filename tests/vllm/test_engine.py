@@ -16,7 +16,17 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from lmtier.client.client import Client
 from tests.server.process import until
-from tests.vllm.conftest import AVX512, CHUNK, alone, cached, loadable, prompts_of, tokens, transfer
+from tests.vllm.conftest import (
+    AVX512,
+    CHUNK,
+    alone,
+    cached,
+    loadable,
+    private_servers,
+    prompts_of,
+    tokens,
+    transfer,
+)
 from tests.vllm.engine import Engine, EngineDied
 
 BLOCK = 32
@@ -488,27 +498,13 @@ def test_a_private_server_that_dies_is_started_again(models, tmp_path):
         env={"XDG_RUNTIME_DIR": str(home)},
     ) as engine:
         wanted = tokens(engine.generate(prompts))
-        (first,) = servers_of(home)
+        (first,) = private_servers(home)
         os.kill(first, signal.SIGKILL)
         until(lambda: loads_all(engine, prompts, wanted), RECOVERY)
-        (second,) = servers_of(home)
+        (second,) = private_servers(home)
         assert second != first
         engine.kill()
-    until(lambda: not servers_of(home), RECOVERY)  # it ends with its engine, however that ended
-
-
-def servers_of(home: Path) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            variables = path.read_bytes().split(b"\0")
-            command = (path.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        ours = any(each.startswith(b"LMTIER_SERVE_UNIX=" + str(home).encode()) for each in variables)
-        if ours and b"serve" in command.split(b"\0"):
-            found.append(int(path.parent.name))
-    return found
+    until(lambda: not private_servers(home), RECOVERY)  # it ends with its engine, however that ended
 
 
 def corrupt(client: Client) -> None:

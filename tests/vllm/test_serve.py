@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.redis_process import free_port
 from tests.server.process import until
-from tests.vllm.conftest import prompts_of
+from tests.vllm.conftest import private_servers, prompts_of
 from tests.vllm.engine import PATIENCE, environment
 
 DOC = Path(__file__).parents[2] / "docs" / "VLLM.md"
@@ -90,7 +90,12 @@ def counts(base: str, name: str, tokens: int) -> None:
     until(lambda: counted(base, name) == tokens)
 
 
-def test_the_command_of_the_documentation_on_two_engines_that_share_its_private_server(models, tmp_path):
+def test_the_command_of_the_documentation_on_two_engines_that_share_its_private_server(
+    models, tmp_path, monkeypatch
+):
+    home = tmp_path / "run"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     (command,) = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", DOC.read_text(), re.S)[:1]
     told = json.loads(command)
     told["kv_connector_extra_config"]["tiers"] = [
@@ -110,3 +115,11 @@ def test_the_command_of_the_documentation_on_two_engines_that_share_its_private_
         assert counted(base, "vllm:prompt_tokens_cached_by_source_total") >= 1472
         assert complete(base, model, prompt, **second) == cold
         counts(base, 'lmtier:loaded_tokens_total{engine="1"', 1472)
+        (private,) = private_servers(home)
+        os.kill(private, signal.SIGSTOP)  # what it has not written yet waits
+    try:
+        assert private_servers(home) == [private]  # vLLM has killed its descendants, and this is none
+    finally:
+        os.kill(private, signal.SIGCONT)
+    until(lambda: not private_servers(home))  # it ends with the engines, when all is written
+    assert len(list((tmp_path / "kv").glob("??/*"))) >= 1472 // 32

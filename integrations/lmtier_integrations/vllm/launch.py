@@ -1,7 +1,8 @@
 """The private server of an engine: the first process of the engine starts it, and the others find it.
 
-It ends some seconds after the last connection, so it always ends with the engine. A lock file next to the
-socket decides which process starts it. Its log is there too; errors quote it.
+It ends some seconds after the last connection, so it always ends with the engine. It has no parent in the
+engine: when vLLM stops it kills all descendants, and chunks may still wait for the disk then. A lock file
+next to the socket decides which process starts it. Its log is there too; errors quote it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from lmtier.client.client import Client
@@ -28,9 +30,23 @@ from lmtier_integrations.vllm.settings import Settings, log
 
 _PATIENCE = 60.0  # seconds until a private server must answer
 _LINGER = 5.0  # seconds without a connection until it ends; the next start needs its disk
+_HELD = 16.0  # seconds that it may hold the disk of an engine that has ended: it lingers, then it writes
 _AGAIN = 5.0  # seconds between attempts to restart it
 _PROBE = 0.2  # seconds for a server to show that it is alive
 _OLD = 24 * 3600.0  # seconds until the log of an ended engine is deleted
+
+# Python that becomes the server. Its parent ends at once, so that it has none in the engine. A worker may be
+# bound to the computing cores, but the server must not be.
+_ORPHAN = """
+import os, sys
+if os.fork():
+    os._exit(0)
+try:
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+except OSError:
+    pass
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Launcher:
@@ -44,7 +60,6 @@ class Launcher:
         # Data-parallel ranks have engines of their own, but one server on a host.
         base = hashlib.sha256(re.sub(r"_dp\d+$", "", engine).encode()).hexdigest()[:16]
         self.path = _folder() / f"{base}.sock" if self.is_private else Path(settings.server)
-        self._process: subprocess.Popen[bytes] | None = None
         self._tried = 0.0
 
     def connect(self, name: str, shard: Shard | None = None) -> Client:
@@ -66,7 +81,7 @@ class Launcher:
                 log.warning(
                     "lmtier: the private server has died and is started again; its log: %s", self._log
                 )
-                self._spawn()
+                self._spawn().close()
 
     @property
     def _log(self) -> Path:
@@ -78,21 +93,27 @@ class Launcher:
             if self._answers():
                 return
             _sweep(self.path.parent)
-            self._spawn()
+            while not self._comes_up(until):
+                if time.monotonic() > until - _PATIENCE + _HELD:
+                    raise TierError(f"lmtier's private server does not start. {self._last_words()}")
+                time.sleep(0.5)  # the server of an earlier engine may still hold the directory of a tier
+
+    def _comes_up(self, until: float) -> bool:
+        """Start a server. False: it has ended before it answered."""
+        with self._spawn() as server:
             while not self._answers():
-                if self._process is not None and self._process.poll() is not None:
-                    if time.monotonic() > until - _PATIENCE + 2 * _LINGER:
-                        raise TierError(f"lmtier's private server does not start. {self._last_words()}")
-                    time.sleep(0.5)  # an engine that ended just now may still hold the directory of a tier
-                    self._spawn()
+                if server.read(1) is not None:
+                    return False
                 if time.monotonic() > until:
                     raise TierError(
                         f"lmtier's private server does not answer within {_PATIENCE:.0f} s. "
                         f"{self._last_words()}"
                     )
                 time.sleep(0.01)  # another process starts it
+        return True
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> FileIO:
+        """Start a server. What is returned is at its end as soon as the server has ended."""
         config = self.settings.config
         environment = {
             **os.environ,
@@ -106,26 +127,27 @@ class Launcher:
             "LMTIER_SERVE_HTTP": self.settings.http,
             "LMTIER_SERVE_LINGER": str(_LINGER),
         }
-        if self._process is not None:
-            self._process.poll()  # no zombie
-        descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lmtier", "serve"],
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _ORPHAN, sys.executable, "-P", "-m", "lmtier", "serve"],
                 stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
+                stdout=log,
+                stderr=log,
                 env=environment,
                 cwd="/",
+                pass_fds=[writes],
                 # Not a separate session: waiting workers of vLLM spin on sched_yield, which yields only to
                 # their own session (autogroup). A separate group is enough to keep Ctrl-C away.
                 process_group=0,
+                check=True,
             )
         finally:
-            os.close(descriptor)
-        with suppress(OSError):
-            # A worker may be bound to the computing cores, but the server must not be.
-            os.sched_setaffinity(self._process.pid, range(os.cpu_count() or 1))
+            os.close(log)
+            os.close(writes)
+        return FileIO(reads)
 
     def _answers(self) -> bool:
         """Whether it answers. To listen is not enough: opening its tiers comes later, and may fail."""
