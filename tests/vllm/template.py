@@ -25,6 +25,7 @@ from typing import IO, Any
 
 MESSAGE = 1 << 18
 IMPORTED = (
+    "lmtier_integrations.vllm",
     "vllm",
     "vllm.lora.request",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
@@ -143,6 +144,16 @@ def _import() -> None:
     gc.unfreeze = lambda: None  # an engine that ends would look through all that it ever imported
 
 
+def _override_here() -> None:
+    """vLLM looks through everything that is imported for kernels to replace, in each worker that starts."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    platform: Any = CpuPlatform
+    if hasattr(platform, "register_triton_kernel_overrides"):  # not before 0.31
+        platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
 def _look_here() -> None:
     """vLLM looks into a model's class in a new interpreter, unless a file of this user's knows of it."""
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
@@ -179,6 +190,7 @@ if __name__ == "__main__":
     from tests.vllm.engine import main
 
     _import()
+    _override_here()
     _look_here()
     _fork_workers()
     if _serve(socket.socket(fileno=int(sys.argv[1]))):
