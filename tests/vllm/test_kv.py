@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from lmtier.copy.paging import PagedKV
 from lmtier.errors import LayoutError
@@ -65,3 +65,34 @@ def test_a_model_that_keeps_nothing_is_declined_in_one_sentence():
     nothing = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     with pytest.raises(LayoutError, match="some model keeps neither KV nor a state"):
         check_states(config, nothing, is_told=True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "need"),
+    [
+        ({"pipeline_parallel_size": 2}, "no pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "no context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "no context parallelism"),
+        ({}, ""),
+    ],
+)
+def test_states_in_parts_of_a_prompt_are_declined_in_one_sentence(parallel, need):
+    one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model="some model"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        speculative_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(**{**one, **parallel}),
+    )
+    spec = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    cache = KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    if not need:
+        check_states(config, cache, is_told=True)
+        return
+    with pytest.raises(LayoutError, match=f"some model has layers that keep a state .* lmtier needs {need}"):
+        check_states(config, cache, is_told=True)
