@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import Engine, Output
+from tests.vllm.engine import UNTOUCHED, Engine, Output
 
 HERE = Path(__file__).parent
 CHUNK = 256
@@ -129,7 +129,9 @@ class CacheServer:
         from lmtier.client.client import Client
         from lmtier.errors import TierError
 
-        self.process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(
+            self._command, stdout=self._log, stderr=self._log, env={**os.environ, **UNTOUCHED}
+        )
         while True:
             assert self.process.poll() is None, Path(self._log.name).read_text()
             try:

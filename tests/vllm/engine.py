@@ -27,6 +27,10 @@ FORKED = str(Path(__file__).with_name("forked"))
 """A folder for PYTHONPATH. The sitecustomize.py in it lets vLLM fork its processes."""
 
 
+UNTOUCHED = {"LMTIER_PREFAULT": "false"}
+"""For servers whose memory is mostly never used: to touch all of it takes longer than their start."""
+
+
 class Engine:
     """Outputs are greedy. `log` is what vLLM said.
 
@@ -51,7 +55,9 @@ class Engine:
         self.log = folder / f"engine-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             start = partial(_start, python) if fresh else template.copy
-            variables = environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(env or {})})
+            variables = environment(
+                {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **UNTOUCHED, **(env or {})}
+            )
             del variables["VLLM_CPU_KVCACHE_SPACE"]  # which an engine prefers to its options
             self.process = start(variables, log)
         self._tell({"model": str(model), "transfer": transfer, **options})
