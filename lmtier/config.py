@@ -330,7 +330,7 @@ class Serving:
     grace: float = 10.0
     """Seconds that the server has to finish after a signal to stop."""
     linger: float = 0.0
-    """Seconds without any connection after which the server stops by itself; 0: never."""
+    """Seconds without an engine after which the server stops by itself; 0: never."""
     kv_events: str = ""
     """A ZMQ address where routers subscribe to the chunks that enter and leave the tiers: tcp://*:5557."""
     kv_events_replay: str = ""

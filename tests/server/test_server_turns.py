@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -311,6 +312,24 @@ def test_a_browser_that_asks_now_and_then_keeps_its_connection(tmp_path: Path):
                 assert web.recv(MIB).startswith(b"HTTP/1.1 200")
                 threading.Event().wait(1.0)
         assert "stopped in the middle" not in server.log.read_text()
+
+
+def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Path):
+    with served(tmp_path, http="127.0.0.1:0", linger=3.0) as server:
+        host, _, port = server.where["http"].rpartition(":")
+        with server.connect() as client, socket.create_connection((host, int(port)), PATIENCE) as page:
+            with server.connect() as engine:
+                engine.granted("LMTIER.HELLO", 1)
+                until(lambda: server.ask("LMTIER.REPORT")["uptime"] > 5)
+
+            def has_ended() -> bool:
+                with suppress(OSError):
+                    client.send(command("PING"))
+                    page.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+                return server.process.poll() is not None
+
+            until(has_ended)
+        assert server.process.returncode == 0
 
 
 def test_a_stranger_to_the_slab_that_calls_itself_an_engine_is_not_waited_for(tmp_path: Path):

@@ -105,21 +105,22 @@ def test_the_command_of_the_documentation_on_two_engines_that_share_its_private_
     how, model = json.dumps(told), models / "qwen2"
     (prompt,) = prompts_of(1500)
     first, second = ({"X-data-parallel-rank": rank} for rank in "01")
-    with served(tmp_path, model, how, "--data-parallel-size", "2") as base:
-        cold = complete(base, model, prompt, **first)
-        counts(base, 'lmtier:saved_tokens_total{engine="0"', 1472)  # whole blocks
-        ask(f"{base}/reset_prefix_cache", {})
-        assert complete(base, model, prompt, **first) == cold
-        counts(base, "vllm:external_prefix_cache_hits_total", 1472)
-        counts(base, 'lmtier:loaded_tokens_total{engine="0"', 1472)
-        assert counted(base, "vllm:prompt_tokens_cached_by_source_total") >= 1472
-        assert complete(base, model, prompt, **second) == cold
-        counts(base, 'lmtier:loaded_tokens_total{engine="1"', 1472)
-        (private,) = private_servers(home)
-        os.kill(private, signal.SIGSTOP)  # what it has not written yet waits
     try:
+        with served(tmp_path, model, how, "--data-parallel-size", "2") as base:
+            cold = complete(base, model, prompt, **first)
+            counts(base, 'lmtier:saved_tokens_total{engine="0"', 1472)  # whole blocks
+            ask(f"{base}/reset_prefix_cache", {})
+            assert complete(base, model, prompt, **first) == cold
+            counts(base, "vllm:external_prefix_cache_hits_total", 1472)
+            counts(base, 'lmtier:loaded_tokens_total{engine="0"', 1472)
+            assert counted(base, "vllm:prompt_tokens_cached_by_source_total") >= 1472
+            assert complete(base, model, prompt, **second) == cold
+            counts(base, 'lmtier:loaded_tokens_total{engine="1"', 1472)
+            (private,) = private_servers(home)
+            os.kill(private, signal.SIGSTOP)  # what it has not written yet waits
         assert private_servers(home) == [private]  # vLLM has killed its descendants, and this is none
     finally:
-        os.kill(private, signal.SIGCONT)
+        for each in private_servers(home):
+            os.kill(each, signal.SIGCONT)
     until(lambda: not private_servers(home))  # it ends with the engines, when all is written
     assert len(list((tmp_path / "kv").glob("??/*"))) >= 1472 // 32

@@ -1,14 +1,15 @@
 """The private server of an engine: the first process of the engine starts it, and the others find it.
 
-It ends some seconds after the last connection, so it always ends with the engine. It has no parent in the
-engine: when vLLM stops it kills all descendants, and chunks may still wait for the disk then. A lock file
-next to the socket decides which process starts it. Its log is there too; errors quote it.
+It ends some seconds after the engine's last connection, so it always ends with the engine. It has no parent
+in the engine: when vLLM stops it kills all descendants, and chunks may still wait for the disk then. A lock
+file next to the socket decides which process starts it. Its log is there too; errors quote it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import socket
@@ -29,9 +30,11 @@ from lmtier.wire.resp import command
 from lmtier_integrations.vllm.settings import Settings, log
 
 _PATIENCE = 60.0  # seconds until a private server must answer
-_LINGER = 5.0  # seconds without a connection until it ends; the next start needs its disk
-_HELD = 16.0  # seconds that it may hold the disk of an engine that has ended: it lingers, then it writes
-_AGAIN = 5.0  # seconds between attempts to restart it
+_LINGER = 5.0  # seconds without an engine until it ends; the next start needs its disk
+_GRACE = 10.0  # seconds that it then has to write what waits for the disk
+_HELD = _LINGER + _GRACE + 5.0  # seconds after which the server of an earlier engine holds nothing any more
+_AGAIN = 5.0  # seconds between attempts to restart it; twice as many each time while it keeps dying
+_AGAIN_AT_LAST = 300.0
 _PROBE = 0.2  # seconds for a server to show that it is alive
 _OLD = 24 * 3600.0  # seconds until the log of an ended engine is deleted
 
@@ -57,10 +60,13 @@ class Launcher:
         digest = hashlib.sha256(engine.encode()).hexdigest()[:16]
         self.session = f"vllm-{digest}"
         self.is_private = not settings.server
-        # Data-parallel ranks have engines of their own, but one server on a host.
-        base = hashlib.sha256(re.sub(r"_dp\d+$", "", engine).encode()).hexdigest()[:16]
+        self._variables = self._variables_of_server() if self.is_private else {}
+        # Data-parallel ranks have engines of their own, but one server on a host. An engine that comes back
+        # with other settings gets another one.
+        asked = re.sub(r"_dp\d+$", "", engine) + json.dumps(self._variables)
+        base = hashlib.sha256(asked.encode()).hexdigest()[:16]
         self.path = _folder() / f"{base}.sock" if self.is_private else Path(settings.server)
-        self._tried = 0.0
+        self._tried, self._pause = 0.0, _AGAIN
 
     def connect(self, name: str, shard: Shard | None = None) -> Client:
         """A client of the server. A private server is started if it does not run. Raises TierError."""
@@ -71,17 +77,23 @@ class Launcher:
         return Client(address, engine=self.session, shard=shard, name=name, token=token, waits=False)
 
     def revive(self) -> None:
-        """Restart the private server if it has died. Returns at once."""
+        """Restart the private server if it has died. Does not wait until it answers."""
         now = time.monotonic()
-        if not self.is_private or now - self._tried < _AGAIN:
+        if not self.is_private or now - self._tried < self._pause:
             return
+        # More and more rarely while it keeps dying. Without an init process, as in many containers, each one
+        # stays in the table of processes.
+        self._pause = min(2 * self._pause, _AGAIN_AT_LAST) if now - self._tried < 2 * self._pause else _AGAIN
         self._tried = now
         with suppress(BlockingIOError), self._lock(wait=False):
             if not self._answers():
                 log.warning(
                     "lmtier: the private server has died and is started again; its log: %s", self._log
                 )
-                self._spawn().close()
+                try:
+                    self._spawn().close()
+                except (OSError, subprocess.SubprocessError) as error:
+                    log.warning("lmtier: the private server cannot be started: %s", error)
 
     @property
     def _log(self) -> Path:
@@ -93,14 +105,22 @@ class Launcher:
             if self._answers():
                 return
             _sweep(self.path.parent)
+            is_told = False
             while not self._comes_up(until):
                 if time.monotonic() > until - _PATIENCE + _HELD:
                     raise TierError(f"lmtier's private server does not start. {self._last_words()}")
+                if not is_told:
+                    log.warning("lmtier: the private server does not start yet. %s", self._last_words())
+                is_told = True
                 time.sleep(0.5)  # the server of an earlier engine may still hold the directory of a tier
 
     def _comes_up(self, until: float) -> bool:
         """Start a server. False: it has ended before it answered."""
-        with self._spawn() as server:
+        try:
+            server = self._spawn()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise TierError(f"lmtier's private server cannot be started: {error}") from error
+        with server:
             while not self._answers():
                 if server.read(1) is not None:
                     return False
@@ -112,31 +132,32 @@ class Launcher:
                 time.sleep(0.01)  # another process starts it
         return True
 
-    def _spawn(self) -> FileIO:
-        """Start a server. What is returned is at its end as soon as the server has ended."""
+    def _variables_of_server(self) -> dict[str, str]:
         config = self.settings.config
-        environment = {
-            **os.environ,
+        return {
             "LMTIER_TIERS": " ".join(spec.url for spec in config.stores),
             "LMTIER_CHUNK_TOKENS": str(config.chunk_tokens),
             "LMTIER_LOAD_DEADLINE": str(config.load_deadline),
             "LMTIER_WORTH": config.worth,
             "LMTIER_VERIFY": config.verify,
-            "LMTIER_SERVE_UNIX": str(self.path),
             "LMTIER_SERVE_LISTEN": "",
             "LMTIER_SERVE_HTTP": self.settings.http,
             "LMTIER_SERVE_LINGER": str(_LINGER),
+            "LMTIER_SERVE_GRACE": str(_GRACE),
         }
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _spawn(self) -> FileIO:
+        """Start a server. What is returned is at its end as soon as the server has ended."""
         reads, writes = os.pipe()
         os.set_blocking(reads, False)
-        try:
+        ends = FileIO(reads)
+        with FileIO(writes, "w"), open(self._log, "ab", opener=_for_this_user) as log_file:
             subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _ORPHAN, sys.executable, "-P", "-m", "lmtier", "serve"],
+                [sys.executable, "-P", "-S", "-c", _ORPHAN, sys.executable, "-P", "-m", "lmtier", "serve"],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
+                stdout=log_file,
+                stderr=log_file,
+                env={**os.environ, **self._variables, "LMTIER_SERVE_UNIX": str(self.path)},
                 cwd="/",
                 pass_fds=[writes],
                 # Not a separate session: waiting workers of vLLM spin on sched_yield, which yields only to
@@ -144,10 +165,7 @@ class Launcher:
                 process_group=0,
                 check=True,
             )
-        finally:
-            os.close(log)
-            os.close(writes)
-        return FileIO(reads)
+        return ends
 
     def _answers(self) -> bool:
         """Whether it answers. To listen is not enough: opening its tiers comes later, and may fail."""
@@ -186,6 +204,10 @@ class Launcher:
             yield
         finally:
             os.close(descriptor)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _folder() -> Path:
