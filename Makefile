@@ -118,6 +118,7 @@ $(ROUTERS_INSTALLED): | $(INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@echo "setting up $(VLLM)"
 	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python $(PIP) --constraint constraints.txt --upgrade pip  # older ones take twice as long
 	@$(VLLM)/bin/python $(PIP) --no-deps --requirement tests/vllm/requirements.txt
 	@$(VLLM)/bin/python $(PIP) --no-deps --editable .
 	@touch $@
