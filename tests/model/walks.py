@@ -590,16 +590,11 @@ class Walk:
             assert known or self.near.is_leaving(name.key), f"{name} is there, and in no book"
 
     def every_token_is_counted_once(self) -> None:
-        value = self.cache.metrics.value
-        hits = {tier: value("lmtier_hit_tokens_total", tier=tier) for tier in ("cpu", "near", "far")}
-        missed = sum(
-            sample.value
-            for metric in self.cache.metrics.registry.collect()
-            if metric.name == "lmtier_missed_tokens"
-            for sample in metric.samples
-            if sample.name.endswith("_total")
+        metrics = self.cache.metrics
+        hits = metrics.sums(metrics.hit_tokens, "tier")
+        missed, asked = (
+            sum(metrics.sums(each).values()) for each in (metrics.missed_tokens, metrics.asked_tokens)
         )
-        asked = value("lmtier_asked_tokens_total")
         assert asked == sum(hits.values()) + missed
         self.counts["chunks asked"] += int(asked) // 2
         for tier, hit in hits.items():
