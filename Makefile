@@ -33,7 +33,9 @@ SEED := 1
 
 # Tests beside each other, then those that measure time (the marker `alone`). These mostly wait: two at a time.
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
-tests = $(beside) 4 -m "$(1) and not alone" && $(beside) 2 -m "$(1) and alone"
+tests = $(beside) 4 -m "$(1) and not alone" $(2) && $(beside) 2 -m "$(1) and alone" $(or $(2),$(call having,alone))
+# Each process reads all files that it is given, for ten seconds. So those that have such tests.
+having = $(shell grep -rl --include='test_*.py' --exclude-dir=vllm 'mark\.$(1)' tests)
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
 
@@ -44,7 +46,7 @@ test: $(INSTALLED) programs $(ROUTERS_INSTALLED)
 	$(call tests,not slow and not long and not sealed)
 
 test-slow: $(INSTALLED) programs
-	$(call tests,slow and not sealed)
+	$(call tests,slow and not sealed,$(call having,slow))
 
 # Faults and the suite of every tier once more, with tiers that seal every object.
 test-sealed: $(INSTALLED) programs

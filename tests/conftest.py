@@ -13,6 +13,13 @@ from pathlib import Path
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in ("slow", "alone"):
+            if item.get_closest_marker(mark) and f"mark.{mark}" not in item.path.read_text():
+                raise pytest.UsageError(f"{item.nodeid}: write mark.{mark} in its file: make looks for it there")
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The Unix socket of a real redis-server that keeps nothing."""
