@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in ("slow", "alone"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in item.path.read_text():
-                raise pytest.UsageError(f"{item.nodeid}: write mark.{mark} in its file: make looks for it there")
+                raise pytest.UsageError(f"{item.nodeid}: mark.{mark} must be in its file: make looks there")
 
 
 @pytest.fixture(scope="session")
