@@ -34,7 +34,7 @@ SEED := 1
 # Tests beside each other, then those that measure time (the marker `alone`). These mostly wait: two at a time.
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
 tests = $(beside) 4 -m "$(1) and not alone" $(2) && $(beside) 2 -m "$(1) and alone" $(or $(2),$(call having,alone))
-# Each process reads all files that it is given, for ten seconds. So those that have such tests.
+# Each process reads all test files that it is given: ten seconds for all. So it is given those with a mark.
 having = $(shell grep -rl --include='test_*.py' --exclude-dir=vllm 'mark\.$(1)' tests)
 
 .PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
