@@ -315,12 +315,12 @@ def test_a_browser_that_asks_now_and_then_keeps_its_connection(tmp_path: Path):
 
 
 def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Path):
-    with served(tmp_path, http="127.0.0.1:0", linger=3.0) as server:
+    with served(tmp_path, http="127.0.0.1:0", linger=5.0) as server:
         host, _, port = server.where["http"].rpartition(":")
         with server.connect() as client, socket.create_connection((host, int(port)), PATIENCE) as page:
             with server.connect() as engine:
                 engine.granted("LMTIER.HELLO", 1)
-                until(lambda: server.ask("LMTIER.REPORT")["uptime"] > 5)
+                until(lambda: server.ask("LMTIER.REPORT")["uptime"] > 7)
 
             def has_ended() -> bool:
                 with suppress(OSError):
