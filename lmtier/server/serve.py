@@ -378,10 +378,11 @@ class Server:
         self.cache.metrics.owner_seconds.inc(self._ran - ran)
         # The objects that exist now are no garbage. A search among a million entries takes a second.
         gc.freeze()
-        if self._roster.of_kind("engine"):
+        linger = self.serving.linger
+        if linger <= 0 or self._roster.of_kind("engine"):  # to count thousands of clients takes a while
             self._alone_since = now
-        elif 0 < self.serving.linger < now - self._alone_since:
-            log.info("lmtier: there was no engine for %.0f s", self.serving.linger)
+        elif now - self._alone_since > linger:
+            log.info("lmtier: there was no engine for %.0f s", linger)
             self.stop()
         self._report.sample()
         if self._reload:

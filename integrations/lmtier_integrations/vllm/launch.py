@@ -33,13 +33,13 @@ _PATIENCE = 60.0  # seconds until a private server must answer
 _LINGER = 5.0  # seconds without an engine until it ends; the next start needs its disk
 _GRACE = 10.0  # seconds that it then has to write what waits for the disk
 _HELD = _LINGER + _GRACE + 5.0  # seconds after which the server of an earlier engine holds nothing any more
-_AGAIN = 5.0  # seconds between attempts to restart it; twice as many each time while it keeps dying
-_AGAIN_AT_LAST = 300.0
+_AGAIN = 5.0  # seconds until it is restarted again; twice as many each time, while it keeps dying
+_AGAIN_AT_LAST = 300.0  # seconds, at most
 _PROBE = 0.2  # seconds for a server to show that it is alive
 _OLD = 24 * 3600.0  # seconds until the log of an ended engine is deleted
 
-# Python that becomes the server. Its parent ends at once, so that it has none in the engine. A worker may be
-# bound to the computing cores, but the server must not be.
+# A Python process that forks and ends at once, so that the server has no parent in the engine. A worker may
+# be bound to the computing cores, but the server must not be.
 _ORPHAN = """
 import os, sys
 if os.fork():
