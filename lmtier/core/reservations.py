@@ -96,7 +96,7 @@ class Reservations:
                 more: list[Entry] = []
                 if not why:
                     if not len(new) % _STEP:
-                        self._room.make(keys, min(_STEP, missing - len(new)) * form.room)
+                        self._room.make(keys, min(_STEP, missing - len(new)) * form.room, parent)
                     last = number + min(most - len(new), _STEP - len(new) % _STEP)
                     more = self._add(keys[number : min(end, last)], form, parent)
                 if not more:
@@ -116,7 +116,8 @@ class Reservations:
                         for shard in form.shards:
                             self.abort(reservation, shard)
                         raise
-                    if more[-1].state is State.GONE:  # meanwhile, by a clear with `force`
+                    end = at  # others may have stored the next ones meanwhile
+                    if more[-1].state is State.GONE:  # by a clear with `force`
                         parent = None
             elif entry is not None and number >= first and not entry.form.serves(form):
                 why = why or "foreign"  # this engine cannot read the chunk that has its key
@@ -124,7 +125,8 @@ class Reservations:
             else:
                 known += not new and not dropped
                 if entry is not None:
-                    self._index.link(entry, parent)
+                    if parent is not None:  # a state's chunk comes without those before it
+                        self._index.link(entry, parent)
                     run.append(entry)
                     parent = entry
         # A clear may have removed some between the steps.

@@ -54,15 +54,20 @@ class Room:
 
     # ---- a place for a chunk
 
-    def make(self, keys: Sequence[bytes], need: int) -> None:
+    def make(self, keys: Sequence[bytes], need: int, parent: Entry | None) -> None:
         """Evict in one go the room that the missing chunks of a prompt need, if that much can leave.
 
-        `allocate` would do the same chunk by chunk. This is only for speed.
+        `allocate` would do the same chunk by chunk. This is only for speed. `parent` and the last chunk that
+        is here stay, each with those before it.
         """
         if need > self.index.free:
             get = self.index.get
             tail = next((entry for key in reversed(keys) if (entry := get(key)) is not None), None)
+            if parent is not None:
+                self.index.lease(parent)
             self._evict(need - self.index.free, tail, self.index.pool(keys[0]), need)
+            if parent is not None:
+                self.index.release(parent)
 
     def take(self, keys: Sequence[bytes], form: ChunkForm) -> list[tuple[int, ...]]:
         """Extents for as many of these chunks, in their order, as are free now."""

@@ -159,6 +159,18 @@ def test_others_reserve_between_the_steps_of_a_large_one(cache):
     assert cache.match(MANY, ONE).chunks == 300
 
 
+def test_others_reserve_in_the_middle_of_what_a_large_one_still_lacks(cache):
+    steps = cache.reserving(MANY, ONE)
+    next(steps)
+    other = cache.reserve(MANY[:201], ONE, first=200)
+    assert [*other.entries] == [200]
+    large = at_once(lambda: steps)()
+    assert sorted(large.entries) == [*range(200), *range(201, 300)]
+    cache.commit(other)
+    cache.commit(large)
+    assert cache.match(MANY, ONE).chunks == 300
+
+
 def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
     steps = cache.reserving(MANY, ONE)
     next(steps)

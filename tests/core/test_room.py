@@ -72,11 +72,21 @@ def test_room_for_a_whole_prompt_is_made_at_once_and_its_own_head_stays(room):
     run = [room.add(0)]
     for name in range(1, PAGES):
         room.add(name)
-    room.make([key(0), *map(key, range(100, 103))], 3 * SMALL.room)
+    room.make([key(0), *map(key, range(100, 103))], 3 * SMALL.room, run[0])
     assert [entry.key for entry in room.left] == [key(1), key(2), key(3)]
     assert run[0].state is State.READY
-    room.make([key(0), key(100)], SMALL.room)
+    room.make([key(0), key(100)], SMALL.room, run[0])
     assert len(room.left) == 3, "there is room enough"
+
+
+def test_room_for_a_gap_is_not_made_of_what_lies_before_it(room):
+    head, _, _ = room.add(0), room.add(2), room.add(3)
+    others = [room.add(10 + n) for n in range(PAGES - 3)]
+    room.make([key(n) for n in range(4)], PAGE, head)
+    assert len(room.left) == 1
+    assert head.state is State.READY
+    assert not head.leases
+    assert others
 
 
 def test_nothing_leaves_if_that_would_not_be_enough(room):
