@@ -63,6 +63,12 @@ def limit(index: Index, end: float) -> None:
         index.ends.set(entry, min(end, index.ends.end(entry)))
 
 
+def _follows(entry: Entry | None, first: Entry) -> bool:
+    while entry is not None and entry is not first:
+        entry = entry.parent
+    return entry is first
+
+
 def no_record(key: bytes) -> bool:
     """The `is_record` of an owner that stores only KV."""
     return False
@@ -277,7 +283,8 @@ class Index:
         self.release(*entries)
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
-        if entry.parent is not parent:
+        """`entry` follows `parent`. Not if `parent` follows it: keys that are no chain could say so."""
+        if entry.parent is not parent and not (entry.kids and _follows(parent, entry)):
             if entry.parent is not None:
                 entry.parent.kids -= 1
             entry.parent = parent

@@ -47,6 +47,15 @@ def index(request: pytest.FixtureRequest):
     index.check()
 
 
+def test_none_follows_what_follows_it(index: Index):
+    """Keys of an engine that are no chain would say so, and neither of them could ever leave."""
+    run = fill(index, "a", 5)
+    index.link(run[0], run[4])
+    index.link(run[2], run[3])
+    assert [entry.parent for entry in run] == [None, *run[:4]]
+    assert len(index.evict(5) or ()) == 5
+
+
 def test_a_tail_leaves_before_its_head(index: Index):
     for chain in "abc":
         fill(index, chain, 10)
