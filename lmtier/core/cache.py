@@ -213,11 +213,11 @@ class Cache:
         if asked < whole:
             raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        agent = self.sessions.asks(names, form, asked, session, parent) if whole else None
+        agent = self.sessions.asks(names, form, asked, session, parent, ends) if whole else None
         match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, agent, source)
-        # The state is the tail: it leaves before the chunks that it makes usable.
-        self.index.touch(match.run + match.end.run if match.end is not None else match.run)
-        self.lower.see(names, match.run)
+        used, run = match.used
+        self.index.touch(run)
+        self.lower.see(used, run)
         if whole:
             for hear in self.followers.asked:
                 hear(names, asked, form)

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from lmtier.core.index import Index
 from lmtier.core.match import CPU, Entry
-from lmtier.format.keys import tenant_of
+from lmtier.format.keys import is_state, state_key, tenant_of
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.foretold import Gaps
@@ -72,28 +72,34 @@ class AgentSessions:
     # ---- requests
 
     def asks(
-        self, keys: Sequence[bytes], form: ChunkForm, tokens: int, name: str = "", parent: str = ""
+        self,
+        keys: Sequence[bytes],
+        form: ChunkForm,
+        tokens: int,
+        name: str = "",
+        parent: str = "",
+        ends: ChunkForm | None = None,
     ) -> Agent:
-        """A request for `keys`, of which there is at least one."""
+        """A request for `keys`, of which there is at least one, that has to end at a state of form `ends`."""
         agent = self.book.named(tenant_of(keys[0]), name, parent) if name else self.book.nameless(keys)
         now = self._clock()
         if not agent.requests:
             agent.began = now
         if (since := self._waiting.pop(agent, None)) is not None:
             self.gaps.add(now - since)
-        agent.state, agent.seen, agent.form = ASKING, now, form
+        agent.state, agent.seen, agent.form, agent.ends = ASKING, now, form, ends
         agent.requests += 1
         agent.asked += tokens
         self._extend(agent, keys)
         above = agent.parent
         while above is not None:  # before the request's own chunks, which so become younger
-            self._slab.refresh(self._run(self._slab, above.chain))
+            self._slab.refresh(self._run(self._slab, self._with_states(above)))
             above = above.parent
         return agent
 
     def reserves(self, keys: Sequence[bytes]) -> None:
-        """A request stores these: its prompt, and what was generated for it."""
-        agent = self.book.continued(keys) if keys else None
+        """A request stores these: its prompt, and what was generated for it; or a state of it."""
+        agent = self.book.continued(keys) if keys and not is_state(keys[-1]) else None
         if agent is not None and len(keys) > len(agent.chain):
             self._extend(agent, keys)
 
@@ -108,8 +114,17 @@ class AgentSessions:
     # ---- what becomes of its chunks
 
     def own(self, agent: Agent) -> tuple[bytes, ...]:
-        """The keys of its last prompt that no other session needs."""
-        return agent.chain[self.book.needed_by_others(agent) :]
+        """The keys of its last prompt that no other session needs, and of the states there."""
+        return self._with_states(agent, self.book.needed_by_others(agent))
+
+    @staticmethod
+    def _with_states(agent: Agent, first: int = 0) -> tuple[bytes, ...]:
+        """The keys of its last prompt from number `first` on, each before that of its state."""
+        chain = agent.chain[first:]
+        if agent.ends is None or agent.ends.layout is None:
+            return chain
+        layout = agent.ends.layout.to_json()
+        return tuple(each for key in chain for each in (key, state_key(key, layout)))
 
     def end(self, agent: Agent) -> None:
         """It asks for nothing any more."""
@@ -146,7 +161,7 @@ class AgentSessions:
         """It waits for a tool, so it asks again soon."""
         if self._waiting.pop(agent, None) is not None:
             agent.state = ASKING
-            self._slab.refresh(self._run(self._slab, agent.chain))
+            self._slab.refresh(self._run(self._slab, self._with_states(agent)))
 
     def step(self) -> None:
         """End those that have waited for longer than hardly any comes back after."""

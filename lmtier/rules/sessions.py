@@ -43,6 +43,8 @@ class Agent:
     chain: tuple[bytes, ...] = ()
     """The keys of its last prompt."""
     form: ChunkForm | None = None
+    ends: ChunkForm | None = None
+    """The form of the states at which its prompts can go on; None: anywhere."""
     began: float = 0.0
     seen: float = 0.0
     """When it asked last."""

@@ -10,7 +10,7 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.match import Match, State
-from lmtier.format.keys import KEY_BYTES, NOBODY, is_state, namespace, state_key, value_key
+from lmtier.format.keys import KEY_BYTES, NOBODY, is_state, namespace, state_key, tenant_of, value_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, form_of, padded
 from lmtier.rules.worth import Cost
 from lmtier.testing import MemoryTier
@@ -113,12 +113,16 @@ def test_a_state_is_stored_once(make):
     assert not store_state(cache, names)
 
 
-def test_a_state_leaves_before_the_chunk_that_it_follows_and_no_chunk_leaves_before_its_state(make):
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_state_leaves_before_the_chunk_that_it_follows_and_no_chunk_leaves_before_its_state(
+    make, is_asked_for
+):
     cache = make(f"cpu://?capacity={4 * ROOM + STATE_ROOM}&policy=lru")
     names = keys(4)
     store(cache, names)
     store_state(cache, names)
-    cache.release(look(cache, names))
+    if is_asked_for:
+        cache.release(look(cache, names))
     store(cache, keys(1, "other"))
     assert all(name in cache.index for name in names[:3])
     assert state_of(names[3]) not in cache.index
@@ -134,6 +138,57 @@ def test_a_prompt_that_is_in_use_keeps_its_state(make):
     store(cache, keys(3, "other"))
     is_right(cache, match)
     cache.release(match)
+
+
+def test_a_state_that_is_asked_for_again_is_written_with_its_chunks(make, tmp_path):
+    names = keys(4)
+    tiers = cpu(20), disk(tmp_path, write="reused")
+    with make(*tiers) as cache:
+        store(cache, names)
+        store_state(cache, names)
+        assert [found(cache, names) for _ in range(2)] == [4, 4]
+        assert cache.flush()
+    assert found(make(*tiers), names) == 4
+
+
+def test_a_state_on_disk_is_as_young_as_the_chunks_with_which_it_is_used(make, tmp_path):
+    cache = make(f"cpu://?capacity={40 * ROOM}", disk(tmp_path, 8, policy="lru"))
+    names = keys(2)
+    store(cache, names)
+    store_state(cache, names)
+    assert cache.flush()
+    for number in range(8):
+        store(cache, keys(1, f"other {number}"))
+        assert found(cache, names) == 2
+        assert cache.flush()
+    assert cache.lower.owned[0].index.get(state_of(names[1])) is not None
+
+
+def test_when_a_session_ends_its_states_leave_with_its_chunks(make):
+    cache = make(f"cpu://?capacity={4 * ROOM + 2 * STATE_ROOM}&policy=lru")
+    old, new = keys(2, "old"), keys(2, "new")
+    for names, session in ((old, "a"), (new, "b")):
+        cache.release(cache.wait(cache.match(names, ONE, ends=STATE, session=session)))
+        store(cache, names)
+        store_state(cache, names)
+    agent = cache.sessions.get(tenant_of(new[0]), "b")
+    assert agent is not None
+    cache.sessions.end(agent)
+    store(cache, keys(STATE_ROOM // ROOM + 1, "other"))
+    assert found(cache, old) == 2
+    assert not any(key in cache.index for key in (new[1], state_of(new[1])))
+
+
+def test_a_state_is_no_turn_of_its_session(make):
+    cache = make(cpu(20))
+    names = keys(2)
+    for turn in (names[:1], names):
+        found(cache, turn)
+        store(cache, turn)
+        store_state(cache, turn)
+    (agent,) = cache.sessions.book
+    assert agent.chain == tuple(names)
+    assert agent.requests == 2
 
 
 def test_chunks_and_states_come_back_from_disk(make, tmp_path):
