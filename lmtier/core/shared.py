@@ -6,7 +6,8 @@ Its content is never known for certain. So a clear searches it, and a chunk is d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 from lmtier.config import WRITES, TierSpec
@@ -22,6 +23,15 @@ from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
 MAX_LOOKUPS = 64
 """The most unanswered lookups of a tier. Beyond that it is not asked."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Search:
+    """The tier is still to be searched for a suspect."""
+
+    suspect: Suspect
+    before: Set[bytes]
+    """The writes that were in flight. They have to end first: the search would miss their objects."""
 
 
 class SharedTier(LowerTier):
@@ -46,8 +56,7 @@ class SharedTier(LowerTier):
         """Prefixes of keys that the tier must still delete. If `_is_clearing`, it is deleting the first one.
         Until it is done, chunks with this prefix are neither read nor written."""
         self._is_clearing = False
-        self._unsifted: list[tuple[Suspect, set[bytes]]] = []
-        """The suspects that the tier is still to be searched for, and the writes that were in flight then."""
+        self._unsifted: list[_Search] = []
         self._is_sifting = False
         self.cleared = 0
         """The number of clears and searches that have ended."""
@@ -135,7 +144,7 @@ class SharedTier(LowerTier):
 
     @property
     def _is_stuck(self) -> bool:
-        return super()._is_stuck or (bool(self._uncleared) and self.clearing.is_open)
+        return super()._is_stuck or (bool(self.uncleared) and self.clearing.is_open)
 
     def _look_after(self) -> None:
         super()._look_after()
@@ -209,13 +218,19 @@ class SharedTier(LowerTier):
             return
         if not any(key.startswith(self._uncleared[0]) for key in self._going):
             self._is_clearing = True
-            self._jobs.submit(Op.CLEAR, (), self._end_clear, prefix=self._uncleared[0])
+            ended = partial(self._end_clear, self._unsifted.copy())
+            self._jobs.submit(Op.CLEAR, (), ended, prefix=self._uncleared[0])
 
-    def _end_clear(self, done: Done) -> None:
+    def _end_clear(self, searches: list[_Search], done: Done) -> None:
+        """`searches`: those that waited when the clear began."""
         self._is_clearing = False
         self.why_uncleared = done.error
         if not done.error:
-            self._uncleared = self._uncleared[1:]
+            cleared, self._uncleared = self._uncleared[0], self._uncleared[1:]
+            # What was suspect there is gone. Some stores can be cleared, but not searched.
+            for search in searches:
+                if search in self._unsifted and search.suspect.prefix.startswith(cleared):
+                    self._unsifted.remove(search)
             self.cleared += 1
             return
         # Other writes must not wait behind writes that may wait for ever.
@@ -227,19 +242,22 @@ class SharedTier(LowerTier):
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
-        self._unsifted.append((suspect, set(self._going)))
+        self._unsifted.append(_Search(suspect, frozenset(self._going)))
         self._sift()
 
     def _sift(self) -> None:
-        """Search the tier for suspect chunks, once the writes that were in flight then have ended."""
-        suspect, before = self._unsifted[0] if self._unsifted else (None, set())
-        if suspect and not self._is_sifting and self._going.isdisjoint(before) and self.clearing.allows():
+        search = next(iter(self._unsifted), None)
+        if search is None or self._is_sifting or not self._going.isdisjoint(search.before):
+            return
+        if self.clearing.allows():
             self._is_sifting = True
-            self._jobs.submit(Op.CLEAR, (), self._end_sift, suspect=suspect)
+            self._jobs.submit(Op.CLEAR, (), partial(self._end_sift, search), suspect=search.suspect)
 
-    def _end_sift(self, done: Done) -> None:
+    def _end_sift(self, search: _Search, done: Done) -> None:
         self._is_sifting = False
+        if search not in self._unsifted:  # a clear was faster
+            return
         self.why_uncleared = done.error
         if not done.error:
-            del self._unsifted[0]
+            self._unsifted.remove(search)
             self.cleared += 1

@@ -198,6 +198,32 @@ def test_a_search_that_fails_is_made_again(cache, tier):
     assert (tier.kept, cache.lower[0].is_clear) == ({}, True)
 
 
+def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_clear(cache, tier):
+    below = cache.lower[0]
+    store(cache, of(M, 1), by="bad")
+    settle(cache, tier)
+    cache.purge(Suspect(by="bad"))
+    tier.fault = Reason.ERROR
+    assert finish(cache, tier) is Op.CLEAR
+    cache.clear()
+    cache.step()
+    while tier.waiting:
+        tier.fault = Reason.ERROR if tier.waiting[0].suspect is not None else None
+        finish(cache, tier)
+    assert (tier.kept, below.why_busy(), cache.flush(5)) == ({}, "", True)
+
+
+def test_a_search_that_keeps_failing_stops_nothing_else(cache, tier):
+    below = cache.lower[0]
+    cache.purge(Suspect(by="bad"))
+    tier.fault = Reason.ERROR
+    for _ in range(5):
+        assert finish(cache, tier) is Op.CLEAR
+    tier.fault = None
+    assert (below.clearing.is_open, below.up.is_open, below.down.is_open) == (True, False, False)
+    assert not below.is_busy
+
+
 def test_what_does_not_say_when_it_was_stored_is_not_suspect():
     (key,) = of(M, 1)
     assert not Suspect().covers(key, Made())
