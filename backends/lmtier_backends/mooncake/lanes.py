@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
@@ -55,11 +56,14 @@ class CallLane:
         """New memory; the old one must not be registered any more."""
         self._map = mmap.mmap(-1, padded(nbytes))
 
+    def drop_memory(self) -> None:
+        self._map = None
+
     def run(self, work: Callable[[], T], until: float) -> T:
         """The result of `work`. Raises TimeoutError at `until`."""
         call = _Call(work)
         self._calls.put(call)
-        if not call.done.wait(max(0.0, left(until))):
+        if not call.done.wait(max(0.0, until - time.monotonic())):
             with self._lock:
                 self.is_left = not call.done.is_set()
             if self.is_left:

@@ -112,7 +112,7 @@ class MooncakeTier(BlockingTier):
         until, key, store = self._by(), self._key(item.name), self._connected()
         room = sum(map(len, buffers))
         with self._lanes.lend(until) as lane:
-            self._hold(lane, room)
+            self._hold(lane, room, until)
             if len(buffers) == 1:
                 got = lane.run(lambda: self._read_start(key, lane.address, room), until)
             else:
@@ -142,7 +142,7 @@ class MooncakeTier(BlockingTier):
         if item.replaces is not None:
             self.delete([item.replaces])
         with self._lanes.lend(until) as lane:
-            self._hold(lane, nbytes)
+            self._hold(lane, nbytes, until)
             at = 0
             for buffer in buffers:
                 _copy(lane.memory[at : at + len(buffer)], buffer)
@@ -219,15 +219,18 @@ class MooncakeTier(BlockingTier):
             raise ConnectionError("Mooncake: no master was reached yet")
         return store
 
-    def _hold(self, lane: CallLane, nbytes: int) -> None:
-        """Have registered memory for so much."""
-        if len(lane.memory) >= nbytes:
-            return
+    def _hold(self, lane: CallLane, nbytes: int, until: float) -> None:
+        """Have registered memory for so much. The library may have to ask its master."""
+        if len(lane.memory) < nbytes:
+            lane.run(lambda: self._register(lane, nbytes), until)
+
+    def _register(self, lane: CallLane, nbytes: int) -> None:
         store = self._connected()
         if len(lane.memory):
             store.unregister_buffer(lane.address)
         lane.take_memory(nbytes)
         if code := store.register_buffer(lane.address, len(lane.memory)):
+            lane.drop_memory()
             raise MooncakeError("registering memory", code)
 
     def _size(self, replicas: Sequence[Any]) -> int:

@@ -1,0 +1,49 @@
+"""What the lanes of a library that knows no deadlines owe: whatever a call does, its lane comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lmtier_backends.mooncake.lanes import Lanes
+from tests.server.process import PATIENCE
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE
+
+
+def test_a_call_whose_time_is_over_when_it_begins_gives_its_lane_back():
+    lanes = Lanes("test", 1)
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="did not answer"), lanes.lend(soon()) as lane:
+            lane.run(lambda: time.sleep(0.01), time.monotonic() - 1)
+    with lanes.lend(soon()) as lane:
+        assert lane.run(lambda: 1, soon()) == 1
+    assert lanes.close()
+
+
+def test_a_call_that_hangs_keeps_its_lane_and_its_memory_until_it_returns():
+    lanes, goes_on = Lanes("test", 1), threading.Event()
+    with lanes.lend(soon()) as lane:
+        lane.take_memory(100)
+    with pytest.raises(TimeoutError, match="did not answer"), lanes.lend(soon()) as lane:
+        lane.run(goes_on.wait, time.monotonic() + 0.01)
+    with pytest.raises(TimeoutError, match="all calls"), lanes.lend(time.monotonic() + 0.01):
+        pass
+    assert len(lane.memory) >= 100
+    goes_on.set()
+    with lanes.lend(soon()) as again:
+        assert again is lane
+    assert lanes.close()
+
+
+def test_a_call_that_fails_says_so_and_gives_its_lane_back():
+    lanes = Lanes("test", 1)
+    with pytest.raises(ZeroDivisionError), lanes.lend(soon()) as lane:
+        lane.run(lambda: 1 // 0, soon())
+    with lanes.lend(soon()) as lane:
+        assert lane.run(lambda: 1, soon()) == 1
+    assert lanes.close()
