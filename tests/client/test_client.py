@@ -313,7 +313,7 @@ def test_a_client_killed_while_it_saves_gives_everything_back(serve):
         store(client, keys(2))
         assert used(client) == 9 * ROOM
         process.kill()
-        until(lambda: used(client) == 2 * ROOM, seconds=1)
+        until(lambda: used(client) == 2 * ROOM)
         assert look(client, keys(7, "b")) == []
         client.check()
 
@@ -351,7 +351,7 @@ def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_
         assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
         assert used(scheduler) == 6 * ROOM
         dies.kill()
-        until(lambda: used(scheduler) == 3 * ROOM, seconds=1)
+        until(lambda: used(scheduler) == 3 * ROOM)
         assert look(scheduler, keys(3, "b"), TWO) == []
         assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
 
@@ -418,7 +418,7 @@ def test_a_server_that_comes_back_is_used_again_once_nothing_of_the_old_one_is_h
         write(client, waiting)
         client.commit(waiting)
         assert (client.run, client.slab) == (before, window)
-        until(lambda: client.stats(), seconds=3)
+        until(lambda: client.stats())
         assert (client.run != before, client.slab is not window) == (True, True)
         assert look(client, keys(2, "b")) == [], "what went to the old one is not in the new one"
         assert look(client, keys(5, "other")) == ["cpu"] * 5

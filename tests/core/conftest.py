@@ -15,7 +15,8 @@ def make(tmp_path):
     caches = []
 
     def make(*tiers: str, opened: dict[str, Tier] | None = None, **settings) -> Cache:
-        config = Config(tiers=tiers, chunk_tokens=4, prefault=False, **settings)
+        patient = {"load_deadline": 30.0, **settings}  # on a busy machine a disk may take seconds
+        config = Config(tiers=tiers, chunk_tokens=4, prefault=False, **patient)
         caches.append(Cache(config, tiers=opened, is_record=is_value))
         return caches[-1]
 

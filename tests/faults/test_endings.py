@@ -119,7 +119,8 @@ def test_a_process_ends_soon_and_leaves_nothing_wrong(tmp_path: Path, how: str):
             for name, stat in scan(tier).items():
                 done, _ = load(tier, name, stat.nbytes)
                 assert name in done.ok
-    assert longest < 5
+    # `close` writes what still waits, however slow the disk is.
+    assert longest < (30 if how == "close" else 5)
 
 
 def test_a_server_ends_within_its_grace_whatever_is_under_way(tmp_path: Path):

@@ -100,7 +100,7 @@ def assert_sound(totals: Counter[str]) -> None:
 
 
 def test_killed_at_any_moment(tmp_path: Path):
-    totals = kill_writers(tmp_path, [0] * 30)
+    totals = kill_writers(tmp_path, [0] * 30, acks=300)
     assert_sound(totals)
     assert totals["acks"] > 300
 

@@ -17,7 +17,7 @@ from lmtier_backends.disk import DiskTier
 
 EVENTS = 100_000
 BUDGET = 60.0
-"""Seconds for one soak on a slow machine; on a laptop of 2024 each takes less than a third of it."""
+"""Seconds of computing for one soak on a slow machine. A laptop of 2024 takes less than a third of it."""
 C = 4
 
 
@@ -45,7 +45,7 @@ def test_after_any_history_all_room_comes_back(policy):
     config = Config(tiers=[f"cpu://?capacity={120 * PAGE}&policy={policy}"], chunk_tokens=C, prefault=False)
     matches: list[Match] = []
     saves: list[tuple[Reservation, list[Shard]]] = []
-    began = time.monotonic()
+    began = time.process_time()
     with Cache(config) as cache:
         for event in range(EVENTS):
             form = chance.randrange(len(FORMS))
@@ -86,8 +86,8 @@ def test_after_any_history_all_room_comes_back(policy):
         cache.clear()
         assert cache.slab.used == cache.index.used == cache.index.leased_bytes == 0
         assert cache.slab.allocate([cache.slab.capacity]) == (0,), "and in one piece"
-    print(f"{EVENTS} events in {time.monotonic() - began:.1f} s of {BUDGET:.0f}")
-    assert time.monotonic() - began < BUDGET
+    print(f"{EVENTS} events in {time.process_time() - began:.1f} s of {BUDGET:.0f}")
+    assert time.process_time() - began < BUDGET
 
 
 def test_every_hit_is_counted_for_the_tier_that_had_it(tmp_path: Path):
@@ -111,7 +111,7 @@ def test_every_hit_is_counted_for_the_tier_that_had_it(tmp_path: Path):
     popular = [1 / (1 + name) ** 2.5 for name in range(len(chains))]
     stored: set[bytes] = set()
     asked = hit = from_disk = 0
-    began = time.monotonic()
+    began = time.process_time()
     with Cache(config, tiers={url: Watched(tmp_path / "kv")}) as cache:
         value = cache.metrics.value
 
@@ -155,6 +155,6 @@ def test_every_hit_is_counted_for_the_tier_that_had_it(tmp_path: Path):
         assert value("lmtier_lookups_total") == EVENTS
         assert min(hit - from_disk, from_disk, sum(missed)) > 1000, "each of them was put to the test"
         assert value("lmtier_dropped_tokens_total", tier="disk", reason="evicted_before_write") == 0
-    seconds = time.monotonic() - began
+    seconds = time.process_time() - began
     print(f"{EVENTS} events in {seconds:.1f} s of {BUDGET:.0f}: {from_disk} of {hit} hits on disk")
     assert seconds < BUDGET

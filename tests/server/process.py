@@ -50,7 +50,9 @@ class Served:
             (folder / "token").write_text(token)
             (folder / "token").chmod(0o600)
             serving.setdefault("token_file", str(folder / "token"))
-        self._config = {"tiers": tiers or ("cpu://?capacity=64MiB",), "prefault": False, **(config or {})}
+        # Patient: on a busy machine a disk may take seconds.
+        patient = {"tiers": tiers or ("cpu://?capacity=64MiB",), "prefault": False, "load_deadline": 15.0}
+        self._config = {**patient, **(config or {})}
         self._serving = {"listen": "127.0.0.1:0", "http": "", **serving}
         self.start()
 
@@ -95,7 +97,7 @@ class Served:
 
     def check(self) -> None:
         """Nothing is held for anybody, and every invariant of the cache is true."""
-        until(lambda: self.held()[0] == 0 and self.held()[2] == 0, 5.0)
+        until(lambda: self.held()[0] == 0 and self.held()[2] == 0)
         answer = self.ask("LMTIER.CHECK")
         assert answer == "OK", answer
         assert self.process.poll() is None
@@ -109,10 +111,10 @@ class Served:
         self.process.kill()
         self.process.wait(PATIENCE)
 
-    def stop(self) -> int:
+    def stop(self, seconds: float = PATIENCE) -> int:
         """As systemd stops it; its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE)
+        return self.process.wait(seconds)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class State:
             self.folder,
             f"cpu://?capacity={cpu}",
             *tiers,
-            config={"chunk_tokens": C, "load_deadline": 1},
+            config={"chunk_tokens": C},
             unix=f"{self.folder}/unix",
             http="127.0.0.1:0",
             **settings,
@@ -201,7 +201,7 @@ def test_five_tiers(state: State) -> None:
     redis = state.redis()
     state.serve(
         *(f"disk://~/{name}?capacity=64MiB" for name in ("nvme", "ssd", "hdd")),
-        *(f"redis://127.0.0.1:{redis.port}/{db}" for db in (0, 1)),
+        *(f"redis://127.0.0.1:{redis.port}/{db}?deadline=15s" for db in (0, 1)),
         cpu="64MiB",  # all chunks fit, so a slow disk loses none
     )
     talk(state.client(), 100, prompts=60)
@@ -286,7 +286,7 @@ def test_redis_clients_only(state: State) -> None:
 
 
 def test_twenty_models(state: State) -> None:
-    state.serve("disk://~/kv?capacity=256MiB", cpu="64MiB")
+    state.serve("disk://~/kv?capacity=256MiB", cpu="128MiB")
     client = state.client()
     for number in range(20):
         talk(client, 10 + 4 * number, f"org/model-{number:02}", prompts=3 + number, dice=number)

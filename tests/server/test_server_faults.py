@@ -27,7 +27,7 @@ from lmtier.core.cache import Cache
 from lmtier.format.keys import is_value, value_key
 from lmtier.server.values import Values, now_ms
 from lmtier.wire.resp import Error, bulk_header, command
-from tests.server.process import MIB, Served, Wire, served, until
+from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
 
 FORK = multiprocessing.get_context("fork")
 
@@ -66,7 +66,7 @@ def test_a_client_that_dies_at_any_byte_costs_nothing(tmp_path: Path, frame: byt
             end(dying)
             if cut % 10 == 0:
                 other.expect("PONG", "PING")
-        until(lambda: server.held()[0] == 0 and server.held()[2] == 1, 1.0)
+        until(lambda: server.held()[0] == 0 and server.held()[2] == 1)
         other.expect("OK", "MSET", "k", "1", "l", "2")
         assert server.held() == (*before, 1)
 
@@ -87,13 +87,14 @@ def test_a_client_killed_in_the_middle_of_a_large_value_gives_its_memory_back(tm
             assert ours.recv() == "sent"
             until(lambda: server.held()[1] >= 20 * MIB)
             os.kill(child.pid or 0, signal.SIGKILL)
-            until(lambda: server.held() == (0, 0, 0), 1.0)
+            until(lambda: server.held() == (0, 0, 0))
             child.join()
 
 
 # ---- clients that stall
 
 
+@pytest.mark.alone
 def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
     values = [content(i, 64 * MIB) for i in range(2)]
     with served(tmp_path, "cpu://?capacity=130MiB") as server, server.connect() as writer:
@@ -105,6 +106,8 @@ def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
             assert stuck[-1].socket.recv(1) == b"$"
         until(lambda: server.held()[0] == 128 * MIB)
         writer.expect("OK", "SET", "small", b"while there is room, nobody is hurried")
+        for each in stuck:
+            each.socket.recv(MIB)  # each is as patient from here
         began = time.monotonic()
         assert isinstance(writer.ask("SET", "other", values[0][: 20 * MIB]), Error)
         assert server.held()[2] == 3
@@ -157,7 +160,7 @@ def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path:
         while len(heard) < len(value):
             heard += reader.socket.recv(MIB)
         assert value[:MIB] in heard
-        until(lambda: server.held()[2] == 2, 1.0)
+        until(lambda: server.held()[2] == 2)
         for each in stuck:
             assert each.ends()
         idle.expect("PONG", "PING")
@@ -208,6 +211,7 @@ def test_who_never_reads_fills_its_own_buffers_only(tmp_path: Path):
             wire.close()
 
 
+@pytest.mark.alone
 def test_a_thousand_idle_connections_cost_little(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 2000:
@@ -294,6 +298,7 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
         with server.connect() as wire:
             for i in range(20):
                 wire.expect("OK", "SET", f"k{i}", content(i, 100_000))
+            told = time.monotonic()
             wire.expect("OK", "SET", "minutes", "v", "EX", 300)
             wire.expect("OK", "SET", "later", "v")
             wire.expect(1, "EXPIRE", "later", 600)
@@ -304,16 +309,16 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
             wire.expect("OK", "SET", "deleted", "v")
             wire.expect(1, "DEL", "deleted")
             wire.expect("OK", "SET", b"\x00 any \xff name", "")
-            began = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - began < 5
         server.start()
         with server.connect() as wire:
             until(lambda: wire.ask("GET", "soon") is None, 3)
             for i in range(20):
                 wire.expect(content(i, 100_000), "GET", f"k{i}")
-            assert 290 < wire.ask("TTL", "minutes") <= 300
-            assert 590 < wire.ask("TTL", "later") <= 600
+            minutes, later = wire.ask("TTL", "minutes"), wire.ask("TTL", "later")
+            passed = time.monotonic() - told + 1
+            assert 300 - passed < minutes <= 300
+            assert 600 - passed < later <= 600
             wire.expect(-1, "TTL", "kept")
             wire.expect([None, None, None], "MGET", "soon", "over", "deleted")
             wire.expect(-2, "TTL", "soon")
@@ -329,7 +334,8 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
 def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path: Path):
     """Faster than the disk writes, more than may wait, and more than memory holds."""
     tiers, count = ("cpu://?capacity=24MiB", disk(tmp_path, "256MiB")), 9000
-    with served(tmp_path, *tiers, config={"queue_length": 64}) as server:
+    slow = {"queue_length": 64, "load_deadline": 60}  # however slow the disk is
+    with served(tmp_path, *tiers, config=slow, grace=60) as server:
         with server.connect() as wire:
             sender = threading.Thread(
                 target=wire.send,
@@ -338,7 +344,7 @@ def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path:
             sender.start()
             assert [wire.reply() for _ in range(count)] == ["OK"] * count
             sender.join()
-        assert server.stop() == 0
+        assert server.stop(80) == 0
         server.start()
         with server.connect() as wire:
             wire.expect(count, "DBSIZE")
@@ -473,7 +479,7 @@ def test_what_is_cleared_by_force_while_it_comes_is_gone(tmp_path: Path):
 def overwrite(server: Served, writer: int, said: Connection) -> None:
     with server.connect() as wire:
         turn = 0
-        while not said.poll():
+        while turn < 3 or not said.poll():
             head = struct.pack("<QQ", writer, turn)
             value = head + content((writer, turn % 4), 8 * MIB - 16)
             assert wire.ask("SET", "shared", value) == "OK"
@@ -488,8 +494,8 @@ def test_who_reads_what_two_overwrite_reads_one_of_them_whole(tmp_path: Path, be
         reader.expect("OK", "SET", "shared", struct.pack("<QQ", 0, 0) + content((0, 0), 8 * MIB - 16))
         with writers(server) as turns:
             reads, seen = 0, set()
-            end = time.monotonic() + 1.5
-            while time.monotonic() < end:
+            began = time.monotonic()
+            while (lasts := time.monotonic() - began) < 1.5 or (len(seen) < 3 and lasts < PATIENCE):
                 value = reader.ask("GET", "shared")
                 assert isinstance(value, bytes), value
                 writer, turn = struct.unpack_from("<QQ", value)

@@ -329,7 +329,7 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
     assert grown < 64 * MIB
     assert within.answers > sent / 2
     assert within.refused < within.answers
-    until(lambda: within.server.cache.step() == 0 and within.server.cache.index.leased_bytes == 0, 5)
+    until(lambda: within.server.cache.step() == 0 and within.server.cache.index.leased_bytes == 0)
     within.check()
     within.close()
 

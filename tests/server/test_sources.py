@@ -33,7 +33,7 @@ from lmtier_backends.redis.source import SourceTier
 from tests.certificates import certify
 from tests.client.test_client import ONE, ROOM, TWO, C, is_right, keys, store, write
 from tests.redis_process import Proxy, within
-from tests.server.process import Served, Wire, served, until
+from tests.server.process import PATIENCE, Served, Wire, served, until
 from tests.server.test_engines import Connection
 
 TOKEN = "a-token-of-some-length-0123456789"
@@ -47,11 +47,11 @@ class Host(NamedTuple):
 
 
 @contextmanager
-def host(folder: Path, *lower: str) -> Iterator[Host]:
+def host(folder: Path, *lower: str, deadline: float = PATIENCE) -> Iterator[Host]:
     """A server, and an engine beside it."""
     folder.mkdir()
     path = str(folder / "socket")
-    config = {"chunk_tokens": C, "load_deadline": DEADLINE, "worth": "always"}
+    config = {"chunk_tokens": C, "load_deadline": deadline, "worth": "always"}
     with (
         served(folder, CPU, *lower, config=config, token=TOKEN, unix=path, http="127.0.0.1:0") as server,
         Client(path, name=folder.name) as engine,
@@ -60,11 +60,11 @@ def host(folder: Path, *lower: str) -> Iterator[Host]:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host, str, Proxy]]:
+def two_hosts(folder: Path, deadline: float = PATIENCE) -> Iterator[tuple[Host, Host, str, Proxy]]:
     """The second can ask the first, through a proxy; and by what name."""
     with host(folder / "a") as a, Proxy(a.server.address) as link:
         url = f"lmtier://:{TOKEN}@127.0.0.1:{link.port}"
-        with host(folder / "b", f"{url}?deadline={DEADLINE}s") as b:
+        with host(folder / "b", f"{url}?deadline={deadline}s", deadline=deadline) as b:
             yield a, b, f"127.0.0.1:{link.port}", link
 
 
@@ -256,7 +256,7 @@ def test_a_chunk_stays_while_it_is_sent(tmp_path: Path):
 def test_no_byte_is_wrong_wherever_the_link_breaks(tmp_path: Path):
     """Cut in the answer of the lookup, in a header, and in a payload; then it works again."""
     names = keys(3)
-    with two_hosts(tmp_path) as (a, b, source, link):
+    with two_hosts(tmp_path, DEADLINE) as (a, b, source, link):
         store(a.engine, names)
         for after in (0, 1, 10, 100, PAGE, PAGE + 100, 2 * PAGE + 500):
             link.cut(down=after)
@@ -303,7 +303,7 @@ def test_an_odd_answer_to_a_lookup_is_no_hit(said: bytes):
 
 def test_a_host_that_stands_still_is_given_up_in_time(tmp_path: Path):
     names = keys(2)
-    with two_hosts(tmp_path) as (a, b, source, _):
+    with two_hosts(tmp_path, DEADLINE) as (a, b, source, _):
         store(a.engine, names)
         os.kill(a.server.process.pid, signal.SIGSTOP)
         try:
@@ -315,7 +315,7 @@ def test_a_host_that_stands_still_is_given_up_in_time(tmp_path: Path):
 
 def test_a_host_that_dies_is_a_miss_and_comes_back(tmp_path: Path):
     names = keys(2)
-    with two_hosts(tmp_path) as (a, b, source, link):
+    with two_hosts(tmp_path, DEADLINE) as (a, b, source, link):
         store(a.engine, names)
         a.server.kill()
         link.drop()
