@@ -215,9 +215,8 @@ class Cache:
         seconds = self.config.load_deadline if deadline is None else deadline
         agent = self.sessions.asks(names, form, asked, session, parent, ends) if whole else None
         match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, agent, source)
-        used, run = match.used
-        self.index.touch(run)
-        self.lower.see(used, run)
+        self.index.touch(match.run)
+        self.lower.see(names, match.run)
         if whole:
             for hear in self.followers.asked:
                 hear(names, asked, form)

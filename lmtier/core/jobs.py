@@ -23,6 +23,7 @@ class _Unfinished(NamedTuple):
     names: tuple[Name, ...]
     then: Callable[[Done], None]
     since: float
+    breaker: Breaker
 
 
 class Jobs:
@@ -40,7 +41,7 @@ class Jobs:
         self._metrics = metrics
         self._patience = patience
         self._is_excused = is_excused
-        self.up, self.down, self.clearing = Breaker(), Breaker(), Breaker()
+        self.up, self.down, self.clearing, self.searching = Breaker(), Breaker(), Breaker(), Breaker()
         self._jobs: dict[int, _Unfinished] = {}
         self.last = 0
         """The number of the last submitted job."""
@@ -74,8 +75,9 @@ class Jobs:
         self.last += 1
         job = Job(self.last, op, items, deadline, prefix, suspect)
         names = tuple(item.name for item in items)
-        self._jobs[job.id] = _Unfinished(op, names, then, time.monotonic())
-        self._breaker(op).sent()
+        breaker = self._breaker(op) if suspect is None else self.searching
+        self._jobs[job.id] = _Unfinished(op, names, then, time.monotonic(), breaker)
+        breaker.sent()
         self._tier.submit(job)
 
     def poll(self) -> int:
@@ -104,7 +106,7 @@ class Jobs:
             if late and number > self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
                 self._overdue = number
                 self._metrics.tier_failures.labels(self._label, job.op.value, "overdue").inc()
-                self._judge(job.op, False, "jobs do not come back")
+                self._judge(job, False, "jobs do not come back")
 
     def _breaker(self, op: Op) -> Breaker:
         if op is Op.CLEAR:  # a user may lack the permission for it
@@ -118,10 +120,10 @@ class Jobs:
         faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())
         if Reason.FULL in faults and self._is_excused(job.op, done):
             faults.discard(Reason.FULL)
-        self._judge(job.op, not (faults or (done.error and not done.failed)), done.error)
+        self._judge(job, not (faults or (done.error and not done.failed)), done.error)
 
-    def _judge(self, op: Op, ok: bool, error: str) -> None:
-        breaker = self._breaker(op)
+    def _judge(self, job: _Unfinished, ok: bool, error: str) -> None:
+        op, breaker = job.op, job.breaker
         was_open = breaker.is_open
         breaker.record(ok, error)
         if breaker.is_open and not was_open:

@@ -195,6 +195,11 @@ class LowerTier(ABC):
         return self._jobs.is_moving or (self.backlog > 0 and not self._is_stuck)
 
     @property
+    def cannot_clear(self) -> bool:
+        """Whether what is still to be cleared or searched only fails now."""
+        return self.clearing.is_open
+
+    @property
     def _is_stuck(self) -> bool:
         """A tier behind an open breaker gets nothing done."""
         return self.down.is_open

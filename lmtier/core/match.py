@@ -164,16 +164,6 @@ class Match:
         return cls(number, placement.keys, placement.form, 0, 0.0, run=run, sources=[""] * len(run))
 
     @property
-    def used(self) -> tuple[tuple[bytes, ...], list[Entry]]:
-        """What its request uses: the keys, and the chunks in the slab.
-
-        The state is the tail. So it leaves before the chunks that it makes usable.
-        """
-        if self.end is None:
-            return self.keys, self.run
-        return self.keys + self.end.keys, self.run + self.end.run
-
-    @property
     def placement(self) -> Placement:
         """The placement of `run`."""
         form, run = self.form, self.run

@@ -168,6 +168,10 @@ class Matches:
             place = self._place_of_state(match, chunks)
             self._extend(end, 1)
             end.sources = [place]
+            # A use of the state, which stays older than its chunks and so leaves before them.
+            self._index.touch(end.run)
+            self._index.refresh(match.run)
+            self._lower.see(end.keys, end.run)
 
     def _place_of_state(self, match: Match, chunks: int) -> str:
         """A tier that can supply the state after so many chunks; empty: none is known."""

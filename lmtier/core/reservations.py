@@ -88,10 +88,12 @@ class Reservations:
         while at < len(keys):
             number, key, entry = at, keys[at], get(keys[at])
             at += 1
+            if new and entry is None and number >= first and not wanted[number]:  # it left meanwhile, perhaps
+                wanted[number] = not any(tier.supplies(key, form) for tier in lower)
             if entry is None and wanted[number]:
                 end = max(end, at)
-                while end < len(keys) and wanted[end] and get(keys[end]) is None:
-                    end += 1  # the end of the chunks that are missing
+                while end < min(len(keys), number + _STEP) and wanted[end] and get(keys[end]) is None:
+                    end += 1  # the end of the chunks that are missing, as far as a step goes
                 why = why or ("too_many" if len(new) == most else "")
                 more: list[Entry] = []
                 if not why:

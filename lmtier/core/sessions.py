@@ -120,11 +120,13 @@ class AgentSessions:
     @staticmethod
     def _with_states(agent: Agent, first: int = 0) -> tuple[bytes, ...]:
         """The keys of its last prompt from number `first` on, each before that of its state."""
-        chain = agent.chain[first:]
         if agent.ends is None or agent.ends.layout is None:
-            return chain
-        layout = agent.ends.layout.to_json()
-        return tuple(each for key in chain for each in (key, state_key(key, layout)))
+            return agent.chain[first:]
+        if agent.stated[0] is not agent.chain:
+            layout = agent.ends.layout.to_json()
+            keys = tuple(each for key in agent.chain for each in (key, state_key(key, layout)))
+            agent.stated = agent.chain, keys
+        return agent.stated[1][2 * first :]
 
     def end(self, agent: Agent) -> None:
         """It asks for nothing any more."""
@@ -133,8 +135,9 @@ class AgentSessions:
         self._waiting.pop(agent, None)
         agent.state = OVER
         while agent.state == OVER and not agent.children:
+            own = self.own(agent)
             for index in self._places.values():
-                index.over(self._run(index, self.own(agent)))
+                index.over(self._run(index, own))
             above = agent.parent
             self.book.drop(agent)
             self._ended.inc()

@@ -144,7 +144,14 @@ class SharedTier(LowerTier):
 
     @property
     def _is_stuck(self) -> bool:
-        return super()._is_stuck or (bool(self.uncleared) and self.clearing.is_open)
+        return super()._is_stuck or self.cannot_clear
+
+    @property
+    def cannot_clear(self) -> bool:
+        searching = self._jobs.searching
+        can_clear = bool(self._uncleared) and not self.clearing.is_open
+        can_search = bool(self._unsifted) and not searching.is_open
+        return bool(self.uncleared) and not (can_clear or can_search)
 
     def _look_after(self) -> None:
         super()._look_after()
@@ -249,7 +256,7 @@ class SharedTier(LowerTier):
         search = next(iter(self._unsifted), None)
         if search is None or self._is_sifting or not self._going.isdisjoint(search.before):
             return
-        if self.clearing.allows():
+        if self._jobs.searching.allows():
             self._is_sifting = True
             self._jobs.submit(Op.CLEAR, (), partial(self._end_sift, search), suspect=search.suspect)
 

@@ -45,6 +45,8 @@ class Agent:
     form: ChunkForm | None = None
     ends: ChunkForm | None = None
     """The form of the states at which its prompts can go on; None: anywhere."""
+    stated: tuple[tuple[bytes, ...], tuple[bytes, ...]] = ((), ())
+    """A chain, and its keys with those of its states: made when they are first needed."""
     began: float = 0.0
     seen: float = 0.0
     """When it asked last."""

@@ -313,7 +313,7 @@ def test_a_client_killed_while_it_saves_gives_everything_back(serve):
         store(client, keys(2))
         assert used(client) == 9 * ROOM
         process.kill()
-        until(lambda: used(client) == 2 * ROOM)
+        until(lambda: used(client) == 2 * ROOM, seconds=5)
         assert look(client, keys(7, "b")) == []
         client.check()
 
@@ -351,7 +351,7 @@ def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_
         assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
         assert used(scheduler) == 6 * ROOM
         dies.kill()
-        until(lambda: used(scheduler) == 3 * ROOM)
+        until(lambda: used(scheduler) == 3 * ROOM, seconds=5)
         assert look(scheduler, keys(3, "b"), TWO) == []
         assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
 

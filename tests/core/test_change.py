@@ -51,7 +51,8 @@ def clock():
 def cache(tmp_path, clock):
     """Over a disk."""
     tiers = [f"cpu://?capacity={64 * ROOM}", f"disk://{tmp_path}/kv?capacity=4MiB"]
-    with Cache(Config(tiers=tiers, chunk_tokens=1, prefault=False), clock=lambda: clock[0]) as cache:
+    config = Config(tiers=tiers, chunk_tokens=1, prefault=False, load_deadline=30.0)
+    with Cache(config, clock=lambda: clock[0]) as cache:
         yield cache
         cache.step()
         cache.check()

@@ -62,7 +62,7 @@ def of_memory(cache: Cache, who: bytes) -> bool:
 
 def cache_over(*urls: str, **given: object) -> Cache:
     tiers = (f"cpu://?capacity={32 * FORM.room}&policy=lru", *urls)
-    return Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False), **given)  # type: ignore[arg-type]
+    return Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0), **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

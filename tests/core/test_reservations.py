@@ -171,6 +171,19 @@ def test_others_reserve_in_the_middle_of_what_a_large_one_still_lacks(cache):
     assert cache.match(MANY, ONE).chunks == 300
 
 
+def test_what_leaves_between_the_steps_is_stored_again(cache):
+    cache.commit(cache.reserve([MANY[250]], ONE))
+    steps = cache.reserving(MANY, ONE)
+    next(steps)
+    entry = cache.index.get(MANY[250])
+    assert entry is not None
+    cache.discard(entry)
+    large = at_once(lambda: steps)()
+    assert (sorted(large.entries), large.dropped) == ([*range(300)], 0)
+    cache.commit(large)
+    assert cache.match(MANY, ONE).chunks == 300
+
+
 def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
     steps = cache.reserving(MANY, ONE)
     next(steps)

@@ -45,7 +45,7 @@ def make(time):
     caches: list[Cache] = []
 
     def make(*tiers: str, opened: dict[str, Tier] | None = None, **settings) -> Cache:
-        config = Config(tiers=tiers, chunk_tokens=C, prefault=False, **settings)
+        config = Config(tiers=tiers, chunk_tokens=C, prefault=False, **{"load_deadline": 30.0, **settings})
         caches.append(Cache(config, clock=time, tiers=opened))
         return caches[-1]
 

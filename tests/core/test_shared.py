@@ -204,8 +204,11 @@ def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_cl
     settle(cache, tier)
     cache.purge(Suspect(by="bad"))
     tier.fault = Reason.ERROR
-    assert finish(cache, tier) is Op.CLEAR
+    for _ in range(5):
+        assert finish(cache, tier) is Op.CLEAR
+    assert below.cannot_clear
     cache.clear()
+    assert not below.cannot_clear
     cache.step()
     while tier.waiting:
         tier.fault = Reason.ERROR if tier.waiting[0].suspect is not None else None
@@ -220,7 +223,7 @@ def test_a_search_that_keeps_failing_stops_nothing_else(cache, tier):
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
     tier.fault = None
-    assert (below.clearing.is_open, below.up.is_open, below.down.is_open) == (True, False, False)
+    assert (below.cannot_clear, below.up.is_open, below.down.is_open) == (True, False, False)
     assert not below.is_busy
 
 

@@ -278,6 +278,27 @@ def settle(cache: Cache, tier: HandTier) -> None:
         cache.step()
 
 
+def test_a_use_touches_the_state_also_while_a_tier_is_asked_for_more(tier):
+    tiers = (f"cpu://?capacity={6 * ROOM + STATE_ROOM}&policy=lru", FAR)
+    with Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False), tiers={FAR: tier}) as cache:
+        names = keys(4)
+        store(cache, names)
+        store_state(cache, names)
+        settle(cache, tier)
+        store(cache, keys(2, "other"))
+        settle(cache, tier)
+        match = cache.match([*names, *keys(1, "next")], ONE, ends=STATE)
+        assert match.asking
+        settle(cache, tier)
+        cache.wait(match)
+        assert match.chunks == 4
+        cache.release(match)
+        store(cache, keys(2, "new"))
+        settle(cache, tier)
+        assert state_of(names[3]) in cache.index
+        assert not any(key in cache.index for key in keys(2, "other"))
+
+
 def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, tier):
     names = keys(3)
     store(asked, names)

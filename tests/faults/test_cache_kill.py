@@ -9,7 +9,6 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def content(key: bytes) -> bytes:
 @contextmanager
 def opened(root: str) -> Iterator[Cache]:
     tiers = [f"cpu://?capacity={20 * (SIZE + PAGE)}", f"disk://{root}?capacity={ON_DISK * stored_size(SIZE)}"]
-    cache = Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False))
+    cache = Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0))
     try:
         yield cache
     finally:
@@ -66,7 +65,7 @@ def test_after_a_kill_everything_visible_is_right_and_within_capacity(tmp_path: 
     root, chance = str(tmp_path / "kv"), random.Random(3)
     fork = multiprocessing.get_context("fork")
     served = found = 0
-    for seed in count():
+    for seed in range(20 * loops):
         if seed >= loops and found > 5 * loops:
             break  # on a slow disk it takes more of them
         ours, theirs = fork.Pipe()
@@ -98,3 +97,4 @@ def test_after_a_kill_everything_visible_is_right_and_within_capacity(tmp_path: 
             cache.check()
             assert cache.metrics.value("lmtier_missed_tokens_total", reason="corrupt") == 0
     assert served > 3 * loops
+    assert found > 5 * loops

@@ -134,7 +134,7 @@ def test_a_capacity_beyond_the_file_system_is_said_and_the_rest_is_used(small_di
     """Somebody else's files take what we had, and give it back."""
     now = [0.0]
     tiers = ("cpu://?capacity=8MiB", f"disk://{small_disk}/kv?capacity=1GiB&policy=lru")
-    config = Config(tiers=tiers, chunk_tokens=16, prefault=False)
+    config = Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0)
     with Cache(config, clock=lambda: now[0]) as cache:
         assert f"capacity=1073741824 is more than the storage has: the tier uses {8 << 20}" in (caplog.text)
         for turn in range(4):  # 3 MiB each
@@ -479,7 +479,9 @@ def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Pat
 
 def test_a_damaged_file_of_a_tebibyte_costs_no_other_object(tmp_path: Path, caplog):
     """It is the youngest, and fits into the capacity: what counts is what its header says it can be."""
-    with Cache(Config(tiers=tiers_of(tmp_path), chunk_tokens=16, prefault=False)) as cache:
+    with Cache(
+        Config(tiers=tiers_of(tmp_path), chunk_tokens=16, prefault=False, load_deadline=30.0)
+    ) as cache:
         keys = save(cache, "a", 8)
         assert cache.flush()
     sound = path_of(tmp_path, Name(keys[0], CHUNK.whole))
@@ -491,7 +493,7 @@ def test_a_damaged_file_of_a_tebibyte_costs_no_other_object(tmp_path: Path, capl
     os.truncate(path_of(tmp_path, huge[1]), 1 << 40)
     os.truncate(sound, 1 << 40)  # a sound header, of a smaller object
     tiers = [tiers_of(tmp_path)[0], f"disk://{tmp_path}?capacity=2TiB"]
-    with Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False)) as cache:
+    with Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0)) as cache:
         assert cache.flush()
         assert cache.stats()["disk"] | {"capacity": 0} == {
             "chunks": 7,

@@ -75,7 +75,7 @@ def child_of_a_killed_parent(script: str, *arguments: str) -> Iterator[None]:
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Cache]:
     tiers = (cpu(20), disk(tmp_path / "kv"))
-    with Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False), shared=True) as cache:
+    with Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False, load_deadline=30.0), shared=True) as cache:
         save(cache, keys(3))
         assert cache.flush()
         yield cache

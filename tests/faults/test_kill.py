@@ -72,7 +72,7 @@ def kill_writers(root: Path, kill_at: Iterable[int], acks: int = 0) -> Counter[s
     ) as writer:
         assert writer.stdin is not None
         assert writer.stdout is not None
-        more = takewhile(lambda _: oracle.totals["acks"] <= acks, repeat(0))
+        more = takewhile(lambda _: oracle.totals["acks"] <= acks, repeat(0, 1000))
         for seed, call in enumerate(chain(kill_at, more if acks else ())):
             writer.stdin.write(f"{root} {seed} {call}\n")
             writer.stdin.flush()

@@ -137,7 +137,9 @@ def shown(cache, tier):
 @pytest.fixture
 def cache(tmp_path):
     tiers = [f"cpu://?capacity={16 * FORM.room}", f"disk://{tmp_path}?capacity={64 * FORM.at_rest}"]
-    with Cache(Config(tiers=tiers, chunk_tokens=4, prefault=False), is_record=is_value) as cache:
+    with Cache(
+        Config(tiers=tiers, chunk_tokens=4, prefault=False, load_deadline=30.0), is_record=is_value
+    ) as cache:
         yield cache
 
 

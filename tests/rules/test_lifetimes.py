@@ -89,7 +89,7 @@ def make(time, monkeypatch):
     caches: list[Cache] = []
 
     def make(*tiers: str, opened: dict[str, Tier] | None = None) -> Cache:
-        config = Config(tiers=tiers, chunk_tokens=C, prefault=False)
+        config = Config(tiers=tiers, chunk_tokens=C, prefault=False, load_deadline=30.0)
         caches.append(Cache(config, tiers=opened, clock=time))
         return caches[-1]
 

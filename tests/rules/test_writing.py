@@ -197,7 +197,7 @@ class Clock:
 
 def make(url: str, clock: Clock, slab: int = 8) -> Cache:
     urls = [f"cpu://?capacity={slab * CHUNK}&policy=lru", url]
-    config = Config(chunk_tokens=TOKENS, tiers=urls, prefault=False)
+    config = Config(chunk_tokens=TOKENS, tiers=urls, prefault=False, load_deadline=30.0)
     return Cache(config, tiers={url: MemoryTier()}, clock=clock)
 
 

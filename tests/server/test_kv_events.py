@@ -231,7 +231,9 @@ class Owner:
     def __init__(self, tmp_path: Path, *urls: str, opened: Any = None) -> None:
         from lmtier.core.cache import Cache
 
-        config = Config(tiers=(f"cpu://?capacity={20 * ROOM}", *urls), chunk_tokens=C, prefault=False)
+        config = Config(
+            tiers=(f"cpu://?capacity={20 * ROOM}", *urls), chunk_tokens=C, prefault=False, load_deadline=30.0
+        )
         self.cache = Cache(config, tiers=opened)
         self.prompts, self.journal = Prompts(C), Journal()
         self.cache.followers.add(self.journal)
@@ -346,7 +348,7 @@ def test_an_address_that_is_taken_is_named_and_nothing_stays_open(tmp_path):
     place = f"ipc://{tmp_path}/none/here"
     serving = Serving(listen="", http="", unix=str(tmp_path / "unix"), kv_events=place)
     with pytest.raises(ConfigError, match="kv_events: cannot bind"):
-        Serve(Config(tiers=("cpu://?capacity=1MiB",), prefault=False), serving)
+        Serve(Config(tiers=("cpu://?capacity=1MiB",), prefault=False, load_deadline=30.0), serving)
     assert not (tmp_path / "unix").exists()
 
 

@@ -90,9 +90,9 @@ def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, clie
     began = time.monotonic()
     store(client, keys(TOKENS, "kept"), ttl=3600)
     assert client.flush()
-    stored = time.monotonic()
-    ttl = 3 + 4 * (stored - began)  # the disk takes the others before that, however slow it is
+    ttl = 3 + 4 * (time.monotonic() - began)  # the disk takes the others before that, however slow it is
     store(client, keys(TOKENS), ttl=ttl)
+    stored = time.monotonic()
     assert client.flush()
     client.close()
     server.kill()

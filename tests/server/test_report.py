@@ -38,7 +38,12 @@ def make():
     caches = []
 
     def make(*urls, opened=None, **options):
-        config = Config(tiers=[f"cpu://?capacity={4 * padded(8192)}", *urls], chunk_tokens=1, prefault=False)
+        config = Config(
+            tiers=[f"cpu://?capacity={4 * padded(8192)}", *urls],
+            chunk_tokens=1,
+            prefault=False,
+            load_deadline=30.0,
+        )
         caches.append(Cache(config, tiers=opened, **options))
         return caches[-1]
 

@@ -66,7 +66,7 @@ def test_a_client_that_dies_at_any_byte_costs_nothing(tmp_path: Path, frame: byt
             end(dying)
             if cut % 10 == 0:
                 other.expect("PONG", "PING")
-        until(lambda: server.held()[0] == 0 and server.held()[2] == 1)
+        until(lambda: server.held()[0] == 0 and server.held()[2] == 1, 5.0)
         other.expect("OK", "MSET", "k", "1", "l", "2")
         assert server.held() == (*before, 1)
 
@@ -87,7 +87,7 @@ def test_a_client_killed_in_the_middle_of_a_large_value_gives_its_memory_back(tm
             assert ours.recv() == "sent"
             until(lambda: server.held()[1] >= 20 * MIB)
             os.kill(child.pid or 0, signal.SIGKILL)
-            until(lambda: server.held() == (0, 0, 0))
+            until(lambda: server.held() == (0, 0, 0), 5.0)
             child.join()
 
 
@@ -160,7 +160,7 @@ def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path:
         while len(heard) < len(value):
             heard += reader.socket.recv(MIB)
         assert value[:MIB] in heard
-        until(lambda: server.held()[2] == 2)
+        until(lambda: server.held()[2] == 2, 5.0)
         for each in stuck:
             assert each.ends()
         idle.expect("PONG", "PING")
@@ -493,7 +493,7 @@ def test_who_reads_what_two_overwrite_reads_one_of_them_whole(tmp_path: Path, be
     with served(tmp_path, *tiers) as server, server.connect() as reader:
         reader.expect("OK", "SET", "shared", struct.pack("<QQ", 0, 0) + content((0, 0), 8 * MIB - 16))
         with writers(server) as turns:
-            reads, seen = 0, set()
+            reads, seen = 0, set[tuple[int, int]]()
             began = time.monotonic()
             while (lasts := time.monotonic() - began) < 1.5 or (len(seen) < 3 and lasts < PATIENCE):
                 value = reader.ask("GET", "shared")

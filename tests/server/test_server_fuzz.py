@@ -225,7 +225,7 @@ class Within:
     def __init__(self, folder: Path) -> None:
         tiers = ("cpu://?capacity=4MiB", f"disk://{folder}/kv?capacity=8MiB")
         self.server = Server(
-            Config(tiers=tiers, chunk_tokens=16, prefault=False),
+            Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0),
             Serving(listen="", http="", unix=str(folder / "socket")),
         )
         until(self._is_warm)

@@ -131,7 +131,7 @@ def test_a_tier_whose_library_is_missing_does_not_open(word, tmp_path):
     url = f"disk://{tmp_path}/kv?capacity=1GiB&codec={word}"
     with no_library():
         with pytest.raises(MissingLibrary, match=r"needs the package blosc: pip install 'lmtier\[codecs\]'"):
-            Cache(Config(tiers=("cpu://?capacity=1MiB", url), prefault=False))
+            Cache(Config(tiers=("cpu://?capacity=1MiB", url), prefault=False, load_deadline=30.0))
         with closing(opened(f"disk://{tmp_path}/kv?capacity=1GiB", "raw")):
             pass  # and left nothing open
 
@@ -198,7 +198,7 @@ def keys(count: int) -> list[bytes]:
 
 def cache_over(url: str, codec: str, chunks: int = 8) -> Cache:
     tiers = (f"cpu://?capacity={chunks * ONE.room}", f"{url}&codec={codec}")
-    return Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False))
+    return Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False, load_deadline=30.0))
 
 
 @pytest.mark.parametrize("form", [ONE, TWO], ids=["one shard", "two shards"])
@@ -309,7 +309,7 @@ def test_what_is_loaded_from_an_approximation_is_used_and_never_meets_what_is_ex
 
     def opened(codec: str) -> Cache:
         tiers = (f"cpu://?capacity={8 * ONE.room}", f"disk://{tmp_path}/kv?capacity=1GiB&codec={codec}")
-        return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False))
+        return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False, load_deadline=30.0))
 
     tokens = list(range(2 * C + 1))
     with opened("int8") as cache:

@@ -18,8 +18,10 @@ def soon() -> float:
 def test_a_call_whose_time_is_over_when_it_begins_gives_its_lane_back():
     lanes = Lanes("test", 1)
     for _ in range(3):
+        goes_on = threading.Event()
         with pytest.raises(TimeoutError, match="did not answer"), lanes.lend(soon()) as lane:
-            lane.run(lambda: time.sleep(0.01), time.monotonic() - 1)
+            lane.run(goes_on.wait, time.monotonic() - 1)
+        goes_on.set()
     with lanes.lend(soon()) as lane:
         assert lane.run(lambda: 1, soon()) == 1
     assert lanes.close()
@@ -31,7 +33,7 @@ def test_a_call_that_hangs_keeps_its_lane_and_its_memory_until_it_returns():
         lane.take_memory(100)
     with pytest.raises(TimeoutError, match="did not answer"), lanes.lend(soon()) as lane:
         lane.run(goes_on.wait, time.monotonic() + 0.01)
-    with pytest.raises(TimeoutError, match="all calls"), lanes.lend(time.monotonic() + 0.01):
+    with pytest.raises(TimeoutError), lanes.lend(time.monotonic() + 0.01):
         pass
     assert len(lane.memory) >= 100
     goes_on.set()

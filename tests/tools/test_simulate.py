@@ -47,7 +47,7 @@ def real_hits(trace: Trace, urls: list[str]) -> list[dict[str, int]]:
     form = form_of(layout, [layout.whole])
     found = []
     clock = Clock()
-    with Cache(Config(chunk_tokens=TOKENS, tiers=urls), clock=clock) as cache:
+    with Cache(Config(chunk_tokens=TOKENS, tiers=urls, load_deadline=60), clock=clock) as cache:
         for request, keys in zip(trace.requests, trace.keys(TOKENS), strict=True):
             clock.now = request.at
             match = cache.wait(cache.match(keys, form, deadline=60))

@@ -228,6 +228,7 @@ class MooncakeTier(BlockingTier):
         store = self._connected()
         if len(lane.memory):
             store.unregister_buffer(lane.address)
+            lane.drop_memory()
         lane.take_memory(nbytes)
         if code := store.register_buffer(lane.address, len(lane.memory)):
             lane.drop_memory()

@@ -206,7 +206,8 @@ class Operating:
                 )
         if not self._cache.is_warm:
             raise Refused("LOADING the tiers are still being scanned, so they cannot be cleared; try again")
-        if full := [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]:
+        full = [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]
+        if full and (prefix or by or since):  # a clear of everything makes all others unnecessary
             raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
         if by or since:
             moment = read_number(since.encode(), "a time in milliseconds", 1 << 53) if since else 0
@@ -222,9 +223,7 @@ class Operating:
     def _cleared(self, until: float) -> Waiting:
         """Wait until everything is deleted. It does not wait for a tier that fails."""
         tiers = self._cache.lower
-        while (
-            any(not (each.is_clear or each.clearing.is_open) for each in tiers) and time.monotonic() < until
-        ):
+        while any(not (each.is_clear or each.cannot_clear) for each in tiers) and time.monotonic() < until:
             yield None
         left = [f"{each.label} {each.why_uncleared}".strip() for each in tiers if not each.is_clear]
         if not left:
