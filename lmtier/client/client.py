@@ -36,6 +36,7 @@ from lmtier.rules.worth import Cost
 from lmtier.wire.resp import Error
 from lmtier.wire.verbs import (
     AND_STATE,
+    MAX_KEYS,
     MAX_MS,
     RUN_SHIFT,
     arguments,
@@ -444,7 +445,8 @@ class Client:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete these chunks in every tier."""
-        self._server.call("LMTIER.DISCARD", *keys)
+        for first in range(0, len(keys), MAX_KEYS):
+            self._server.call("LMTIER.DISCARD", *keys[first : first + MAX_KEYS])
 
     def flush(self, timeout: float = 30.0) -> bool:
         """As Cache.flush. False if no server answers."""

@@ -210,8 +210,9 @@ class Cache:
         names = check_chain(keys)  # a copy: the caller's list grows with its request
         whole = self._gauges.tokens(names[:1]) * len(names)
         asked = whole if tokens is None else tokens
-        if asked < whole:
-            raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
+        if asked < whole or (names and asked and not whole):  # states and records have no tokens
+            than = "less" if whole else "more"
+            raise MisuseError(f"tokens={asked} is {than} than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
         agent = self.sessions.asks(names, form, asked, session, parent, ends) if whole else None
         match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, agent, source)
@@ -548,10 +549,9 @@ class Cache:
         self.index.rekey(entry, key)
         self.commit(reservation, prints={0: mark})
 
-    @property
-    def is_behind(self) -> bool:
+    def is_behind(self, nbytes: int) -> bool:
         """Whether a new value should wait: it could not be written now, but a little later it could."""
-        return any(tier.is_behind for tier in self.lower)
+        return any(tier.is_behind(nbytes) for tier in self.lower)
 
     def is_leaving(self, key: bytes) -> bool:
         """Whether a restart now could still find an old value under this key."""

@@ -227,10 +227,10 @@ class LowerTier(ABC):
         """The entries of the slab that are leased while they wait to be written here."""
         return self._writes.leased
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the most records allowed wait to be written here, and their number is going down."""
-        return self._writes.is_full_of_records and not self.down.is_open and not self._jobs.is_silent
+    def is_behind(self, nbytes: int) -> bool:
+        """Whether a record of so many bytes finds too many waiting, and their number is going down."""
+        is_full = not self._writes.has_room_for_record(nbytes)
+        return is_full and not self.down.is_open and not self._jobs.is_silent
 
     @property
     def uncleared(self) -> int:

@@ -43,7 +43,7 @@ class Room:
         self._evicted = evicted
         self.clock = clock
         self._ttl = ttl
-        self._largest = 0  # bytes of the largest chunk so far
+        self._largest = 0  # bytes of the largest chunk since the last step
         self._compacting = 0.0  # seconds spent since the last step
         self._took = 0  # bytes allocated since the last step
         self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a recent step took
@@ -72,28 +72,27 @@ class Room:
     def take(self, keys: Sequence[bytes], form: ChunkForm) -> list[tuple[int, ...]]:
         """Extents for as many of these chunks, in their order, as are free now."""
         found = self.slab.allocate_some(form.sizes, min(len(keys), max(0, self.index.free) // form.room))
-        if found:
-            self._largest = max(self._largest, form.room)
-            self._took += form.room * len(found)
-            self._takers.update(map(self.index.pool, keys[: len(found)]))
+        self._note(keys[: len(found)], form)
         return found
+
+    def _note(self, keys: Sequence[bytes], form: ChunkForm) -> None:
+        """These have taken room."""
+        if keys:
+            self._largest = max(self._largest, form.room)
+            self._took += form.room * len(keys)
+            self._takers.update(map(self.index.pool, keys))
 
     def allocate(self, key: bytes, form: ChunkForm, parent: Entry | None) -> tuple[int, ...] | None:
         """Extents for one chunk; evicts if needed. None: the rest is leased or belongs to other shares."""
-        self._largest = max(self._largest, form.room)
-        self._took += form.room
         asker = self.index.pool(key)
-        self._takers.add(asker)
         # Enough bytes may be free, but in pieces. Then unleased chunks are moved together; evicting more
-        # would
-        # rarely join the pieces. Leased chunks in between can make it impossible.
+        # would rarely join the pieces. Leased chunks in between can make it impossible.
         short = form.room - self.index.free
         for _ in range(_TRIES):
-            if short <= 0 and (offsets := self.slab.allocate(form.sizes)) is not None:
-                return offsets
             if short > 0 and not self._evict(short, parent, asker, form.room):
                 break
             if (offsets := self.slab.allocate(form.sizes)) is not None:
+                self._note([key], form)
                 return offsets
             if (short := self._compact(form.room)) < 0:
                 break
@@ -153,6 +152,7 @@ class Room:
         took, self._took = self._took, 0
         if took:
             self._ahead = max(2 * took, _AHEAD * self._largest, self._ahead - self._ahead // 256)
+            self._largest = 0
         short = self._ahead - self.index.free
         # Only after room was taken. Otherwise a tier with little room would swap such chunks for ever.
         return [e for taker in takers for e in self.index.next_to_leave(short, taker, short)[0] if short > 0]

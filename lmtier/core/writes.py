@@ -41,14 +41,13 @@ class Writes:
         """The keys that begin with `prefix`, or with one of several."""
         return [key for key in self._waiting if key.startswith(prefix)]
 
-    @property
-    def is_full_of_records(self) -> bool:
-        return self.leased_bytes >= self._slab.capacity * _RECORDS_SHARE
+    def has_room_for_record(self, nbytes: int) -> bool:
+        more = self.leased_bytes + nbytes
+        return not self.leased_bytes or more <= self._slab.capacity * _RECORDS_SHARE
 
     def has_room_for(self, entry: Entry) -> bool:
         if self._slab.is_record(entry.key):
-            more = self.leased_bytes + entry.nbytes
-            return not self.leased_bytes or more <= self._slab.capacity * _RECORDS_SHARE
+            return self.has_room_for_record(entry.nbytes)
         return len(self._waiting) < self._most
 
     def add(self, entry: Entry) -> None:

@@ -43,6 +43,7 @@ class Origin(NamedTuple):
         try:
             found = json.loads(text)
             identity, lora, salt = found["identity"], found["lora"], found["salt"]
+            json.dumps(found, ensure_ascii=False).encode()  # JSON can name half of a character
             if not isinstance(identity, dict) or not isinstance(lora, str) or not isinstance(salt, str):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):

@@ -7,7 +7,7 @@ steps. The metrics show the predicted time of loads next to the actual time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, inf, isfinite, log
+from math import exp, inf, log
 from operator import mul
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ WORTH = (AUTO, ALWAYS, NEVER)
 
 PATIENCE = 1.5
 """A load is given up after so many times the time of computing instead."""
+_DAY = 86_400.0
+"""Seconds. No step of an engine takes as long."""
 _MARGIN = 0.03
 """Loading may be slower by this part, because it leaves the engine's time to other requests."""
 _PIECE = 0.1
@@ -120,7 +122,7 @@ class Cost(NamedTuple):
 
     @property
     def is_sane(self) -> bool:
-        return all(isfinite(each) and each >= 0 for each in self)
+        return all(0 <= each <= _DAY for each in self)
 
 
 class Prefill:

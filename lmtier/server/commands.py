@@ -119,5 +119,7 @@ class Command(NamedTuple):
     """Which arguments are values: their bytes go straight into the slab."""
     role: Role = Role.ENGINE
     """The least role that may use it. What needs ADMIN is written to the audit."""
+    is_of_all: bool = False
+    """It may write any value."""
     most: int = MOST
     """The most arguments. A command with many arguments yields between them, or handles each very fast."""

@@ -72,7 +72,8 @@ class Dispatch:
         if name == b"RESET":
             self._transactions.gone(caller)
         try:
-            return self._transactions.behind(caller, command, args) or command.handler(caller, args)
+            waiting = self._transactions.behind(caller, command, args)
+            return waiting or self._transactions.run(caller, command, args)
         except Refused as error:
             return error.error
 

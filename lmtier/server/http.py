@@ -310,7 +310,7 @@ def parse(head: bytes) -> _Request:
             raise _Refusal(400, f"{name} is given twice")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     length = headers.get("content-length", "0")
-    if not (length.isascii() and length.isdigit()):
+    if not (length.isascii() and length.isdigit() and len(length) <= 15):
         raise _Refusal(400, "content-length is no number")
     if "transfer-encoding" in headers and "content-length" in headers:
         raise _Refusal(400, "a body has one length")

@@ -12,11 +12,11 @@ then.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lmtier.server.commands import PAUSE, Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
 from lmtier.server.values import Draft, Values, Watch
@@ -85,6 +85,8 @@ class Transactions:
         self._values = values
         self._waiting: list[_Transaction] = []
         self._running: list[_Transaction] = []
+        self._writing: Counter[bytes] = Counter()
+        """The names of writes that have begun."""
         self.goes_on = False
         """Some transactions can continue at once."""
 
@@ -135,19 +137,36 @@ class Transactions:
 
     def behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting | None:
         """The answer of a command that must wait for a transaction with one of its names. None: no wait."""
-        if not self._running or not self._meets(command, args):
+        if not (self._running or self._writing) or not self._meets(command, args):
             return None
         return self._behind(caller, command, args)
 
     def _meets(self, command: Command, args: list[Argument]) -> bool:
-        names, is_of_all = _names(command, args), _is_of_all(command)
-        return any(each.meets(names, is_of_all) for each in self._running)
+        names = _names(command, args)
+        if not names and not command.is_of_all:
+            return False
+        is_write = "write" in command.flags and not self._writing.keys().isdisjoint(names)
+        return is_write or any(each.meets(names, command.is_of_all) for each in self._running)
 
     def _behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting:
         while self._meets(command, args):
             yield None
-        answer = command.handler(caller, args)
+        answer = self.run(caller, command, args)
         return (yield from answer) if isinstance(answer, GeneratorType) else answer
+
+    def run(self, caller: Caller, command: Command, args: list[Argument]) -> Any:
+        """A write that has to wait keeps other writes off its names: what it has read must stay true."""
+        answer = command.handler(caller, args)
+        if "write" in command.flags and command.keys[0] and isinstance(answer, GeneratorType):
+            return self._hold(set(_names(command, args)), answer)
+        return answer
+
+    def _hold(self, names: set[bytes], writing: Waiting) -> Waiting:
+        self._writing.update(names)
+        try:
+            return (yield from writing)
+        finally:
+            self._writing -= Counter(names)
 
     def gone(self, caller: Caller) -> None:
         """The client has left, or was reset: drop everything of it except a running transaction."""
@@ -198,7 +217,7 @@ class Transactions:
             return ABORTED
         watch, caller.watch = caller.watch, None
         names = {name for step in queue.steps for name in _names(step.command, step.args)}
-        is_of_all = any(_is_of_all(step.command) for step in queue.steps)
+        is_of_all = any(step.command.is_of_all for step in queue.steps)
         transaction = _Transaction(caller, queue.steps, watch, names, is_of_all)
         self._waiting.append(transaction)
         self.turn()
@@ -225,7 +244,9 @@ class Transactions:
         """Begin the transactions that may begin, and continue running ones, for the time of one turn."""
         before: list[_Transaction] = []
         for each in self._waiting:
-            if any(other.meets(each.names, each.is_of_all) for other in (*self._running, *before)):
+            is_written = not self._writing.keys().isdisjoint(each.names)
+            others = (*self._running, *before)
+            if is_written or any(other.meets(each.names, each.is_of_all) for other in others):
                 before.append(each)  # later transactions with the same names must not overtake it
             else:
                 self._begin(each)
@@ -322,10 +343,6 @@ class Transactions:
 def _names(command: Command, args: list[Argument]) -> list[bytes]:
     first, last, step = command.keys
     return [bytes(arg) for arg in args[first : len(args) if last < 0 else last + 1 : step]] if first else []
-
-
-def _is_of_all(command: Command) -> bool:
-    return "write" in command.flags and not command.keys[0]
 
 
 def _let_go(answers: Answers) -> None:

@@ -172,7 +172,8 @@ class Values:
         """
         cache, key = self._cache, value_key(name)
         try:
-            while cache.is_behind:  # acknowledge a value only when there is room for it in a tier's queue
+            nbytes = draft.reservation.form.room
+            while cache.is_behind(nbytes):  # acknowledge it only when there is room in a tier's queue
                 yield None
         except GeneratorExit:
             self.drop(draft)

@@ -168,6 +168,7 @@ def refused(data, status):
         b"GET / HTTP/1.1\r\n" + b": x\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"Host: x\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"Content-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"Content-Length: %s\r\n\r\n" % (b"9" * 5000),
         b"GET / HTTP/1.1\r\n" + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\nx",
         b"GET / HTTP/1.1\r\n" + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS

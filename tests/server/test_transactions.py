@@ -52,7 +52,8 @@ class Room:
         name, entry = args[0], self.table[args[0]]
         if self.transactions.takes(caller, name):
             return self.transactions.keep(caller, name, entry, args)
-        return self.transactions.behind(caller, entry, args) or entry.handler(caller, args)
+        behind = self.transactions.behind(caller, entry, args)
+        return behind or self.transactions.run(caller, entry, args)
 
     def turn(self) -> None:
         self.cache.step()
@@ -144,6 +145,89 @@ def test_a_transaction_whose_client_dies_is_done_to_its_end(room):
     room.gate.open()
     until(lambda: (room.turn(), not room.transactions.are_running)[1])
     assert room.end(room.ask(Caller(2, "theirs"), "GET", "k")) == b"new"
+
+
+def behind(room: Room, nbytes: int) -> int:
+    """Store values until one has to wait for the tier, which stands still. The number of those before."""
+    room.gate.hold()
+    filler = Caller(9, "filler")
+    for number in range(1000):
+        answer = room.ask(filler, "SET", f"filler {number}", "x" * nbytes)
+        for _ in range(50):  # an answer that does not wait needs fewer turns
+            if next(answer, "it has ended") is not None:
+                break
+            room.turn()
+        else:
+            answer.close()
+            return number
+    raise AssertionError("it never waits")
+
+
+@pytest.mark.parametrize("nbytes", [1, 20_000, 50_000])
+def test_no_value_is_acknowledged_that_could_not_be_written(room, nbytes):
+    """Whatever part of the room that is left it needs."""
+    acknowledged = behind(room, nbytes)
+    assert acknowledged > 4
+    assert room.cache.metrics.value("lmtier_dropped_objects_total", tier="memory", reason="queue_full") == 0
+    room.gate.open()
+    until(lambda: room.turn() or room.cache.flush(0))
+    assert len(room.values) >= acknowledged
+
+
+def test_of_two_that_set_what_is_not_there_one_does(room):
+    behind(room, 1)
+    first = room.ask(Caller(1, "ours"), "SETNX", "lock", "a")
+    assert next(first) is None
+    theirs = Caller(2, "theirs")
+    second = room.ask(theirs, "SETNX", "lock", "b")
+    assert next(second) is None
+    room.gate.open()
+    assert [room.end(first), room.end(second)] == [1, 0]
+    assert room.end(room.ask(Caller(1, "ours"), "GET", "lock")) == b"a"
+    while theirs.drafts:  # as a connection does it
+        room.values.drop(theirs.drafts.pop())
+
+
+def test_a_new_time_does_not_bring_an_old_value_back(room):
+    assert room.end(room.ask(Caller(1, "ours"), "SET", "k", "old")) == "OK"
+    behind(room, 1)
+    retimed = room.ask(Caller(1, "ours"), "EXPIRE", "k", "100")
+    assert next(retimed) is None
+    written = room.ask(Caller(2, "theirs"), "SET", "k", "new")
+    assert next(written) is None
+    reads = room.ask(Caller(3, "reader"), "GET", "k")
+    assert room.end(reads) == b"old", "a read waits for nobody"
+    room.gate.open()
+    assert room.end(retimed) == 1
+    assert room.end(written) == "OK"
+    assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) == b"new"
+
+
+def test_a_transaction_sees_what_a_write_did_that_was_under_way(room):
+    ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
+    behind(room, 1)
+    room.ask(theirs, "WATCH", "k")
+    written = room.ask(ours, "SET", "k", "new")
+    assert next(written) is None
+    room.ask(theirs, "MULTI")
+    room.ask(theirs, "SET", "k", "lost")
+    transaction = room.ask(theirs, "EXEC")
+    assert next(transaction) is None
+    room.gate.open()
+    assert room.end(written) == "OK"
+    assert room.end(transaction) == b"*-1\r\n"
+
+
+def test_a_flush_of_all_in_a_transaction_stops_no_command_without_names(room):
+    room.gate.hold()
+    ours = Caller(1, "ours")
+    for words in (("MULTI",), ("GET", "below"), ("FLUSHALL",)):
+        room.ask(ours, *words)
+    transaction = room.ask(ours, "EXEC")
+    assert next(transaction) is None
+    assert room.ask(Caller(2, "theirs"), "PING") == "PONG"
+    room.gate.open()
+    room.end(transaction)
 
 
 def test_what_was_not_executed_holds_nothing_when_its_client_is_gone(room):

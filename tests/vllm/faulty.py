@@ -1,4 +1,4 @@
-"""The connector, as an engine would load it; one load of the second rank fails while a file is there."""
+"""The connector, as an engine would load it; one load of the last rank fails while a file is there."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ _prepare = RankLoads.prepare
 
 def _prepare_or_fail(self: RankLoads, plan: LoadPlan) -> None:
     flag = Path(os.environ["LMTIER_TEST_FAILS"])
-    if self._rank.number == 1 and flag.exists():
+    if self._rank.number == int(os.environ["LMTIER_TEST_RANK"]) and flag.exists():
         flag.unlink()
         self._fail(plan)
         self._end(plan, Match.elsewhere(plan.id, plan.placement))

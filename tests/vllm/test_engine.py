@@ -467,7 +467,7 @@ def test_what_a_rank_computed_behind_a_load_that_another_failed_is_not_stored(mo
     options: dict[str, Any] = {
         "tensor_parallel_size": 2,
         "processes": True,
-        "env": {"LMTIER_TEST_FAILS": str(flag)},
+        "env": {"LMTIER_TEST_FAILS": str(flag), "LMTIER_TEST_RANK": "1"},
     }
     with Engine(tmp_path, models / "mqa", transfer=faulty, **options) as engine:
         alone(engine, [[*head, 5]])
@@ -484,6 +484,52 @@ def test_what_a_rank_computed_behind_a_load_that_another_failed_is_not_stored(mo
         assert cached(again) == loadable([prompt])
     with Engine(tmp_path, models / "mqa") as plain:
         assert tokens(alone(plain, [prompt])) == wanted
+    idle(server.path)
+
+
+def test_blocks_whose_load_has_failed_are_used_by_nobody(models, tmp_path, server):
+    """The request that should compute them again is aborted before it does."""
+    (prompt,) = prompts_of(1112, seed=9)
+    flag = tmp_path / "fails"
+    faulty = transfer(server=str(server.path))
+    faulty["kv_connector_module_path"] = "tests.vllm.faulty"
+    env = {"LMTIER_TEST_FAILS": str(flag), "LMTIER_TEST_RANK": "0"}
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted = tokens(alone(plain, [prompt]))
+    with Engine(tmp_path, models / "qwen2", transfer=faulty, env=env, num_gpu_blocks_override=150) as engine:
+        assert tokens(alone(engine, [prompt])) == wanted
+        engine.forget()
+        alone(engine, prompts_of(1100, 1000, seed=3))  # other bytes are in its blocks now
+        flag.touch()
+        engine.abort_within([prompt, prompt[:20]], 8, after=1)
+        assert not flag.exists()
+        assert engine.metrics()["lmtier:load_failures_total"] == 1
+        assert tokens(alone(engine, [prompt])) == wanted
+        engine.forget()
+        assert tokens(alone(engine, [prompt])) == wanted, "what was never loaded was stored"
+    idle(server.path)
+
+
+def test_who_shares_blocks_whose_load_has_failed_computes_them_too(models, tmp_path, server):
+    """A step has tokens for the others before the first of them has computed all of these again."""
+    (head,) = prompts_of(1040, seed=9)
+    prompts = [[*head, *range(200 + 40 * n, 200 + 40 * n + 30)] for n in range(3)]
+    flag = tmp_path / "fails"
+    faulty = transfer(server=str(server.path))
+    faulty["kv_connector_module_path"] = "tests.vllm.faulty"
+    env = {"LMTIER_TEST_FAILS": str(flag), "LMTIER_TEST_RANK": "0"}
+    options: dict[str, Any] = {"long_prefill_token_threshold": 128, "num_gpu_blocks_override": 150}
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted = tokens(plain.generate(prompts))
+    with Engine(tmp_path, models / "qwen2", transfer=faulty, env=env, **options) as engine:
+        alone(engine, [[*head, 5]])
+        engine.forget()
+        alone(engine, prompts_of(1100, 1000, seed=3))
+        flag.touch()
+        assert tokens(engine.generate(prompts)) == wanted
+        assert not flag.exists()
+        engine.forget()
+        assert tokens(engine.generate(prompts)) == wanted
     idle(server.path)
 
 

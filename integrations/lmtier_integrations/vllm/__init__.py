@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
@@ -209,7 +210,12 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         return self._scheduler.plan(scheduler_output)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.undoing.pool = gpu_block_pool
+
     def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:  # of any connector
+            self._scheduler.undo(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             self._scheduler.learn(report)

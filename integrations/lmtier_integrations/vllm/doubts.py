@@ -17,6 +17,9 @@ from vllm.v1.engine.core import EngineCore
 from lmtier_integrations.vllm.memory import caller, wrap
 from lmtier_integrations.vllm.messages import Plan, RankReport
 
+_MOST = 65_536
+"""Chunks that are stored between two comparisons, at most."""
+
 
 class Doubts:
     def __init__(self, ranks: int, period: float) -> None:
@@ -35,6 +38,8 @@ class Doubts:
         """
         self._unchecked: list[tuple[int, list[bytes]]] = []
         """Chunks that were stored since weights were compared, and in which step."""
+        self._count = 0
+        """The chunks that were stored since so many made a comparison necessary."""
         self._compared_at = time.monotonic()
         self._engine: SchedulerInterface | None = caller(SchedulerInterface)
         self._leave = ExitStack()
@@ -82,7 +87,10 @@ class Doubts:
     def planned(self, plan: Plan) -> None:
         """Remember what the plan stores. Now and then all ranks compare in one step, before it computes."""
         if plan.saves:
+            self._count += sum(len(save.placement.keys) for save in plan.saves)
             self._unchecked.append((self.step, [key for save in plan.saves for key in save.placement.keys]))
+        if self._count > _MOST:  # also without a period: this list must not grow for ever
+            plan.compares, self._count = True, 0
         if self._period and (self._unchecked or plan.loads):
             if (now := time.monotonic()) - self._compared_at >= self._period:
                 plan.compares = True
@@ -104,4 +112,4 @@ class Doubts:
         Each is returned once.
         """
         unchecked, self._unchecked = self._unchecked, []
-        return [key for _, keys in unchecked for key in keys]
+        return list(dict.fromkeys(key for _, keys in unchecked for key in keys))

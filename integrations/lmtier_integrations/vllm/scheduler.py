@@ -19,7 +19,7 @@ steps       what vLLM says of a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
@@ -46,6 +46,7 @@ from lmtier_integrations.vllm.settings import Settings, check_chunks, log
 from lmtier_integrations.vllm.stats import Stats
 from lmtier_integrations.vllm.steps import blocks_taken, work_of
 from lmtier_integrations.vllm.storing import Storing
+from lmtier_integrations.vllm.undoing import Undoing
 
 _PROMPTS = 8  # average tokens per request from which on a step counts as one that computes prompts
 
@@ -99,6 +100,7 @@ class Scheduler:
             saves_decode=settings.save_decode,
             groups=groups,
         )
+        self.undoing = Undoing(self._block_tokens)
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
@@ -232,6 +234,8 @@ class Scheduler:
         if client.run != self._agreed:
             plan.run = client.run
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
+        if self._loads and not self.waits_for_loads:
+            self.undoing.planned(output)
         if self._is_asynchronous:
             plan.taken = blocks_taken(output, loaded_from, self._block_tokens)
         if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
@@ -244,6 +248,11 @@ class Scheduler:
             self._storing.plan(plan, output, self._requests)
         doubts.planned(plan)
         return plan
+
+    def undo(self, blocks: Set[int]) -> None:
+        """These blocks were not loaded in their step."""
+        if not self.waits_for_loads:
+            self.undoing.failed(blocks, self._requests)
 
     def learn(self, report: RankReport) -> None:
         """Apply the ranks' report about a step."""

@@ -122,6 +122,7 @@ def read_identity(argument: Argument) -> Identity:
         found = json.loads(bytes(argument))
         if any(type(value) is not _IDENTITY[name] for name, value in found.items()):
             raise TypeError
+        json.dumps(found, ensure_ascii=False).encode()  # JSON can name half of a character
         return Identity(**found)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         raise Refused(

@@ -1,0 +1,60 @@
+"""Takes back what the engine believes of blocks that one of its steps should have loaded and did not.
+
+vLLM names the blocks of a promise by their tokens before the step has loaded them, so that other requests use
+them at once. If the load fails, the first of these requests computes the blocks again, and the names stay. A
+request that came before that is done, or after that request was aborted, would read what was never loaded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from lmtier_integrations.vllm.followed import FollowedRequest
+
+_STEPS = 8
+"""More than an engine plans before it hears of the first one."""
+
+
+class Undoing:
+    def __init__(self, block_tokens: int) -> None:
+        self.pool: BlockPool | None = None
+        """The engine's blocks and their names."""
+        self._block_tokens = block_tokens
+        self._entered: deque[tuple[str, Sequence[int]]] = deque()
+        self._counts: deque[int] = deque()
+        """The requests that entered in recent steps, with their block tables; and how many in each step."""
+
+    def planned(self, output: SchedulerOutput) -> None:
+        entered = list(_entered(output))
+        self._entered.extend(entered)
+        self._counts.append(len(entered))
+        if len(self._counts) > _STEPS:
+            for _ in range(self._counts.popleft()):
+                self._entered.popleft()
+
+    def failed(self, blocks: Set[int], requests: Mapping[str, FollowedRequest]) -> None:
+        """These were not loaded. Neither they nor what follows them is found by their names any more.
+
+        Each request that has one of them computes it itself. vLLM lets only the first one do that.
+        """
+        for request_id, table in self._entered:
+            first = next((number for number, block in enumerate(table) if block in blocks), len(table))
+            if self.pool is not None:
+                self.pool.evict_blocks(set(table[first:]))
+            if first < len(table) and (known := requests.get(request_id)) is not None:
+                request = known.request
+                request.num_computed_tokens = min(request.num_computed_tokens, first * self._block_tokens)
+
+
+def _entered(output: SchedulerOutput) -> Iterator[tuple[str, Sequence[int]]]:
+    """The requests that begin in this step, or go on after they were preempted. These have one table."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids[0]
+    cached = output.scheduled_cached_reqs
+    for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if request_id in cached.resumed_req_ids and tables:
+            yield request_id, tables[0]
