@@ -86,6 +86,8 @@ class Client:
         hello = [word for pair in options.items() if pair[1] for word in pair]
         self._server = RemoteServer(address, hello, token, timeout)
         self._waits = waits
+        self._withdrawn = float("-inf")
+        """When a reservation was given up last, before its reply had come."""
         self._read_to: tuple[int, int] | None = None
         """The position up to which `changes` were read, with the server's run."""
         self.chunk_tokens = self.config.chunk_tokens
@@ -307,6 +309,14 @@ class Client:
         """Give the reservation up. Does not wait for the server."""
         if asked.link is self._server.link and asked.answer is not None:
             asked.answer.give_up()
+            if not asked.answer.has_come:
+                self._withdrawn = time.monotonic()
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a reservation that was given up may still arrive: `step` gives it back at once."""
+        is_recent = time.monotonic() - self._withdrawn < self._server.timeout
+        return is_recent and bool(self._server.link.owed)
 
     def _can_end(self, link: Link) -> bool:
         """Whether the server knows TTL.

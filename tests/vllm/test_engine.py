@@ -195,6 +195,16 @@ def test_requests_that_are_aborted_leave_nothing_behind(models, tmp_path, server
         assert engine.metrics()["lmtier:loaded_tokens_total"] > 0
 
 
+def test_an_engine_that_goes_idle_leaves_no_reservation_behind(models, tmp_path, server):
+    """Its last request was aborted before the server had answered."""
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "qwen2", transfer=how, processes=True) as engine:
+        alone(engine, prompts_of(40))
+        for seed in range(3):
+            engine.abort_within(prompts_of(1700, seed=seed), 8, after=0)
+            until(lambda: is_idle(server.path), RECOVERY)
+
+
 def test_without_the_engines_own_prefix_cache(models, tmp_path, expected, server):
     how = transfer(server=str(server.path))
     with Engine(tmp_path, models / "qwen2", transfer=how, enable_prefix_caching=False) as engine:

@@ -145,7 +145,8 @@ class Scheduler:
     @property
     def wants_a_step(self) -> bool:
         """Whether lmtier needs a step, even one that computes nothing."""
-        return self._names.form is None or self._copying.is_under_way or self._doubts.wants_a_step
+        is_at_work = self._copying.is_under_way or self._client.is_owed
+        return self._names.form is None or is_at_work or self._doubts.wants_a_step
 
     @property
     def _is_ready(self) -> bool:
@@ -233,6 +234,8 @@ class Scheduler:
             self._launcher.revive()
         if client.run != self._agreed:
             plan.run = client.run
+        if client.is_owed:
+            client.step()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
         if self._loads and not self.waits_for_loads:
             self.undoing.planned(output)
