@@ -305,6 +305,11 @@ class Client:
             self._server.held[reservation.id] = reservation
         return reservation
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the server of this client's matches is still there. Does not wait for it."""
+        return self._server.is_there
+
     def withdraw(self, asked: Asked) -> None:
         """Give the reservation up. Does not wait for the server."""
         if asked.link is self._server.link and asked.answer is not None:

@@ -55,6 +55,17 @@ class RemoteServer:
             raise TierError(f"no lmtier server at {address}: {_reason(error)}") from None
         self._chunk_tokens, self._approximation = self.link.config.chunk_tokens, self.link.approximation
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the server of what is held here is still there. Does not wait for it."""
+        link = self.link
+        if not link.is_lost:
+            try:
+                link.glance()
+            except (OSError, ProtocolError) as error:
+                self.lose(link, error)
+        return not link.is_lost
+
     def reach(self) -> Link | None:
         """The connection, if it can be used now. A lost one is made again if it holds nothing."""
         if self.is_closed:

@@ -543,6 +543,22 @@ def test_who_shares_blocks_whose_load_has_failed_computes_them_too(models, tmp_p
     idle(server.path)
 
 
+def test_requests_that_wait_while_the_server_dies_are_computed(models, tmp_path, server):
+    """They were looked up before. None of them is promised what is gone."""
+    prompts = prompts_of(1300, 900, 1000, 800)
+    how = transfer(server=str(server.path), policy="fail")
+    with Engine(tmp_path, models / "qwen2", transfer=how, max_num_seqs=1) as engine:
+        wanted = tokens(alone(engine, prompts))
+        engine.forget()
+        assert tokens(alone(engine, prompts)) == wanted
+        engine.forget()
+        alone(engine, prompts_of(40, seed=5))
+        engine.start(prompts[:3], 8, lora="")
+        server.kill()
+        assert tokens(engine.beside([(prompts[3], "")])) == wanted[3:]
+        assert not engine.metrics()["lmtier:load_failures_total"]
+
+
 def test_a_private_server_that_dies_is_started_again(models, tmp_path):
     prompts = prompts_of(1000, 1500)
     home = tmp_path / "run"

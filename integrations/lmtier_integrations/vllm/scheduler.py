@@ -194,7 +194,13 @@ class Scheduler:
         if not self._may_load(known):
             known.drop()
             return 0
-        return self._reuse.matched(known, computed_tokens)
+        tokens = self._reuse.matched(known, computed_tokens)
+        if tokens and not self._client.is_there:  # nor are the matches of all that wait
+            for each in self._requests.values():
+                each.drop()
+            known.go_back(computed_tokens)
+            return 0
+        return tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
