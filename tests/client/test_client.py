@@ -173,6 +173,13 @@ def test_what_one_process_saved_another_reads_and_no_payload_crosses_the_socket(
         client.check()
 
 
+def test_more_chunks_than_a_request_may_name_are_deleted(serve):
+    with Client(serve().path) as client:
+        store(client, keys(3))
+        client.delete([*keys(70_000, "others"), *keys(3)])
+        assert look(client, keys(3)) == []
+
+
 def test_a_reservation_is_a_caches(serve):
     with Client(serve(chunks=6).path) as client:
         assert store(client, keys(2)) == 2

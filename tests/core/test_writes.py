@@ -52,8 +52,8 @@ def test_no_more_chunks_wait_than_may_and_records_take_a_quarter_of_the_slab(sla
     for key in (b"r1", b"r2"):
         assert writes.has_room_for(stored(slab, key))
         writes.add(slab.get(key))
-    assert writes.is_full_of_records
     assert not writes.has_room_for(stored(slab, b"r3"))
+    assert not writes.has_room_for_record(4096)
 
 
 def test_what_is_postponed_comes_after_the_others(slab, writes):

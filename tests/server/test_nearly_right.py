@@ -41,7 +41,7 @@ def at_rest(server: Served, nearly: Nearly) -> int:
 )
 def test_verbs_that_are_nearly_right_harm_nobody(tmp_path: Path, verbs: int):
     tiers = ("cpu://?capacity=2MiB", f"disk://{tmp_path}/kv?capacity=4MiB")
-    config = {"chunk_tokens": CHUNK, "prefault": True}
+    config = {"chunk_tokens": CHUNK, "prefault": True, "load_deadline": 2.0}
     with served(tmp_path, *tiers, config=config, unix=str(tmp_path / "socket")) as server:
         nearly, witness = Nearly(server, SEED), Witness(server, SEED)
         warm = batches = 0

@@ -225,7 +225,7 @@ class Within:
     def __init__(self, folder: Path) -> None:
         tiers = ("cpu://?capacity=4MiB", f"disk://{folder}/kv?capacity=8MiB")
         self.server = Server(
-            Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0),
+            Config(tiers=tiers, chunk_tokens=16, prefault=False),
             Serving(listen="", http="", unix=str(folder / "socket")),
         )
         until(self._is_warm)
@@ -329,7 +329,7 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
     assert grown < 64 * MIB
     assert within.answers > sent / 2
     assert within.refused < within.answers
-    until(lambda: within.server.cache.step() == 0 and within.server.cache.index.leased_bytes == 0)
+    until(lambda: within.server.cache.step() == 0 and within.server.cache.index.leased_bytes == 0, 5)
     within.check()
     within.close()
 

@@ -105,7 +105,7 @@ class Reuse:
         match = known.match
         is_short = match is None or (
             match.ready
-            and match.cut != "deadline"
+            and match.cut not in ("deadline", "error")  # a tier that fails would be asked again for ever
             and match.chunks < (request.num_tokens - 1) // self._chunk_tokens
         )
         if is_short and time.monotonic() - known.looked_at > _FRESH:
@@ -122,7 +122,7 @@ class Reuse:
         if not match.ready:
             known.drop()
             return 0
-        if match.cut == "deadline":
+        if match.cut in ("deadline", "error"):
             known.looked_at = time.monotonic() + _IN_VAIN
         known.stored, known.due = match.chunks, (match.chunks + 1) * self._chunk_tokens
         more = match.chunks * self._chunk_tokens - computed_tokens
