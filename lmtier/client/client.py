@@ -314,14 +314,15 @@ class Client:
         """Give the reservation up. Does not wait for the server."""
         if asked.link is self._server.link and asked.answer is not None:
             asked.answer.give_up()
-            if not asked.answer.has_come:
+            if not asked.answer.has_come and not asked.link.is_lost:
                 self._withdrawn = time.monotonic()
 
     @property
     def is_owed(self) -> bool:
         """Whether a reservation that was given up may still arrive: `step` gives it back at once."""
+        link = self._server.link
         is_recent = time.monotonic() - self._withdrawn < self._server.timeout
-        return is_recent and bool(self._server.link.owed)
+        return is_recent and bool(link.owed) and not (link.is_lost or link.stalled)
 
     def _can_end(self, link: Link) -> bool:
         """Whether the server knows TTL.

@@ -170,7 +170,8 @@ class Matches:
             end.sources = [place]
             # A use of the state, which stays older than its chunks and so leaves before them.
             self._index.touch(end.run)
-            self._index.refresh(match.run)
+            # Some may have left while a tier was asked.
+            self._index.refresh([entry for entry in match.run if entry.state is not State.GONE])
             self._lower.see(end.keys, end.run)
 
     def _place_of_state(self, match: Match, chunks: int) -> str:

@@ -12,7 +12,7 @@ then.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
@@ -85,8 +85,10 @@ class Transactions:
         self._values = values
         self._waiting: list[_Transaction] = []
         self._running: list[_Transaction] = []
-        self._writing: Counter[bytes] = Counter()
+        self._writing: set[bytes] = set()
         """The names of writes that have begun."""
+        self._turns: list[set[bytes]] = []
+        """The names of each write that waits for others, the first one first."""
         self.goes_on = False
         """Some transactions can continue at once."""
 
@@ -137,20 +139,35 @@ class Transactions:
 
     def behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting | None:
         """The answer of a command that must wait for a transaction with one of its names. None: no wait."""
-        if not (self._running or self._writing) or not self._meets(command, args):
+        is_write = "write" in command.flags
+        if not (self._running or (is_write and (self._writing or self._waiting or self._turns))):
             return None
-        return self._behind(caller, command, args)
-
-    def _meets(self, command: Command, args: list[Argument]) -> bool:
-        names = _names(command, args)
+        names = set(_names(command, args))
         if not names and not command.is_of_all:
-            return False
-        is_write = "write" in command.flags and not self._writing.keys().isdisjoint(names)
-        return is_write or any(each.meets(names, command.is_of_all) for each in self._running)
+            return None
+        others = [*self._turns] if is_write else []
+        return self._behind(caller, command, args, names) if self._meets(command, names, others) else None
 
-    def _behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting:
-        while self._meets(command, args):
-            yield None
+    def _meets(self, command: Command, names: set[bytes], others: list[set[bytes]]) -> bool:
+        """Whether one of these runs or, before a write, waits with one of its names."""
+        transactions = self._running
+        if "write" in command.flags:
+            if not self._writing.isdisjoint(names) or not all(names.isdisjoint(each) for each in others):
+                return True
+            transactions = [*self._running, *self._waiting]
+        return any(each.meets(names, command.is_of_all) for each in transactions)
+
+    def _behind(self, caller: Caller, command: Command, args: list[Argument], names: set[bytes]) -> Waiting:
+        is_write = "write" in command.flags
+        before = [*self._turns] if is_write else []
+        if is_write:
+            self._turns.append(names)
+        try:
+            while self._meets(command, names, [each for each in before if _is_in(each, self._turns)]):
+                yield None
+        finally:
+            if is_write:
+                self._turns = [each for each in self._turns if each is not names]
         answer = self.run(caller, command, args)
         return (yield from answer) if isinstance(answer, GeneratorType) else answer
 
@@ -162,11 +179,11 @@ class Transactions:
         return answer
 
     def _hold(self, names: set[bytes], writing: Waiting) -> Waiting:
-        self._writing.update(names)
+        self._writing |= names
         try:
             return (yield from writing)
         finally:
-            self._writing -= Counter(names)
+            self._writing -= names
 
     def gone(self, caller: Caller) -> None:
         """The client has left, or was reset: drop everything of it except a running transaction."""
@@ -244,7 +261,7 @@ class Transactions:
         """Begin the transactions that may begin, and continue running ones, for the time of one turn."""
         before: list[_Transaction] = []
         for each in self._waiting:
-            is_written = not self._writing.keys().isdisjoint(each.names)
+            is_written = not self._writing.isdisjoint(each.names) or (each.is_of_all and bool(self._writing))
             others = (*self._running, *before)
             if is_written or any(other.meets(each.names, each.is_of_all) for other in others):
                 before.append(each)  # later transactions with the same names must not overtake it
@@ -263,7 +280,7 @@ class Transactions:
             else:
                 each.is_over, each.run = True, None
                 self._running.remove(each)
-        if self._waiting and not self._running:
+        if self._waiting and not (self._running or self._writing):
             self.goes_on = True
 
     def _begin(self, transaction: _Transaction) -> None:
@@ -343,6 +360,10 @@ class Transactions:
 def _names(command: Command, args: list[Argument]) -> list[bytes]:
     first, last, step = command.keys
     return [bytes(arg) for arg in args[first : len(args) if last < 0 else last + 1 : step]] if first else []
+
+
+def _is_in(one: set[bytes], several: list[set[bytes]]) -> bool:
+    return any(each is one for each in several)
 
 
 def _let_go(answers: Answers) -> None:

@@ -299,6 +299,20 @@ def test_a_use_touches_the_state_also_while_a_tier_is_asked_for_more(tier):
         assert not any(key in cache.index for key in keys(2, "other"))
 
 
+def test_a_chunk_that_leaves_while_a_tier_is_asked_for_more_harms_nobody(asked, tier):
+    names = keys(4)
+    store(asked, names)
+    store_state(asked, names)
+    settle(asked, tier)
+    match = asked.match([*names, *keys(1, "next")], ONE, ends=STATE)
+    assert match.asking
+    asked.discard(match.run[0])
+    settle(asked, tier)
+    asked.wait(match)
+    asked.release(match)
+    asked.check()
+
+
 def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, tier):
     names = keys(3)
     store(asked, names)

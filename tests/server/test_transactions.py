@@ -213,9 +213,29 @@ def test_a_transaction_sees_what_a_write_did_that_was_under_way(room):
     room.ask(theirs, "SET", "k", "lost")
     transaction = room.ask(theirs, "EXEC")
     assert next(transaction) is None
+    room.turn()
+    assert not room.transactions.goes_on, "it waits, and needs no turn at once"
+    later = room.ask(Caller(3, "later"), "SET", "k", "later")
+    assert next(later) is None
     room.gate.open()
     assert room.end(written) == "OK"
+    assert next(later) is None, "it came after the transaction"
     assert room.end(transaction) == b"*-1\r\n"
+    assert room.end(later) == "OK"
+
+
+def test_writes_of_one_name_are_done_in_their_order(room):
+    behind(room, 1)
+    writes = []
+    for number in range(4):
+        writes.append(room.ask(Caller(number, "ours"), "SET", "k", str(number)))
+        assert next(writes[-1]) is None
+    room.gate.open()
+    for number in (0, 1):
+        assert room.end(writes[number]) == "OK"
+        assert next(writes[3]) is None
+    assert [room.end(each) for each in writes[2:]] == ["OK", "OK"]
+    assert room.end(room.ask(Caller(5, "reader"), "GET", "k")) == b"3"
 
 
 def test_a_flush_of_all_in_a_transaction_stops_no_command_without_names(room):

@@ -7,7 +7,6 @@ request that came before that is done, or after that request was aborted, would 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from vllm.v1.core.block_pool import BlockPool
@@ -24,24 +23,24 @@ class Undoing:
         self.pool: BlockPool | None = None
         """The engine's blocks and their names."""
         self._block_tokens = block_tokens
-        self._entered: deque[tuple[str, Sequence[int]]] = deque()
-        self._counts: deque[int] = deque()
-        """The requests that entered in recent steps, with their block tables; and how many in each step."""
+        self._entered: dict[str, tuple[int, Sequence[int]]] = {}
+        """The requests that entered in recent steps: in which step, and their blocks; the latest last."""
+        self._step = 0
 
     def planned(self, output: SchedulerOutput) -> None:
-        entered = list(_entered(output))
-        self._entered.extend(entered)
-        self._counts.append(len(entered))
-        if len(self._counts) > _STEPS:
-            for _ in range(self._counts.popleft()):
-                self._entered.popleft()
+        self._step += 1
+        for request_id, table in _entered(output):
+            self._entered.pop(request_id, None)
+            self._entered[request_id] = self._step, table
+        for request_id in [each for each, (step, _) in self._entered.items() if step <= self._step - _STEPS]:
+            del self._entered[request_id]
 
     def failed(self, blocks: Set[int], requests: Mapping[str, FollowedRequest]) -> None:
         """These were not loaded. Neither they nor what follows them is found by their names any more.
 
         Each request that has one of them computes it itself. vLLM lets only the first one do that.
         """
-        for request_id, table in self._entered:
+        for request_id, (_, table) in self._entered.items():
             first = next((number for number, block in enumerate(table) if block in blocks), len(table))
             if self.pool is not None:
                 self.pool.evict_blocks(set(table[first:]))

@@ -113,6 +113,7 @@ class Engines:
                 arity,
                 (flag, "loading"),
                 role=Role.LOOK if name in _LOOK else Role.ADMIN if name in _ADMIN else Role.ENGINE,
+                is_of_all=name == "CLEAR",
                 most=_MOST if name in _LONG else MOST,
             )
             for name, (handler, arity, flag) in verbs.items()
