@@ -138,7 +138,11 @@ class Transactions:
             caller.queue.is_spoiled = True
 
     def behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting | None:
-        """The answer of a command that must wait for a transaction with one of its names. None: no wait."""
+        """The answer of a command that must wait for others with one of its names. None: no wait.
+
+        It waits for transactions that run. A write also waits for writes that came before it, and for
+        transactions that wait.
+        """
         is_write = "write" in command.flags
         if not (self._running or (is_write and (self._writing or self._waiting or self._turns))):
             return None

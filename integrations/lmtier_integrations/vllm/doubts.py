@@ -39,7 +39,7 @@ class Doubts:
         self._unchecked: list[tuple[int, list[bytes]]] = []
         """Chunks that were stored since weights were compared, and in which step."""
         self._count = 0
-        """The chunks that were stored since so many made a comparison necessary."""
+        """The chunks that were stored since their number last made the ranks compare."""
         self._compared_at = time.monotonic()
         self._engine: SchedulerInterface | None = caller(SchedulerInterface)
         self._leave = ExitStack()

@@ -4,7 +4,7 @@ on_new_request               look it up; what lies below the slab is on its way 
 get_num_new_matched_tokens   so many tokens, or "ask again"; a promise is verified and leased already
 update_state_after_alloc     the promise is taken, or is not
 build_connector_meta         the step's plan: those loads, and chunks that are complete
-update_connector_output      ranks have copied: the lease ends
+update_connector_output      ranks have copied: the lease ends; or a load has failed, and is undone
 request_finished             whatever it still held is released
 
 followed    one request: its keys, what it waits for, what of it is stored
@@ -14,6 +14,7 @@ copying     what ranks load and save just now
 sessions    what a request says of its session
 names       what KV is called, by weights, adapters and media
 doubts      whether ranks still have the weights that names say
+undoing     what the engine believed of blocks whose load has failed
 steps       what vLLM says of a step
 """
 
