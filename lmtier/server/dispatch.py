@@ -72,8 +72,7 @@ class Dispatch:
         if name == b"RESET":
             self._transactions.gone(caller)
         try:
-            waiting = self._transactions.behind(caller, command, args)
-            return waiting or self._transactions.run(caller, command, args)
+            return self._transactions.run(caller, command, args)
         except Refused as error:
             return error.error
 

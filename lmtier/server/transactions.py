@@ -137,20 +137,17 @@ class Transactions:
             self._drop(caller.queue.steps)
             caller.queue.is_spoiled = True
 
-    def behind(self, caller: Caller, command: Command, args: list[Argument]) -> Waiting | None:
-        """The answer of a command that must wait for others with one of its names. None: no wait.
+    def run(self, caller: Caller, command: Command, args: list[Argument]) -> Any:
+        """The answer of a command, or a generator that waits for it.
 
-        It waits for transactions that run. A write also waits for writes that came before it, and for
-        transactions that wait.
+        A command waits for transactions that run with one of its names. A write also waits for writes that
+        came before it, and for transactions that wait.
         """
-        is_write = "write" in command.flags
-        if not (self._running or (is_write and (self._writing or self._waiting or self._turns))):
-            return None
-        names = set(_names(command, args))
-        if not names and not command.is_of_all:
-            return None
-        others = [*self._turns] if is_write else []
-        return self._behind(caller, command, args, names) if self._meets(command, names, others) else None
+        if self._running or self._writing or self._turns or self._waiting:
+            names = set(_names(command, args))
+            if (names or command.is_of_all) and self._meets(command, names, self._turns):
+                return self._behind(caller, command, args, names)
+        return self._start(caller, command, args)
 
     def _meets(self, command: Command, names: set[bytes], others: list[set[bytes]]) -> bool:
         """Whether one of these runs or, before a write, waits with one of its names."""
@@ -172,19 +169,24 @@ class Transactions:
         finally:
             if is_write:
                 self._turns = [each for each in self._turns if each is not names]
-        answer = self.run(caller, command, args)
+        answer = self._start(caller, command, args)
         return (yield from answer) if isinstance(answer, GeneratorType) else answer
 
-    def run(self, caller: Caller, command: Command, args: list[Argument]) -> Any:
+    def _start(self, caller: Caller, command: Command, args: list[Argument]) -> Any:
         """A write that has to wait keeps other writes off its names: what it has read must stay true."""
         answer = command.handler(caller, args)
-        if "write" in command.flags and command.keys[0] and isinstance(answer, GeneratorType):
-            return self._hold(set(_names(command, args)), answer)
-        return answer
+        if not isinstance(answer, GeneratorType) or "write" not in command.flags or not command.keys[0]:
+            return answer
+        try:
+            part = next(answer)
+        except StopIteration as stop:
+            return stop.value
+        return self._hold(set(_names(command, args)), part, answer)
 
-    def _hold(self, names: set[bytes], writing: Waiting) -> Waiting:
+    def _hold(self, names: set[bytes], part: bytes | Payload | None, writing: Waiting) -> Waiting:
         self._writing |= names
         try:
+            yield part
             return (yield from writing)
         finally:
             self._writing -= names

@@ -52,8 +52,7 @@ class Room:
         name, entry = args[0], self.table[args[0]]
         if self.transactions.takes(caller, name):
             return self.transactions.keep(caller, name, entry, args)
-        behind = self.transactions.behind(caller, entry, args)
-        return behind or self.transactions.run(caller, entry, args)
+        return self.transactions.run(caller, entry, args)
 
     def turn(self) -> None:
         self.cache.step()
