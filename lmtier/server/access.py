@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from pathlib import Path
 
 from lmtier.config import TOKEN_VARIABLE, Serving
@@ -141,8 +142,9 @@ class Wrong:
 
 
 def note(who: str, words: Sequence[bytes | bytearray | memoryview], *, refused: bool = False) -> None:
-    """Write to the audit who administers what."""
+    """Write to the audit who administers what. A salt may be a secret, so it is not written."""
     shown = [_printable(bytes(word[:_WORD])) + "…" * (len(word) > _WORD) for word in words[:_SHOWN]]
+    shown = ["…" if before.upper() == "SALT" else word for before, word in pairwise(["", *shown])]
     if len(words) > _SHOWN:
         shown.append(f"and {len(words) - _SHOWN:,} more")
     what = " ".join(shown)

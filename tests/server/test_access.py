@@ -25,6 +25,7 @@ ADMIN = [
     ("LMTIER.CLEAR",),
     ("LMTIER.PIN", "system", "ab" * 32),
     ("LMTIER.UNPIN", "system"),
+    ("LMTIER.FORGET", "SALT", "a-secret"),
     ("LMTIER.EXPLAIN", "5", "TOKENS"),
 ]
 
