@@ -112,6 +112,8 @@ class Matches:
         for each in self._lower.watching:
             each.missed(keys[len(match.run) :])
         asked = [tier for tier in self._lower.asked(match.source) if tier.up.allows()]
+        if keys and self._index.is_record(keys[0]):
+            asked = []  # no record is ever stored there
         for i in range(match.chunks, len(keys)):
             entry = self._index.get(keys[i])
             if entry is not None and entry.state >= State.LOADING and entry.form.serves(form):
@@ -213,7 +215,8 @@ class Matches:
 
     def _load_all(self, match: Match) -> None:
         while match.below:
-            self._extend(match, match.chunks)  # chunks that came into the slab meanwhile for another request
+            if self._index.get(match.keys[len(match.run)]) is not None:
+                self._extend(match, match.chunks)  # it came into the slab meanwhile, for another request
             if match.below:
                 self._fetch(match)
 

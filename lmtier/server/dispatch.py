@@ -40,7 +40,7 @@ class Dispatch:
         command = self._table.get(bytes(args[0]).upper())
         if command is None or len(args) not in command.payloads:
             return None
-        if not caller.role or not self._cache.is_warm:
+        if caller.role < command.role or not self._cache.is_warm:
             return DROP  # the command is refused when it is complete
         draft = self._values.draft(length)
         if draft is None:

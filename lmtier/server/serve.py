@@ -81,6 +81,8 @@ class Server:
         """The connections whose answer has to wait, or whose turn was cut."""
         self._ids = count(1)
         self._stop_at: float | None = None
+        self._expires = False
+        """Some values may have expired."""
         self._alone_since = self._started
         self._ran = 0.0
         """The CPU seconds of this thread that are counted already."""
@@ -241,12 +243,14 @@ class Server:
             while not self._is_done():
                 is_soon = self._waiting or self._transactions.are_running or self._departure.is_under_way
                 timeout = _SOON if is_soon else _TICK
-                if self._transactions.goes_on or any(each.is_cut for each in self._waiting):
+                if self._transactions.goes_on or self._expires or any(each.is_cut for each in self._waiting):
                     timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
                 self.cache.step()
                 self._transactions.turn()
+                if self._expires:
+                    self._expires = self._values.expire()
                 if self._publisher is not None:
                     self._publisher.turn()
                 for connection in [each for each in self._waiting if each.is_open]:
@@ -371,7 +375,7 @@ class Server:
         for fd in self._doors.by_fd:
             with suppress(FileExistsError):  # it may have been unregistered when no file could be opened
                 self._epoll.register(fd, select.EPOLLIN)
-        self._values.expire()
+        self._expires = True
         self._roster.sample()
         # Here, because only the thread itself can read its CPU time.
         ran, self._ran = self._ran, time.thread_time()

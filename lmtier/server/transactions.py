@@ -14,7 +14,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import count
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -65,6 +67,7 @@ class _Transaction:
     names: set[bytes]
     is_of_all: bool
     """It may write any name, as FLUSHALL does."""
+    number: int
     run: Generator[bytes | None, None, None] | None = None
     answers: Answers = field(default_factory=deque)
     nbytes: int = 0
@@ -87,8 +90,10 @@ class Transactions:
         self._running: list[_Transaction] = []
         self._writing: set[bytes] = set()
         """The names of writes that have begun."""
-        self._turns: list[set[bytes]] = []
-        """The names of each write that waits for others, the first one first."""
+        self._turns: dict[int, set[bytes]] = {}
+        """The names of each write that waits for others, by its number: the first one first."""
+        self._numbers = count()
+        """Numbers writes that wait and transactions as they come. Nothing waits for what came later."""
         self.goes_on = False
         """Some transactions can continue at once."""
 
@@ -143,32 +148,42 @@ class Transactions:
         A command waits for transactions that run with one of its names. A write also waits for writes that
         came before it, and for transactions that wait.
         """
-        if self._running or self._writing or self._turns or self._waiting:
-            names = set(_names(command, args))
-            if (names or command.is_of_all) and self._meets(command, names, self._turns):
-                return self._behind(caller, command, args, names)
+        is_write = "write" in command.flags
+        if self._running or (is_write and (self._writing or self._turns or self._waiting)):
+            names, number = set(_names(command, args)), next(self._numbers)
+            if (names or command.is_of_all) and self._meets(command, names, number):
+                return self._behind(caller, command, args, names, number)
         return self._start(caller, command, args)
 
-    def _meets(self, command: Command, names: set[bytes], others: list[set[bytes]]) -> bool:
-        """Whether one of these runs or, before a write, waits with one of its names."""
-        transactions = self._running
+    def _meets(self, command: Command, names: set[bytes], number: int) -> bool:
+        """Whether one of these names is in use now or, before a write, waited for since before `number`."""
         if "write" in command.flags:
-            if not self._writing.isdisjoint(names) or not all(names.isdisjoint(each) for each in others):
+            if not self._writing.isdisjoint(names) or self._is_waited_for(names, number):
                 return True
-            transactions = [*self._running, *self._waiting]
-        return any(each.meets(names, command.is_of_all) for each in transactions)
+            earlier = (each for each in self._waiting if each.number < number)
+            if any(each.meets(names, command.is_of_all) for each in earlier):
+                return True
+        return any(each.meets(names, command.is_of_all) for each in self._running)
 
-    def _behind(self, caller: Caller, command: Command, args: list[Argument], names: set[bytes]) -> Waiting:
-        is_write = "write" in command.flags
-        before = [*self._turns] if is_write else []
-        if is_write:
-            self._turns.append(names)
+    def _is_waited_for(self, names: set[bytes], number: int, *, is_of_all: bool = False) -> bool:
+        """Whether a write that came before `number` waits to write one of these names."""
+        for each, theirs in self._turns.items():  # the first one first
+            if each >= number:
+                return False
+            if is_of_all or not theirs.isdisjoint(names):
+                return True
+        return False
+
+    def _behind(
+        self, caller: Caller, command: Command, args: list[Argument], names: set[bytes], number: int
+    ) -> Waiting:
+        if "write" in command.flags:
+            self._turns[number] = names
         try:
-            while self._meets(command, names, [each for each in before if _is_in(each, self._turns)]):
+            while self._meets(command, names, number):
                 yield None
         finally:
-            if is_write:
-                self._turns = [each for each in self._turns if each is not names]
+            self._turns.pop(number, None)
         answer = self._start(caller, command, args)
         return (yield from answer) if isinstance(answer, GeneratorType) else answer
 
@@ -186,8 +201,9 @@ class Transactions:
     def _hold(self, names: set[bytes], part: bytes | Payload | None, writing: Waiting) -> Waiting:
         self._writing |= names
         try:
-            yield part
-            return (yield from writing)
+            with closing(writing):
+                yield part
+                return (yield from writing)
         finally:
             self._writing -= names
 
@@ -241,7 +257,7 @@ class Transactions:
         watch, caller.watch = caller.watch, None
         names = {name for step in queue.steps for name in _names(step.command, step.args)}
         is_of_all = any(step.command.is_of_all for step in queue.steps)
-        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all)
+        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all, next(self._numbers))
         self._waiting.append(transaction)
         self.turn()
         return self._answers(transaction)
@@ -268,8 +284,13 @@ class Transactions:
         before: list[_Transaction] = []
         for each in self._waiting:
             is_written = not self._writing.isdisjoint(each.names) or (each.is_of_all and bool(self._writing))
+            is_waited_for = self._is_waited_for(each.names, each.number, is_of_all=each.is_of_all)
             others = (*self._running, *before)
-            if is_written or any(other.meets(each.names, each.is_of_all) for other in others):
+            if (
+                is_written
+                or is_waited_for
+                or any(other.meets(each.names, each.is_of_all) for other in others)
+            ):
                 before.append(each)  # later transactions with the same names must not overtake it
             else:
                 self._begin(each)
@@ -366,10 +387,6 @@ class Transactions:
 def _names(command: Command, args: list[Argument]) -> list[bytes]:
     first, last, step = command.keys
     return [bytes(arg) for arg in args[first : len(args) if last < 0 else last + 1 : step]] if first else []
-
-
-def _is_in(one: set[bytes], several: list[set[bytes]]) -> bool:
-    return any(each is one for each in several)
 
 
 def _let_go(answers: Answers) -> None:

@@ -39,6 +39,8 @@ ANY = form_of(None, (_SHARD,), (0,))
 _DRAFT_SHARE = 1 / 2  # the part of the slab for unfinished values, which may never be completed
 _SNAPSHOT_SECONDS = 1.0
 _FEW = 1024  # times at which something expires
+_AT_ONCE = 64  # values that are deleted in one turn
+_PIECE = 4 << 20  # bytes that are copied in one turn
 
 T = TypeVar("T")
 Waiting: TypeAlias = "Generator[bytes | None, None, T]"
@@ -222,7 +224,8 @@ class Values:
         mark = Mark.parse(entry.prints[0]) if entry.prints else None
         if mark is None or mark.name != name or mark.nbytes > entry.nbytes:
             return None
-        if self._is_over(entry.key, mark):
+        # One that was replaced during the wait says nothing about what has its key now.
+        if entry.state is State.READY and self._is_over(entry.key, mark):
             return None
         return Value(mark, self._cache.slab.view(entry.offsets[0], mark.nbytes), match)
 
@@ -337,23 +340,47 @@ class Values:
 
     def retime(self, name: bytes, expires: int) -> Waiting[bool | None]:
         """Change when a value expires. None: it does not exist. False: there is no room for its copy."""
-        value = yield from self.get(name)
-        if value is None:
-            return None
-        draft = self.draft(len(value.view))
-        if draft is not None:
-            np.copyto(np.frombuffer(draft.view, np.uint8), np.frombuffer(value.view, np.uint8))
-        self.release(value)
-        return draft is not None and (yield from self.put(draft, name, expires))
+        while (value := (yield from self.get(name))) is not None:
+            draft = self.draft(len(value.view))
+            if draft is None:
+                self.release(value)
+                return False
+            if (yield from self._copy(value, draft)):
+                return (yield from self.put(draft, name, expires))
+            self.drop(draft)
+        return None
 
-    def expire(self) -> int:
-        """Delete the values known to have expired. The others are deleted when a client asks for them."""
-        now, over = now_ms(), 0
-        while self._expiring and self._expiring[0][0] <= now:
+    def _copy(self, value: Value, draft: Draft) -> Waiting[bool]:
+        """Copy a value, and wait until the copy may be put. False: the value was deleted meanwhile."""
+        (entry,) = value.match.run
+        old, new = np.frombuffer(value.view, np.uint8), np.frombuffer(draft.view, np.uint8)
+        try:
+            for first in range(0, len(old), _PIECE):
+                if first:
+                    yield PAUSE
+                np.copyto(new[first : first + _PIECE], old[first : first + _PIECE])
+            while self._cache.is_behind(draft.reservation.form.room):
+                yield None
+        except GeneratorExit:
+            self.drop(draft)
+            raise
+        finally:
+            self.release(value)
+        return entry.state is State.READY
+
+    def expire(self) -> bool:
+        """Delete some of the values known to have expired. Returns whether there may be more.
+
+        Those that are not known to have expired are deleted when a client asks for them.
+        """
+        now = now_ms()
+        for _ in range(_AT_ONCE):
+            if not self._expiring or self._expiring[0][0] > now:
+                return False
             _, key = heapq.heappop(self._expiring)
-            mark = self._known(key)
-            over += mark is not None and self._is_over(key, mark)  # it may have been set again since
-        return over
+            if (mark := self._known(key)) is not None:
+                self._is_over(key, mark)  # it may have been set again since
+        return True
 
     def resume(self) -> None:
         """Find out when the values expire that were in memory before this process."""

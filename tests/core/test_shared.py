@@ -7,7 +7,7 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.index import Occupancy
-from lmtier.format.keys import namespace, value_key
+from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
 from lmtier.format.objects import Made, Suspect
 from lmtier.server.values import Values
@@ -66,6 +66,17 @@ def test_a_clear_waits_for_writes_that_are_under_way_and_only_for_those_of_its_n
     settle(cache, tier)
     assert {name.key for name in tier.kept} == {*of(N, 1)}
     assert cache.lower[0].is_clear
+
+
+def test_a_value_is_not_looked_for_where_none_is_stored(tier):
+    with Cache(
+        Config(tiers=("cpu://?capacity=1MiB", FAR), prefault=False), tiers={FAR: tier}, is_record=is_value
+    ) as cache:
+        read = Values(cache).get(b"missing")
+        with pytest.raises(StopIteration) as end:
+            next(read)
+        assert end.value.value is None
+        assert not tier.waiting
 
 
 def test_a_step_says_how_many_jobs_ended(cache, tier):

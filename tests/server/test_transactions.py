@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import GeneratorType
@@ -11,16 +12,19 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.format.keys import is_value
+from lmtier.core.match import State
+from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import Name
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import Secrets, Wrong
+from lmtier.server.access import Role, Secrets, Wrong
 from lmtier.server.commands import Caller, Nothing, Payload
+from lmtier.server.dispatch import Dispatch
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.service import Service
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.testing import Gate, MemoryTier, SlowTier
+from lmtier.wire.commands import DROP
 from lmtier.wire.resp import Error, command
 from tests.server.process import MIB, served, until
 
@@ -200,6 +204,97 @@ def test_a_new_time_does_not_bring_an_old_value_back(room):
     assert room.end(retimed) == 1
     assert room.end(written) == "OK"
     assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) == b"new"
+
+
+def test_a_new_time_does_not_bring_back_what_was_deleted(room):
+    assert room.end(room.ask(Caller(1, "ours"), "SET", "k", "old")) == "OK"
+    behind(room, 1)
+    retimed = room.ask(Caller(1, "ours"), "EXPIRE", "k", "100")
+    assert next(retimed) is None
+    flushed = room.ask(Caller(2, "theirs"), "FLUSHALL")
+    room.gate.open()
+    assert room.end(flushed) == "OK"
+    assert room.end(retimed) == 0, "there is nothing to expire"
+    assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) is None
+
+
+def test_who_finds_that_an_old_value_has_expired_deletes_no_newer_one():
+    objects: dict[Name, bytes] = {}
+    gate = Gate()
+    before = Room(objects, gate)
+    assert before.end(before.ask(Caller(0, "before"), "SET", "k", "old", "PX", "1")) == "OK"
+    before.cache.close(5)
+    room = Room(objects, gate)
+    gate.hold()
+    reads = room.ask(Caller(1, "ours"), "GET", "k")
+    assert next(reads) is None
+    written = room.ask(Caller(2, "theirs"), "SET", "k", "new", "GET")
+    while next(written) is not None:
+        pass
+    gate.open()
+    key = value_key(b"k")
+    until(lambda: (room.cache.step(), (entry := room.cache.index.get(key)) and entry.state is State.READY)[1])
+    assert room.end(written) is None
+    assert room.end(reads) == b"new", "it came during the wait"
+    assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) == b"new"
+    room.cache.close(5)
+
+
+def test_the_work_for_writes_that_wait_does_not_explode(room):
+    """Each looks at those before it, so twice as many take four times as long."""
+    behind(room, 1)
+
+    def calls(count: int) -> int:
+        callers = [Caller(number, "ours") for number in range(count)]
+        writes = [room.ask(caller, "DEL", "k") for caller in callers]
+        for each in writes:
+            next(each)
+        seen = 0
+
+        def see(frame: object, event: str, arg: object) -> None:
+            nonlocal seen
+            seen += 1
+
+        sys.setprofile(see)
+        for each in writes:
+            next(each)
+        sys.setprofile(None)
+        for each in reversed(writes):
+            each.close()
+        return seen
+
+    first = room.ask(Caller(0, "first"), "SET", "k", "v")
+    assert next(first) is None
+    few, many = calls(50), calls(200)
+    assert many < 20 * few
+    first.close()
+
+
+def test_a_write_waits_for_no_transaction_that_came_after_it(room):
+    first = waiting(room, Caller(1, "ours"))
+    written = room.ask(Caller(2, "theirs"), "SET", "k", "plain")
+    assert next(written) is None
+    other = Caller(3, "other")
+    for words in (("MULTI",), ("SET", "k", "last")):
+        room.ask(other, *words)
+    second = room.ask(other, "EXEC")
+    assert next(second) is None
+    room.gate.open()
+    assert b"OK" in room.end(first)
+    for _ in range(3):
+        room.turn()
+    assert room.end(written) == "OK"
+    assert b"OK" in room.end(second)
+    assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) == b"last"
+
+
+def test_who_may_not_store_gets_no_room_for_a_value(room):
+    dispatch = Dispatch(room.cache, room.values, room.transactions, room.table)
+    for role in Role:
+        caller = Caller(1, "ours", role=role)
+        place = dispatch.place(caller, [b"SET", b"k"], 3, 1000)
+        assert (place is not DROP) == (role >= Role.ENGINE)
+        dispatch.drop_drafts(caller)
 
 
 def test_a_transaction_sees_what_a_write_did_that_was_under_way(room):
