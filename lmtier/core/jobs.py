@@ -45,8 +45,8 @@ class Jobs:
         self._jobs: dict[int, _Unfinished] = {}
         self.last = 0
         """The number of the last submitted job."""
-        self._overdue = 0
-        """The last late job that was counted as a failure."""
+        self._overdue: set[int] = set()
+        """The late jobs that were counted as failures."""
         self._heard = time.monotonic()
         """When the tier last finished something."""
 
@@ -87,6 +87,7 @@ class Jobs:
             self._heard = time.monotonic()
         for done in finished:
             job = self._jobs.pop(done.id)
+            self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
                 for name in job.names:  # a name that is not ok is a miss, also if the tier gave no reason
                     if name not in done.ok:
@@ -103,8 +104,8 @@ class Jobs:
                 break
             # A write may wait for other writes of its size, so it gets more time.
             late = now - job.since > self._patience * (1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10)
-            if late and number > self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
-                self._overdue = number
+            if late and number not in self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
+                self._overdue.add(number)
                 self._metrics.tier_failures.labels(self._label, job.op.value, "overdue").inc()
                 self._judge(job, False, "jobs do not come back")
 

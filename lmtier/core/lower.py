@@ -316,8 +316,15 @@ class LowerTier(ABC):
         to those that are leased now.
         """
         self._look_after()
-        if self.is_paused:
-            return
+        if not self.is_paused:
+            self._submit_writes(spare)
+        # After the writes. A deletion that always fails would take each probe of the breaker from them.
+        if self._undeleted and self.down.allows():
+            names, nbytes = self._undeleted.pop()
+            self.deleting -= nbytes
+            self._delete(names, nbytes)
+
+    def _submit_writes(self, spare: float) -> None:
         slab, writes, postponed = self._above.slab, self._writes, 0
         while (
             len(writes) > postponed
@@ -547,11 +554,7 @@ class LowerTier(ABC):
         self._log_dropped()
 
     def _look_after(self) -> None:
-        """Retry failed deletions, and count late jobs as failures of the tier."""
-        if self._undeleted and self.down.allows():
-            names, nbytes = self._undeleted.pop()
-            self.deleting -= nbytes
-            self._delete(names, nbytes)
+        """Count late jobs as failures of the tier, and do what goes on in the background."""
         if self._dropped and time.monotonic() - self._dropped_logged > _LOG_PAUSE:
             self._log_dropped()
         self._jobs.blame_late_ones()

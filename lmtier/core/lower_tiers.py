@@ -10,6 +10,7 @@ from lmtier.core.lower import Above, LowerTier
 from lmtier.core.match import Entry
 from lmtier.core.owned import OwnedTier
 from lmtier.core.shared import SharedTier
+from lmtier.errors import ConfigError
 from lmtier.tiers.base import Tier
 from lmtier.tiers.registry import open_tier
 
@@ -52,12 +53,16 @@ class LowerTiers(list[LowerTier]):
                 tier.wake = wake
                 twins = sum(each.scheme == spec.scheme for each in specs[:number])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
-                if tier.keeps:
-                    self.owned.append(OwnedTier(label, spec, tier, above, scans=not is_known(place)))
-                    self.append(self.owned[-1])
-                else:
-                    self.shared.append(SharedTier(label, spec, tier, above))
-                    self.append(self.shared[-1])
+                try:
+                    if tier.keeps:
+                        self.owned.append(OwnedTier(label, spec, tier, above, scans=not is_known(place)))
+                        self.append(self.owned[-1])
+                    else:
+                        self.shared.append(SharedTier(label, spec, tier, above))
+                        self.append(self.shared[-1])
+                except ConfigError:
+                    tier.close()
+                    raise
         except BaseException:
             for each in self:
                 each.close(0.0)

@@ -55,9 +55,10 @@ class OwnedTier(LowerTier):
         self._unwanted_prefixes: tuple[bytes, ...] = ()
         """Chunks, and prefixes of keys, that were deleted before the scan was done. The scan finds their
         parts, also those of other forms; until then they stay in the storage."""
-        self._sealed: dict[bytes, Entry] = {}
-        """Chunks whose key is not known, as a load found out. They stay until they are evicted, or stored
-        again: their key may come back. Until a restart they are not asked for again."""
+        self._unreadable: dict[bytes, Entry] = {}
+        """Chunks that a load could not read: their key is not known, or the storage failed. They stay until
+        they are evicted, or stored again. Until a restart they are not asked for again. A record is: its
+        owner must not take it for one that is not there."""
         self._unread: dict[bytes, None] = {}
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
@@ -85,19 +86,19 @@ class OwnedTier(LowerTier):
     def _live(self, key: bytes) -> Entry | None:
         """The entry under this key, if it can be read. An expired one is deleted."""
         entry = self.index.get(key)
-        if entry is None or self._is_sealed(entry):
+        if entry is None or self._is_unreadable(entry):
             return None
         if not self.index.ends.is_over(entry, self._clock()):
             return entry
         self._expire(entry)
         return None
 
-    def _is_sealed(self, entry: Entry) -> bool:
-        return bool(self._sealed) and self._sealed.get(entry.key) is entry
+    def _is_unreadable(self, entry: Entry) -> bool:
+        return bool(self._unreadable) and self._unreadable.get(entry.key) is entry
 
     def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         entry = self.index.get(key)
-        if entry is None or entry.state is not State.READY or self._is_sealed(entry):
+        if entry is None or entry.state is not State.READY or self._is_unreadable(entry):
             return None
         form, layout = entry.form, asked.layout
         if form.layout is None and layout is not None:  # a scan found it: its sizes are those after encoding
@@ -184,7 +185,7 @@ class OwnedTier(LowerTier):
     def _spot_for(self, entry: Entry) -> Spot | NoSpot:
         key, form = entry.key, entry.form
         there = self.index.get(key)
-        if there is not None and there.form.serves(form) and not self._is_sealed(there):
+        if there is not None and there.form.serves(form) and not self._is_unreadable(there):
             self._writes.take(key)
             return NoSpot.SKIPPED
         if there is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
@@ -322,8 +323,8 @@ class OwnedTier(LowerTier):
         elif self.index.get(mine.key) is mine:
             if lost := reasons & LOST:  # the other parts of a chunk that lost one are useless
                 self._remove(mine, worst(lost).value)
-            elif Reason.SEALED in reasons:
-                self._sealed[mine.key] = mine
+            elif Reason.SEALED in reasons or (Reason.ERROR in reasons and not self.index.is_record(mine.key)):
+                self._unreadable[mine.key] = mine
             else:
                 self.index.ends.set(mine, end)  # a scan does not find out when a chunk expires
 
@@ -361,7 +362,7 @@ class OwnedTier(LowerTier):
             self._remove(entry, why)
 
     def _remove(self, entry: Entry, why: str) -> None:
-        self._sealed.pop(entry.key, None)
+        self._unreadable.pop(entry.key, None)
         self._going.add(entry.key)
         if self.index.remove(entry, why):
             self._delete(names_of(entry), entry.nbytes)
@@ -406,8 +407,10 @@ class OwnedTier(LowerTier):
 
     def _end_header(self, key: bytes, mark: bytes | Reason) -> None:
         self._reading -= 1
-        if mark in (Reason.ERROR, Reason.DEADLINE):
+        if mark is Reason.DEADLINE:
             self._unread[key] = None
+        elif mark is Reason.ERROR:  # whether it is suspect will not be known
+            self.discard(key, ())
 
     # ---- start and end
 

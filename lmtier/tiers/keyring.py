@@ -44,7 +44,7 @@ _AGAIN = 60.0
 _HOW = "write file:PATH, command:PROGRAM or env:NAME"
 _OTHERS = stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH
 
-Stamp = tuple[int, int, int]
+Stamp = tuple[int, int, int, int]
 
 
 class Keyring(Keys):
@@ -57,7 +57,7 @@ class Keyring(Keys):
             raise ConfigError(f"{where}: key= names a place of keys, and is no key itself; {_HOW}")
         if self._kind == "file":
             self._place = str(Path(self._place).expanduser())
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._stamp: Stamp | None = None
         self._read_at = time.monotonic()
         self._secrets: dict[bytes, Secret] = {}
@@ -101,20 +101,26 @@ class Keyring(Keys):
     # ---- the source
 
     def _known(self, *, is_missing: bool = False) -> dict[bytes, Secret]:
-        """The keys, by id, the current one first. Reads them again if they may have changed."""
-        with self._lock:
-            now = time.monotonic()
-            is_due = is_missing and now - self._read_at > _AGAIN
-            if self._kind == "file":
-                with suppress(OSError):  # a missing file changes nothing: the keys are known
-                    is_due = _stamp(os.stat(self._place)) != self._stamp
-            if is_due:
-                self._read_at = now
-                try:
+        """The keys, by id, the current one first. Reads them again if they may have changed.
+
+        One thread reads. Others use the keys that are known and do not wait: a command may take long.
+        """
+        if self._reading.acquire(blocking=False):
+            try:
+                if self._is_due(is_missing):
+                    self._read_at = time.monotonic()
                     self._secrets = self._read()
-                except ConfigError as error:  # a file in the middle of a change, a service that is down
-                    log.error("lmtier: %s; the keys stay as they were", error)
-            return self._secrets
+            except ConfigError as error:  # a file in the middle of a change, a service that is down
+                log.error("lmtier: %s; the keys stay as they were", error)
+            finally:
+                self._reading.release()
+        return self._secrets
+
+    def _is_due(self, is_missing: bool) -> bool:
+        if self._kind == "file":
+            with suppress(OSError):  # a missing file changes nothing: the keys are known
+                return _stamp(os.stat(self._place)) != self._stamp
+        return is_missing and time.monotonic() - self._read_at > _AGAIN
 
     def _read(self) -> dict[bytes, Secret]:
         if self._kind == "file":
@@ -181,7 +187,7 @@ _READERS = {"file": _from_file, "command": _from_command, "env": _from_environme
 
 
 def _stamp(status: os.stat_result) -> Stamp:
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 # ---- tenants

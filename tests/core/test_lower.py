@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 
@@ -9,12 +10,16 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.errors import TierError
+from lmtier.core.jobs import Jobs
+from lmtier.errors import ConfigError, TierError
+from lmtier.format.layout import Name
 from lmtier.format.objects import Suspect
+from lmtier.observe.metrics import Metrics
 from lmtier.testing import FlakyTier, Gate, MemoryTier, SlowTier
-from lmtier.tiers.base import Done, Op, Reason
+from lmtier.tiers.base import Done, Item, Op, Reason
 from tests.core.test_cache import (
     AT_REST,
+    LAYOUT,
     ONE,
     C,
     cpu,
@@ -74,6 +79,54 @@ def test_a_failing_tier_is_left_alone_and_tried_again(make):
         cache._wake.wait(0.05)
     assert not below.down.is_open
     assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="down") == 0
+
+
+def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
+    """Its user may lack the permission. A deletion that is tried again must not take each probe."""
+    url = "bad://"
+    tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=())
+    tier.keeps = False
+    cache = make(cpu(50), url, opened={url: tier})
+    below = cache.lower[0]
+    store(cache, keys(6, "old"))
+    assert cache.flush()
+    tier._ops = (Op.DELETE,)
+    for name in keys(6, "old"):
+        below.discard(name, (ONE,))
+    until = time.monotonic() + 30
+    while not below.down.is_open and time.monotonic() < until:
+        cache.step()
+        time.sleep(0.01)
+    assert below.down.is_open
+    written = cache.metrics.value("lmtier_stored_tokens_total", tier="bad")
+    while cache.metrics.value("lmtier_stored_tokens_total", tier="bad") == written:
+        assert time.monotonic() < until, "nothing is written"
+        store(cache, keys(1, f"probe{time.monotonic()}"))
+        cache.step()
+        time.sleep(0.05)
+
+
+def test_jobs_that_came_back_late_do_not_hide_older_ones_of_another_kind():
+    """Reads are late sooner than writes."""
+    tier = HandTier({}, keeps=False)
+    jobs = Jobs("far", tier, Metrics(), 0.05, lambda op, done: False)
+    for number in range(6):
+        jobs.submit(Op.DELETE, (Item(Name(keys(6)[number], LAYOUT.whole)),), lambda done: None)
+    jobs.submit(Op.LOOKUP, (Item(Name(keys(1, "b")[0], LAYOUT.whole)),), lambda done: None)
+    until = time.monotonic() + 30
+    while not jobs.down.is_open and time.monotonic() < until:
+        time.sleep(0.05)
+        jobs.blame_late_ones()
+    assert jobs.down.is_open
+    tier.close()
+    assert jobs.poll() == 7
+
+
+def test_a_tier_that_may_not_be_used_so_is_closed_again(make):
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="write=auto"):
+        make(cpu(9), "redis://127.0.0.1:1?write=auto")
+    assert threading.active_count() == before
 
 
 def test_a_full_queue_drops_and_counts(make, caplog):

@@ -55,6 +55,24 @@ def test_disk_capacity_is_exact_and_the_files_agree(make, tmp_path):
     assert cache.metrics.value("lmtier_evictions_total", tier="disk", cause="capacity") == 13
 
 
+def test_the_work_to_begin_loads_grows_with_their_number_alone(make, tmp_path, monkeypatch):
+    url = disk(tmp_path / "kv", chunks=200, ttl="1h")
+    cache = make(cpu(200), url)
+    store(cache, keys(200))
+    cache.close()
+    cache = make(cpu(300), url)
+    looked: list[int] = []
+    look_among = cache.room.expire_among
+
+    def count(names: Sequence[bytes]) -> None:
+        looked.append(len(names))
+        look_among(names)
+
+    monkeypatch.setattr(cache.room, "expire_among", count)
+    assert look(cache, keys(200)) == ["disk"] * 200
+    assert sum(looked) <= 3 * 200
+
+
 def test_a_smaller_capacity_after_a_restart_is_enforced(make, tmp_path):
     cache = make(cpu(20), disk(tmp_path / "kv", chunks=8))
     store(cache, keys(8))
@@ -422,6 +440,59 @@ def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
         assert all(cache.lower[0].holds(key, ONE) for key in of(M, 20))
         assert not any(cache.lower[0].holds(key, ONE) for key in of(N, 20))
         cache.check()
+
+
+class DamagedTier(HandTier):
+    """The medium of one object gives errors."""
+
+    damaged = b""
+
+    def attempt(self, op: Op, item: Item, done: Done) -> None:
+        if op is Op.STORE and item.name.key == self.damaged:
+            self.damaged = b""  # it is written to another place
+        if op in (Op.LOAD, Op.PEEK) and item.name.key == self.damaged:
+            done.failed[item.name] = Reason.ERROR
+        else:
+            super().attempt(op, item, done)
+
+
+def damaged(make, chain: list[bytes]) -> tuple[Cache, DamagedTier]:
+    """A cache over a tier in which the second of these chunks cannot be read."""
+    url = "near://?capacity=1MiB"
+    tier = DamagedTier(kept(make, url, chain), keeps=True)
+    tier.damaged = chain[1]
+    return make(cpu(9), url, opened={url: tier}), tier
+
+
+def test_a_chunk_that_cannot_be_read_is_stored_again(make):
+    chain = of(M, 3)
+    cache, tier = damaged(make, chain)
+    match = cache.match(chain, ONE)
+    cache.prefetch(match)
+    settle(cache, tier)
+    assert (match.ready, match.chunks) == (True, 1)
+    cache.release(match)
+    assert cache.match(chain, ONE).chunks == 1, "it is not asked for again"
+    cache.clear(N)
+    store(cache, chain)
+    settle(cache, tier)
+    assert cache.lower[0].holds(chain[1], ONE)
+    assert not tier.damaged
+    cache.check()
+
+
+def test_a_search_for_suspects_ends_although_one_cannot_be_read(make):
+    chain = of(M, 3)
+    cache, tier = damaged(make, chain)
+    cache.purge(Suspect(by="bad"))
+    for _ in range(20):
+        if tier.waiting:
+            finish(cache, tier)
+    assert not tier.waiting
+    assert cache.lower[0].is_clear
+    assert not cache.lower[0].up.is_open
+    assert {name.key for name in tier.kept} == {chain[0], chain[2]}, "what cannot be read may be suspect"
+    cache.check()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["owned", "shared"])

@@ -17,8 +17,9 @@ import pytest
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
-from lmtier.format.keys import namespace
+from lmtier.format.keys import namespace, tenant
 from lmtier.format.layout import PAGE, Name, form_of
+from lmtier.format.objects import Suspect
 from lmtier.testing import (
     Sample,
     delete,
@@ -652,6 +653,23 @@ def test_the_headers_of_suspects_are_read_and_nothing_else_is_deleted(server, tm
         left = {key.rpartition("/")[2] for key in server.keys(f"{tmp_path.name}/")}
         assert left == {*(str(each.name) for each in others), f"{MODEL.hex()}-somebody-else's"}
         assert lookup(tier, *(each.name for each in mine)) == {}
+
+
+def test_only_the_headers_of_a_tenant_who_leaves_are_read(server, tmp_path, monkeypatch):
+    who = tenant("leaver")
+    mine = [replace_start(sample(number), MODEL + who) for number in range(3)]
+    others = [sample(number) for number in range(40)]
+    with closing(tier_at(server.port, tmp_path.name)) as tier:
+        store(tier, *mine, *others)
+        read: list[str] = []
+        get = tier._bucket.get
+        monkeypatch.setattr(
+            tier._bucket, "get", lambda key, *a, **k: (read.append(key), get(key, *a, **k))[1]
+        )
+        assert run(tier, Job(1, Op.CLEAR, (), suspect=Suspect(tenant=who))).error == ""
+        assert len(read) == len(mine)
+        left = {key.rpartition("/")[2] for key in server.keys(f"{tmp_path.name}/")}
+        assert left == {str(each.name) for each in others}
 
 
 def test_a_lifecycle_rule_is_compared_with_the_ttl_at_start(tmp_path, caplog):

@@ -115,6 +115,16 @@ def test_a_command_may_print_them(home):
     (home / "config").write_text("[default]\ncredential_process = /nowhere/command\n")
     with pytest.raises(ConnectionError, match="/nowhere/command"):
         keys()
+    script.write_text("print([])")
+    (home / "config").write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
+    with pytest.raises(ConnectionError, match="credentials: "):
+        keys()
+
+
+def test_settings_that_are_no_text_are_a_failure_that_can_end(home):
+    (home / "config").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConnectionError, match="credentials: "):
+        profile_of("")
 
 
 def test_a_container_has_a_role_whose_keys_are_renewed_before_they_end(home, service, monkeypatch):

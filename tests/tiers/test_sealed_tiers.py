@@ -252,6 +252,37 @@ def test_a_command_is_asked_again_when_a_key_is_unknown_but_not_for_each_object(
     assert (tmp_path / "runs").read_text().count("run") == 2
 
 
+def test_what_has_its_key_does_not_wait_for_a_command(tmp_path, monkeypatch):
+    """A service of keys may take as long as it likes: only who needs a key from it waits."""
+    script, pipe = tmp_path / "kms", tmp_path / "pipe"
+    script.write_text(f"#!/bin/sh\ncat {tmp_path}/keys\ntest ! -p {pipe} || cat {pipe}\n")
+    script.chmod(0o700)
+    key_file(tmp_path, 1)
+    ring = Keyring(f"command:{script}")
+    monkeypatch.setattr(keyring_module, "_AGAIN", -1.0)
+    os.mkfifo(pipe)
+    found: list[object] = []
+    asker = threading.Thread(target=lambda: found.append(ring.to_open(b"", keyring(2).to_seal(b"").id)))
+    asker.start()
+    with pipe.open("w") as gate:  # the command runs now
+        assert ring.to_seal(b"").id == keyring(1).to_seal(b"").id
+        assert ring.to_open(b"", keyring(1).to_seal(b"").id) is not None
+        assert asker.is_alive()
+        gate.write(f"{hex_key(2)}\n")
+    asker.join()
+    assert found != [None]
+
+
+def test_a_file_of_keys_is_read_again_when_its_mode_was_the_mistake(tmp_path, caplog):
+    ring = Keyring(key_file(tmp_path, 1))
+    (tmp_path / "keys").write_text(hex_key(2))
+    (tmp_path / "keys").chmod(0o666)
+    assert ring.to_seal(b"").id == keyring(1).to_seal(b"").id
+    assert "chmod 600 it" in caplog.text
+    (tmp_path / "keys").chmod(0o600)
+    assert ring.to_seal(b"").id == keyring(2).to_seal(b"").id
+
+
 def test_a_file_in_the_middle_of_a_change_keeps_the_keys(tmp_path, caplog):
     ring = Keyring(key_file(tmp_path, 1))
     before = ring.to_seal(b"").id

@@ -488,5 +488,8 @@ def split_login(location: str, scheme: str) -> tuple[str, str, str]:
 
 
 def secret_in(file: str) -> str:
-    text = Path(file).expanduser().read_text("utf-8", "surrogateescape") if file else ""
+    try:
+        text = Path(file).expanduser().read_text("utf-8", "surrogateescape") if file else ""
+    except FileNotFoundError:  # in a tier this exception would mean a miss
+        raise ConnectionError(f"{file} does not exist") from None
     return text.partition("\n")[0].strip()

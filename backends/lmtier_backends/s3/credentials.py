@@ -84,7 +84,14 @@ class Credentials:
         try:
             keys = next((found for find in sources if (found := find(until))), None)
         # Of a file, a command or a service; in a tier a FileNotFoundError would mean a miss.
-        except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            subprocess.SubprocessError,
+        ) as error:
             if not self._usable:
                 raise ConnectionError(f"credentials: {type(error).__name__}: {error}") from None
             keys = None
@@ -143,8 +150,8 @@ def profile_of(name: str) -> dict[str, str]:
         parser = configparser.RawConfigParser(strict=False)
         try:
             parser.read(Path(os.environ.get(variable, usual)).expanduser(), "utf-8")
-        except configparser.Error as error:
-            raise ConnectionError(f"credentials: {error.message.partition(chr(10))[0]}") from None
+        except (configparser.Error, UnicodeDecodeError) as error:
+            raise ConnectionError(f"credentials: {str(error).partition(chr(10))[0]}") from None
         for section in sections:
             if parser.has_section(section):
                 found |= {key: value.strip() for key, value in parser.items(section)}

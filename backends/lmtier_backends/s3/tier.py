@@ -24,12 +24,13 @@ from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
 from lmtier.tiers.blocking import BlockingTier
-from lmtier_backends.s3.bucket import Bucket, Place
+from lmtier_backends.s3.bucket import MOST_DELETED, Bucket, Place
 from lmtier_backends.s3.catalogue import Catalogue
 from lmtier_backends.s3.credentials import Credentials, profile_of
 from lmtier_backends.sockets import tls_context
 
 _DAY = 86400.0
+_HEADERS = 16  # read in one step of a search, so that it can be stopped
 _FOREVER = float("inf")
 _MOST = 5 << 30
 """Bytes in one PUT, the most that S3 takes."""
@@ -122,15 +123,17 @@ class S3Tier(BlockingTier):
 
     def clear(self, prefix: bytes) -> Iterator[None]:
         """Each page of the list is a step, and ends by `deadline`."""
-        return self._search(prefix, lambda names: names)
+        return self._search(prefix, list)
 
     def sift(self, suspect: Suspect) -> Iterator[None]:
         page = memoryview(bytearray(PAGE))
 
         def covered(names: list[Name]) -> list[Name]:
-            return [name for name in names if self._is_suspect(suspect, name, page)]
+            return [
+                name for name in names if suspect.concerns(name.key) and self._is_suspect(suspect, name, page)
+            ]
 
-        return self._search(suspect.prefix, covered)
+        return self._search(suspect.prefix, covered, _HEADERS)
 
     def close(self) -> None:
         self._catalogue.close()  # first, because a lookup may wait for a list
@@ -158,14 +161,19 @@ class S3Tier(BlockingTier):
                 found.append((name, Stat(padded(nbytes - PAGE))))
         return found, page.more
 
-    def _search(self, prefix: bytes, choose: Callable[[list[Name]], list[Name]]) -> Iterator[None]:
+    def _search(
+        self, prefix: bytes, choose: Callable[[list[Name]], list[Name]], together: int = MOST_DELETED
+    ) -> Iterator[None]:
+        """Delete what `choose` takes from so many names at a time."""
         more = ""
         while True:
             page = self._bucket.page(f"{self._prefix}{prefix.hex()}", more, self._by())
             keys = (key.removeprefix(self._prefix) for key, _ in page.found)
-            if chosen := choose([name for key in keys if (name := Name.parse(key)) is not None]):
-                self.delete(chosen)
-            yield
+            names = [name for key in keys if (name := Name.parse(key)) is not None]
+            for first in range(0, len(names), together):
+                if chosen := choose(names[first : first + together]):
+                    self.delete(chosen)
+                yield
             if not (more := page.more):
                 return
 
