@@ -192,7 +192,7 @@ class LMTierHiCache(HiCacheStorage):
             )
         self._pools: dict[str, NamedPool] = {}
         self._is_closed = False
-        self._clients: list[Client] = []
+        self._clients: dict[threading.Thread, Client] = {}
         self._own = threading.local()
         self._own.client = self._connect()  # no server at the start is a mistake
 
@@ -406,7 +406,7 @@ class LMTierHiCache(HiCacheStorage):
     def close(self) -> None:
         """Called when SGLang's storage threads have ended."""
         self._is_closed = True
-        for client in self._clients:
+        for client in self._clients.values():
             client.close()
 
     def _asked(self, ask: Callable[[Client], T], otherwise: T, *, for_pages: bool = True) -> T:
@@ -438,7 +438,10 @@ class LMTierHiCache(HiCacheStorage):
         own = self._storage
         name = f"sglang {os.getpid()} tp{own.tp_rank} pp{own.pp_rank} {threading.current_thread().name}"
         client = Client(self._address, name=name, token=os.environ.get(TOKEN_VARIABLE))
-        self._clients.append(client)
+        for thread in list(self._clients):  # SGLang starts new threads after each reset
+            if not thread.is_alive() and (gone := self._clients.pop(thread, None)) is not None:
+                gone.close()
+        self._clients[threading.current_thread()] = client
         return client
 
     # ---- the interface without zero copy; unused, because interface_v1 is required

@@ -133,7 +133,13 @@ class Mover:
         first = check_skip(skip_leading_tokens, self.cache.chunk_tokens)
         # Every argument is checked before anything is reserved, so a bad call leaves nothing behind.
         blocks = dict(enumerate(self.blocks_of(block_ids, first, len(chain.keys)), start=first))
-        save = self.fill(reservation or self.cache.reserve(chain.keys, self.form, first=first), blocks)
+        made = reservation or self.cache.reserve(chain.keys, self.form, first=first)
+        try:
+            save = self.fill(made, blocks)
+        except BaseException:
+            if reservation is None:
+                self.cache.abort(made, self.kv.shard)
+            raise
         log.info(
             "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
             save.tokens,

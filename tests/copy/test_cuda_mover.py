@@ -79,7 +79,8 @@ class Engine:
         self.layers = [torch.zeros(BLOCKS, H, N, 2 * D, dtype=torch.bfloat16) for _ in range(L)]
         self.bits = [layer.view(torch.int16).numpy() for layer in self.layers]
         self.device.keep(*self.bits)
-        way = {name: options.pop(name) for name in ("staging_bytes", "shortest_run") if name in options}
+        names = ("staging_bytes", "shortest_run", "tables")
+        way = {name: options.pop(name) for name in names if name in options}
         self.kv = CudaKV(LAYOUT, LAYOUT.whole, self.layers, self.device, **way)
         options.setdefault("spare_blocks", range(BLOCKS - SPARES, BLOCKS))
         self.mover = CudaMover(cache, self.kv, IDENTITY, **options)
@@ -776,3 +777,14 @@ def test_what_finds_no_room_for_its_mark_is_stored_and_loaded_without(cache, mon
     assert not engine.failures
     assert cache.metrics.value("lmtier_verified_total") == 0
     engine.kv.give_back(all_of_it)
+
+
+def test_a_save_that_cannot_begin_reserves_nothing(cache):
+    """A block of a new chunk has left a sliding window."""
+    engine = Engine(cache, tables=(0, 1, 0), spare_blocks=range(BLOCKS - 10, BLOCKS))
+    chain = engine.mover.chain(range(C))
+    with pytest.raises(LayoutError, match="left a sliding window"):
+        engine.mover.save(chain, [[0, 1], [-1, 2]])
+    again = cache.reserve(chain.keys, engine.mover.form)
+    assert len(again.entries) == 1
+    cache.abort(again)

@@ -554,6 +554,21 @@ def test_a_server_that_dies_is_a_miss_and_is_found_again(served, engine):
     assert is_right(one, one, keys)
 
 
+def test_threads_that_have_ended_keep_no_connection(served, engine):
+    """SGLang starts new threads after each flush of its cache."""
+    served(pages=30)
+    one = engine()
+    keys = hashes(3)
+    assert one.save(keys) == [True] * 3
+    for _ in range(5):
+        workers = [threading.Thread(target=one.backend.batch_exists, args=(keys,)) for _ in range(3)]
+        for each in workers:
+            each.start()
+        for each in workers:
+            each.join(60)
+    assert len(one.backend._clients) <= 4
+
+
 def test_sglangs_threads_work_at_the_same_time(served, engine):
     """Each has a client of its own: none waits for another, and every page is whole."""
     served(pages=300)

@@ -329,6 +329,9 @@ def test_weights_that_change_begin_new_keys_at_once(opened):
         embedding[row] *= 1.5
     assert found(store, prompt) == [0]
     assert answer(store.generate, prompt) == answer(model.generate, prompt)
+    model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.5)  # torch notes no change
+    assert found(store, prompt) == [0]
+    assert answer(store.generate, prompt) == answer(model.generate, prompt)
     model.to(torch.bfloat16)
     with pytest.raises(MisuseError, match="open another"):
         store.generate(prompt)

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -34,6 +35,9 @@ _ROTATES_BY_LENGTH = ("longrope", "su", "dynamic")
 _LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 _LAYERS = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer
 _PROBED = 4  # tokens
+_SAMPLE = 64  # elements of each tensor, about
+_NO_ELEMENTS = RuntimeError, NotImplementedError, TypeError
+"""What torch raises for tensors that are elsewhere, or in a format without plain elements."""
 _CLOSE = 0.1  # a relative difference of a token's KV: rounding is far below, the effect of later tokens above
 
 
@@ -185,10 +189,29 @@ def length_limit(config: dict[str, Any]) -> float:
 
 
 def stamp_of(model: PreTrainedModel) -> int:
-    """A stamp that differs after any change of the weights."""
-    return hash(
-        tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters())
-    )
+    """A stamp that differs after a change of the weights.
+
+    A change through `.data`, or of inference tensors, leaves no trace but the content. So the stamp has a
+    sample of it.
+    """
+    seen: list[object] = []
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for number, each in enumerate(model.parameters()):
+        seen.append((each.data_ptr(), 0 if each.is_inference() else each._version))
+        with suppress(*_NO_ELEMENTS):
+            samples.setdefault((each.device, each.dtype), []).append(_sample_of(each.detach(), number))
+    for parts in samples.values():
+        with suppress(*_NO_ELEMENTS):
+            seen.append(torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes())
+    return hash(tuple(seen))
+
+
+def _sample_of(tensor: Tensor, number: int) -> Tensor:
+    count = tensor.numel()
+    step = max(1, count // _SAMPLE) | 1  # odd, so that it falls into different columns
+    first = number % step if number % step < count else 0
+    size = (count - first + step - 1) // step
+    return torch.as_strided(tensor, (size,), (step,), tensor.storage_offset() + first)
 
 
 def digest_of(model: PreTrainedModel) -> str:

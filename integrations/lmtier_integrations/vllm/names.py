@@ -54,6 +54,8 @@ class Names:
         self._seeds: dict[tuple[str, str], bytes] = {}
         self._adapters: dict[int, str] = {}
         """Maps an adapter's number to its content in the ranks' memory. Empty: the ranks do not agree."""
+        self._read: set[Adapter] = set()
+        """The adapters that all ranks have read at some time."""
         self._adapters_of: dict[int, dict[int, str]] = {}
         """The same for each rank."""
 
@@ -154,6 +156,11 @@ class Names:
             for rank in ranks
             for number, content in rank.items()
         }
+        self._read.update(self._adapters.items())
+
+    def has_read(self, adapter: Adapter | None) -> bool:
+        """Whether the ranks know that this adapter is what its files say."""
+        return adapter is None or adapter in self._read
 
     def is_current(self, adapter: Adapter | None) -> bool:
         """Whether no rank has another adapter under that number."""

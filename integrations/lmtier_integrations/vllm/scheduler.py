@@ -154,6 +154,8 @@ class Scheduler:
         return self._names.form is not None and self._agreed == self._client.run and not self._doubts.is_open
 
     def _may_load(self, known: FollowedRequest) -> bool:
+        if self.waits_for_loads and not self._names.has_read(known.adapter):
+            return False  # vLLM reads an adapter when a request with it first computes
         return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
 
     # ---- requests
