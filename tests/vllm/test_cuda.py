@@ -30,7 +30,7 @@ from lmtier.errors import ConfigError, LayoutError
 from lmtier_integrations.vllm import LMTierConnector
 from lmtier_integrations.vllm.settings import Settings
 from tests.server.process import until
-from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
+from tests.vllm.conftest import alone, cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine, EngineDied
 from tests.vllm.test_engine import RECOVERY, idle
 
@@ -65,6 +65,29 @@ def heals(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -> 
         assert tokens(engine.generate(prompts, len(wanted[0]))) == wanted
         failures.append(int(engine.metrics()["lmtier:load_failures_total"]))
     return failures[-1]
+
+
+def test_an_adapter_is_read_before_anything_is_loaded_under_it(models, tmp_path, server):
+    """vLLM reads it when a request with it computes. Until then its name is only what its files say."""
+    prompts = prompts_of(900)
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, **SMALL}
+    lora = str(models / "first-adapter")
+    answers = []
+    for _ in range(2):
+        with Engine(tmp_path, models / "qwen2", transfer=simulated(server), **options) as engine:
+            outputs = alone(engine, prompts, lora=lora)
+            answers.append(tokens(outputs))
+            assert not cached(outputs)
+
+            def loads(engine: Engine = engine) -> bool:
+                engine.forget()
+                outputs = alone(engine, prompts, lora=lora)
+                answers.append(tokens(outputs))
+                return cached(outputs) >= loadable(prompts)
+
+            until(loads, RECOVERY)
+            assert not engine.metrics()["lmtier:load_failures_total"]
+    assert all(each == answers[0] for each in answers)
 
 
 def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
@@ -704,6 +705,32 @@ def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(mode
             assert cached(warm) >= loadable(prompts)
         for engine in (two, one):
             assert not engine.metrics()["lmtier:load_failures_total"]
+    idle(server.path)
+
+
+def test_a_failed_load_in_a_pipeline_is_computed(models, tmp_path, server):
+    """Its next step has begun when that is known."""
+    (prefix,) = prompts_of(1024)
+    prompts = [prefix + each for each in prompts_of(*[400] * 4, seed=3)]
+    options: dict[str, Any] = {
+        "processes": True,
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+        "pipeline_parallel_size": 2,
+        "max_num_batched_tokens": 256,
+    }
+    with Engine(tmp_path, models / "qwen2", **options) as plain:
+        wanted = tokens(alone(plain, prompts))
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
+        for prompt, answer in zip(prompts, wanted, strict=True):
+            engine.forget(external=True)
+            alone(engine, [prefix])
+            with Client(str(server.path)) as client:
+                np.frombuffer(client.slab.view(0, client.slab.capacity), np.uint8)[103::64] ^= 0x80
+            engine.forget()
+            assert tokens(alone(engine, [prompt])) == [answer]
+        assert engine.metrics()["lmtier:load_failures_total"] > 0
     idle(server.path)
 
 

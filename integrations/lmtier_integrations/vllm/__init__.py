@@ -81,6 +81,8 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if KVConnectorTransferResults is None and is_on_gpu(vllm_config):
             raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
+        if KVConnectorTransferResults is None and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise LayoutError("lmtier serves pipelines of several stages from vLLM 0.30 on")
         if is_on_gpu(vllm_config) and kv_cache_config.needs_kv_cache_zeroing:
             # Model Runner V2 zeroes them before it asks whether a copy of those is under way.
             raise LayoutError(

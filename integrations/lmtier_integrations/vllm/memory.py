@@ -141,7 +141,7 @@ class LoadedModel:
         self._adapters: dict[int, _Held] = {}
         self._last: dict[str, str] = {}
         """Maps each name to the content that was read last under it."""
-        self._told: dict[int, str] = {}
+        self._told: dict[int, str] | None = None
         self._sample: _Sample | None = None
         self._leave = ExitStack()
         for name in _CHANGES:

@@ -159,8 +159,8 @@ class Names:
         self._read.update(self._adapters.items())
 
     def has_read(self, adapter: Adapter | None) -> bool:
-        """Whether the ranks know that this adapter is what its files say."""
-        return adapter is None or adapter in self._read
+        """Whether ranks that tell their adapters have read this one."""
+        return adapter is None or not self._adapters_of or adapter in self._read
 
     def is_current(self, adapter: Adapter | None) -> bool:
         """Whether no rank has another adapter under that number."""

@@ -59,13 +59,14 @@ class Scheduler:
         transfer = config.kv_transfer_config
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or bool(groups[1]) or len(cache.kv_cache_groups) > 1
-        self.waits_for_loads = has_windows or is_on_gpu(config)
+        has_stages = config.parallel_config.pipeline_parallel_size > 1
+        self.waits_for_loads = has_windows or has_stages or is_on_gpu(config)
         """Whether loads are asynchronous. Synchronous loads are better where they are possible: a step shares
         them at once with all requests of the same prefix.
 
         If blocks leave windows, a failed synchronous load cannot be undone: the engine would compute from
-        earlier blocks that were never loaded. On a GPU the next step has begun before the load is checked,
-        and vLLM's second model runner continues from the wrong token (vLLM #49250).
+        earlier blocks that were never loaded. On a GPU, or in a pipeline of several stages, the next step has
+        begun before the load is checked. Then the request goes on from a wrong token (vLLM #49250).
         """
         self._launcher = launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
