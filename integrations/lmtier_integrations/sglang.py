@@ -406,7 +406,7 @@ class LMTierHiCache(HiCacheStorage):
     def close(self) -> None:
         """Called when SGLang's storage threads have ended."""
         self._is_closed = True
-        for client in self._clients.values():
+        for client in list(self._clients.values()):
             client.close()
 
     def _asked(self, ask: Callable[[Client], T], otherwise: T, *, for_pages: bool = True) -> T:

@@ -116,6 +116,8 @@ class LowerTier(ABC):
         """Unfinished deletion jobs."""
         self._undeleted: list[tuple[list[Name], int]] = []
         """Deletions that failed, to be tried again."""
+        self._deleted_last = False
+        """Nothing was written since one of them was tried."""
         self._going: set[bytes] = set()
         """Chunks that are being written, deleted or overwritten. A name is in one such job at a time."""
         self.storing: set[Entry] = set()
@@ -316,13 +318,19 @@ class LowerTier(ABC):
         to those that are leased now.
         """
         self._look_after()
+        # In turn, because one kind may always fail, and take each probe of the breaker from the other.
+        if not self._deleted_last:
+            self._delete_again()
         if not self.is_paused:
             self._submit_writes(spare)
-        # After the writes. A deletion that always fails would take each probe of the breaker from them.
+        self._delete_again()
+
+    def _delete_again(self) -> None:
         if self._undeleted and self.down.allows():
             names, nbytes = self._undeleted.pop()
             self.deleting -= nbytes
             self._delete(names, nbytes)
+            self._deleted_last = True
 
     def _submit_writes(self, spare: float) -> None:
         slab, writes, postponed = self._above.slab, self._writes, 0
@@ -371,6 +379,7 @@ class LowerTier(ABC):
 
     def _store(self, entry: Entry, spot: Spot) -> None:
         form = entry.form
+        self._deleted_last = False
         self._going.update((entry.key, *(name.key for name in spot.replaces if name)))
         assert form.layout is not None  # every chunk in the slab was declared, or loaded with its header
         prints = entry.prints or (NO_MARK,) * len(form.shards)

@@ -36,6 +36,7 @@ from lmtier.rules.writing import Choice
 from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
+_FAILED = 4096  # chunks whose first error is remembered
 _HEADERS = 8  # read at once in a search for suspect chunks, so that loads continue
 
 
@@ -56,9 +57,11 @@ class OwnedTier(LowerTier):
         """Chunks, and prefixes of keys, that were deleted before the scan was done. The scan finds their
         parts, also those of other forms; until then they stay in the storage."""
         self._unreadable: dict[bytes, Entry] = {}
-        """Chunks that a load could not read: their key is not known, or the storage failed. They stay until
-        they are evicted, or stored again. Until a restart they are not asked for again. A record is: its
-        owner must not take it for one that is not there."""
+        """Chunks that cannot be read: their key is not known, or the storage failed twice while others were
+        read. They stay until they are evicted, or stored again. Until a restart they are not asked for again.
+        """
+        self._failed: dict[bytes, Entry] = {}
+        """Chunks that could not be read once."""
         self._unread: dict[bytes, None] = {}
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
@@ -323,10 +326,22 @@ class OwnedTier(LowerTier):
         elif self.index.get(mine.key) is mine:
             if lost := reasons & LOST:  # the other parts of a chunk that lost one are useless
                 self._remove(mine, worst(lost).value)
-            elif Reason.SEALED in reasons or (Reason.ERROR in reasons and not self.index.is_record(mine.key)):
+            elif Reason.SEALED in reasons:
                 self._unreadable[mine.key] = mine
+            elif Reason.ERROR in reasons:
+                self._note_error(mine)
             else:
+                self._failed.pop(mine.key, None)
                 self.index.ends.set(mine, end)  # a scan does not find out when a chunk expires
+
+    def _note_error(self, mine: Entry) -> None:
+        """A fault of the whole storage passes. One of the medium under a chunk does not."""
+        if self.up.is_open or self.index.is_record(mine.key):
+            return  # a record that is there must not be taken for one that is not
+        if self._failed.pop(mine.key, None) is mine:
+            self._unreadable[mine.key] = mine
+        elif len(self._failed) < _FAILED:
+            self._failed[mine.key] = mine
 
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk with one shard, and store it in the entry."""
@@ -407,10 +422,10 @@ class OwnedTier(LowerTier):
 
     def _end_header(self, key: bytes, mark: bytes | Reason) -> None:
         self._reading -= 1
-        if mark is Reason.DEADLINE:
+        if (entry := self.index.get(key)) is not None and self._is_unreadable(entry):
+            self.discard(key, ())  # whether it is suspect will not be known
+        elif mark in (Reason.ERROR, Reason.DEADLINE):
             self._unread[key] = None
-        elif mark is Reason.ERROR:  # whether it is suspect will not be known
-            self.discard(key, ())
 
     # ---- start and end
 

@@ -93,7 +93,7 @@ class Transactions:
         self._turns: dict[int, set[bytes]] = {}
         """The names of each write that waits for others, by its number: the first one first."""
         self._numbers = count()
-        """Numbers writes that wait and transactions as they come. Nothing waits for what came later."""
+        """Numbers writes that wait and transactions as they come. None with names waits for a later one."""
         self.goes_on = False
         """Some transactions can continue at once."""
 
@@ -158,7 +158,8 @@ class Transactions:
     def _meets(self, command: Command, names: set[bytes], number: int) -> bool:
         """Whether one of these names is in use now or, before a write, waited for since before `number`."""
         if "write" in command.flags:
-            if not self._writing.isdisjoint(names) or self._is_waited_for(names, number):
+            is_written = not self._writing.isdisjoint(names)
+            if is_written or self._is_waited_for(names, number):
                 return True
             earlier = (each for each in self._waiting if each.number < number)
             if any(each.meets(names, command.is_of_all) for each in earlier):

@@ -44,7 +44,7 @@ _AGAIN = 60.0
 _HOW = "write file:PATH, command:PROGRAM or env:NAME"
 _OTHERS = stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH
 
-Stamp = tuple[int, int, int, int]
+Stamp = tuple[int, ...]
 
 
 class Keyring(Keys):
@@ -84,8 +84,10 @@ class Keyring(Keys):
         if tenants is not None and (secret := tenants.to_open(tenant_of(key), key_id)) is not None:
             return secret
         # Without tenants=, or sealed before it was set.
-        if (secret := self._known().get(key_id)) is None and self._kind == "command":
+        if (secret := self._known().get(key_id)) is None and self._kind != "env":
             secret = self._known(is_missing=True).get(key_id)
+            if secret is None and tenants is not None:  # what wraps the tenant's key may be known now
+                secret = tenants.to_open(tenant_of(key), key_id)
         return secret
 
     # ---- for people
@@ -103,13 +105,15 @@ class Keyring(Keys):
     def _known(self, *, is_missing: bool = False) -> dict[bytes, Secret]:
         """The keys, by id, the current one first. Reads them again if they may have changed.
 
-        One thread reads. Others use the keys that are known and do not wait: a command may take long.
+        One thread reads. Only those who miss a key wait for it: a command may take long.
         """
-        if self._reading.acquire(blocking=False):
+        if self._reading.acquire(blocking=is_missing):
             try:
                 if self._is_due(is_missing):
-                    self._read_at = time.monotonic()
-                    self._secrets = self._read()
+                    self._read_at, before = time.monotonic(), self._secrets
+                    self._secrets = now = self._read()
+                    for retired in before.keys() - now.keys():
+                        before[retired].erase()
             except ConfigError as error:  # a file in the middle of a change, a service that is down
                 log.error("lmtier: %s; the keys stay as they were", error)
             finally:
@@ -134,8 +138,6 @@ class Keyring(Keys):
                 secrets[secret.id] = self._secrets.get(secret.id, secret)
         if not secrets:
             raise ConfigError(f"{self._where}: no key is there; put one in: openssl rand -hex 32")
-        for retired in self._secrets.keys() - secrets.keys():
-            self._secrets[retired].erase()
         return secrets
 
 
@@ -187,7 +189,7 @@ _READERS = {"file": _from_file, "command": _from_command, "env": _from_environme
 
 
 def _stamp(status: os.stat_result) -> Stamp:
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_mode
 
 
 # ---- tenants

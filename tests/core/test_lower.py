@@ -106,6 +106,31 @@ def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
         time.sleep(0.05)
 
 
+def test_a_tier_that_takes_no_writes_deletes_all_the_same(make):
+    """It is full for this user. Writes that come must not take each probe."""
+    url = "bad://"
+    tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=())
+    tier.keeps = False
+    cache = make(cpu(50), url, opened={url: tier})
+    below = cache.lower[0]
+    store(cache, keys(6, "old"))
+    assert cache.flush()
+    tier._ops = (Op.STORE, Op.DELETE)
+    for name in keys(6, "old"):
+        below.discard(name, (ONE,))
+    until, left = time.monotonic() + 30, len(below._undeleted)
+    while not (below.down.is_open and (left := len(below._undeleted))):
+        assert time.monotonic() < until
+        cache.step()
+        time.sleep(0.01)
+    tier._ops = (Op.STORE,)
+    while len(below._undeleted) == left:
+        assert time.monotonic() < until, "nothing is deleted"
+        store(cache, keys(1, f"probe{time.monotonic()}"))
+        cache.step()
+        time.sleep(0.01)
+
+
 def test_jobs_that_came_back_late_do_not_hide_older_ones_of_another_kind():
     """Reads are late sooner than writes."""
     tier = HandTier({}, keeps=False)
@@ -123,10 +148,10 @@ def test_jobs_that_came_back_late_do_not_hide_older_ones_of_another_kind():
 
 
 def test_a_tier_that_may_not_be_used_so_is_closed_again(make):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="write=auto"):
         make(cpu(9), "redis://127.0.0.1:1?write=auto")
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_full_queue_drops_and_counts(make, caplog):

@@ -467,17 +467,50 @@ def damaged(make, chain: list[bytes]) -> tuple[Cache, DamagedTier]:
 def test_a_chunk_that_cannot_be_read_is_stored_again(make):
     chain = of(M, 3)
     cache, tier = damaged(make, chain)
+    for _ in range(2):
+        match = cache.match(chain, ONE)
+        cache.prefetch(match)
+        settle(cache, tier)
+        assert (match.ready, match.chunks) == (True, 1)
+        cache.release(match)
     match = cache.match(chain, ONE)
-    cache.prefetch(match)
-    settle(cache, tier)
-    assert (match.ready, match.chunks) == (True, 1)
+    assert match.chunks == 1, "it is not asked for again"
     cache.release(match)
-    assert cache.match(chain, ONE).chunks == 1, "it is not asked for again"
-    cache.clear(N)
     store(cache, chain)
     settle(cache, tier)
     assert cache.lower[0].holds(chain[1], ONE)
     assert not tier.damaged
+    cache.check()
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_a_storage_that_is_away_for_a_while_loses_nothing(make, search):
+    chain, url = of(M, 12), "near://?capacity=1MiB"
+    tier = HandTier(kept(make, url, chain), keeps=True)
+    cache = make(cpu(20), url, opened={url: tier})
+    if search:
+        cache.purge(Suspect(by="nobody"))
+    tier.fault = Reason.ERROR
+    until = time.monotonic() + 1.2  # two pauses of the breaker
+    while time.monotonic() < until:
+        match = cache.match(chain, ONE)
+        cache.prefetch(match)
+        cache.step()
+        while tier.waiting:
+            finish(cache, tier)
+        cache.release(match)
+        time.sleep(0.01)
+    assert cache.lower[0].up.is_open
+    tier.fault = None
+    until += 30
+    while (match := cache.match(chain, ONE)).chunks < 12 or not match.ready:
+        assert time.monotonic() < until
+        cache.prefetch(match)
+        settle(cache, tier)
+        cache.release(match)
+        time.sleep(0.01)
+    cache.release(match)
+    assert {name.key for name in tier.kept} == {*chain}
     cache.check()
 
 

@@ -279,7 +279,7 @@ def test_a_byte_that_changes_on_the_way_is_a_miss(tmp_path: Path, at: int):
         sent = bytearray(wire.ask("LMTIER.READ", str(name)))
         sent[at] ^= 1
     with answering(b"$%d\r\n%s\r\n" % (len(sent), sent)) as port:
-        tier = open_tier(TierSpec.parse(f"lmtier://127.0.0.1:{port}"))
+        tier = open_tier(TierSpec.parse(f"lmtier://127.0.0.1:{port}?deadline=30s"))
         try:
             done, _ = load(tier, name, ROOM)
         finally:
@@ -292,7 +292,7 @@ def test_a_byte_that_changes_on_the_way_is_a_miss(tmp_path: Path, at: int):
 )
 def test_an_odd_answer_to_a_lookup_is_no_hit(said: bytes):
     with answering(said) as port:
-        tier = open_tier(TierSpec.parse(f"lmtier://127.0.0.1:{port}"))
+        tier = open_tier(TierSpec.parse(f"lmtier://127.0.0.1:{port}?deadline=30s"))
         try:
             name = Name(keys(1)[0], ONE.shards[0])
             done = run(tier, Job(1, Op.LOOKUP, (Item(name),)))

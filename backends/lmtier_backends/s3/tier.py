@@ -170,7 +170,7 @@ class S3Tier(BlockingTier):
             page = self._bucket.page(f"{self._prefix}{prefix.hex()}", more, self._by())
             keys = (key.removeprefix(self._prefix) for key, _ in page.found)
             names = [name for key in keys if (name := Name.parse(key)) is not None]
-            for first in range(0, len(names), together):
+            for first in range(0, max(1, len(names)), together):
                 if chosen := choose(names[first : first + together]):
                     self.delete(chosen)
                 yield

@@ -199,7 +199,8 @@ def stamp_of(model: PreTrainedModel) -> int:
     for number, each in enumerate(model.parameters()):
         seen.append((each.data_ptr(), 0 if each.is_inference() else each._version))
         with suppress(*_NO_ELEMENTS):
-            samples.setdefault((each.device, each.dtype), []).append(_sample_of(each.detach(), number))
+            sample = _sample_of(each.detach(), number)
+            samples.setdefault((each.device, each.dtype), []).append(sample)
     for parts in samples.values():
         with suppress(*_NO_ELEMENTS):
             seen.append(torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes())
