@@ -192,7 +192,8 @@ class LMTierHiCache(HiCacheStorage):
             )
         self._pools: dict[str, NamedPool] = {}
         self._is_closed = False
-        self._clients: dict[threading.Thread, Client] = {}
+        self._clients: dict[Any, Client] = {}
+        """By the thread that uses it."""
         self._own = threading.local()
         self._own.client = self._connect()  # no server at the start is a mistake
 

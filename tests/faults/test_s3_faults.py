@@ -664,7 +664,7 @@ def test_only_the_headers_of_a_tenant_who_leaves_are_read(server, tmp_path, monk
         read: list[str] = []
         get = tier._bucket.get
 
-        def count(key: str, *args: Any, **options: Any) -> int | None:
+        def count(key: str, *args: Any, **options: Any) -> Any:
             read.append(key)
             return get(key, *args, **options)
 
