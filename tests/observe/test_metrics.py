@@ -27,6 +27,8 @@ class Watched(MemoryTier):
         self.broken = set()
         self.jobs = {}
         self.seen: Counter[tuple[Op, str]] = Counter()
+        self.failed: Counter[bytes] = Counter()
+        """How often each key could not be read since it was stored or read."""
         super().__init__()
 
     def submit(self, job):
@@ -38,7 +40,12 @@ class Watched(MemoryTier):
         for done in finished:
             job = self.jobs.pop(done.id)
             for item in job.items:
-                self.seen[job.op, done.failed.get(item.name, "ok")] += 1
+                what = done.failed.get(item.name, "ok")
+                self.seen[job.op, what] += 1
+                if (job.op, what) == (Op.LOAD, Reason.ERROR):
+                    self.failed[item.name.key] += 1
+                elif what == "ok":
+                    del self.failed[item.name.key]
         return finished
 
     def read(self, item, buffers):
@@ -90,7 +97,8 @@ class World:
             victims = evict(*args, **options)
             for victim in victims or ():
                 ghosts.add(victim.key)
-                written = place == "disk" or victim.key in self.places["disk"]
+                can_be_read = self.tiers["disk"].failed[victim.key] < 2
+                written = place == "disk" or (victim.key in self.places["disk"] and can_be_read)
                 self.now["evictions_total", place, "capacity" if written else "capacity_unwritten"] += 1
             return victims
 
