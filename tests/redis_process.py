@@ -267,6 +267,8 @@ class Proxy:
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._budget: dict[str, int] = {}
+        self._cutting = 0
+        """Connections that have had their bytes, and are about to be reset."""
         self.rate = float("inf")
         """Bytes a second down, over all connections; 0: none."""
         self._free = 0.0
@@ -281,9 +283,14 @@ class Proxy:
         self._start(self._accept)
 
     def cut(self, **after: int) -> None:
-        """Reset each connection after so many more bytes, up= or down=. Nothing: no more."""
+        """Reset each connection after so many more bytes, up= or down=. Nothing: no more.
+
+        What was to be reset before is reset when it returns. Else a client could still take it for sound.
+        """
         with self._lock:
             self._budget = dict(after)
+        while self._cutting and not self._gone.wait(0.001):
+            pass
 
     def drop(self) -> None:
         """Reset every connection now."""
@@ -336,12 +343,15 @@ class Proxy:
             self._start(self._pump, "down", server, client)
 
     def _pump(self, way: str, source: socket.socket, sink: socket.socket) -> None:
+        is_cut = False
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 with self._lock:
                     room = self._budget.get(way)
                     if room is not None:
                         self._budget[way] = max(0, room - len(data))
+                        is_cut = len(data) >= room
+                        self._cutting += is_cut
                     self.turns += way == "up" and self._last == "down"
                     self._last = way
                     self.moved[way] += len(data)
@@ -355,12 +365,14 @@ class Proxy:
                     if way == "down":
                         self._pace(len(passed))
                     sink.sendall(passed)
-                if room is not None and len(data) >= room:
+                if is_cut:
                     break
         with self._lock:
             self._sockets -= {source, sink}
         _reset(source)
         _reset(sink)
+        with self._lock:
+            self._cutting -= is_cut
 
     def _pace(self, nbytes: int) -> None:
         while not self.rate:
