@@ -417,14 +417,15 @@ class Values:
         """
         is_leaving, patience = self._cache.is_leaving, self._cache.config.load_deadline
         until = time.monotonic() + patience
-        for key in keys:  # a deleted key comes back only with another value
+        for number, key in enumerate(keys):  # a deleted key comes back only with another value
+            if number:
+                yield PAUSE
             if is_leaving(key):
                 until = time.monotonic() + patience
             while is_leaving(key):
                 if time.monotonic() > until:
                     return False
                 yield None
-            yield PAUSE
         return True
 
 
