@@ -81,18 +81,24 @@ def test_a_failing_tier_is_left_alone_and_tried_again(make):
     assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="down") == 0
 
 
-def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
-    """Its user may lack the permission. A deletion that is tried again must not take each probe."""
+def deleting(make, *fail: Op) -> tuple[Cache, FlakyTier]:
+    """Six chunks are to be deleted, in a tier where these operations always fail."""
     url = "bad://"
     tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=())
     tier.keeps = False
     cache = make(cpu(50), url, opened={url: tier})
-    below = cache.lower[0]
     store(cache, keys(6, "old"))
     assert cache.flush()
-    tier._ops = (Op.DELETE,)
+    tier._ops = fail
     for name in keys(6, "old"):
-        below.discard(name, (ONE,))
+        cache.lower[0].discard(name, (ONE,))
+    return cache, tier
+
+
+def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
+    """Its user may lack the permission. A deletion that is tried again must not take each probe."""
+    cache, _ = deleting(make, Op.DELETE)
+    below = cache.lower[0]
     until = time.monotonic() + 30
     while not below.down.is_open and time.monotonic() < until:
         cache.step()
@@ -108,16 +114,8 @@ def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
 
 def test_a_tier_that_takes_no_writes_deletes_all_the_same(make):
     """It is full for this user. Writes that come must not take each probe."""
-    url = "bad://"
-    tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=())
-    tier.keeps = False
-    cache = make(cpu(50), url, opened={url: tier})
+    cache, tier = deleting(make, Op.STORE, Op.DELETE)
     below = cache.lower[0]
-    store(cache, keys(6, "old"))
-    assert cache.flush()
-    tier._ops = (Op.STORE, Op.DELETE)
-    for name in keys(6, "old"):
-        below.discard(name, (ONE,))
     until, left = time.monotonic() + 30, len(below._undeleted)
     while not (below.down.is_open and (left := len(below._undeleted))):
         assert time.monotonic() < until

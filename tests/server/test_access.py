@@ -9,9 +9,9 @@ import urllib.request
 import pytest
 
 from lmtier.config import Serving
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, audit
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import NAMES, Role, Secrets, Wrong, own_token
+from lmtier.server.access import NAMES, Role, Secrets, Wrong, note, own_token
 from lmtier.tools.cli import main
 from lmtier.wire.resp import Error
 from tests.server.process import Wire, served, until
@@ -205,6 +205,14 @@ def test_the_audit_says_who_did_what_and_when(tmp_path, files):
         assert who == f"redis 'ops' at 127.0.0.1:{me[1]} (admin)"
         assert all(line["time"] for line in lines)
         assert WORDS[Role.ADMIN] not in server.log.read_text()
+
+
+def test_the_audit_shows_no_salt(caplog):
+    """It may be a secret."""
+    with caplog.at_level("INFO", audit.name):
+        note("ops", [b"LMTIER.FORGET", b"SALT", b"a-secret", b"WAIT", b"5"])
+    assert "LMTIER.FORGET SALT … WAIT 5" in caplog.text
+    assert "a-secret" not in caplog.text
 
 
 # ---- settings
