@@ -266,6 +266,18 @@ def test_what_does_not_answer_is_one_sentence(capsys):
     assert "write it as a URL" in second
 
 
+def test_a_file_that_cannot_be_used_is_one_sentence_before_anything_is_asked(tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for option, path, why in (
+        ("--key-file", tmp_path / "missing", "No such file or directory"),
+        ("--key-file", tmp_path / "binary", "it is not text in UTF-8"),
+        ("--html", tmp_path / "missing" / "report.html", "No such file or directory"),
+        ("--html", tmp_path, "Is a directory"),
+    ):
+        assert main(["prove", "http://127.0.0.1:9", "--short", option, str(path)]) == 2
+        assert capsys.readouterr().err == f"lmtier: {option} {path}: {why}\n"
+
+
 def test_an_answer_later_than_the_limit_is_none():
     with running(ToyEngine()) as url:
         engine = Endpoint(url, limit=0.0001)

@@ -115,6 +115,27 @@ def test_a_capacity_counts_whole_chunks_of_the_model():
         replay(trace, ["cpu://?capacity=100KiB"], chunk_tokens=256, bytes_per_token=1024)
 
 
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["cpu://?capacity=1GiB&ttl=100s"],
+        ["cpu://?capacity=600KiB", "disk://?capacity=1GiB&write=always&ttl=100s"],
+    ],
+)
+def test_what_has_outlived_its_tier_is_computed_again(urls):
+    """In the time of the trace. Others drive the first prompt out of the small memory."""
+    times = (0, 0), (1, 1), (2, 2), (50, 0), (51, 1), (52, 2), (200, 0)
+    trace = Trace("three prompts", 256, [TraceRequest(at, 256, 1, [prompt]) for at, prompt in times])
+    found: list[int] = []
+    replay(
+        *(trace, urls),
+        chunk_tokens=256,
+        bytes_per_token=1024,
+        heard=lambda cache, hits: found.append(sum(hits.values())),
+    )
+    assert found == [0, 0, 0, 256, 256, 256, 0]
+
+
 # ---- the engine's GPU memory
 
 

@@ -150,12 +150,26 @@ def _prove_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
+def _first_line(file: Path) -> str:
+    try:
+        return file.read_text().partition("\n")[0]
+    except OSError as error:
+        raise ConfigError(f"--key-file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--key-file {file}: it is not text in UTF-8") from None
+
+
 def _prove(args: Namespace) -> int:
     from lmtier.tools.prove import report
     from lmtier.tools.prove.asking import Endpoint, NoAnswer
     from lmtier.tools.prove.proof import Effort, Proof
 
-    key = args.key_file.read_text().partition("\n")[0] if args.key_file else ""
+    key = _first_line(args.key_file) if args.key_file else ""
+    if args.html:
+        try:
+            args.html.open("a").close()  # before hours of asking
+        except OSError as error:
+            raise ConfigError(f"--html {args.html}: {error.strerror}") from None
     engines = [
         Endpoint(url, token=key, name=args.model, limit=parse_seconds(args.limit))
         for url in (args.url, args.baseline)

@@ -21,6 +21,7 @@ from lmtier.format.layout import PAGE, LayerShape, Layout, form_of, padded, stor
 from lmtier.format.objects import Header
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.hints import DONE
+from lmtier.rules.lifetimes import FOREVER
 from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Job, Op, Tier
 from lmtier.tools.sim.engine import ENGINE, GPU, EngineMemory
@@ -203,10 +204,11 @@ def _finish(cache: Cache) -> None:
 
 def _in_chunks(number: int, spec: TierSpec, nbytes: int) -> str:
     """The URL of a tier that holds as many pages as the given tier holds chunks."""
+    rules = f"&policy={spec.policy}" + (f"&ttl={spec.ttl}s" if spec.ttl != FOREVER else "")
     if spec.scheme == "cpu":
-        room, scaled, rules = padded(nbytes), PAGE, f"&policy={spec.policy}"
+        room, scaled = padded(nbytes), PAGE
     else:
-        room, scaled, rules = stored_size(nbytes), _AT_REST, f"&policy={spec.policy}&write={spec.write}"
+        room, scaled, rules = stored_size(nbytes), _AT_REST, f"{rules}&write={spec.write}"
         if spec.writes_per_day is not None:
             rules += f"&writes_per_day={max(1, spec.writes_per_day * scaled // room)}"
     if spec.capacity is None:
