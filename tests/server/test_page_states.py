@@ -285,6 +285,15 @@ def test_redis_clients_only(state: State) -> None:
     assert "that Redis clients read" in headline
 
 
+def test_redis_clients_that_found_nothing(state: State) -> None:
+    with state.serve(cpu="64MiB").connect() as wire:
+        for turn in range(40):
+            wire.expect(None, "GET", f"value:{turn}")
+        state.look("redis-misses", "document.querySelector('#headline').innerText.includes('Redis')")
+    headline = state.browser.evaluate("document.querySelector('#headline').innerText")
+    assert headline.replace("\u00a0", " ").startswith("0 % of the 40 values")
+
+
 def test_twenty_models(state: State) -> None:
     state.serve("disk://~/kv?capacity=256MiB", cpu="128MiB")
     client = state.client()
