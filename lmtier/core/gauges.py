@@ -38,6 +38,7 @@ class Gauges:
         metrics.pins.set_function(lambda: len(pins))
         for label in (CPU, *(each.label for each in self._lower)):
             metrics.expired.labels(label)  # starts at 0, so that the first one shows as a rise
+            metrics.hit_tokens.labels(label)  # starts at 0: without hits the ratio is 0, and not unknown
         for place in outlook.places:
             for factor in FACTORS:
                 gauge = metrics.mrc_hit_ratio.labels(place.tier, f"{factor:g}")

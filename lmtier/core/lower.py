@@ -23,7 +23,7 @@ from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
 from lmtier.core.writes import Writes
 from lmtier.errors import log
 from lmtier.format.compression import AUTO, RAW, WORDS
-from lmtier.format.keys import tenant_of
+from lmtier.format.keys import is_state, tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
 from lmtier.format.objects import NO_MARK, Header, Suspect
 from lmtier.observe.follower import Followers
@@ -185,6 +185,11 @@ class LowerTier(ABC):
     @property
     def has_jobs(self) -> bool:
         return bool(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Chunks that wait to be written."""
+        return len(self._writes)
 
     @property
     def backlog(self) -> int:
@@ -569,7 +574,7 @@ class LowerTier(ABC):
         self._jobs.blame_late_ones()
 
     def _tokens(self, key: bytes) -> int:
-        return 0 if self._above.slab.is_record(key) else self._above.chunk_tokens
+        return 0 if self._above.slab.is_record(key) or is_state(key) else self._above.chunk_tokens
 
     def _drop(self, entry: Entry, reason: str, *, is_lost: bool = True) -> None:
         """Count a chunk that should be written here and is not."""
@@ -601,6 +606,7 @@ class LowerTier(ABC):
             # Starts at 0, so that the first one shows as a rise.
             metrics.tier_failures.labels(label, op.value, reason)
         metrics.dropped_tokens.labels(label, "queue_full")
+        metrics.stored_tokens.labels(label)  # starts at 0: a tier that drops all that it gets drops 100 %
         if (budget := self.budget) is not None:
             metrics.dropped_tokens.labels(label, "write_budget")
             metrics.write_budget_bytes.labels(label).set_function(lambda: budget.left(self._clock()))

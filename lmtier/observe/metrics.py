@@ -89,7 +89,8 @@ LABELS = {
     "event": "`hit`, `missed`, `set`, `deleted`, `expired`, `refused`",
     "op": "what the tier was asked to do: `store`, `load`, `peek`, `lookup`, `delete`, `scan`, `touch`, "
     "`clear`. Of a queue: `store` is what is to be written, `all` every job in hand",
-    "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below had it",
+    "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below is known to have it. What a "
+    "shared tier has is not known",
     "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
     "kind": "who is connected: `engine`, `redis`, `http`. Of wrong tokens: to which of them it was shown",
     "rule": "of `write=auto`: `reused`, `evicted`",
@@ -395,15 +396,47 @@ class Metrics:
             if sample.name.endswith("_total") and sample.value
         ]
 
-    def go_on(self, told: list[Any]) -> None:
-        """Go on with the counters of another process, those that are known here. Histograms begin anew."""
-        known = {name: each for name, each in vars(self).items() if isinstance(each, Counter)}
-        for name, labels, value in told:
-            if (counter := known.get(name)) is not None:
+    def told_histograms(self) -> list[Any]:
+        """Their sums and the counts of their buckets, in the same way."""
+        found: dict[tuple[str, str], list[Any]] = {}
+        for name, each in vars(self).items():
+            for family in each.collect() if isinstance(each, Histogram) else ():
+                for sample in family.samples:
+                    labels = {label: text for label, text in sample.labels.items() if label != "le"}
+                    told = found.setdefault((name, repr(labels)), [name, labels, 0.0, {}])
+                    if sample.name.endswith("_sum"):
+                        told[2] = sample.value
+                    elif sample.name.endswith("_bucket"):
+                        told[3][sample.labels["le"]] = sample.value
+        return list(found.values())
+
+    def go_on(self, counters: list[Any], histograms: list[Any]) -> None:
+        """Go on with the numbers of another process, those that are known here."""
+        for name, labels, value in counters:
+            counter = getattr(self, name, None)
+            if isinstance(counter, Counter):
                 with suppress(ValueError):  # it has other labels in this version
                     (counter.labels(**labels) if labels else counter).inc(value)
+        for name, labels, total, below in histograms:
+            histogram = getattr(self, name, None)
+            if isinstance(histogram, Histogram):
+                with suppress(ValueError):
+                    _add(histogram.labels(**labels) if labels else histogram, total, below)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         self.count()
         return generate_latest(self.registry)
+
+
+def _add(histogram: Histogram, total: float, below: dict[str, float]) -> None:
+    """Add what another process observed: its sum, and how much was at most each bound.
+
+    The library has no public way.
+    """
+    if [float(bound) for bound in below] != histogram._upper_bounds:
+        raise ValueError("it has other buckets in this version")
+    histogram._sum.inc(total)
+    counts = [*below.values()]
+    for bucket, before, upto in zip(histogram._buckets, [0.0, *counts], counts, strict=False):
+        bucket.inc(upto - before)

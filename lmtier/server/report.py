@@ -86,6 +86,8 @@ class TierNow(TypedDict):
     write: str | None
     queue: int
     """Chunks that are still to be written or deleted."""
+    waiting: int
+    """Chunks that wait to be written: a full queue of them is `queue_length`."""
     breaker_up: str
     breaker_down: str
     outages: list[OutageNow]
@@ -205,6 +207,15 @@ class Report:
         if not self.history.due():
             self.history.sample(self.snapshot())
 
+    def told(self) -> dict[str, Any]:
+        """What another server needs to go on."""
+        return {"started": self._started, "history": self.history.told()}
+
+    def go_on(self, told: Mapping[str, Any]) -> None:
+        """Go on where another server on this host ended."""
+        self._started = float(told.get("started", self._started))
+        self.history.go_on(told.get("history", {}))
+
     def why_not_ready(self) -> str:
         """Why the server is not ready, in a sentence; empty if it is ready."""
         if self.stopping:
@@ -243,6 +254,7 @@ class Report:
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
+                "waiting": 0 if below is None else below.waiting,
                 "breaker_up": "closed" if below is None else str(below.up),
                 "breaker_down": "closed" if below is None else str(below.down),
                 "outages": [] if below is None else self._outages(below, now),
@@ -371,7 +383,7 @@ class Report:
             why=next((each["why"] for each in down.values() if each["why"]), ""),
             faults=max(0, tier["faults"] - then["faults"].get(name, 0)),
             slowest=tier["slowest"],
-            queue=tier["queue"] / self._cache.config.queue_length,
+            queue=tier["waiting"] / self._cache.config.queue_length,
             capacity=tier["capacity"],
             curve=now["curve"].get(name, {}),
         )
@@ -439,9 +451,17 @@ class History:
         self._rows.append((snapshot["time"], row))
 
     def before(self, moment: float) -> Counters | None:
-        """The last row at or before this time. None: there is none."""
+        """The last row at or before this time, else the first one. None: there is none."""
         after = bisect_right(self._rows, moment, key=itemgetter(0))
-        return json.loads(self._rows[after - 1][1]) if after else None
+        return json.loads(self._rows[max(0, after - 1)][1]) if self._rows else None
+
+    def told(self) -> dict[str, Any]:
+        return {"names": [*Counters.__annotations__], "rows": [(at, row.decode()) for at, row in self._rows]}
+
+    def go_on(self, told: Mapping[str, Any]) -> None:
+        """Begin with the rows of another server, unless it kept fewer counters in a row."""
+        if Counters.__annotations__.keys() <= {*told.get("names", ())}:
+            self._rows.extend((at, row.encode()) for at, row in told["rows"])
 
     def to_json(self) -> bytes:
         """The rows, the oldest first, and the meaning of each reason for a miss and their groups."""

@@ -149,6 +149,7 @@ class Server:
             lambda fd: self._epoll.register(fd, select.EPOLLIN),
             self._give_turn,
             lambda: self._transactions.are_running,
+            lambda: self._report.told(),
         )
         table[b"LMTIER.TAKEOVER"] = self._departure.command()
         service.everything = table
@@ -216,10 +217,12 @@ class Server:
             connection.resume(told)
             self._look(connection)
         self._values.resume()
-        took = takeover.count(self.cache.metrics, arrival.heritage.books.facts)
+        facts = arrival.heritage.books.facts
+        took = takeover.count(self.cache.metrics, facts)
+        self._report.go_on(facts.get("report", {}))
         log.info(
             "lmtier: takes over from a server of version %s with %d chunks and %d connections, after %.0f ms",
-            *(arrival.heritage.books.facts["version"], len(self.cache.index), len(arrival.clients)),
+            *(facts["version"], len(self.cache.index), len(arrival.clients)),
             1000 * took,
         )
 

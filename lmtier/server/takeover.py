@@ -66,11 +66,12 @@ class Departure:
         watch: Callable[[int], None],
         give_turn: Callable[[Connection], None],
         is_in_transaction: Callable[[], bool],
+        tell_report: Callable[[], dict[str, Any]],
     ) -> None:
         self._cache, self._engines = cache, engines
         self._roster, self._doors = roster, doors
         self._watch, self._give_turn = watch, give_turn
-        self._is_in_transaction = is_in_transaction
+        self._is_in_transaction, self._tell_report = is_in_transaction, tell_report
         self._cord: socket.socket | None = None
         self._since = 0.0
         self._asked: float | None = None
@@ -183,6 +184,8 @@ class Departure:
             "clients": clients,
             "files": [name for name, _ in files],
             "counters": self._cache.metrics.told(),
+            "histograms": self._cache.metrics.told_histograms(),
+            "report": self._tell_report(),
             "version": __version__,
             "still_since": began,
             "forms": teller.forms.told(),
@@ -359,8 +362,8 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def count(metrics: Metrics, facts: dict[str, Any]) -> float:
-    """Go on with the counters. Returns the seconds for which no server served."""
-    metrics.go_on(facts.get("counters", []))
+    """Go on with the numbers. Returns the seconds for which no server served."""
+    metrics.go_on(facts.get("counters", []), facts.get("histograms", []))
     metrics.takeovers.labels("done").inc()
     took = time.monotonic() - float(facts["still_since"])
     metrics.takeover_seconds.set(took)

@@ -105,6 +105,17 @@ def test_tokens_without_a_state_after_them_are_no_hit_and_states_are_no_tokens(m
     assert value("lmtier_used_bytes", tier="cpu") == 6 * ROOM + STATE_ROOM
 
 
+def test_a_state_has_no_tokens_in_any_tier(make, tmp_path):
+    cache = make(cpu(20), disk(tmp_path))
+    names = keys(2)
+    store(cache, names)
+    store_state(cache, names)
+    cache.flush(10)
+    assert cache.lower.owned[0].occupancy().chunks == 3
+    for tier in ("cpu", "disk"):
+        assert cache.metrics.value("lmtier_stored_tokens_total", tier=tier) == 2 * C
+
+
 def test_a_state_is_stored_once(make):
     cache = make(cpu(20))
     names = keys(2)

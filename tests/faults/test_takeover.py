@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -318,6 +319,37 @@ def test_another_version_takes_over_and_this_one_again(tmp_path: Path) -> None:
                 assert json.loads(engine.said[-1])[2:5] == [0, 0, 0]
         finally:
             engine.end()
+
+
+def test_the_report_goes_on_where_the_other_server_ended(tmp_path: Path) -> None:
+    """Else the counters of a long life would be those of the seconds since the takeover."""
+    with host(tmp_path) as running:
+        engine = Process(_ENGINE, running.log, running.unix, "engine")
+        assert engine.is_ready()
+        engine.goes_on()
+        engine.end()
+
+        def told() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            with Wire(running.unix) as wire:
+                report, history = (json.loads(wire.ask(f"LMTIER.{each}")) for each in ("REPORT", "HISTORY"))
+            return report, history["rows"]
+
+        with Client(running.unix) as client:
+            until(lambda: client.flush(1.0))
+        until(lambda: len(told()[1]) > 1)
+        before, rows = told()
+        running.take_over()
+        after, more = told()
+    assert before["uptime"] < after["uptime"] < before["uptime"] + 60
+    for name in ("tokens", "lookups", "loads", "lookup_seconds"):
+        assert after[name] == before[name], name
+    assert after["lookup_seconds"] > 0
+    for tier, then in zip(after["tiers"], before["tiers"], strict=True):
+        assert {name: tier[name] for name in ("bytes_up", "bytes_down", "seconds_down")} == {
+            name: then[name] for name in ("bytes_up", "bytes_down", "seconds_down")
+        }
+    assert after["tiers"][1]["bytes_down"] > 0
+    assert more[: len(rows)] == rows
 
 
 def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:

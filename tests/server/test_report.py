@@ -37,12 +37,13 @@ def look(cache, names, tokens=None):
 def make():
     caches = []
 
-    def make(*urls, opened=None, **options):
+    def make(*urls, opened=None, queue_length=4096, **options):
         config = Config(
             tiers=[f"cpu://?capacity={4 * padded(8192)}", *urls],
             chunk_tokens=1,
             prefault=False,
             load_deadline=30.0,
+            queue_length=queue_length,
         )
         caches.append(Cache(config, tiers=opened, **options))
         return caches[-1]
@@ -102,9 +103,8 @@ def test_sums_agree_with_the_exposition(make, tmp_path):
     look(cache, keys(4))
     cache.flush()
     metrics = cache.metrics
-    assert metrics.sums(metrics.hit_tokens, "tier") == {
-        "cpu": metrics.value("lmtier_hit_tokens_total", tier="cpu")
-    }
+    hits = metrics.value("lmtier_hit_tokens_total", tier="cpu")
+    assert metrics.sums(metrics.hit_tokens, "tier") == {"cpu": hits, "disk": 0}
     moved = metrics.value("lmtier_transfer_bytes_sum", tier="disk", direction="down")
     assert metrics.sums(metrics.transfer_bytes, "tier", "direction") == {"disk down": moved}
     assert metrics.sums(metrics.hit_ratio) == {"": 0.75}
@@ -147,6 +147,29 @@ def test_a_tier_that_fails_is_seen_to_be_left_alone(make):
     assert tier["failures"] >= 5
     assert sum(snapshot["tokens"]["dropped"].values()) >= 5
     assert {name.split()[0] for name in snapshot["tokens"]["dropped"]} == {"null"}
+
+
+def test_before_the_first_hit_and_the_first_write_both_are_0(make, tmp_path):
+    """A ratio without its upper half is nothing, and no alert."""
+    metrics = make(f"disk://{tmp_path}?capacity=1MiB").metrics
+    assert metrics.sums(metrics.hit_tokens, "tier") == {"cpu": 0, "disk": 0}
+    assert metrics.sums(metrics.stored_tokens, "tier") == {"cpu": 0, "disk": 0}
+
+
+def test_what_is_to_be_deleted_does_not_fill_the_queue_of_writes(make):
+    url, gate = "disk:///memory?capacity=1MiB", Gate()
+    cache = make(url, opened={url: SlowTier(MemoryTier(), gate)}, queue_length=4)
+    store(cache, keys(4))
+    cache.flush()
+    gate.hold()
+    for key in keys(4):
+        cache.discard(cache.index.get(key))
+    cache.step()
+    snapshot = report_of(cache).snapshot()
+    assert (snapshot["tiers"][1]["queue"], snapshot["tiers"][1]["waiting"]) == (4, 0)
+    verdict = next(each for each in snapshot["verdicts"] if each["name"] == "bottleneck")
+    assert verdict["state"] == "good"
+    gate.open()
 
 
 def test_what_a_tier_does_not_know_is_none(make):
