@@ -194,6 +194,10 @@ _MODEL = ', model_name=~"$model"'
 _TIER = ', tier=~"$tier"'
 _UP = ', direction="up"'
 
+_SERVER = ', job=~".*lmtier.*"'
+READY = f"{chosen('lmtier_ready')} or 0 * {chosen('up', _SERVER)}"
+"""A server that is down exposes nothing. It is not ready."""
+
 
 def overview() -> dict[str, Any]:
     return dashboard(
@@ -204,7 +208,7 @@ def overview() -> dict[str, Any]:
             row("Is it working?"),
             panel(
                 "Ready",
-                (now("lmtier_ready", how="min"), ""),
+                (f"min({READY})", ""),
                 kind="stat",
                 width=4,
                 steps=_RED_GREEN,
@@ -308,7 +312,10 @@ def overview() -> dict[str, Any]:
             row("Should I buy more memory?"),
             panel(
                 "Hit ratio at other sizes",
-                (now("lmtier_mrc_hit_ratio", "tier, size_factor", how="avg"), "{{tier}} × {{size_factor}}"),
+                (
+                    f"avg by (tier, size_factor) ({chosen('lmtier_mrc_hit_ratio')} >= 0)",
+                    "{{tier}} × {{size_factor}}",
+                ),
                 kind="bargauge",
                 unit="percentunit",
                 top=1,
@@ -464,7 +471,7 @@ def fleet() -> dict[str, Any]:
                 unit="percentunit",
                 top=1,
             ),
-            panel("Ready, by server", (now("lmtier_ready", "instance", how="min"), name), top=1),
+            panel("Ready, by server", (f"min by (instance) ({READY})", name), top=1),
             row("Who uses it?"),
             panel("Hit ratio, by model", (hits_by("model"), "{{model}}"), unit="percentunit", top=1),
             panel(

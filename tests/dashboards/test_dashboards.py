@@ -260,6 +260,31 @@ def test_what_a_server_exposes_is_well_formed_and_declared(prometheus):
 # ---- files
 
 
+def seen(folder: Path, expr: str, series: dict[str, str]) -> None:
+    """promtool: after five minutes of these series the query finds one number, 0."""
+    test = {
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": filled_in(expr), "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 0}]}
+        ],
+    }
+    (folder / "test.yml").write_text(yaml.safe_dump({"tests": [{"interval": "1m"} | test]}))
+    checked = subprocess.run(
+        [program("promtool"), "test", "rules", str(folder / "test.yml")],
+        capture_output=True,
+        timeout=60,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_server_that_is_down_is_shown_as_not_ready(tmp_path):
+    (panel,) = [each for each in panels(BOARDS[0].with_stem("overview")) if each["title"] == "Ready"]
+    labels = 'job="lmtier", instance='
+    series = {f'up{{{labels}"a"}}': "1x5", f'lmtier_ready{{{labels}"a"}}': "1x5", f'up{{{labels}"b"}}': "0x5"}
+    seen(tmp_path, panel["targets"][0]["expr"], series)
+
+
 def test_alerts_fire_when_they_should():
     checked = subprocess.run(
         [program("promtool"), "test", "rules", str(HERE / "alerts_test.yml")],
