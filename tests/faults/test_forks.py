@@ -153,9 +153,9 @@ def open_files() -> set[str]:
 
 def test_a_child_has_no_socket_lock_or_memory_file_of_its_parent(tmp_path: Path):
     redis = RedisServer(tmp_path / "redis")
-    before = open_files()
     try:
         with served(tmp_path, unix=str(tmp_path / "socket")) as server:
+            before = open_files()
             tiers = (cpu(20), disk(tmp_path / "kv"), f"redis://127.0.0.1:{redis.port}")
             config = Config(tiers=tiers, chunk_tokens=C, prefault=False)
             with Cache(config, shared=True) as cache, Client(server.where["unix"]) as client:

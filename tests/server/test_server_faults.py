@@ -333,7 +333,7 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
 
 def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path: Path):
     """Faster than the disk writes, more than may wait, and more than memory holds."""
-    tiers, count = ("cpu://?capacity=24MiB", disk(tmp_path, "256MiB")), 9000
+    tiers, count = ("cpu://?capacity=12MiB", disk(tmp_path, "256MiB")), 4500
     slow = {"queue_length": 64, "load_deadline": 60}  # however slow the disk is
     with served(tmp_path, *tiers, config=slow, grace=60) as server:
         with server.connect() as wire:
@@ -348,8 +348,8 @@ def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path:
         server.start()
         with server.connect() as wire:
             wire.expect(count, "DBSIZE")
-            for first in range(0, count, 1000):
-                names = range(first, first + 1000)
+            for first in range(0, count, 500):
+                names = range(first, first + 500)
                 wire.expect([b"v%d" % i * 20 for i in names], "MGET", *(f"k{i}" for i in names))
 
 

@@ -300,7 +300,7 @@ def rss() -> int:
 @pytest.mark.parametrize(
     "frames",
     [
-        pytest.param(15_000, id="15,000"),
+        pytest.param(8_000, id="8,000"),
         pytest.param(150_000, id="150,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
         pytest.param(1_000_000, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
@@ -337,7 +337,7 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
 @pytest.mark.parametrize(
     ("frames", "most"),
     [
-        pytest.param(16_000, 16, id="16,000"),
+        pytest.param(8_000, 16, id="8,000"),
         pytest.param(100_000, 60, id="100,000", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
         pytest.param(1_000_000, 60, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
