@@ -8,6 +8,7 @@ from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine
 from tests.vllm.test_engine import idle
 
+NOISY = {"kv_connector": "Noisy", "kv_connector_module_path": "tests.vllm.noisy", "kv_role": "kv_both"}
 BESIDE = {"kv_connector": "Beside", "kv_connector_module_path": "tests.vllm.beside", "kv_role": "kv_both"}
 
 
@@ -32,4 +33,25 @@ def test_it_saves_and_loads_beside_another(models, tmp_path, server, ours_is_fir
     with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
         (first,) = engine.generate(prompts[:1])  # the very first request of an engine, too
         assert cached([first]) == loadable(prompts[:1])
+    idle(server.path)
+
+
+@pytest.mark.parametrize("ours_is_first", [True, False])
+def test_what_another_has_loaded_is_not_stored_under_our_names(models, tmp_path, server, ours_is_first):
+    """Its load may fail after we have stored it, and its names may say less than ours."""
+    prompts = prompts_of(300, 700)
+    ours = transfer(server=str(server.path))
+    both = [ours, NOISY] if ours_is_first else [NOISY, ours]
+    how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": both}}
+    del how["kv_connector_module_path"]
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
+        found = [engine.generate([each], tokens=1) for each in prompts]
+    with Engine(tmp_path, models / "qwen2", transfer=ours) as engine:
+        warm = engine.generate(prompts)
+        engine.use_connector(False)
+        engine.forget()
+        plain = engine.generate(prompts)
+        assert tokens(warm) == tokens(plain)
+        assert tokens(found[0])[0] == tokens(plain)[0][:1], "the failed load was computed again"
+        assert cached(warm) == 0
     idle(server.path)

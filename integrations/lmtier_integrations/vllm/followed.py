@@ -21,6 +21,7 @@ from lmtier_integrations.vllm.sessions import Said
 from lmtier_integrations.vllm.stats import Stats
 
 NEVER = float("-inf")
+_STOPS = 1 << 62  # tokens
 
 
 class Parts(NamedTuple):
@@ -62,6 +63,8 @@ class FollowedRequest:
     """Leading chunks that were loaded: what is stored of them has come from here."""
     due: int = field(init=False)
     """The number of tokens at which something is stored next."""
+    own: int = 0
+    """At the last lookup: the tokens that the engine had, or loads from here."""
     since: int = 0
     """The first step that may have computed any of its KV."""
     _chain: KeyChain | None = None
@@ -116,8 +119,18 @@ class FollowedRequest:
         if (asked := self.take_asked()) is not None:
             self.client.withdraw(asked)
 
+    def stop_storing(self) -> None:
+        """Until the next lookup. Another connector has loaded a part of it.
+
+        Its names may say less than ours, and its load may yet fail.
+        """
+        self.withdraw()
+        self.stored, self.due = 0, _STOPS
+
     def go_back(self, computed: int) -> None:
         """It was preempted, or a load failed: recomputed chunks are stored again if they are missing."""
+        if self.due == _STOPS:
+            return
         size = self.client.chunk_tokens
         self.stored, self.loaded = min(self.stored, computed // size), min(self.loaded, computed // size)
         self.due = (computed // size + 1) * size

@@ -45,7 +45,7 @@ from lmtier_integrations.vllm.reuse import Reuse
 from lmtier_integrations.vllm.sessions import said_by
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log
 from lmtier_integrations.vllm.stats import Stats
-from lmtier_integrations.vllm.steps import blocks_taken, work_of
+from lmtier_integrations.vllm.steps import blocks_taken, entered, work_of
 from lmtier_integrations.vllm.storing import Storing
 from lmtier_integrations.vllm.undoing import Undoing
 
@@ -194,7 +194,7 @@ class Scheduler:
         known = self._requests.get(request.request_id)
         if known is None:
             return 0
-        known.since = self._doubts.first_step(computed_tokens)
+        known.since, known.own = self._doubts.first_step(computed_tokens), computed_tokens
         if not self._may_load(known):
             known.drop()
             return 0
@@ -246,6 +246,9 @@ class Scheduler:
             plan.run = client.run
         if client.is_owed:
             client.step()
+        for request_id, computed in entered(output):
+            if (known := self._requests.get(request_id)) is not None and computed > known.own:
+                known.stop_storing()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
         if self._loads and not self.waits_for_loads:
             self.undoing.planned(output)

@@ -41,6 +41,17 @@ def computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     return itertools.chain(running, new)
 
 
+def entered(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """The same of those that begin in this step, or go on after they were preempted."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                yield request_id, computed
+
+
 def blocks_taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_tokens: int) -> list[int]:
     """The blocks that requests get in this step, without shared blocks, which no request writes."""
     cached = output.scheduled_cached_reqs

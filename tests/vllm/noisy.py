@@ -1,0 +1,63 @@
+"""A connector to run beside ours. What it loads is noise: of the first request it says so, of others not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from tests.vllm.beside import Beside
+
+
+@dataclass
+class Noise(KVConnectorMetadata):
+    blocks: list[int] = field(default_factory=list)
+    is_said: bool = False
+
+
+class Noisy(Beside):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._served: set[str] = set()
+        self._next = Noise()
+        self._caches: dict[str, torch.Tensor] = {}
+        self._failed: set[int] = set()
+
+    # ---- the scheduler's half
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        size = self._vllm_config.cache_config.block_size
+        found = (request.num_prompt_tokens - 1) // size * size
+        return (0 if request.request_id in self._served else found - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._next.is_said = not self._served
+            self._served.add(request.request_id)
+            size = self._vllm_config.cache_config.block_size
+            self._next.blocks += blocks.get_block_ids()[0][: num_external_tokens // size]
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        found, self._next = self._next, Noise()
+        return found
+
+    # ---- the worker's half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        noise = self._get_connector_metadata()
+        assert isinstance(noise, Noise)
+        if noise.blocks:
+            blocks = torch.tensor(noise.blocks)
+            for cache in self._caches.values():
+                dim = list(cache.shape).index(self._vllm_config.cache_config.num_gpu_blocks)
+                cache.index_copy_(dim, blocks, torch.randn_like(cache.index_select(dim, blocks)))
+            self._failed |= {*noise.blocks} if noise.is_said else set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
