@@ -89,7 +89,7 @@ class Blocks:
         gone = 0
         if ids.size and ids.dtype.kind == "i" and ids[0] == _LEFT:
             gone = int(np.logical_and.accumulate(ids == _LEFT).sum())
-        checked = self._checked(ids[gone:], size)
+        checked = self._checked(ids[gone:], size, gone % size)
         if not gone:
             return list(checked.reshape(-1, size)), [0] * (len(ids) // size)
         at = range(0, len(ids), size)
@@ -110,8 +110,11 @@ class Blocks:
         checked = self._checked(ids[first_block:], self.layout.blocks - first_block)
         return BlockIds([checked] * self.tables, [first_block] * self.tables)
 
-    def _checked(self, ids: Any, size: int) -> Ids:
-        """Ids of whole chunks, `size` of each: integers, within the engine, none twice in a chunk."""
+    def _checked(self, ids: Any, size: int, absent: int = 0) -> Ids:
+        """Ids of chunks, `size` of each, the first one without its `absent` leading blocks.
+
+        They are integers, within the engine, none twice in a chunk.
+        """
         # A wrong id must never reach take(mode="clip"), which would read another request's block.
         # For so few ids Python's min and max are faster than numpy's.
         if not ids.size:
@@ -125,8 +128,9 @@ class Blocks:
             wrong = next(block for block in listed if not 0 <= block < self.blocks)
             raise LayoutError(f"block id {wrong} is outside of the engine's {self.blocks} blocks")
         if len(set(listed)) != len(listed):  # two chunks may share a block
-            for at in range(0, len(listed), size):
-                if len(set(chunk := listed[at : at + size])) != size:
+            for at in range(-absent, len(listed), size):
+                chunk = listed[max(at, 0) : at + size]
+                if len(set(chunk)) != len(chunk):
                     raise LayoutError(f"a block id occurs twice among {chunk}")
         return np.asarray(ids, np.intp)
 

@@ -45,7 +45,8 @@ class PagedKV(Blocks):
 
     A payload is always that of the whole object, also if one layer is moved. It may be longer than the object
     (extents are whole pages). `block_ids` are the chunk's `layout.blocks` engine blocks, in token order.
-    `tables` has the number of each layer's block table.
+    `tables` has the number of each layer's block table. There may be more of them (`table_count`) than the
+    layers of this rank use.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PagedKV(Blocks):
         crew: Crew | None = None,
         *,
         tables: Sequence[int] = (),
+        table_count: int = 0,
     ) -> None:
         given = tensors_of_layers(shard, tensors)
         goes_by = tables or [0] * len(given)
@@ -70,7 +72,7 @@ class PagedKV(Blocks):
                     f"layer {layer.number}: expected {first.blocks} blocks as in layer {first.number}, "
                     f"got {layer.blocks}"
                 )
-        super().__init__(layout, shard, first.blocks, max(goes_by) + 1)
+        super().__init__(layout, shard, first.blocks, max(table_count, max(goes_by) + 1))
         self.groups = grouped(self._layers)
         self._raw = [[RawTensor(tensor) for tensor in t] for _, t in given]
         self.crew = crew

@@ -739,6 +739,27 @@ def test_ids_of_blocks_that_are_not_touched_do_not_matter():
     kv.scatter(None, noise(kv.nbytes), [0, 0, 5, 6], first_block=2)
 
 
+def test_behind_a_window_the_blocks_of_each_chunk_are_checked():
+    """The first present block is not the first of a chunk. Two chunks may share a block."""
+    kv = engine(make_layout()).paged()
+    kv.check([-1, 3, 4, 5, 6, 3, 7, 8])
+    for wrong in ([-1, 3, 4, 5, 6, 7, 8, 6], [-1, 3, 4, 3, 5, 6, 7, 8]):
+        with pytest.raises(LayoutError, match="twice"):
+            kv.check(wrong)
+
+
+def test_a_rank_may_have_no_layer_that_goes_by_the_last_table():
+    """Of an engine that gives each rank the tables of all."""
+    layout = make_layout()
+    ours = engine(layout)
+    tensors = ours.tensors
+    kv = PagedKV(layout, layout.whole, tensors, tables=[0] * len(tensors), table_count=2)
+    out, expected = bytearray(kv.nbytes), bytearray(kv.nbytes)
+    kv.gather(None, kv.check([[3, 4, 5, 6], [7, 8, 9, 10]])[0], out)
+    ours.paged().gather(None, [3, 4, 5, 6], expected)
+    assert out == expected
+
+
 @pytest.mark.parametrize("kind", [list, tuple, np.int32, np.array, torch.tensor])
 def test_block_ids_may_be_a_list_an_array_or_a_tensor(kind):
     kv = engine(make_layout()).paged()

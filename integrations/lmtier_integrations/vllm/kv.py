@@ -62,6 +62,8 @@ class Declared:
     tensors: list[Any]
     tables: list[int]
     """Which of a request's block tables each of them goes by, counted among those with KV."""
+    table_count: int
+    """All of these. A stage of a pipeline may have no layer that goes by one of them."""
     numbers: dict[str, int]
     """Maps a layer's name to its number in the model."""
     ratio: int
@@ -123,6 +125,7 @@ def declare(
         layout.writes(rank=rank, ranks=ranks),
         [tensors[name] for name in owners],
         [tables[name] for name in owners],
+        len(kv_groups(cache)),
         {name: shard.first_layer + number for number, name in enumerate(owners)},
         ratio,
         sum(specs[name].real_page_size_bytes for name in owners) // ratio,

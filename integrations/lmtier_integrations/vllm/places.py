@@ -60,7 +60,11 @@ class OnCpu:
         self._began = 0.0
 
     def _mover(self, client: Client, declared: Declared, identity: Identity) -> Mover:
-        kv = PagedKV(declared.layout, declared.shard, declared.tensors, self._crew, tables=declared.tables)
+        kv = PagedKV(
+            *(declared.layout, declared.shard, declared.tensors, self._crew),
+            tables=declared.tables,
+            table_count=declared.table_count,
+        )
         return Mover(client, kv, identity, ranks=declared.shards)
 
     def begin(self, work: Work | None, *, waits: bool) -> None:
@@ -119,7 +123,11 @@ class OnGpu:
         pins_at_start: bool,
     ) -> None:
         self._device = device
-        kv = CudaKV(declared.layout, declared.shard, declared.tensors, device, tables=declared.tables)
+        kv = CudaKV(
+            *(declared.layout, declared.shard, declared.tensors, device),
+            tables=declared.tables,
+            table_count=declared.table_count,
+        )
         if gpu is not None and gpu.capacity:
             kv.hold(gpu.capacity)
         self.mover = CudaMover(client, kv, identity, ranks=declared.shards, layerwise=layerwise)

@@ -104,7 +104,7 @@ class Worker:
     def _spare_blocks(self, declared: Declared) -> list[int]:
         """Blocks that no request has yet; never the engine's null block, which is number 0."""
         kernel_blocks = self._cache.num_blocks * declared.ratio
-        need = 2 * declared.layout.blocks * (max(declared.tables) + 1) + _GUARDS
+        need = 2 * declared.layout.blocks * declared.table_count + _GUARDS
         first = max(declared.ratio, kernel_blocks - need)
         return list(range(kernel_blocks - 1, first - 1, -1))
 

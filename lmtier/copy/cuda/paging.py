@@ -66,6 +66,7 @@ class CudaKV(Blocks):
         device: Device,
         *,
         tables: Sequence[int] = (),
+        table_count: int = 0,
         staging_bytes: int = STAGING_BYTES,
         shortest_run: int = SHORTEST_RUN,
     ) -> None:
@@ -77,7 +78,7 @@ class CudaKV(Blocks):
             if any(m.shape[0] != blocks for m in each):
                 raise LayoutError(f"layer {number}: expected {blocks} blocks, got {each[0].shape[0]}")
         self.geometry = Geometry(layout, shard, memory, tables)
-        super().__init__(layout, shard, blocks, max(self.geometry.table) + 1)
+        super().__init__(layout, shard, blocks, max(table_count, max(self.geometry.table) + 1))
         if not self.geometry.is_marked:
             raise LayoutError(
                 "a chunk of one layer takes so few bytes that kernels cannot take its fingerprint"
