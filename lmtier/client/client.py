@@ -30,7 +30,8 @@ from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.observe.journal import Change
-from lmtier.observe.prompts import Origin
+from lmtier.observe.prompts import MAX_ORIGIN, Origin
+from lmtier.rules.hints import MAX_BYTES
 from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.worth import Cost
 from lmtier.wire.resp import Error
@@ -238,7 +239,7 @@ class Client:
         match.released = True
         match.run = []
         if self._server.held.pop(match.id, None) is not None:
-            self._server.post("LMTIER.RELEASE", match.id)
+            self._server.end("LMTIER.RELEASE", match.id)
 
     def seen(self, keys: Sequence[bytes]) -> None:
         """As Cache.seen; does not wait for the server."""
@@ -250,12 +251,15 @@ class Client:
 
         Only `lmtier explain` and KV events need them. An engine that uses neither need not send them.
         """
+        link, whence = self._server.link, origin.to_json()
+        if link.is_lost or link.stalled or len(whence) > MAX_ORIGIN:
+            return
         step = max(1, _TOKENS_AN_ARGUMENT // self.chunk_tokens)  # chunks in one command
         ids, size = as_tokens(tokens), self.chunk_tokens
         for at in range(0, len(keys), step):
             some = keys[at : at + step]
             words = ids[at * size : (at + step) * size].tobytes()
-            self._server.post("LMTIER.TELL", origin.to_json(), parent, b"".join(some), words)
+            self._server.post("LMTIER.TELL", whence, parent, b"".join(some), words)
             parent = some[-1]
 
     def trace(self, thing: Match | Reservation, headers: Mapping[str, str] | None) -> None:
@@ -373,12 +377,14 @@ class Client:
         return shard
 
     def _end(self, reservation: Reservation, *request: Argument) -> None:
+        server, link = self._server, self._server.link
+        answer = Answer()
         try:
-            if self._server.link.stalled or not self._waits:
-                # The bytes are in place, so the commit counts as soon as the server reads it.
-                self._server.post(*request, then=self._ended)
-            elif not self._server.link.is_lost:
-                self._server.call(*request)
+            # The bytes are in place, so a commit counts as soon as the server reads it.
+            is_late = link.stalled or link.is_lost or not self._waits
+            server.end(*request, then=self._ended if is_late else answer)
+            if not is_late:
+                server.hear(link, answer, request[0])
         finally:
             if not reservation.left:  # only now: while it is held, no other connection can get this call
                 del self._server.held[reservation.id]
@@ -440,10 +446,14 @@ class Client:
 
     def hint(self, envelope: Mapping[str, Any], *, salt: str = "", session: str = "") -> None:
         """As Cache.hint, for the tenant of this salt. Does not wait for the server."""
+        said = json.dumps(envelope)
+        if max(map(len, (said, salt, session))) > MAX_BYTES:
+            log.warning("lmtier: hints of more than %d bytes are not sent", MAX_BYTES)
+            return
         link = self._server.reach()
         if link is not None and "SESSION" in link.options:
             options = [word for pair in (("SALT", salt), ("SESSION", session)) if pair[1] for word in pair]
-            self._server.post("LMTIER.HINT", json.dumps(envelope), *options, then=self._hinted)
+            self._server.post("LMTIER.HINT", said, *options, then=self._hinted)
 
     def _hinted(self, reply: Any) -> None:
         if isinstance(reply, Error):
@@ -517,6 +527,7 @@ class Client:
     def forked(self) -> None:
         """A child needs its own connection and holds nothing of its parent's."""
         self._server.forked()
+        forks.call_in_child(self)  # its children too
 
     def together(self) -> AbstractContextManager[None]:
         """Send all requests of this block that need no reply at once: each send may have to wake the

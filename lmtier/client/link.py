@@ -15,15 +15,17 @@ from lmtier.config import Config
 from lmtier.core.match import CPU
 from lmtier.core.presence import Look
 from lmtier.core.slab import Memory
-from lmtier.errors import ConfigError, TierError
+from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.layout import ChunkForm
 from lmtier.rules.worth import Cost
+from lmtier.wire.commands import Limits
 from lmtier.wire.replies import Replies
 from lmtier.wire.resp import INCOMPLETE, Error, command
 from lmtier.wire.verbs import PROTOCOL, fields_of
 
 Then: TypeAlias = "Callable[[Any], None]"
 Argument: TypeAlias = "bytes | str | int"
+_LIMITS = Limits()
 
 
 def ignore(reply: Any) -> None:
@@ -141,6 +143,7 @@ class Link:
 
     def close(self) -> None:
         self.is_lost = True
+        self.owed.clear()  # they may name the owner of this link, which would keep the memory mapped
         self._socket.close()
 
     def hear(self, answer: Answer, seconds: float) -> None:
@@ -151,14 +154,22 @@ class Link:
             return
         try:
             self.drain(0.0 if self.stalled else seconds)
-        except TimeoutError:
+        except BaseException:  # an interrupt too
             answer.give_up()
             raise
 
+    @property
+    def unsent(self) -> int:
+        """Bytes of requests that the server does not take yet."""
+        return len(self._unsent)
+
     def post(self, then: Then, *request: Argument) -> None:
         """Send as much as possible without waiting. `then` gets the reply in a later `drain`."""
+        data = command(*request)  # it may raise: then nothing is owed
+        if len(data) > _LIMITS.argument:
+            _need_room(request, data)
         self.owed.append(then)
-        self._unsent += command(*request)
+        self._unsent += data
         if not self.holds:
             self.push()
 
@@ -207,6 +218,17 @@ class Link:
             raise ConnectionResetError("it closed the connection")
         self.traffic += len(data)
         self._replies.feed(data)
+
+
+def _need_room(request: Sequence[Argument], data: bytes) -> None:
+    """The server closes a connection that sends more."""
+    written = (each if isinstance(each, bytes) else str(each).encode(errors="replace") for each in request)
+    longest = max(map(len, written))
+    if longest > _LIMITS.argument or len(data) > _LIMITS.command:
+        raise MisuseError(
+            f"{request[0]!r} of {len(data)} bytes is too long: a server takes {_LIMITS.command} bytes, and "
+            f"{_LIMITS.argument} of each argument"
+        )
 
 
 def _path(address: str) -> str:

@@ -21,6 +21,8 @@ from lmtier.wire.verbs import MAX_MODELS, fields_of
 
 _AGAIN = 1.0  # seconds between attempts to reach a server
 _OWED = 64  # outstanding replies of posted requests, above which they are read
+_UNSENT = 1 << 20  # bytes of them that a server does not take, above which it is stalled
+_REST = 4  # times as long as an attempt took: an engine's step waits for it
 _INVALID = ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, LMTierError
 
 T = TypeVar("T")
@@ -47,6 +49,8 @@ class RemoteServer:
         """Chunks whose fingerprints were compared, and those of them that differed."""
         self._told = 0, 0
         """The part of these numbers that was sent. The server sums them up for all of its engines."""
+        self._ending: dict[tuple[Argument, ...], int] = {}
+        """Ends of what was held, until the server answers; and its run."""
         self._models: dict[ChunkForm, dict[str, str]] = {}
         """For each declared form: adapter -> the identity, as JSON."""
         try:
@@ -91,6 +95,7 @@ class RemoteServer:
 
     def _connect(self) -> bool:
         self.link.close()
+        began = time.monotonic()
         try:
             link = Link(self.address, self._token, self._hello, self.timeout)
         except (OSError, ProtocolError, TierError) as error:
@@ -98,7 +103,8 @@ class RemoteServer:
             return False
         finally:
             # Measured from now, because the attempt may have taken its whole timeout.
-            self._try_after = time.monotonic() + _AGAIN
+            ended = time.monotonic()
+            self._try_after = ended + max(_AGAIN, _REST * (ended - began))
         for name, now, before in (
             ("chunk_tokens", link.config.chunk_tokens, self._chunk_tokens),
             ("approximation", link.approximation, self._approximation),
@@ -109,11 +115,16 @@ class RemoteServer:
                 return False
         self.link = link
         self._back()
+        ending, self._ending = self._ending, {}
+        for request, run in ending.items():
+            if run == link.run:
+                self.end(*request)
         return True
 
     def forked(self) -> None:
         """A child needs its own connection and holds nothing of its parent's."""
         self.held.clear()
+        self._ending.clear()
         self.link.close()
         self.link.stalled = False
         self._try_after = 0.0
@@ -197,9 +208,23 @@ class RemoteServer:
             if len(link.owed) > _OWED and not link.stalled:
                 link.drain(0.0)
         except TimeoutError:
-            pass
+            if link.unsent > _UNSENT:
+                self.stall(link)
         except (OSError, ProtocolError) as error:
             self.lose(link, error)
+
+    def end(self, *request: Argument, then: Then = ignore) -> None:
+        """As `post`, for the end of what is held.
+
+        If the connection is lost before the reply, the same run of the server hears it over the next one.
+        """
+
+        def ended(reply: Any) -> None:
+            self._ending.pop(request, None)
+            then(reply)
+
+        self._ending[request] = self.link.run
+        self.post(*request, then=ended)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -228,11 +253,11 @@ class RemoteServer:
 
     def unmatch(self, reply: Any) -> None:
         if number := self._id_of(reply):
-            self.post("LMTIER.RELEASE", number)
+            self.end("LMTIER.RELEASE", number)
 
     def unreserve(self, reply: Any) -> None:
         if number := self._id_of(reply):
-            self.post("LMTIER.ABORT", number, "*")
+            self.end("LMTIER.ABORT", number, "*")
 
     def _id_of(self, reply: Any) -> int | None:
         return self.understood(lambda: int(fields_of(reply)["id"])) if isinstance(reply, list) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -862,14 +863,138 @@ def test_what_computing_takes_is_told_without_a_connection_being_made_for_it(ser
 
 def test_attempts_that_take_their_time_are_no_more_frequent(serve, tmp_path):
     server = serve()
-    with Client(server.path, timeout=0.2) as client:
+    with Client(server.path, timeout=0.5) as client:
         server.kill()
         os.unlink(server.path)
         with socket.create_server(server.path, family=socket.AF_UNIX):  # connects, and never answers
             assert client.stats() == {}
             client._server._try_after = 0.0
             assert client.stats() == {}
-            assert client._server._try_after >= time.monotonic() + 0.9
+            assert client._server._try_after >= time.monotonic() + 1.9
+
+
+def test_hints_too_long_for_a_message_cost_no_connection(serve, caplog):
+    with Client(serve().path) as client:
+        store(client, keys(3))
+        held = client.match(keys(3), ONE)
+        for long in ({"salt": "y" * (1 << 20)}, {"session": "y" * (1 << 20)}, {}):
+            client.hint({"actions": [], "x": "" if long else "\u7121" * 200_000}, **long)
+        assert client.stats()
+        assert client.lost == 0
+        assert "hints of more than 262144 bytes are not sent" in caplog.text
+        assert is_right(client, held)
+        client.release(held)
+
+
+def test_what_a_server_does_not_take_is_not_sent(serve):
+    with Client(serve().path) as client:
+        with pytest.raises(MisuseError, match="is too long: a server takes 4194304 bytes"):
+            client.match(keys(140_000), ONE)
+        assert look(client, keys(1)) == []
+        assert client.lost == 0
+
+
+def test_an_argument_that_cannot_be_sent_costs_only_its_call(serve):
+    """Else the reply of each call would go to the one before."""
+    with Client(serve().path) as client:
+        store(client, keys(2))
+        wrong: Any = object()
+        for bad in (lambda: client.pin("\ud800", keys(1)), lambda: client.match(keys(2), ONE, tokens=wrong)):
+            with pytest.raises((TypeError, UnicodeEncodeError)):
+                bad()
+            assert client.stats()
+            assert look(client, keys(2)) == ["cpu"] * 2
+
+
+def test_an_interrupted_call_gives_back_what_it_is_granted(serve):
+    server = serve()
+    with Client(server.path) as client:
+        poll = client._server.link._poll
+        asked = client.ask_to_reserve(keys(3), ONE)
+
+        class Interrupted:
+            def poll(self, _: float) -> None:
+                client._server.link._poll = poll
+                raise KeyboardInterrupt
+
+        interrupted: Any = Interrupted()
+        client._server.link._poll = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            client.reserved(asked)
+        until(lambda: used(client) == 0)
+
+
+def test_a_closed_client_keeps_no_memory_of_its_server(serve):
+    """Whatever was not answered, and without a search for garbage."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("lmtier-slab")
+
+    server = serve()
+    gc.collect()
+    before = mapped()
+    gc.disable()
+    try:
+        client = Client(server.path)
+        store(client, keys(3))
+        held = client.match(keys(3), ONE)
+        assert mapped() == before + 1
+        server.freeze()
+        client.release(held)
+        client.close()
+        del client, held
+        assert mapped() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_ended_without_a_connection_is_heard_over_the_next_one(serve, waits):
+    """Its session goes on meanwhile: others of the engine are connected."""
+    server = serve()
+    with (
+        Client(server.path, engine="e", waits=waits) as client,
+        Client(server.path, engine="e"),
+        Client(server.path) as other,
+    ):
+        store(client, keys(3))
+        held, saving = client.match(keys(3), ONE), client.reserve(keys(5), ONE)
+        write(client, saving)
+        client._server.link._socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: not client.is_there)
+        client.commit(saving)
+        client.release(held)
+        until(client.stats)
+        assert client.lost == 1
+        until(lambda: look(other, keys(5)) == ["cpu"] * 5)
+        other.clear()
+        until(lambda: used(other) == 0)
+
+
+def test_two_processes_that_save_one_shard_of_one_engine_are_two_engines(serve):
+    """When one of them left, the server would give away what the other one fills."""
+    server = serve()
+    shard = LAYOUT.whole
+    with Client(server.path, engine="e", shard=shard) as first:
+        saving = first.reserve(keys(2), ONE)
+        with pytest.raises(TierError, match="each engine needs its own name"):
+            Client(server.path, engine="e", shard=shard)
+        write(first, saving)
+        first.commit(saving)
+        assert look(first, keys(2)) == ["cpu"] * 2
+    with Client(server.path, engine="e", shard=shard) as again:
+        assert again.stats()
+
+
+def test_a_server_that_takes_nothing_fills_no_memory(serve):
+    server = serve()
+    with Client(server.path) as client:
+        server.freeze()
+        for number in range(1500):
+            client.release(client.match(keys(40, f"new{number}"), ONE))
+        assert client._server.link.unsent < 2 << 20
+        server.thaw()
+        until(client.stats)
 
 
 # ---- forks

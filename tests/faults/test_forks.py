@@ -127,6 +127,26 @@ def test_a_child_of_a_child_has_nothing_either(cache: Cache):
     in_child(lambda: in_child(use))
 
 
+def test_a_child_of_a_child_has_its_own_connection(tmp_path: Path):
+    with (
+        served(tmp_path, unix=str(tmp_path / "socket"), config={"chunk_tokens": C}) as server,
+        Client(server.where["unix"]) as client,
+    ):
+        client.commit(client.reserve(keys(3), ONE))
+
+        def use() -> None:
+            held = client.match(keys(3), ONE)
+            assert held.chunks == 3
+            in_child(lambda: connect(client))
+            client.release(held)
+
+        in_child(use)
+
+
+def connect(client: Client) -> None:
+    assert client.stats()
+
+
 def test_a_slab_is_not_that_of_a_child(cache: Cache):
     """Private or shared: what a child does to it is seen by nobody, and it keeps none of its memory."""
 

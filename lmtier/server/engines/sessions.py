@@ -116,6 +116,12 @@ class Sessions:
         session = Session(engine, lost_at_flush=self._cache.lost)
         if engine:
             session = self._shared.setdefault(engine, session)
+        if shard is not None and shard in session.members.values():
+            # When one of the two left, the server would give away what the other one fills.
+            raise Refused(
+                f"MISUSE a process of engine {engine!r} that saves shard {shard} is connected: each engine "
+                "needs its own name"
+            )
         session.members[caller] = shard
         caller.session, caller.name, caller.kind = session, name, "engine"
         config = self._cache.config
