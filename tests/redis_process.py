@@ -299,6 +299,10 @@ class Proxy:
         for sock in sockets:
             _reset(sock)
 
+    def lead_to(self, server: tuple[str, int]) -> None:
+        """New connections only."""
+        self._server = server
+
     def forget(self) -> None:
         self.turns, self._last = 0, "down"
         self.moved = {"up": 0, "down": 0}

@@ -109,6 +109,10 @@ class Suspect:
     tenant: bytes = b""
     """As `keys.tenant` gives it. Empty: all."""
 
+    @property
+    def is_all_of_a_tenant(self) -> bool:
+        return bool(self.tenant) and self.by == "*" and not self.since
+
     def concerns(self, key: bytes) -> bool:
         """Whether a chunk with this key may be suspect."""
         is_theirs = not self.tenant or tenant_of(key) == self.tenant

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,8 +20,9 @@ import pytest
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
-from lmtier.format.keys import namespace
+from lmtier.format.keys import namespace, tenant
 from lmtier.format.layout import PAGE, Name, form_of
+from lmtier.format.objects import Suspect
 from lmtier.testing import (
     Sample,
     delete,
@@ -742,6 +744,24 @@ def test_a_cluster_that_loses_a_node_is_a_miss_in_time(tmp_path):
         until(lambda: all(both(tier, each) == (None, None) for each in objects))
 
 
+def test_parts_on_a_node_that_died_stop_no_write_to_the_others(tmp_path):
+    """Else one node takes the whole cluster along."""
+    with cluster(tmp_path) as nodes, closing(tier_at(nodes[0].port, scheme="redis-cluster")) as tier:
+        for node in nodes:
+            node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        objects = [large(i) for i in range(20)]
+        assert store(tier, *objects).failed == {}
+        on_first = {each.name for each in objects if head_key(each.name) in nodes[0].names()}
+        lost = next(each for each in objects if each.name in on_first)
+        others = [each for each in objects if each.name not in on_first]
+        nodes[0].kill()
+        assert set(store(tier, lost).failed) == {lost.name}
+        for each in others:
+            assert within(DEADLINE + SLACK, partial(store, tier, each)).failed == {}
+        assert delete(tier, *(each.name for each in others)).failed == {}
+        assert [key for node in nodes[1:] for key in node.names()] == []
+
+
 @pytest.mark.slow
 def test_what_moves_between_nodes_while_they_are_cleared_goes_too(tmp_path):
     objects = [large(i) for i in range(60)]
@@ -796,6 +816,54 @@ def test_a_clear_takes_one_model_with_all_its_parts_and_whoever_lost_them(fresh)
         assert set(fresh.names()) == stay
         assert lookup(tier, *(each.name for each in mine)) == {}
         assert load(tier, others[0].name, others[0].room)[1] == others[0].payload
+
+
+TENANT = tenant("alice")
+
+
+def sift(tier: Tier) -> str:
+    """Why what a tenant has could not be deleted."""
+    return run(tier, Job(1, Op.CLEAR, (), suspect=Suspect(tenant=TENANT))).error
+
+
+def of_tenant(objects: list[Sample]) -> list[Sample]:
+    start = namespace("m") + TENANT
+    return [replace_start(each, start) for each in objects]
+
+
+def test_a_tenant_who_leaves_takes_along_parts_whose_object_is_gone(fresh):
+    theirs, other = of_tenant([large(1), large(2), sample(3)]), large(4)
+    with closing(tier_at(fresh.port)) as tier:
+        store(tier, other)
+        stay = set(fresh.names())
+        store(tier, *theirs)
+        fresh.ask("DEL", head_key(theirs[0].name))  # evicted
+        assert sift(tier) == ""
+        assert set(fresh.names()) == stay
+
+
+def test_a_search_that_may_not_read_has_not_searched(tmp_path):
+    options = ("--user", "default", "on", "nopass", "~*", "+@all", "-getrange")
+    with running(tmp_path, *options) as server, closing(tier_at(server.port)) as tier:
+        (each,) = of_tenant([sample(1)])
+        assert store(tier, each).failed == {}
+        assert "getrange" in sift(tier).lower()
+        assert server.names() == [head_key(each.name)]
+
+
+def test_behind_one_address_another_master_is_found(tmp_path):
+    """As behind a load balancer: the old one lives on as a replica, and keeps its connections."""
+    with (
+        running(tmp_path / "a") as old,
+        running(tmp_path / "b") as new,
+        Proxy(old.address) as proxy,
+        closing(tier_at(proxy.port)) as tier,
+    ):
+        assert both(tier, sample(1)) == (None, None)
+        proxy.lead_to(new.address)
+        assert old.ask("REPLICAOF", "127.0.0.1", new.port) == "OK"
+        until(lambda: both(tier, sample(1)) == (None, None))
+        assert new.names() == [head_key(sample(1).name)]
 
 
 def test_a_clear_asks_a_little_at_a_time(fresh, proxy):

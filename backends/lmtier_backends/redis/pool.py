@@ -16,6 +16,7 @@ from lmtier_backends.redis.wire import ErrorReply, Login, Wire, dial
 from lmtier_backends.sockets import Address, left
 
 _HOPS = 5  # a slot moves once, or once more while we look
+_DEMOTED = ("READONLY", "MASTERDOWN")
 
 
 class Connections:
@@ -122,6 +123,12 @@ class Question(NamedTuple):
         return (*pieces("ASKING"), *self.written) if asking else self.written
 
 
+def _leave_if_demoted(wire: Wire, replies: Iterable[object]) -> None:
+    """A master that is none any more keeps its connections. The same address may lead to another one now."""
+    if any(isinstance(reply, Error) and reply.code in _DEMOTED for reply in replies):
+        wire.close()
+
+
 class Asker:
     """Sends commands about keys to the servers that `homes` names."""
 
@@ -152,6 +159,7 @@ class Asker:
                         if homes[i][1]:
                             next(said)
                         replies[i] = next(said)
+                    _leave_if_demoted(wire, (replies[i] for i in numbers))
             onward = {}
             for i, (address, _asking) in homes.items():
                 if isinstance(reply := replies[i], Error) and (
@@ -171,6 +179,7 @@ class Asker:
                 if asking:
                     wire.reply(until)
                 got = wire.bulk(into, likely, until)
+                _leave_if_demoted(wire, (got,))
             if not isinstance(got, Error):
                 return got
             if got.code == "WRONGTYPE":
@@ -182,6 +191,6 @@ class Asker:
 
     def _onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
         # Another server is the master, or soon will be.
-        if said.code in ("READONLY", "MASTERDOWN", "CLUSTERDOWN"):
+        if said.code in (*_DEMOTED, "CLUSTERDOWN"):
             self._homes.forget(address)
         return self._homes.onward(said, key, address)

@@ -143,8 +143,10 @@ class RedisTier(BlockingTier):
         self._part = part
         self._whole = part * 5 // 4  # a second part does not pay for a few more bytes
         self._where = f"{self.scheme}://{place}" + f" namespace {namespace}" * (namespace != "default")
-        self._litter: deque[bytes] = deque(maxlen=_MOST_LITTER)
-        """Parts that belong to no object, to be deleted with the next write."""
+        self._litter: deque[list[bytes]] = deque(maxlen=_MOST_LITTER)
+        """Parts without an object, to be deleted with a later write. Those of a list are on one node."""
+        self._tidied = 0.0
+        """Until then they rest: a node that has some does not answer, and others need not wait for it."""
         certificates = (ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname)
         tls = tls_context(self.scheme, *certificates) if is_tls else None
 
@@ -234,12 +236,11 @@ class RedisTier(BlockingTier):
             old, done = self._asker.ask([_card_of(key), Question.of("SET", key, whole, *expiry)], until)
             _need_ok(done)
         except BaseException:
-            self._litter.extend(names)
+            self._litter.extend([names] * bool(names))
             raise
         if isinstance(old, bytes) and (before := Card.read(old)):
-            self._litter.extend(before.names(key))
             with suppress(OSError):
-                self._tidy(until)
+                self._unlink_parts([before.names(key)], until)
 
     def delete(self, names: Sequence[Name]) -> None:
         self._unlink([self._key(name) for name in names], time.monotonic() + self._deadline)
@@ -300,23 +301,30 @@ class RedisTier(BlockingTier):
             accepted(reply)
 
     def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
-        """Delete the objects whose headers are suspect, with their parts."""
-        named = [(key, name) for key in keys if (name := self._name(key)) is not None]
-        objects = [(key, name) for key, name in named if suspect.concerns(name.key)]
+        """Delete the objects whose headers are suspect, with their parts.
+
+        Of a tenant who leaves, delete all parts: their object may be gone.
+        """
+        ours = [(key, name) for key in keys if (name := self._name(key)) and suspect.concerns(name.key)]
+        objects = [(key, name) for key, name in ours if key.endswith(b"}")]
         asked = [Question.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
         doomed = []
         for (key, name), reply in zip(objects, self._asker.ask(asked, until), strict=True):
+            if isinstance(reply, Error) and reply.code != "WRONGTYPE":  # it may be suspect
+                raise ErrorReply(reply)
             with suppress(CorruptObject):  # a reader will find that out
                 if isinstance(reply, bytes) and suspect.covers(
                     name.key, peek(memoryview(reply)[CARD_BYTES:], name)[0].made
                 ):
                     doomed.append(key)
         self._unlink(doomed, until)
+        if suspect.is_all_of_a_tenant:
+            self._clear_all([key for key, _ in ours if not key.endswith(b"}")], until)
 
     def _name(self, key: bytes) -> Name | None:
-        """The name of the object with this key. None: it is the key of a part."""
-        stem = key[len(self._prefix) :]
-        return Name.parse(stem[1:-1].decode(errors="replace")) if stem.endswith(b"}") else None
+        """The name of the object that has this key, or a part with this key."""
+        stem, _, _ = key[len(self._prefix) + 1 :].partition(b"}")
+        return Name.parse(stem.decode(errors="replace"))
 
     def _by(self) -> float:
         return time.monotonic() + self._deadline
@@ -334,26 +342,30 @@ class RedisTier(BlockingTier):
         for key in keys:
             questions += (_card_of(key), Question.of("UNLINK", key))
         replies = self._asker.ask(questions, until)
-        for key, reply in zip(keys, replies[::2], strict=True):
-            if isinstance(reply, bytes) and (card := Card.read(reply)):
-                self._litter.extend(card.names(key))
+        found = [Card.read(reply) if isinstance(reply, bytes) else None for reply in replies[::2]]
+        parts = [card.names(key) for key, card in zip(keys, found, strict=True) if card and card.part]
+        self._unlink_parts(parts, until)
         for reply in replies[1::2]:
             accepted(reply)
         self._tidy(until)
 
-    def _tidy(self, until: float) -> None:
-        parts: list[bytes] = []
-        with suppress(IndexError):  # several threads may do this at once
-            while True:
-                parts.append(self._litter.popleft())
-        if not parts:
-            return
+    def _unlink_parts(self, objects: Sequence[list[bytes]], until: float) -> None:
         try:
-            for reply in self._asker.ask([Question.of("UNLINK", part) for part in parts], until):
-                accepted(reply)
+            self._clear_all([part for parts in objects for part in parts], until)
         except BaseException:
-            self._litter.extend(parts)
+            self._litter.extend(objects)
             raise
+
+    def _tidy(self, until: float) -> None:
+        """Delete what belongs to no object, as far as that can be done soon."""
+        until = min(until, time.monotonic() + self._deadline / 4)
+        with suppress(IndexError):  # several threads may do this at once
+            while self._tidied < time.monotonic() < until:
+                parts = self._litter.popleft()
+                try:
+                    self._unlink_parts([parts], until)
+                except OSError:
+                    self._tidied = time.monotonic() + self._deadline
 
     def _try_first(self) -> None:
         until = time.monotonic() + self._deadline
