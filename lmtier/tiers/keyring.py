@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import fcntl
 import os
 import re
@@ -39,6 +40,7 @@ from lmtier.format.sealing import SECRET_BYTES, BadSeal, Keys, Secret, library, 
 FORMAT = "lmtier-tenant-1"
 LOCK = "lock"
 _COMMAND_SECONDS = 30.0
+_LOCK_SECONDS = 5.0
 _AGAIN = 60.0
 """The least seconds between two runs of a command."""
 _HOW = "write file:PATH, command:PROGRAM or env:NAME"
@@ -210,10 +212,6 @@ class _File(NamedTuple):
     known: frozenset[bytes]
     """The ids of all wrapping keys when it was read: what a retired one wraps is not kept."""
 
-    @property
-    def newest(self) -> _Wrapped | None:
-        return self.keys[-1] if self.keys else None
-
 
 class Tenants:
     """A file of wrapped keys for each tenant. Several processes and hosts may share the directory.
@@ -240,9 +238,9 @@ class Tenants:
         with self._lock:
             if (secret := self._wrapped_by(tenant, wrapping)) is not None:
                 return secret
-            with self._alone():
-                if (secret := self._wrapped_by(tenant, wrapping)) is None:  # or another process made it
-                    secret = self._make(tenant, wrapping)
+        with self._alone(), self._lock:  # in this order: readers wait for no other process
+            if (secret := self._wrapped_by(tenant, wrapping)) is None:  # or another one made it
+                secret = self._make(tenant, wrapping)
             return secret
 
     def to_open(self, tenant: bytes, key_id: bytes) -> Secret | None:
@@ -253,12 +251,11 @@ class Tenants:
 
     def forget(self, tenant: bytes) -> int:
         """Overwrite and delete the tenant's file."""
-        with self._lock:
-            try:
-                with self._alone():
-                    return self._destroy(tenant)
-            except OSError as error:
-                raise TierError(f"tenants={self._root}: {tenant.hex()} stays: {error.strerror}") from None
+        try:
+            with self._alone(), self._lock:
+                return self._destroy(tenant)
+        except OSError as error:
+            raise TierError(f"tenants={self._root}: {tenant.hex()} stays: {error.strerror}") from None
 
     # ---- files
 
@@ -266,8 +263,10 @@ class Tenants:
         return self._root / tenant.hex()
 
     def _wrapped_by(self, tenant: bytes, wrapping: Secret) -> Secret | None:
-        newest = file.newest if (file := self._look(tenant)) else None
-        return newest.secret if newest is not None and newest.by == wrapping.id else None
+        """Hosts change their keys one by one: the last line may be wrapped by the key of another."""
+        file = self._look(tenant)
+        lines = reversed(file.keys) if file is not None else ()
+        return next((each.secret for each in lines if each.by == wrapping.id and each.secret), None)
 
     def _look(self, tenant: bytes) -> _File | None:
         """The tenant's file as it is now. What has left it is erased from memory."""
@@ -347,13 +346,25 @@ class Tenants:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process changes a file meanwhile."""
+        """No other process changes a file meanwhile. TimeoutError: another one does not end."""
         fd = os.open(self._root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        until = time.monotonic() + _LOCK_SECONDS
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            while not _locked(fd):
+                if time.monotonic() > until:
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process holds {self._root / LOCK}")
+                time.sleep(0.01)
             yield
         finally:
             os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _parts(line: str) -> tuple[bytes, bytes, bytes] | None:

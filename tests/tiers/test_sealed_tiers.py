@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, TierError
 from lmtier.format.keys import tenant
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.sealing import NoKey
@@ -418,6 +419,40 @@ def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_one
     assert fresh.to_open(of(A), old) is not None, "and back"
     assert fresh.forget(A) == 2
     assert fresh.to_open(of(A), old) is fresh.to_open(of(A), new) is None
+
+
+def test_hosts_that_change_their_keys_one_by_one_make_one_key_of_a_tenant_each(tmp_path):
+    one, two = (keyring(*numbers, tenants=str(tmp_path)) for numbers in ((2, 1), (1, 2)))
+    made = {(ring, ring.to_seal(of(A)).id) for _ in range(10) for ring in (one, two)}
+    assert len(made) == 2
+    assert len((tmp_path / A.hex()).read_text().splitlines()) == 2
+    for ring in (one, two):
+        assert all(ring.to_open(of(A), id_) is not None for _, id_ in made)
+
+
+def test_who_waits_for_another_process_stops_no_reader_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmtier.tiers.keyring._LOCK_SECONDS", 1.0)
+    ring = keyring(tenants=str(tmp_path))
+    known = ring.to_seal(of(A)).id
+    failed: list[OSError] = []
+
+    def store() -> None:
+        try:
+            ring.to_seal(of(B))
+        except OSError as error:
+            failed.append(error)
+
+    with (tmp_path / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        storing = threading.Thread(target=store)
+        storing.start()
+        while storing.is_alive():
+            assert ring.to_open(of(A), known) is not None
+        storing.join()
+        with pytest.raises(TierError, match="another process holds"):
+            ring.forget(A)
+    assert isinstance(failed[0], TimeoutError)
+    assert ring.to_seal(of(B)) is not None
 
 
 def test_a_line_that_a_power_loss_tore_costs_that_key_only(tmp_path):
