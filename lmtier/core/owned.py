@@ -227,7 +227,7 @@ class OwnedTier(LowerTier):
         victims = index.evict(short, parent, index.pool(key), need)
         if victims is None:  # chunks that are being written can be evicted later
             return None if self.storing else "no_room"
-        self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
+        self._evicted(victims)
         if len(victims) == 1 and not self.deleting and _rooms(victims[0].form) == _rooms(form):
             return names_of(victims[0])
         for victim in victims:
@@ -301,9 +301,14 @@ class OwnedTier(LowerTier):
     def come_down(self, until: float) -> None:
         """Evict what is above a capacity that has become smaller, for as long as this step may take."""
         for victims in evictions(self.index, until):
-            self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
+            self._evicted(victims)
             for victim in victims:
                 self._delete(names_of(victim), victim.nbytes)
+
+    def _evicted(self, victims: Sequence[Entry]) -> None:
+        self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
+        for victim in victims:
+            self._forget_faults(victim.key)
 
     def live_for(self, ttl: float) -> None:
         super().live_for(ttl)
@@ -343,6 +348,12 @@ class OwnedTier(LowerTier):
         elif len(self._failed) < _FAILED:
             self._failed[mine.key] = mine
 
+    def _forget_faults(self, key: bytes) -> None:
+        """The chunk leaves."""
+        for faults in (self._failed, self._unreadable):
+            if faults:
+                faults.pop(key, None)
+
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk with one shard, and store it in the entry."""
         mine = self.index.get(key)
@@ -377,7 +388,7 @@ class OwnedTier(LowerTier):
             self._remove(entry, why)
 
     def _remove(self, entry: Entry, why: str) -> None:
-        self._unreadable.pop(entry.key, None)
+        self._forget_faults(entry.key)
         self._going.add(entry.key)
         if self.index.remove(entry, why):
             self._delete(names_of(entry), entry.nbytes)
@@ -513,6 +524,8 @@ class OwnedTier(LowerTier):
         super().check()
         self.index.check()
         assert self.index.used <= self.index.capacity, "over capacity"
+        for key, entry in (self._failed | self._unreadable).items():
+            assert self.index.get(key) is entry, "a fault of a chunk that has left"
         most = max(self.index.capacity, self._found)
         assert self.index.used + self.deleting <= most, "over capacity, with the bytes being deleted"
 

@@ -90,8 +90,8 @@ class Transactions:
         self._running: list[_Transaction] = []
         self._writing: set[bytes] = set()
         """The names of writes that have begun."""
-        self._turns: dict[int, set[bytes]] = {}
-        """The names of each write that waits for others, by its number: the first one first."""
+        self._turns: dict[int, set[bytes] | None] = {}
+        """The names of each write that waits for others, by its number, the first one first. None: all."""
         self._numbers = count()
         """Numbers writes that wait and transactions as they come. None with names waits for a later one."""
         self.goes_on = False
@@ -171,7 +171,7 @@ class Transactions:
         for each, theirs in self._turns.items():  # the first one first
             if each >= number:
                 return False
-            if is_of_all or not theirs.isdisjoint(names):
+            if is_of_all or theirs is None or not theirs.isdisjoint(names):
                 return True
         return False
 
@@ -179,7 +179,7 @@ class Transactions:
         self, caller: Caller, command: Command, args: list[Argument], names: set[bytes], number: int
     ) -> Waiting:
         if "write" in command.flags:
-            self._turns[number] = names
+            self._turns[number] = None if command.is_of_all else names
         try:
             while self._meets(command, names, number):
                 yield None

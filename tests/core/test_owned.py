@@ -483,6 +483,23 @@ def test_a_chunk_that_cannot_be_read_is_stored_again(make):
     cache.check()
 
 
+@pytest.mark.parametrize("times", [1, 2], ids=["failed once", "given up"])
+def test_a_chunk_that_cannot_be_read_is_forgotten_when_it_leaves(make, times):
+    chain = of(M, 3)
+    cache, tier = damaged(make, chain)
+    for _ in range(times):
+        match = cache.match(chain, ONE)
+        cache.prefetch(match)
+        settle(cache, tier)
+        cache.release(match)
+    cache.check()
+    (below,) = cache.lower.owned
+    below.resize(AT_REST)
+    settle(cache, tier)
+    assert len(below.index) == 1
+    cache.check()
+
+
 @pytest.mark.parametrize("search", [False, True])
 def test_a_storage_that_is_away_for_a_while_loses_nothing(make, search):
     chain, url = of(M, 12), "near://?capacity=1MiB"

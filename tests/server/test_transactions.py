@@ -115,7 +115,7 @@ def test_commands_with_a_name_of_a_transaction_wait_for_it_and_others_do_not(roo
     ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
     assert room.end(room.ask(theirs, "SET", "k", "old")) == "OK"
     transaction = waiting(room, ours)
-    reads, writes = room.ask(theirs, "GET", "k"), room.ask(theirs, "FLUSHALL")
+    reads, writes = room.ask(theirs, "GET", "k"), room.ask(theirs, "DEL", "k")
     for _ in range(3):
         room.turn()
         assert next(reads) is None
@@ -124,7 +124,7 @@ def test_commands_with_a_name_of_a_transaction_wait_for_it_and_others_do_not(roo
     room.gate.open()
     assert room.end(transaction) == b"*2\r\ndeep+OK\r\n"
     assert room.end(reads) == b"new"
-    assert room.end(writes) == "OK"
+    assert room.end(writes) == 1
 
 
 def test_of_two_transactions_with_one_name_the_later_sees_what_the_earlier_did(room):
@@ -345,6 +345,27 @@ def test_a_flush_of_all_in_a_transaction_stops_no_command_without_names(room):
     assert room.ask(Caller(2, "theirs"), "PING") == "PONG"
     room.gate.open()
     room.end(transaction)
+
+
+def test_a_flush_of_all_waits_for_nothing_that_came_after_it(room):
+    """Else clients whose transactions overlap keep it waiting for ever."""
+    first = waiting(room, Caller(1, "ours"))
+    flush = room.ask(Caller(2, "admin"), "FLUSHALL")
+    assert next(flush) is None
+    other = Caller(3, "other")
+    for words in (("MULTI",), ("SET", "later", "v")):
+        room.ask(other, *words)
+    second = room.ask(other, "EXEC")
+    plain = room.ask(Caller(4, "plain"), "SET", "plain", "v")
+    assert next(second) is None
+    assert next(plain) is None
+    room.gate.open()
+    assert b"OK" in room.end(first)
+    assert room.end(flush) == "OK"
+    assert b"OK" in room.end(second)
+    assert room.end(plain) == "OK"
+    reader = Caller(5, "reader")
+    assert [room.end(room.ask(reader, "GET", name)) for name in ("k", "later", "plain")] == [None, b"v", b"v"]
 
 
 def test_what_was_not_executed_holds_nothing_when_its_client_is_gone(room):
