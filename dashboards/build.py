@@ -187,7 +187,7 @@ def ratio(part: str, whole: str) -> str:
 # ---- dashboards
 
 INSTANCE = variable("instance", "label_values(lmtier_build_info, instance)")
-TIER = variable("tier", 'label_values(lmtier_chunks{instance=~"$instance"}, tier)')
+TIER = variable("tier", 'label_values(lmtier_hit_tokens_total{instance=~"$instance"}, tier)')
 ENGINE = variable("instance", "label_values(vllm:prompt_tokens_total, instance)")
 MODEL = variable("model", 'label_values(vllm:prompt_tokens_total{instance=~"$instance"}, model_name)')
 _MODEL = ', model_name=~"$model"'
@@ -195,7 +195,7 @@ _TIER = ', tier=~"$tier"'
 _UP = ', direction="up"'
 
 _SERVER = ', job=~".*lmtier.*"'
-READY = f"{chosen('lmtier_ready')} or 0 * {chosen('up', _SERVER)}"
+READY = f"{chosen('lmtier_ready')} or on (job, instance) ({chosen('up', _SERVER)} == 0)"
 """A server that is down exposes nothing. It is not ready."""
 
 
@@ -606,8 +606,9 @@ def page() -> str:
         "    curl -s http://127.0.0.1:9470/metrics",
         "",
         "A server answers with these metrics and with `process_*`. A `Cache` in your own process has them",
-        "in `cache.metrics.registry`. Counters start at 0 with the process. At every moment, tokens asked",
-        "equal tokens hit, summed over tiers, plus tokens missed, summed over reasons.",
+        "in `cache.metrics.registry`. Counters start at 0 with the process, or go on after a takeover. At",
+        "every moment, tokens asked equal tokens hit, summed over tiers, plus tokens missed, summed over",
+        "reasons.",
         "",
         "Counting a lookup takes .6 µs before its answer, and 5 to 8 µs after it. That is .1 % of a",
         "lookup of 512 chunks through a server, and .4 % of one of 8 chunks. In process it is .1, .6 and",

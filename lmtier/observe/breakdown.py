@@ -6,8 +6,8 @@ names of tenants are those of the shares.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from lmtier.format.keys import NAMESPACE_BYTES, PREFIX_BYTES
 from lmtier.observe.follower import Follower, Lookup
@@ -16,13 +16,6 @@ from lmtier.observe.metrics import Metrics
 MOST = 64
 """The most models that have a label each."""
 OTHER = "other"
-
-
-class Portion(NamedTuple):
-    """Tokens of prompts since the start."""
-
-    asked: int = 0
-    hit: int = 0
 
 
 class Breakdown(Follower):
@@ -34,8 +27,6 @@ class Breakdown(Follower):
         self._tenants, self._name = tenants, name
         self._seen: list[tuple[bytes, int, int]] = []
         self._models: dict[bytes, str] = {}
-        self.by_model: dict[str, Portion] = {}
-        self.by_tenant: dict[str, Portion] = {}
 
     def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
         """On the path of a lookup it only notes; `stepped` counts."""
@@ -44,25 +35,20 @@ class Breakdown(Follower):
             self._seen.append((keys[0][:PREFIX_BYTES], lookup.asked_tokens, len(lookup.sources)))
 
     def stepped(self) -> None:
-        sums: dict[bytes, Portion] = {}
+        asked, hit = Counter[bytes](), Counter[bytes]()
         seen, self._seen = self._seen, []
-        for prefix, asked, chunks in seen:
-            sums[prefix] = _plus(sums.get(prefix), Portion(asked, chunks * self._size))
-        for prefix, more in sums.items():
+        for prefix, tokens, chunks in seen:
+            asked[prefix] += tokens
+            hit[prefix] += chunks * self._size
+        for prefix in asked:
             model = self._model(prefix[:NAMESPACE_BYTES])
             tenant = self._tenants.get(prefix[NAMESPACE_BYTES:], OTHER)
-            self.by_model[model] = _plus(self.by_model.get(model), more)
-            self.by_tenant[tenant] = _plus(self.by_tenant.get(tenant), more)
-            for outcome, tokens in more._asdict().items():
-                self._metrics.model_tokens.labels(model, outcome).inc(tokens)
-                self._metrics.tenant_tokens.labels(tenant, outcome).inc(tokens)
+            for outcome, sums in (("asked", asked), ("hit", hit)):
+                self._metrics.model_tokens.labels(model, outcome).inc(sums[prefix])
+                self._metrics.tenant_tokens.labels(tenant, outcome).inc(sums[prefix])
 
     def _model(self, namespace: bytes) -> str:
         """The name of a model. It never changes, because it is a label."""
         if namespace not in self._models and len(self._models) < MOST:
             self._models[namespace] = self._name(namespace) or namespace.hex()
         return self._models.get(namespace, OTHER)
-
-
-def _plus(a: Portion | None, b: Portion) -> Portion:
-    return b if a is None else Portion(a.asked + b.asked, a.hit + b.hit)

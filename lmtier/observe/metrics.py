@@ -420,7 +420,7 @@ class Metrics:
         for name, labels, total, below in histograms:
             histogram = getattr(self, name, None)
             if isinstance(histogram, Histogram):
-                with suppress(ValueError):
+                with suppress(ValueError, AttributeError):
                     _add(histogram.labels(**labels) if labels else histogram, total, below)
 
     def exposition(self) -> bytes:
@@ -432,7 +432,7 @@ class Metrics:
 def _add(histogram: Histogram, total: float, below: dict[str, float]) -> None:
     """Add what another process observed: its sum, and how much was at most each bound.
 
-    The library has no public way.
+    The library has no public way. AttributeError: it has other labels, or the library other names.
     """
     if [float(bound) for bound in below] != histogram._upper_bounds:
         raise ValueError("it has other buckets in this version")

@@ -23,7 +23,6 @@ from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU
 from lmtier.core.sessions import SessionNow
-from lmtier.observe.breakdown import Breakdown, Portion
 from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.rules.breaker import Outage
@@ -86,8 +85,6 @@ class TierNow(TypedDict):
     write: str | None
     queue: int
     """Chunks that are still to be written or deleted."""
-    waiting: int
-    """Chunks that wait to be written: a full queue of them is `queue_length`."""
     breaker_up: str
     breaker_down: str
     outages: list[OutageNow]
@@ -186,7 +183,6 @@ class Report:
         started: float,
         clock: Callable[[], float] = time.monotonic,
         *,
-        breakdown: Breakdown | None = None,
         most_clients: int = 0,
         gpu_hour: str = "",
     ) -> None:
@@ -195,7 +191,6 @@ class Report:
         self._clients = clients
         self._started = started
         self._clock = clock
-        self._breakdown = breakdown
         self._most_clients = most_clients
         self._gpu_hour = gpu_hour
         self.history = History(clock=clock)
@@ -239,7 +234,9 @@ class Report:
         gave = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
         failed = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
         now, uptime = time.time(), self._clock() - self._started
-        then = self.history.before(now - _JUDGED) or _start(now - uptime)
+        then = self.history.before(now - _JUDGED)
+        if then is None or then["time"] > now:  # the clock was set back
+            then = _start(now - uptime)
         urls = [without_secrets(spec) for spec in cache.config.stores]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
@@ -254,7 +251,6 @@ class Report:
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
-                "waiting": 0 if below is None else below.waiting,
                 "breaker_up": "closed" if below is None else str(below.up),
                 "breaker_down": "closed" if below is None else str(below.down),
                 "outages": [] if below is None else self._outages(below, now),
@@ -277,7 +273,6 @@ class Report:
             }
 
         labels = [(CPU, None), *((below.label, below) for below in cache.lower)]
-        breakdown = self._breakdown
         values = whole(metrics.sums(metrics.values, "event"))
         values["held"] = max(
             len(each.records) for each in (cache.index, *(t.index for t in cache.lower.owned))
@@ -301,8 +296,8 @@ class Report:
                 "dropped": whole(metrics.sums(metrics.dropped_tokens, "tier", "reason")),
             },
             "saved_seconds": sum(metrics.sums(metrics.saved_seconds).values()),
-            "models": _named({} if breakdown is None else breakdown.by_model),
-            "tenants": _named({} if breakdown is None else breakdown.by_tenant),
+            "models": _named(metrics.sums(metrics.model_tokens, "model", "outcome")),
+            "tenants": _named(metrics.sums(metrics.tenant_tokens, "tenant", "outcome")),
             "values": values,
             "leased_bytes": cache.index.leased_bytes,
             "tiers": [tier(label, url, below) for (label, below), url in zip(labels, urls, strict=True)],
@@ -374,6 +369,7 @@ class Report:
         over = [(each["until"], each) for each in tier["outages"] if (each["until"] or 0.0) > then["time"]]
         ended, last = max(over, key=itemgetter(0)) if over else (None, None)
         name = tier["tier"]
+        waiting = next((below.waiting for below in self._cache.lower if below.label == name), 0)
         return TierFacts(
             name=name,
             loads_down=now["time"] - down["loads"]["since"] if "loads" in down else None,
@@ -383,7 +379,7 @@ class Report:
             why=next((each["why"] for each in down.values() if each["why"]), ""),
             faults=max(0, tier["faults"] - then["faults"].get(name, 0)),
             slowest=tier["slowest"],
-            queue=tier["waiting"] / self._cache.config.queue_length,
+            queue=min(1.0, waiting / self._cache.config.queue_length),  # records wait beside the others
             capacity=tier["capacity"],
             curve=now["curve"].get(name, {}),
         )
@@ -542,10 +538,11 @@ def _since(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
     return {name: count - then.get(name, 0) for name, count in now.items() if count > then.get(name, 0)}
 
 
-def _named(by_name: Mapping[str, Portion]) -> list[Named]:
-    """The most asked first."""
-    order = sorted(by_name.items(), key=lambda each: -each[1].asked)
-    return [{"name": name, "asked": each.asked, "hit": each.hit} for name, each in order]
+def _named(sums: Mapping[str, float]) -> list[Named]:
+    """Of tokens by "name outcome". The most asked first."""
+    asked = {key.removesuffix(" asked"): int(n) for key, n in sums.items() if key.endswith(" asked")}
+    order = sorted(asked.items(), key=lambda each: -each[1])
+    return [{"name": name, "asked": n, "hit": int(sums.get(f"{name} hit", 0))} for name, n in order]
 
 
 def _known(ratio: float) -> float | None:

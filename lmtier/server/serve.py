@@ -158,7 +158,6 @@ class Server:
             self.cache,
             self._roster.clients,
             self._started,
-            breakdown=self._engines.breakdown,
             most_clients=serving.clients,
             gpu_hour=serving.gpu_hour,
         )

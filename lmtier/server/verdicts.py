@@ -280,7 +280,9 @@ def slowest(before: Sequence[int], after: Sequence[int], part: float = 0.99) -> 
     Counts are those of a histogram: at most each bound of SECONDS, and all of them last. Within a bucket
     loads count as evenly spread.
     """
-    counts = [b - a for a, b in zip(before or [0] * len(after), after, strict=True)]
+    if len(before) != len(after):  # none yet; or those of a server of another version, with other bounds
+        before = [0] * len(after)
+    counts = [b - a for a, b in zip(before, after, strict=True)]
     if not counts or counts[-1] < _FEW:
         return None
     want, low, below = part * counts[-1], 0.0, 0

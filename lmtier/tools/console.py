@@ -161,7 +161,9 @@ class Remote:
             Snapshot.__required_keys__ <= found.keys()
             and isinstance(tiers, list)
             and all(isinstance(tier, dict) and TierNow.__required_keys__ <= tier.keys() for tier in tiers)
+            and isinstance(found["tokens"], dict)
             and Tokens.__required_keys__ <= found["tokens"].keys()
+            and isinstance(found["curve"], dict)
             and all(isinstance(ratios, dict) for ratios in found["curve"].values())
         ):
             return cast(Snapshot, found)

@@ -44,7 +44,7 @@ def clear(
     after = remote.snapshot()
     left = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
     counted = {tier["tier"]: tier["chunks"] for tier in before["tiers"] if tier["chunks"] is not None}
-    gone = {tier: chunks - left.get(tier, 0) for tier, chunks in counted.items()}
+    gone = {tier: chunks - left[tier] for tier, chunks in counted.items() if tier in left}
     searched = [tier["tier"] for tier in before["tiers"] if tier["chunks"] is None]
     what = "everything" if model is None else f"the KV of {model}"
     is_part = by is not None or since is not None
@@ -116,16 +116,12 @@ def stats(now: Snapshot, name: str) -> str:
 
 
 def _agents(now: Snapshot) -> list[str]:
-    if "sessions" not in now:  # an older server
-        return []
     active, waiting = now["sessions"]["active"], now["sessions"]["waiting"]
     return [f"agent sessions: {active:,} active, {waiting:,} wait for a person"] if active + waiting else []
 
 
 def _savings(now: Snapshot) -> list[str]:
     """What hits saved, if engines send their costs."""
-    if "savings" not in now:
-        return []
     savings = now["savings"]
     if not savings["gpu_hours"]:
         return []

@@ -325,9 +325,11 @@ def test_the_report_goes_on_where_the_other_server_ended(tmp_path: Path) -> None
     """Else the counters of a long life would be those of the seconds since the takeover."""
     with host(tmp_path) as running:
         engine = Process(_ENGINE, running.log, running.unix, "engine")
-        assert engine.is_ready()
-        engine.goes_on()
-        engine.end()
+        try:
+            assert engine.is_ready()
+            engine.goes_on()
+        finally:
+            engine.end()
 
         def told() -> tuple[dict[str, Any], list[dict[str, Any]]]:
             with Wire(running.unix) as wire:

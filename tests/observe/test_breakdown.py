@@ -7,6 +7,7 @@ from lmtier.core.cache import Cache
 from lmtier.format.keys import namespace, tenant
 from lmtier.format.layout import form_of
 from lmtier.observe.breakdown import MOST, Breakdown
+from lmtier.server.report import Report
 from lmtier.testing import opaque_layout
 
 LAYOUT = opaque_layout(8192)
@@ -25,33 +26,37 @@ def look(cache, names):
         cache.commit(reservation)
 
 
+def told(cache):
+    """The tokens asked and hit, by model and by tenant, in the report."""
+    report = Report(cache, list, started=0.0).snapshot()
+    return [
+        {each["name"]: (each["asked"], each["hit"]) for each in found}
+        for found in (report["models"], report["tenants"])
+    ]
+
+
 def test_each_lookup_counts_for_its_model_and_its_tenant():
     with Cache(Config(tiers=["cpu://?capacity=8MiB"], chunk_tokens=1, prefault=False)) as cache:
         names = {namespace("qwen3-8b"): "qwen3-8b"}
-        cache.followers.add(
-            counted := Breakdown(
-                cache.metrics, 1, {tenant("a"): "team-a"}, lambda prefix: names.get(prefix, "")
-            )
-        )
+        shares = {tenant("a"): "team-a"}
+        cache.followers.add(Breakdown(cache.metrics, 1, shares, lambda prefix: names.get(prefix, "")))
         for _ in range(2):
             look(cache, keys("qwen3-8b", "a", 3))
             look(cache, keys("unnamed", "b", 5))
         cache.step()
         unnamed = namespace("unnamed").hex()
-        assert counted.by_model == {"qwen3-8b": (6, 3), unnamed: (10, 5)}
-        assert counted.by_tenant == {"team-a": (6, 3), "other": (10, 5)}
-        value = cache.metrics.value
-        assert value("lmtier_model_tokens_total", model="qwen3-8b", outcome="hit") == 3
-        assert value("lmtier_tenant_tokens_total", tenant="other", outcome="asked") == 10
+        models, tenants = told(cache)
+        assert models == {"qwen3-8b": (6, 3), unnamed: (10, 5)}
+        assert tenants == {"team-a": (6, 3), "other": (10, 5)}
 
 
 def test_models_beyond_the_bound_are_counted_together():
     with Cache(Config(tiers=["cpu://?capacity=8MiB"], chunk_tokens=1, prefault=False)) as cache:
-        counted = Breakdown(cache.metrics, 1, {}, lambda prefix: "")
-        cache.followers.add(counted)
+        cache.followers.add(Breakdown(cache.metrics, 1, {}, lambda prefix: ""))
         for number in range(MOST + 20):
             look(cache, keys(f"model-{number}", "", 1))
         cache.step()
-        assert len(counted.by_model) == MOST + 1
-        assert counted.by_model["other"] == (20, 0)
-        assert sum(each.asked for each in counted.by_model.values()) == MOST + 20
+        models, _ = told(cache)
+        assert len(models) == MOST + 1
+        assert models["other"] == (20, 0)
+        assert sum(asked for asked, _ in models.values()) == MOST + 20

@@ -915,6 +915,9 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
     )
     verdict = st.fixed_dictionaries({"name": word, "state": word, "word": word, "text": word})
     ratios = st.dictionaries(st.sampled_from(["0.5", "1", "2", "4", "8"]), st.none() | st.floats(0, 1))
+    amount = st.floats(0, 1e9)
+    worth = {"gpu_hours": amount, "money": amount}
+    more = st.dictionaries(word, st.fixed_dictionaries(worth), max_size=3)
     return st.fixed_dictionaries(
         {"version": word, "time": st.floats(1e9, 2e9), "uptime": st.floats(0, 1e8), "ready": st.booleans()}
         | {
@@ -929,6 +932,8 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
         | {"verdicts": st.lists(verdict, max_size=5), "models": st.just([]), "tenants": st.just([])}
         | {"loads": st.dictionaries(word, st.lists(whole, min_size=1, max_size=12), max_size=3)}
         | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
+        | {"sessions": st.fixed_dictionaries({"active": whole, "waiting": whole, "top": st.just([])})}
+        | {"savings": st.fixed_dictionaries({"gpu_hour": amount} | worth | {"next_gib": more})}
     )
 
 

@@ -39,8 +39,7 @@ class Engines:
         self.cache = cache
         self.explain = Explain(cache)
         tenants = {tenant(share.salt): share.name for share in cache.config.shares}
-        self.breakdown = Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._model_of)
-        cache.followers.add(self.breakdown)
+        cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._model_of))
         self._sessions = Sessions(cache, tracing)
         self._transfers = Transfers(cache, self._sessions, tracing, log)
         self._operating = Operating(cache, self.explain)

@@ -152,11 +152,28 @@ def _prove_options(parser: ArgumentParser) -> None:
 
 def _first_line(file: Path) -> str:
     try:
-        return file.read_text().partition("\n")[0]
+        return file.read_text("utf-8").partition("\n")[0]
     except OSError as error:
         raise ConfigError(f"--key-file {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--key-file {file}: it is not text in UTF-8") from None
+
+
+def _try_to_write(file: Path) -> None:
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"--html {file}: {error.strerror}") from None
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise TierError(f"--html {file}: {error.strerror}") from None
 
 
 def _prove(args: Namespace) -> int:
@@ -166,10 +183,7 @@ def _prove(args: Namespace) -> int:
 
     key = _first_line(args.key_file) if args.key_file else ""
     if args.html:
-        try:
-            args.html.open("a").close()  # before hours of asking
-        except OSError as error:
-            raise ConfigError(f"--html {args.html}: {error.strerror}") from None
+        _try_to_write(args.html)  # before hours of asking
     engines = [
         Endpoint(url, token=key, name=args.model, limit=parse_seconds(args.limit))
         for url in (args.url, args.baseline)
@@ -191,9 +205,9 @@ def _prove(args: Namespace) -> int:
             proof.run(progress.step, first=args.first)
         except NoAnswer as error:
             raise TierError(f"{args.url} does not answer: {error}") from None
-    if args.html:
-        args.html.write_text(report.html(proof))
     say(json.dumps(report.as_json(proof), indent=2) if args.json else report.text(proof))
+    if args.html:
+        _write(args.html, report.html(proof))
     return report.status(proof)
 
 
