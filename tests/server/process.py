@@ -3,88 +3,21 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import signal
 import socket
 import struct
-import subprocess
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lmtier.config import Config, Serving
-from lmtier.server.serve import Server
-from lmtier.tools.logs import write_log
 from lmtier.wire.replies import Replies
 from lmtier.wire.resp import INCOMPLETE, Error, command
+from tests.server.forked import Process
 
 PATIENCE = 20.0
 MIB = 1 << 20
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["lmtier.server.serve", "lmtier.tools.logs", "lmtier_backends.disk"])
-"""Servers are forked from a process that has imported theirs: that costs a tenth of a start."""
-
-
-def _serve(settings: tuple[Any, Any], log: Path, environment: dict[str, str], told: Connection) -> None:
-    """The child: a server that tells where it listens."""
-    os.environ.clear()
-    os.environ.update(environment)
-    with log.open("ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    warnings.simplefilter("error")
-    config, serving = settings
-    if "log_format" in serving:
-        write_log(serving.get("log_level", "info"), serving["log_format"])
-    server = Server(Config(**config), Serving(**serving))
-    server.obey_signals()
-    with told:
-        told.send(dict(server.where))
-    server.run()
-
-
-class Process:
-    """A server's process, with the methods of `subprocess.Popen`."""
-
-    def __init__(self, settings: tuple[Any, Any], log: Path) -> None:
-        self.told, child = _FORKS.Pipe(duplex=False)
-        arguments = (settings, log, dict(os.environ), child)
-        self._process = _FORKS.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        child.close()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if (status := self._process.exitcode) is None:
-            raise subprocess.TimeoutExpired("a server", timeout or 0.0)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
 
 
 class Served:
@@ -107,13 +40,13 @@ class Served:
 
     def start(self) -> None:
         self.process = Process((self._config, self._serving), self.log)
-        with self.process.told as told:
-            assert told.poll(PATIENCE), "the server does not start"
-            try:
-                self.where: dict[str, str] = told.recv()
-            except EOFError:
-                pytest.fail(f"the server did not start:\n{self.log.read_text()}")
-        until(lambda: self.ask("LMTIER.REPORT")["ready"])
+        try:
+            self.where = self.process.where(PATIENCE)
+            assert self.where, f"the server did not start:\n{self.log.read_text()}"
+            until(lambda: self.ask("LMTIER.REPORT")["ready"])
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def address(self) -> tuple[str, int]:

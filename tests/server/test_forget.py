@@ -13,7 +13,8 @@ from lmtier.format.keys import tenant
 from lmtier.format.layout import Layout, form_of
 from lmtier.tools.cli import main
 from tests.sealed import hex_key, key_file
-from tests.server.process import served
+from tests.server.process import Wire, served
+from tests.server.test_console import ANY, Serve
 
 A, B, S = tenant("alice"), tenant("bob"), tenant("a secret salt")
 LAYOUT = Layout.uniform(
@@ -75,16 +76,23 @@ def test_a_running_server_forgets_and_says_what_became_of_what(tmp_path, tiers, 
 
 def test_no_key_is_shown_anywhere(tmp_path, tiers):
     """Not in the list of processes, the environment, the log, a metric, or an answer."""
-    with served(tmp_path, *tiers, config=CONFIG, unix=str(tmp_path / "sock"), http="127.0.0.1:0") as server:
+    settings = (*ANY, "--unix", tmp_path / "sock", "--set", "chunk_tokens=16", "--set", "prefault=false")
+    server = Serve(tmp_path / "log", *settings, *(word for tier in tiers for word in ("--tier", tier)))
+    try:
         with Client(str(tmp_path / "sock")) as client:
             store(client, keys(A, 2))
         process = Path(f"/proc/{server.process.pid}")
         shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        assert b"aes-256-gcm" in shown
         with urllib.request.urlopen(f"http://{server.where['http']}/metrics") as answer:
             shown += answer.read()
-        for words in (("INFO",), ("CONFIG", "GET", "*"), ("LMTIER.STATS",), ("LMTIER.MODELS",)):
-            shown += repr(server.ask(*words)).encode()
-        shown += server.log.read_bytes()
+        host, _, port = server.redis.rpartition(":")
+        with Wire((host, int(port))) as wire:
+            for words in (("INFO",), ("CONFIG", "GET", "*"), ("LMTIER.STATS",), ("LMTIER.MODELS",)):
+                shown += repr(wire.ask(*words)).encode()
+    finally:
+        server.end()
+    shown += server.log.encode() + server.screen.encode()
     assert hex_key(1).encode() not in shown.lower()
 
 
