@@ -857,7 +857,7 @@ def test_behind_one_address_another_master_is_found(tmp_path):
         running(tmp_path / "a") as old,
         running(tmp_path / "b") as new,
         Proxy(old.address) as proxy,
-        closing(tier_at(proxy.port)) as tier,
+        closing(tier_at(proxy.port, "connections=1")) as tier,
     ):
         assert both(tier, sample(1)) == (None, None)
         proxy.lead_to(new.address)
