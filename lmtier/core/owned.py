@@ -350,9 +350,8 @@ class OwnedTier(LowerTier):
 
     def _forget_faults(self, key: bytes) -> None:
         """The chunk leaves."""
-        for faults in (self._failed, self._unreadable):
-            if faults:
-                faults.pop(key, None)
+        self._failed.pop(key, None)
+        self._unreadable.pop(key, None)
 
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk with one shard, and store it in the entry."""

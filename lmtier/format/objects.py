@@ -111,6 +111,7 @@ class Suspect:
 
     @property
     def is_all_of_a_tenant(self) -> bool:
+        """No matter who stored it, or when."""
         return bool(self.tenant) and self.by == "*" and not self.since
 
     def concerns(self, key: bytes) -> bool:

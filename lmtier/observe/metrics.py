@@ -397,7 +397,7 @@ class Metrics:
         ]
 
     def told_histograms(self) -> list[Any]:
-        """Their sums and the counts of their buckets, in the same way."""
+        """The sums of all histograms and the counts of their buckets, for the same."""
         found: dict[tuple[str, str], list[Any]] = {}
         for name, each in vars(self).items():
             for family in each.collect() if isinstance(each, Histogram) else ():

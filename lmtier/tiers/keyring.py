@@ -263,7 +263,10 @@ class Tenants:
         return self._root / tenant.hex()
 
     def _wrapped_by(self, tenant: bytes, wrapping: Secret) -> Secret | None:
-        """Hosts change their keys one by one: the last line may be wrapped by the key of another."""
+        """The newest key of the tenant that `wrapping` wraps.
+
+        Hosts change their keys one by one, so another host may have made the last line.
+        """
         file = self._look(tenant)
         lines = reversed(file.keys) if file is not None else ()
         return next((each.secret for each in lines if each.by == wrapping.id and each.secret), None)
@@ -353,7 +356,7 @@ class Tenants:
             while not _locked(fd):
                 if time.monotonic() > until:
                     raise TimeoutError(errno.ETIMEDOUT, f"another process holds {self._root / LOCK}")
-                time.sleep(0.01)
+                time.sleep(0.01)  # flock has no deadline
             yield
         finally:
             os.close(fd)

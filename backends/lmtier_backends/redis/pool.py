@@ -124,7 +124,7 @@ class Question(NamedTuple):
 
 
 def _leave_if_demoted(wire: Wire, replies: Iterable[object]) -> None:
-    """A master that is none any more keeps its connections. The same address may lead to another one now."""
+    """A server that became a replica keeps its connections. The same address may lead to the master now."""
     if any(isinstance(reply, Error) and reply.code in _DEMOTED for reply in replies):
         wire.close()
 

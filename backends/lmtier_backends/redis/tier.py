@@ -145,8 +145,8 @@ class RedisTier(BlockingTier):
         self._where = f"{self.scheme}://{place}" + f" namespace {namespace}" * (namespace != "default")
         self._litter: deque[list[bytes]] = deque(maxlen=_MOST_LITTER)
         """Parts without an object, to be deleted with a later write. Those of a list are on one node."""
-        self._tidied = 0.0
-        """Until then they rest: a node that has some does not answer, and others need not wait for it."""
+        self._tidy_after = 0.0
+        """A node that has some did not answer. Until then other nodes do not wait for it."""
         certificates = (ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname)
         tls = tls_context(self.scheme, *certificates) if is_tls else None
 
@@ -236,7 +236,8 @@ class RedisTier(BlockingTier):
             old, done = self._asker.ask([_card_of(key), Question.of("SET", key, whole, *expiry)], until)
             _need_ok(done)
         except BaseException:
-            self._litter.extend([names] * bool(names))
+            if names:
+                self._litter.append(names)
             raise
         if isinstance(old, bytes) and (before := Card.read(old)):
             with suppress(OSError):
@@ -360,12 +361,12 @@ class RedisTier(BlockingTier):
         """Delete what belongs to no object, as far as that can be done soon."""
         until = min(until, time.monotonic() + self._deadline / 4)
         with suppress(IndexError):  # several threads may do this at once
-            while self._tidied < time.monotonic() < until:
+            while self._tidy_after < time.monotonic() < until:
                 parts = self._litter.popleft()
                 try:
                     self._unlink_parts([parts], until)
                 except OSError:
-                    self._tidied = time.monotonic() + self._deadline
+                    self._tidy_after = time.monotonic() + self._deadline
 
     def _try_first(self) -> None:
         until = time.monotonic() + self._deadline

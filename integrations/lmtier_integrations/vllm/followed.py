@@ -21,7 +21,7 @@ from lmtier_integrations.vllm.sessions import Said
 from lmtier_integrations.vllm.stats import Stats
 
 NEVER = float("-inf")
-_STOPS = 1 << 62  # tokens
+_NO_MORE = 1 << 62  # tokens
 
 
 class Parts(NamedTuple):
@@ -120,16 +120,16 @@ class FollowedRequest:
             self.client.withdraw(asked)
 
     def stop_storing(self) -> None:
-        """Until the next lookup. Another connector has loaded a part of it.
+        """Another connector has loaded a part of it. Its names may say less than ours, and its load may fail.
 
-        Its names may say less than ours, and its load may yet fail.
+        A later lookup that finds chunks begins anew.
         """
         self.withdraw()
-        self.stored, self.due = 0, _STOPS
+        self.stored, self.due = 0, _NO_MORE
 
     def go_back(self, computed: int) -> None:
         """It was preempted, or a load failed: recomputed chunks are stored again if they are missing."""
-        if self.due == _STOPS:
+        if self.due == _NO_MORE:
             return
         size = self.client.chunk_tokens
         self.stored, self.loaded = min(self.stored, computed // size), min(self.loaded, computed // size)
