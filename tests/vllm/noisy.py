@@ -1,4 +1,4 @@
-"""A connector to run beside ours. What it loads is noise: of the first request it says so, of others not."""
+"""A connector to run beside ours. It loads noise for two requests, and says so of the first one alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Noisy(Beside):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         size = self._vllm_config.cache_config.block_size
         found = (request.num_prompt_tokens - 1) // size * size
-        return (0 if request.request_id in self._served else found - num_computed_tokens), False
+        is_over = request.request_id in self._served or len(self._served) == 2
+        return (0 if is_over else found - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:

@@ -44,14 +44,23 @@ def test_what_another_has_loaded_is_not_stored_under_our_names(models, tmp_path,
     both = [ours, NOISY] if ours_is_first else [NOISY, ours]
     how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": both}}
     del how["kv_connector_module_path"]
+    longer = prompts[1] + prompts[0]
     with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
         found = [engine.generate([each], tokens=1) for each in prompts]
+        (shares,) = engine.generate([longer])
+        assert cached([shares]) >= 600, "it shares what the other one has loaded"
+        assert not engine.metrics()["lmtier:saved_tokens_total"]
+        engine.forget()
+        (anew,) = engine.generate([longer])
+        assert cached([anew]) == 0
+        assert engine.metrics()["lmtier:saved_tokens_total"] >= loadable([longer])
     with Engine(tmp_path, models / "qwen2", transfer=ours) as engine:
-        warm = engine.generate(prompts)
+        warm = engine.generate([*prompts, longer])
         engine.use_connector(False)
         engine.forget()
-        plain = engine.generate(prompts)
+        plain = engine.generate([*prompts, longer])
         assert tokens(warm) == tokens(plain)
         assert tokens(found[0])[0] == tokens(plain)[0][:1], "the failed load was computed again"
-        assert cached(warm) == 0
+        assert tokens([anew]) == tokens(plain[2:])
+        assert cached(warm[:1]) == 0
     idle(server.path)

@@ -63,8 +63,6 @@ class FollowedRequest:
     """Leading chunks that were loaded: what is stored of them has come from here."""
     due: int = field(init=False)
     """The number of tokens at which something is stored next."""
-    own: int = 0
-    """At the last lookup: the tokens that the engine had, or loads from here."""
     since: int = 0
     """The first step that may have computed any of its KV."""
     _chain: KeyChain | None = None
@@ -120,7 +118,7 @@ class FollowedRequest:
             self.client.withdraw(asked)
 
     def stop_storing(self) -> None:
-        """Another connector has loaded a part of it. Its names may say less than ours, and its load may fail.
+        """Another connector has loaded a part of it.
 
         A later lookup that finds chunks begins anew.
         """

@@ -156,7 +156,6 @@ class Reuse:
         known.looked_at = NEVER  # after a preemption, look it up again
         known.promise = match, list(blocks.get_block_ids())
         known.loaded = match.chunks
-        known.own = match.chunks * self._chunk_tokens
         self._promised.append(known)
         if self._joins:
             self._arriving.update(entry.key for entry in match.run)

@@ -14,6 +14,7 @@ copying     what ranks load and save just now
 sessions    what a request says of its session
 names       what KV is called, by weights, adapters and media
 doubts      whether ranks still have the weights that names say
+foreign     what another connector has loaded, which is not stored
 undoing     what the engine believed of blocks whose load has failed
 steps       what vLLM says of a step
 """
@@ -36,6 +37,7 @@ from lmtier_integrations.vllm.copying import Copying
 from lmtier_integrations.vllm.doubts import Doubts
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
+from lmtier_integrations.vllm.foreign import Foreign
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
@@ -45,7 +47,7 @@ from lmtier_integrations.vllm.reuse import Reuse
 from lmtier_integrations.vllm.sessions import said_by
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log
 from lmtier_integrations.vllm.stats import Stats
-from lmtier_integrations.vllm.steps import blocks_taken, entered, work_of
+from lmtier_integrations.vllm.steps import blocks_taken, work_of
 from lmtier_integrations.vllm.storing import Storing
 from lmtier_integrations.vllm.undoing import Undoing
 
@@ -103,6 +105,7 @@ class Scheduler:
             groups=groups,
         )
         self.undoing = Undoing(self._block_tokens)
+        self._foreign = Foreign(self._block_tokens)
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
@@ -189,12 +192,13 @@ class Scheduler:
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
+        self._foreign.looked_up(request.request_id, computed_tokens)
         if self._names.form is None or self._doubts.is_open:
             return None  # known after the workers' next report
         known = self._requests.get(request.request_id)
         if known is None:
             return 0
-        known.since, known.own = self._doubts.first_step(computed_tokens), computed_tokens
+        known.since = self._doubts.first_step(computed_tokens)
         if not self._may_load(known):
             known.drop()
             return 0
@@ -210,6 +214,8 @@ class Scheduler:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
         if (known := self._requests.get(request.request_id)) is not None:
             self._reuse.allocated(known, blocks, external_tokens)
+            if external_tokens:
+                self._foreign.loads(request.request_id, external_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
         """The tiers of the tokens that were just promised."""
@@ -220,6 +226,7 @@ class Scheduler:
         """Its hints are sent now: they are about what it has stored."""
         known = self._requests.get(request.request_id)
         self.forget(request)
+        self._foreign.finished(request.request_id)
         if known is not None:
             for envelope in known.said.hints:
                 self._client.hint(envelope, salt=request.cache_salt or "", session=known.said.session)
@@ -246,8 +253,8 @@ class Scheduler:
             plan.run = client.run
         if client.is_owed:
             client.step()
-        for request_id, computed in entered(output):
-            if (known := self._requests.get(request_id)) is not None and computed > known.own:
+        for request_id in self._foreign.planned(output):
+            if (known := self._requests.get(request_id)) is not None:
                 known.stop_storing()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
         if self._loads and not self.waits_for_loads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
@@ -41,31 +42,44 @@ def computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     return itertools.chain(running, new)
 
 
-def entered(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """The same of those that begin in this step, or go on after they were preempted."""
+class Given(NamedTuple):
+    """A request that gets blocks in a step."""
+
+    request_id: str
+    computed: int
+    """How many of its tokens have KV before the step. 0, if it runs already."""
+    tables: Sequence[Sequence[int]]
+    """Its block tables. Only their new blocks, if it runs already."""
+
+
+def given(output: SchedulerOutput) -> Iterator[Given]:
+    """The requests that get blocks in this step."""
+    yield from entered(output)
+    cached = output.scheduled_cached_reqs
+    for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if tables and request_id not in cached.resumed_req_ids:
+            yield Given(request_id, 0, tables)
+
+
+def entered(output: SchedulerOutput) -> Iterator[Given]:
+    """Those that begin in this step, or go on after they were preempted."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
+        yield Given(new.req_id, new.num_computed_tokens, new.block_ids)
     cached = output.scheduled_cached_reqs
     if cached.resumed_req_ids:
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        for request_id, computed, tables in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
             if request_id in cached.resumed_req_ids:
-                yield request_id, computed
+                yield Given(request_id, computed, tables or ())
 
 
 def blocks_taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_tokens: int) -> list[int]:
     """The blocks that requests get in this step, without shared blocks, which no request writes."""
-    cached = output.scheduled_cached_reqs
-    given = [(each.req_id, each.num_computed_tokens, each.block_ids) for each in output.scheduled_new_reqs]
-    for request_id, computed, tables in zip(
-        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-    ):
-        # For a preempted request these are all of its blocks, otherwise only the new ones.
-        is_whole = request_id in cached.resumed_req_ids
-        given.append((request_id, computed if is_whole else 0, tables or ()))
     return sorted(
         {
             block
-            for request_id, computed, tables in given
+            for request_id, computed, tables in given(output)
             for table in tables
             for block in table[loaded_from.get(request_id, computed) // block_tokens :]
         }

@@ -7,12 +7,13 @@ request that came before that is done, or after that request was aborted, would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from lmtier_integrations.vllm.followed import FollowedRequest
+from lmtier_integrations.vllm.steps import entered
 
 _STEPS = 8
 """More than an engine plans before it hears of the first one."""
@@ -29,9 +30,10 @@ class Undoing:
 
     def planned(self, output: SchedulerOutput) -> None:
         self._step += 1
-        for request_id, table in _entered(output):
-            self._entered.pop(request_id, None)
-            self._entered[request_id] = self._step, table
+        for request_id, _, tables in entered(output):
+            if tables:  # one: without windows, models have one block table
+                self._entered.pop(request_id, None)
+                self._entered[request_id] = self._step, tables[0]
         for request_id in [each for each, (step, _) in self._entered.items() if step <= self._step - _STEPS]:
             del self._entered[request_id]
 
@@ -47,13 +49,3 @@ class Undoing:
             if first < len(table) and (known := requests.get(request_id)) is not None:
                 request = known.request
                 request.num_computed_tokens = min(request.num_computed_tokens, first * self._block_tokens)
-
-
-def _entered(output: SchedulerOutput) -> Iterator[tuple[str, Sequence[int]]]:
-    """The requests that begin in this step, or go on after they were preempted. These have one table."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids[0]
-    cached = output.scheduled_cached_reqs
-    for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if request_id in cached.resumed_req_ids and tables:
-            yield request_id, tables[0]
