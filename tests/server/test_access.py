@@ -26,6 +26,7 @@ ADMIN = [
     ("LMTIER.PIN", "system", "ab" * 32),
     ("LMTIER.UNPIN", "system"),
     ("LMTIER.FORGET", "SALT", "a-secret"),
+    ("LMTIER.CHECK",),
     ("LMTIER.EXPLAIN", "5", "TOKENS"),
 ]
 

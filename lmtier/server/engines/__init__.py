@@ -25,7 +25,7 @@ from lmtier.wire.verbs import MAX_KEYS
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
 _LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
-_ADMIN = {"SET", "PIN", "UNPIN", "CLEAR", "FORGET"}
+_ADMIN = {"SET", "PIN", "UNPIN", "CLEAR", "FORGET", "CHECK"}
 _LONG = {
     *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN"),
     *("COMMIT", "DISCARD", "RELEASE", "HAS"),
