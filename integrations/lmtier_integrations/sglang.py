@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_context
 
 from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, suggest
@@ -56,14 +57,17 @@ _CHANGING = """
     dtype quantization kv_cache_dtype json_model_override_args context_length
     speculative_algorithm speculative_draft_model_path speculative_draft_model_revision
     speculative_draft_model_quantization speculative_draft_kv_cache_dtype
-    modelopt_quant torchao_config rl_quant_profile rl_on_policy_target
+    modelopt_quant rl_quant_profile rl_on_policy_target
     prefill_kv_cache_dequant_dtype qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
     enable_w4a4_mxfp4_megamoe flashinfer_mxfp4_moe_precision moe_runner_backend
     fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend
     deepep_dispatcher_output_dtype flashinfer_a2a_dispatch_type enable_quant_communications
     lora_target_modules uno_lora_path mm_process_config image_processor_backend
+    mamba_ssm_dtype enable_mamba_cache_stochastic_rounding enable_int8_mamba_checkpoint
+    mamba_backend linear_attn_backend linear_attn_prefill_backend linear_attn_decode_backend
 """
-"""The fields of SGLang's ServerArgs that change KV; docs/KEYS.md explains them. Missing ones are ignored."""
+"""The resolved fields of SGLang's ServerArgs that change KV: docs/KEYS.md. A version may lack some."""
+_CHANGING_VARIABLES = ("SGLANG_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_CONV_DTYPE")
 _FROM_FILES = {"auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered"}
 _UPDATES = (
     "begin_weight_update",
@@ -75,6 +79,7 @@ _UPDATES = (
 """The methods of SGLang's `WeightUpdater` after which weights in memory are others."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
+_PROCESS = secrets.token_hex(16)
 _AGAIN = 1.0  # seconds until a thread that found no server tries again
 _POLL = 0.0005  # seconds between polls for the answers of a shared tier
 
@@ -169,23 +174,21 @@ class LMTierHiCache(HiCacheStorage):
             raise _wrong('lmtier needs "server", the Unix socket of a running `lmtier serve`')
         self._address = str(extra["server"]).removeprefix("unix:/")
         self._storage = storage_config
-        self._model = str(extra.get("model") or storage_config.model_name or "")
-        if not self._model:
-            raise _wrong('this model has no name, so lmtier needs one as "model"')
-        given = get_server_args()
-        self._engine = _changing_kv(given, storage_config.model_name or "")
+        self._given = given = SimpleNamespace(**get_context().resolved_server_args_dict())
+        self._model = str(extra.get("model") or storage_config.model_name or given.model_path)
+        self._engine = _changing_kv(given)
         named = str(extra.get("weights") or "")
-        self._weights = named or weights_of(storage_config.model_name or "", given.revision)
+        self._weights = named or weights_of(given.model_path, given.revision)
         why = "its weights are neither files nor named; name them with weights in the extra config"
         if not self._weights or (why := _why_private(given, is_named=bool(named))):
-            self._weights = ""
+            self._weights = self._private_name()
             log.warning("lmtier: only this run of the engine finds the stored KV of %s: %s", self._model, why)
         self._named_at = _in_place.changes
         """How many changes of weights the names of pages know of."""
         if self._named_at:
-            self._weights = _private_name()
+            self._weights = self._private_name()
         if not _in_place.watch(self):
-            self._weights = ""
+            self._weights = self._private_name()
             log.warning(
                 "lmtier: this SGLang does not show changes of its weights, so only this run of the engine "
                 "finds the stored KV; after an update in place call POST /hicache/storage-backend/clear"
@@ -243,12 +246,21 @@ class LMTierHiCache(HiCacheStorage):
         """SGLang has emptied its caches. If weights have changed before, all pages get other names."""
         if self._named_at == _in_place.changes:
             return
-        self._weights = _private_name()
+        self._weights = self._private_name()
         for name, pool in self._pools.items():
             identity = replace(pool.identity, weights=self._weights)
             self._pools[name] = replace(pool, identity=identity, seed=self._seed(identity))
         self._named_at = _in_place.changes
         log.info("lmtier: weights were changed in place: only this run of the engine finds KV from now on")
+
+    def _private_name(self) -> str:
+        """A name of the weights in memory that only this run of the engine knows.
+
+        If ranks store one copy of their pages, they need the same name, without talking to each other.
+        """
+        own = self._storage
+        run = _launch(self._given) if own.is_mla_model and own.tp_size > 1 else _PROCESS
+        return f"{run} after {_in_place.changes} changes"
 
     def _rank(self, name: Any) -> list[int]:
         """The part of the model in this rank: all of MLA, as in the others, but only its part of other
@@ -497,18 +509,28 @@ def _copy(client: Client, offset: int, page: Page, *, is_load: bool) -> None:
         at += size
 
 
-def _changing_kv(given: Any, model: str) -> list[str]:
+def _changing_kv(given: Any) -> list[str]:
     """The engine's start options that change KV and that SGLang does not pass to a storage backend."""
-    found = [str(getattr(given, name, None)) for name in _CHANGING.split()]
+    found = [_text(getattr(given, name, None)) for name in _CHANGING.split()]
+    found += [os.environ.get(name, "") for name in _CHANGING_VARIABLES]
     if path := getattr(given, "quantization_param_path", None):
         found.append(Path(path).read_text())
     # SGLang identifies these adapters by name and place, and those loaded later at random.
-    found += [f"{each} {_adapter_in(each.lora_path)}" for each in getattr(given, "lora_paths", None) or ()]
-    return [*found, preparing_files_in(model)]
+    found += [f"{name} {_adapter_in(place)}" for name, place in _adapters(given)]
+    return [*found, preparing_files_in(given.model_path)]
 
 
-def _private_name() -> str:
-    return f"since a change {secrets.token_hex(16)}"
+def _text(value: Any) -> str:
+    """The same in every process: the order of a set is not."""
+    return str(sorted(value) if isinstance(value, set) else value)
+
+
+def _launch(given: Any) -> str:
+    """A name of the launch that all ranks on this host belong to: one process has started them."""
+    launcher = os.getppid()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    since = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{boot} {launcher} {since} {given.random_seed} {given.port}"
 
 
 def _why_private(given: Any, *, is_named: bool) -> str:
@@ -518,9 +540,14 @@ def _why_private(given: Any, *, is_named: bool) -> str:
     for name in ("custom_weight_loader", "quantize_and_serve", "dllm_algorithm", "trust_mm_content_hashes"):
         if getattr(given, name, None):
             return f"of {name}"
-    if not all(_adapter_in(each.lora_path) for each in getattr(given, "lora_paths", None) or ()):
+    if not all(_adapter_in(place) for _, place in _adapters(given)):
         return "an adapter is no local folder"
     return ""
+
+
+def _adapters(given: Any) -> list[tuple[str, str]]:
+    """The names and places of the adapters that the engine starts with."""
+    return [(each["lora_name"], each["lora_path"]) for each in given.lora_paths or ()]
 
 
 def _adapter_in(place: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import mmap
 import threading
+import weakref
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +57,28 @@ def test_all_of_it_is_pinned_in_the_background_step_by_step():
     page_lock.close()
     assert driver.ranges == {}
     assert page_lock.locked_bytes == 0
+
+
+def test_memory_that_nobody_has_unlocked_stays_mapped():
+    """Other memory at its address would be written where the driver does not look."""
+    driver, memory = Driver(), mmap.mmap(-1, SIZE)
+    page_lock = PageLock(memoryview(memory), driver.register, driver.unregister, step=STEP)
+    page_lock.start()
+    assert page_lock.wait(30)
+    of_it = weakref.ref(page_lock)
+    del page_lock
+    gc.collect()
+    assert driver.ranges
+    with pytest.raises(BufferError):
+        memory.close()
+    left = of_it()
+    assert left is not None
+    left.close()
+    assert driver.ranges == {}
+    memory.close()
+    del left
+    gc.collect()
+    assert of_it() is None
 
 
 def test_who_cannot_wait_has_the_rest_pinned_without_pauses(monkeypatch):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import enum
 import importlib
+import os
+import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -25,7 +28,7 @@ import torch
 from lmtier.client.client import Client
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import padded
-from tests.server.process import Served, until
+from tests.server.process import PATIENCE, Served, until
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 3, 2, 32, 40
 PAGE_BYTES = 2 * LAYERS * PAGE * HEADS * DIM * 2
@@ -153,8 +156,8 @@ def package(name: str, *path: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Any]:
+@contextmanager
+def imported() -> Iterator[Any]:
     """The interface, with `real` to say whose, and the module under test as `ours`."""
     found = PathFinder.find_spec("sglang")
     before = set(sys.modules)
@@ -167,7 +170,7 @@ def sglang() -> Iterator[Any]:
         for each in RECORDED:
             setattr(storage, each.__name__, each)
         context = ModuleType("sglang.srt.runtime_context")
-        context.get_server_args = lambda: None  # type: ignore[attr-defined]
+        context.get_context = lambda: None  # type: ignore[attr-defined]
         sys.modules |= {module.__name__: module for module in (storage, context)}
     interface = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
     ours = importlib.import_module("lmtier_integrations.sglang")
@@ -181,10 +184,19 @@ def sglang() -> Iterator[Any]:
             del sys.modules[name]
 
 
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Any]:
+    with imported() as found:
+        yield found
+
+
 @dataclass
 class Started:
-    """What the engine was started with, as far as lmtier asks."""
+    """What SGLang made of its arguments, as far as lmtier asks."""
 
+    model_path: str = ""
+    random_seed: int = 7
+    port: int = 30000
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -196,7 +208,9 @@ class Started:
     moe_runner_backend: str = "auto"
     dllm_algorithm: str | None = None
     trust_mm_content_hashes: bool = False
-    lora_paths: list[Any] | None = None
+    lora_paths: list[dict[str, str]] | None = None
+    lora_target_modules: set[str] | None = None
+    mamba_ssm_dtype: str | None = None
     speculative_algorithm: str | None = None
     speculative_draft_model_path: str | None = None
 
@@ -280,37 +294,59 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Served]]:
             server.stop()
 
 
+def engine_of(
+    sglang: Any, folder: Path, started: Started, pool: HostPool, extra: Any = None, **rank: Any
+) -> Engine:
+    model, socket = str(folder / "model"), str(folder / "lmtier.sock")
+    resolved = {"model_path": model, **{name: value for name, value in vars(started).items() if value != ""}}
+    sglang.ours.get_context = lambda: SimpleNamespace(resolved_server_args_dict=lambda: resolved)
+    plain = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    about = {"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True}
+    options = {"backend_name": "lmtier", "interface_v1": 1, "server": socket}
+    config = sglang.HiCacheStorageConfig(
+        **{**plain, **about, "model_name": model, **rank}, extra_config={**options, **(extra or {})}
+    )
+    backend = sglang.ours.LMTierHiCache(config, {})
+    pool.fill()
+    backend.register_mem_pool_host(pool)
+    return Engine(backend, pool)
+
+
 @pytest.fixture
 def engine(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    backends: list[Any] = []
+    engines: list[Engine] = []
     for name, cls in NEED_A_GPU.items():
         monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
         setattr(module, cls.__name__, type(cls.__name__, (cls,), {}))
     monkeypatch.setattr(sglang.ours, "_in_place", sglang.ours._WeightsInPlace())  # as in a new process
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
 
     def start(
         pool: HostPool | None = None, started: Started | None = None, extra: Any = None, **rank: Any
     ) -> Engine:
-        monkeypatch.setattr(sglang.ours, "get_server_args", lambda: started or Started())
-        plain = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
-        about = {"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True}
-        options = {"backend_name": "lmtier", "interface_v1": 1, "server": str(tmp_path / "lmtier.sock")}
-        config = sglang.HiCacheStorageConfig(
-            **{**plain, **about, "model_name": str(model), **rank}, extra_config={**options, **(extra or {})}
+        engines.append(
+            engine_of(sglang, tmp_path, started or Started(), pool or HostPool(), extra, **rank)
         )
-        backend = sglang.ours.LMTierHiCache(config, {})
-        backends.append(backend)
-        pool = pool or HostPool()
-        pool.fill()
-        backend.register_mem_pool_host(pool)
-        return Engine(backend, pool)
+        return engines[-1]
 
     yield start
-    for backend in backends:
-        backend.close()
+    for each in engines:
+        each.backend.close()
+
+
+def run_rank(folder: str, number: int) -> None:
+    """A tensor-parallel rank of an MLA model, in its own process. Rank 0 stores; each says what it finds."""
+    started = Started(model_path="of/a/hub")
+    with imported() as sglang:
+        one = engine_of(
+            sglang, Path(folder), started, HostPool(), tp_rank=number, tp_size=2, is_mla_model=True
+        )
+        one.save(hashes(3))
+        print(one.backend.batch_exists(hashes(3)), flush=True)
+        sys.stdin.readline()
+        print(one.backend.batch_exists(hashes(3)), flush=True)
+        one.backend.close()
 
 
 def is_right(engine: Engine, source: Engine, keys: list[str], first: int = 20) -> bool:
@@ -474,7 +510,8 @@ def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(serve
         {"started": Started(moe_runner_backend="marlin")},
         {"started": Started(dllm_algorithm="LowConfidence")},
         {"started": Started(trust_mm_content_hashes=True)},
-        {"started": Started(lora_paths=[SimpleNamespace(lora_name="a", lora_path="of/a/hub")])},
+        {"started": Started(lora_paths=[{"lora_name": "a", "lora_path": "of/a/hub"}])},
+        {"started": Started(mamba_ssm_dtype="float16")},
         {"started": Started(speculative_draft_model_path="draft")},
         {"extra": {"model": "another"}},
         {"extra": {"weights": "another"}},
@@ -507,7 +544,7 @@ def test_what_sglang_names_by_its_place_is_named_by_its_content(served, engine, 
     for each in FILES:
         (tmp_path / each).write_text("one")
     started = Started(
-        lora_paths=[SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "adapter"))],
+        lora_paths=[{"lora_name": "a", "lora_path": str(tmp_path / "adapter")}],
         quantization_param_path=str(tmp_path / "scales"),
     )
     served()
@@ -537,6 +574,38 @@ def test_each_tensor_parallel_rank_has_its_own_and_mla_is_stored_once(served, en
     assert right.load(keys) == [True] * 3
     assert is_right(right, left, keys)
     assert chunks(server) == 9
+
+
+def test_ranks_of_one_launch_find_what_one_of_them_stores_even_if_nothing_names_the_weights(served, tmp_path):
+    served()
+    script = "import sys; from tests.engines import test_sglang as it; it.run_rank(sys.argv[1], int(sys.argv[2]))"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for number in (0, 1)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.readline()  # both have started, and rank 0 has stored
+    assert [rank.communicate("\n", PATIENCE)[0].strip() for rank in ranks] == ["3", "3"]
+
+
+def test_a_model_with_another_name_than_its_folder_is_found_after_a_restart(served, engine, tmp_path):
+    served()
+    engine(model_name="as-served").save(hashes(3))
+    assert engine(model_name="as-served").backend.batch_exists(hashes(3)) == 3
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"another one")
+    assert engine(model_name="as-served").backend.batch_exists(hashes(3)) == 0
+
+
+def test_the_order_of_a_set_is_no_part_of_a_name(sglang):
+    assert sglang.ours._text({"v_proj", "q_proj", "k_proj"}) == "['k_proj', 'q_proj', 'v_proj']"
 
 
 def test_a_server_that_dies_is_a_miss_and_is_found_again(served, engine):
@@ -809,6 +878,25 @@ def test_the_methods_that_are_watched_are_those_of_sglang(sglang):
     assert writes - {"end_weight_update"} <= set(sglang.ours._UPDATES)
     queues = theirs["HiCacheController"]["reset"]
     assert queues.index("_stop_storage_threads") < queues.index("backup_queue.queue.clear")
+
+
+def test_the_arguments_that_are_read_are_those_of_sglang(sglang):
+    """Names that do not exist would change nothing, and silently."""
+    if not sglang.real:
+        pytest.skip("needs the sglang wheel on the path")
+    srt = Path(*sys.modules["sglang"].__path__) / "srt"
+
+    def names(file: Path) -> set[str]:
+        tree = ast.walk(ast.parse(file.read_text()))
+        return {ast.unparse(each.target) for each in tree if isinstance(each, ast.AnnAssign)}
+
+    known = set[str]().union(*(names(file) for file in (srt / "arg_groups" / "fields").glob("*.py")))
+    needed = {"model_path", "revision", "load_format", "random_seed", "port", "lora_paths"}
+    assert needed | {*sglang.ours._CHANGING.split()} <= known
+    assert names(srt / "lora" / "lora_registry.py") >= {"lora_name", "lora_path"}
+    variables = (srt / "environ.py").read_text()
+    assert all(f"{name} = " in variables for name in sglang.ours._CHANGING_VARIABLES)
+    assert "def resolved_server_args_dict(" in (srt / "runtime_context.py").read_text()
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])

@@ -417,6 +417,26 @@ def test_a_model_in_training_is_declined_whenever_it_is(opened):
         opened(model)
 
 
+def test_a_model_with_an_adapter_is_declined_until_it_is_merged(opened):
+    from peft import LoraConfig, get_peft_model  # slow, and only here
+
+    model, prompt = tiny(CONFIGS["llama"]), prompt_of(3 * C + 5)
+    store = opened(model)
+    store.generate(prompt)
+    adapter = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, adapter, "of-a-user").eval()
+    with pytest.raises(MisuseError, match="merge it"):
+        store.generate(prompt)
+    with adapted.disable_adapter(), pytest.raises(MisuseError, match="merge it"):
+        opened(model)
+    merged = adapted.merge_and_unload()
+    alone = answer(merged.generate, prompt)
+    store = opened(merged)
+    assert found(store, prompt) == [0]
+    assert answer(store.generate, prompt) == alone
+    assert found(store, prompt) == [3 * C]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -334,7 +334,8 @@ def test_kv_of_old_weights_is_never_found_after_a_change_that_failed(opened, mon
     assert answer(store.generate, prompt) == before
 
 
-def test_gpu_memory_of_a_buffer_goes_back_when_another_takes_its_place(opened, monkeypatch):
+@pytest.mark.parametrize("near", [[], ["gpu://?capacity=1MiB", "cpu://?capacity=16MiB"]], ids=["", "near"])
+def test_gpu_memory_of_a_buffer_goes_back_when_another_takes_its_place(opened, monkeypatch, near):
     model, device = copy.deepcopy(model_of("llama")), Device()
     held: dict[int, int] = {}
 
@@ -359,7 +360,7 @@ def test_gpu_memory_of_a_buffer_goes_back_when_another_takes_its_place(opened, m
     for name in ("memory", "upload", "host_memory"):
         monkeypatch.setattr(Device, name, taking(getattr(Device, name)))
     monkeypatch.setattr(Device, "release", release)
-    store = opened(model, device=device)
+    store = opened(model, *near, device=device)
     first = sum(held.values())
     for tokens in (60, 120, 480):
         store.generate(prompt_of(tokens, seed=tokens), max_new_tokens=1)

@@ -96,8 +96,8 @@ class ChunkBuffer:
 
     def close(self) -> None:
         self.settle()
-        self.place.close()
         self.place.give_back(self.mover.kv)
+        self.place.close()
         self._blocks.clear()
 
     def settle(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -169,8 +170,13 @@ def compute(model: PreTrainedModel, tokens: Tensor, cache: Cache, start: int, en
 def decline_state(model: PreTrainedModel) -> None:
     if model.training:
         raise MisuseError("a model in training mode drops out values at random: call model.eval()")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise MisuseError("lmtier does not know which adapter is on: merge it into the weights")
+    # PEFT puts its layers into the model itself. Nothing in the weights shows which of them are on.
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    has_layers = peft is not None and any(isinstance(each, peft.BaseTunerLayer) for each in model.modules())
+    if has_layers or getattr(model, "_hf_peft_config_loaded", False):
+        raise MisuseError(
+            "lmtier does not know which adapter is on: merge it into the weights (merge_and_unload)"
+        )
 
 
 def length_limit(config: dict[str, Any]) -> float:

@@ -123,7 +123,7 @@ class InGpuMemory:
     def follow(self) -> None:
         slab = self._cache.slab
         if slab is not self._slab:  # a restarted server has another slab
-            self.close()
+            self._unlock()
             self._slab, self._page_lock = slab, self._copies.lock_pages(slab.view(0, slab.capacity))
 
     def wait_until_pinned(self, timeout: float) -> bool:
@@ -131,6 +131,12 @@ class InGpuMemory:
         return pinning is not None and pinning.wait(timeout) and not pinning.failure
 
     def close(self) -> None:
+        self._unlock()
+        if self._gpu_copies is not None:
+            self._copies.release([self._held])
+            self._gpu_copies = None
+
+    def _unlock(self) -> None:
         if self._page_lock is not None:
             self._page_lock.close()
             self._page_lock = None

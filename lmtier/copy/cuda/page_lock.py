@@ -26,6 +26,13 @@ _PAUSE = 5
 H100, and launches wait for them. With pauses as long as the steps, a decoding engine lost up to 11 %."""
 
 
+_in_use: set[PageLock] = set()
+"""What the driver has locked stays mapped until it is unlocked, even if everyone else has forgotten it.
+
+Otherwise the driver would go on copying to and from the old pages, when other memory gets this address.
+"""
+
+
 class PageLock:
     """One range of memory that becomes page-locked. `register` and `unregister` are the driver's calls."""
 
@@ -38,10 +45,7 @@ class PageLock:
         step: int = STEP,
     ) -> None:
         self._memory: memoryview | None = memory
-        """The memory, which stays mapped until it is unlocked.
-
-        Another mapping at its address could not be locked.
-        """
+        """None: it is unlocked again."""
         array = np.frombuffer(memory, np.uint8)
         address, nbytes = array.ctypes.data, array.nbytes
         self._register, self._unregister = register, unregister
@@ -65,6 +69,7 @@ class PageLock:
     def start(self) -> None:
         """Lock the memory in the background. Copies may run meanwhile."""
         self._ended.clear()
+        _in_use.add(self)
         start_thread("lmtier-lock", self._run)
 
     def _run(self) -> None:
@@ -123,6 +128,7 @@ class PageLock:
                     self._unregister(at)
                     self.locked_bytes -= nbytes
             self._memory = None
+        _in_use.discard(self)
 
     def cut(self, copies: Array) -> Array:
         """The same copies [n, (to, source, bytes)], cut so that none spans two steps.
