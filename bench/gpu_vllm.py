@@ -809,6 +809,10 @@ class Bench:
                 self.log(f"{case.name}: left out, no engine starts here")
                 self.results[case.name] = {"error": "left out: no engine starts"}
                 continue
+            if case.transfer == "offloading" and shared_memory() < 2 * GIB:
+                self.log(f"{case.name}: left out, /dev/shm has no room")
+                self.results[case.name] = {"error": "left out: no shared memory"}
+                continue
             self._run(case, is_last=number_ == len(cases) - 1)
             self._judge(case)
             self._save()
@@ -823,9 +827,9 @@ class Bench:
             child = self._next or self._child()
             self._next = None
             is_end = is_last and number_ == len(tries) - 1
-            result = child.run(self._spec(case, attention, options), min(self.sizes.start, self.left()))
             if not is_end and self.left() > self.given.least:
-                self._next = self._next or self._child()
+                self._next = self._child()  # it imports while this one runs
+            result = child.run(self._spec(case, attention, options), min(self.sizes.start, self.left()))
             result.update(attention=attention, options=options)
             self.results[case.name] = result
             took = (
@@ -900,7 +904,7 @@ class Bench:
                 "kv_connector_extra_config": extra,
             }
         if case.transfer == "offloading":
-            room = shutil.disk_usage("/dev/shm").free - GIB  # where vLLM keeps it
+            room = shared_memory() - GIB  # where vLLM keeps it
             return {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
@@ -1025,6 +1029,13 @@ class Bench:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def shared_memory() -> int:
+    """The free bytes of /dev/shm; 0: there is none."""
+    with suppress(OSError):
+        return shutil.disk_usage("/dev/shm").free
+    return 0
+
+
 class Child:
     """A process that imports vLLM and waits to be told what to do."""
 
@@ -1118,7 +1129,7 @@ def main() -> int:
     parser.add_argument("--json", help="write all results to this file")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in all")
     parser.add_argument(
-        "--least", type=float, default=30.0, help="seconds that an engine is still started in"
+        "--least", type=float, default=75.0, help="seconds that an engine is still started in"
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is what the machine has")
     parser.add_argument("--attention", default="FLASH_ATTN,TRITON_ATTN", help="the first that works is taken")
