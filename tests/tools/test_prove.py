@@ -123,6 +123,23 @@ class FailsOften(ToyEngine):
         return super().answer(salt, tokens, count, seed)
 
 
+class FailsWhenLong(ToyEngine):
+    def answer(self, salt: str, tokens: tuple[int, ...], count: int, seed: Any) -> tuple[list[Any], int]:
+        if len(tokens) > 60:
+            raise ConnectionAbortedError
+        return super().answer(salt, tokens, count, seed)
+
+
+class Wavers(ToyEngine):
+    """It answers one prompt in two ways, now and then."""
+
+    asked = 0
+
+    def answer(self, salt: str, tokens: tuple[int, ...], count: int, seed: Any) -> tuple[list[Any], int]:
+        self.asked += 1
+        return super().answer(salt, tokens, count, (seed, self.asked % 7 == 3))
+
+
 @contextmanager
 def running(engine: ToyEngine) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
@@ -230,6 +247,26 @@ def test_an_engine_that_reuses_nothing_proves_nothing(capsys):
     status, said = prove(ReusesNothing(), capsys)
     assert status == 3
     assert "none of them reused any KV" in said
+
+
+def test_an_engine_that_wavers_beyond_measure_proves_nothing(capsys):
+    status, said = prove(Wavers(logprobs=False), capsys)
+    assert status == 3, said
+    assert "answers one prompt in two ways" in said
+    status, said = prove(Wavers(logprobs=False), capsys, "--json")
+
+    def no_json(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    assert json.loads(said, parse_constant=no_json)["noise"]["limit"] is None
+
+
+def test_an_engine_that_answers_no_long_prompt_has_its_report(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    status, said = prove(FailsWhenLong(), capsys, "--html", str(page))
+    assert status == 1
+    assert "after a restart" in said
+    assert "no connection" in page.read_text()
 
 
 def test_an_answer_that_breaks_off_is_a_finding(capsys):

@@ -65,6 +65,11 @@ class Noise:
         self.pairs += 1
 
     @property
+    def is_known(self) -> bool:
+        """False: without log-probabilities, or with an answer that ended early, it cannot be measured."""
+        return self.largest < inf
+
+    @property
     def limit(self) -> float:
         """A difference above this is a finding."""
         return max(_FLOOR, _FACTOR * self.largest)

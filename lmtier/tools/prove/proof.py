@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -309,7 +310,11 @@ class Proof:
             for case, answer in zip(self._cases, self._ask_all(again, at_a_time), strict=True):
                 if answer is not None and not self._reused(case, answer):
                     self._compare(case, answer, widens=True)
-        self._stage.note = f"log-probabilities move by {self.noise.largest:.2g} at most"
+        self._stage.note = (
+            f"log-probabilities move by {self.noise.largest:.2g} at most"
+            if self.noise.is_known
+            else "it answers one prompt in two ways, and does not say how near they are"
+        )
 
     def _control(self) -> None:
         """Whether an early word matters to the answer: otherwise agreement would say little."""
@@ -324,6 +329,8 @@ class Proof:
         self.sensitivity = min(moves, default=0.0)
         if self.sensitivity <= self.noise.limit:
             self._skip("one early word does not move the answers: agreement says little about early tokens")
+        elif self.sensitivity == inf:
+            self._stage.note = "it makes another answer"
         else:
             self._stage.note = f"it moves the answer by {self.sensitivity:.2g} at least"
 
@@ -463,10 +470,12 @@ class Proof:
     def _storm(self) -> None:
         """Streams that are cut at any moment; afterwards all is as before."""
         took = statistics.median([each.reference.took for each in self._cases] or [1.0])
-        questions = [self._dice.choice(self._questions()) for _ in range(self.plan.aborted)]
+        known = self._questions()
         questions = [
-            each if number % 2 else Query(self.author.prompt(self._length(0.8)).prompt, tokens=64)
-            for number, each in enumerate(questions)
+            self._dice.choice(known)
+            if known and number % 2
+            else Query(self.author.prompt(self._length(0.8)).prompt, tokens=64)
+            for number in range(self.plan.aborted)
         ]
         moments = [self._dice.uniform(0, 1.5 * took) for _ in questions]
         cuts = list(zip(questions, moments, strict=True))

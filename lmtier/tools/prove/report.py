@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from html import escape
+from math import inf
 from typing import Any
 
 from lmtier._version import __version__
@@ -24,10 +25,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding
 
 
 def status(proof: Proof) -> int:
-    """Of the command: 0 right, 1 wrong, 3 nothing is proven, because nothing was reused."""
+    """Of the command: 0 right, 1 wrong, 3 nothing is proven: see `verdict`."""
     if proof.findings:
         return WRONG
-    return RIGHT if proof.reusing else UNPROVEN
+    return RIGHT if proof.reusing and proof.noise.is_known else UNPROVEN
 
 
 def verdict(proof: Proof) -> str:
@@ -37,18 +38,28 @@ def verdict(proof: Proof) -> str:
             return f"RIGHT: {compared} answers agree with their references, {proof.reusing} on reused KV."
         case 1:
             return f"WRONG: {len(proof.findings)} findings in {compared} comparisons."
+        case _ if proof.reusing:
+            return "NOT PROVEN: the engine alone answers one prompt in two ways, so no answer could be wrong."
         case _:
             return f"NOT PROVEN: {compared} answers agree, but none of them reused any KV."
 
 
 def confidence(proof: Proof) -> list[str]:
     """What the verdict rests on, and what it does not cover."""
-    limit = proof.noise.limit
-    lines = [
-        f"The engine alone moves log-probabilities by {proof.noise.largest:.2g} in {proof.noise.pairs}"
-        f" pairs; a difference below {limit:.2g} would not have been noticed."
-    ]
-    if proof.sensitivity:
+    noise, lines = proof.noise, list[str]()
+    if noise.is_known:
+        lines.append(
+            f"The engine alone moves log-probabilities by {noise.largest:.2g} in {noise.pairs} pairs;"
+            f" a difference below {noise.limit:.2g} would not have been noticed."
+        )
+    else:
+        lines.append(
+            "The engine alone answers one prompt in two ways, and does not say how near they are: no"
+            " difference would have been noticed."
+        )
+    if proof.sensitivity == inf:
+        lines.append("One changed early word makes another answer.")
+    elif proof.sensitivity:
         lines.append(f"One changed early word moves an answer by {proof.sensitivity:.2g} at least.")
     asked, first, again = proof.needles
     if asked:
@@ -97,17 +108,30 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "url": proof.engine.url,
         "model": proof.engine.model.name,
         "status": ("right", "wrong", "", "not proven")[status(proof)],
-        "noise": {"largest": proof.noise.largest, "limit": proof.noise.limit, "pairs": proof.noise.pairs},
-        "sensitivity": proof.sensitivity,
+        "noise": {
+            "largest": _finite(proof.noise.largest),
+            "limit": _finite(proof.noise.limit),
+            "pairs": proof.noise.pairs,
+        },
+        "sensitivity": _finite(proof.sensitivity),
         "needles": dict(zip(("asked", "found", "found restored"), proof.needles, strict=True)),
         "tokens_per_second": proof.throughput,
         "confidence": confidence(proof),
-        "stages": [asdict(stage) for stage in proof.stages],
+        "stages": [_finite(asdict(stage)) for stage in proof.stages],
     }
 
 
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null means a difference that cannot be measured."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if value == inf else value
+
+
 def html(proof: Proof) -> str:
-    good = "bad" if proof.findings else "good" if proof.reusing else "grey"
+    good = {RIGHT: "good", WRONG: "bad"}.get(status(proof), "grey")
     rows = "\n".join(_row(stage) for stage in proof.stages)
     heads = "".join(
         f'<th class="{"n" if 0 < place < 6 else ""}">{escape(head)}</th>'
