@@ -272,6 +272,30 @@ def test_a_refusal_is_a_failure_in_time_that_says_why(meddler, tmp_path, answer,
         until(lambda: lookup_failure(tier, each.name) is None)
 
 
+def test_a_refusal_before_the_whole_body_was_sent_is_heard(tmp_path):
+    """Amazon's servers, MinIO and others answer the head of a request, and close."""
+    each, asked = sample(1, 16 << 20), []
+
+    def refuse(listener: socket.socket) -> None:
+        for status in (b"403 Forbidden", b"507 Insufficient Storage"):
+            with listener.accept()[0] as sock:
+                head = sock.recv(4096)
+                asked.append(head.split(b" ")[0])
+                text = b"<Error><Code>%s</Code></Error>" % status.title().replace(b" ", b"")[3:]
+                sock.sendall(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(text), text))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse, args=(listener,), daemon=True)
+        thread.start()
+        with closing(tier_at(listener.getsockname()[1], tmp_path.name)) as tier:
+            done = in_time(tier, lambda: store(tier, each))
+            assert done.failed == {each.name: Reason.ERROR}
+            assert "Forbidden" in done.error
+            assert store(tier, each).failed == {each.name: Reason.FULL}
+        thread.join(PATIENCE)
+    assert asked == [b"PUT", b"PUT"], "the body is not sent again"
+
+
 def test_what_a_server_asks_to_send_once_more_is_sent_once_more(meddler, tmp_path):
     """S3 says so of an internal error; rclone has one for the first stores in a folder."""
     each = sample(1)

@@ -263,7 +263,9 @@ class Bucket:
         return take
 
     def _refusal(self, wire: HttpWire, reply: HttpReply, until: float) -> S3Error:
-        text = wire.read(reply, until).decode(errors="replace")
+        text = ""
+        with suppress(ConnectionError):  # its status says enough
+            text = wire.read(reply, until).decode(errors="replace")
         code, message = _field(text, "Code"), html.unescape(_field(text, "Message"))[:200]
         if 300 <= reply.status < 400:  # KV goes to no other place than the one that was named
             region = reply.headers.get("x-amz-bucket-region")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import re
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lmtier.format.sealing import Buffer
@@ -16,6 +18,7 @@ _HEAD = 64 << 10
 MOST = 8 << 20
 """The most bytes of a body that is read as a whole. A page of 1,000 names takes some 300 KB."""
 _NO_BODY = {204, 304}
+_REFUSAL = 1.0  # seconds for a refusal that should be there already
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,26 @@ class HttpWire(TimedSocket):
     def ask(self, head: bytes, body: Sequence[Buffer], until: float) -> HttpReply:
         """Send a request. Returns the reply; its body must be read next, or the connection closed."""
         self._ahead = memoryview(b"")
-        self.send((head, *body), until)
+        try:
+            self.send((head, *body), until)
+        except ConnectionError:
+            reply = self._early_refusal(until)
+            if reply is None:
+                raise
+            return reply
         while (reply := self._reply(until)).status < 200:  # "100 Continue" and its like come before a reply
             pass
         self.replies += 1
         return reply
+
+    def _early_refusal(self, until: float) -> HttpReply | None:
+        """The refusal of a server that has closed the connection before it had the whole body."""
+        with suppress(ConnectionError, TimeoutError, BadReply):
+            reply = self._reply(min(until, time.monotonic() + _REFUSAL))
+            if reply.status >= 400:
+                self._ends = True
+                return reply
+        return None
 
     def _reply(self, until: float) -> HttpReply:
         text, self._ahead = self._until_blank_line(until)
