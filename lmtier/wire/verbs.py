@@ -45,9 +45,9 @@ def write_match(number: int, match: Match) -> dict[str, Any]:
         "sources": write_runs(match.sources),
         **match.placement.fields(),
     }
-    if match.waiting:
+    if match.waiting:  # what was deleted while it was loading is still written to
         reply["loading"] = write_ranges(
-            n for n, entry in enumerate(match.run) if entry.state is State.LOADING
+            n for n, entry in enumerate(match.run) if entry.state is not State.READY
         )
     if match.cut:
         reply["cut"] = match.cut
@@ -77,6 +77,8 @@ def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = 
         key = state_key(match.keys[len(sources) - 1], match.ends.layout.to_json())
         match.end = Match(0, (key,), match.ends, 0, match.deadline, ended=match)
         read_match(match.end, fields_of(fields["end"]))
+    if match.ready and fields["state"] != b"ready":
+        match.waiting = 1  # a server that does not say for what
     return match
 
 

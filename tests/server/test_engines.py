@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.core.match import Match
 from lmtier.format.keys import namespace, state_key, value_key
-from lmtier.format.layout import LayerShape, Layout, Shard, padded, stored_size
+from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.server.commands import PAUSE, Caller, WithDescriptor
 from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
 from lmtier.wire.replies import Replies
 from lmtier.wire.resp import Error, encode
-from lmtier.wire.verbs import MAX_MODELS
+from lmtier.wire.verbs import MAX_MODELS, read_match
 from lmtier_backends.null import NullTier
 from tests.stopwatch import Stopwatch
 
@@ -327,6 +328,31 @@ def test_a_wait_ends_when_the_chunks_have_come(make):
         waiting = connection.resume(waiting)
     assert connection.read(waiting)["state"] == b"ready"
     assert "loading" not in connection.read(waiting)
+
+
+DELETIONS: list[tuple[Any, ...]] = [("CLEAR", "FORCE"), ("DISCARD", b"".join(keys(3)))]
+
+
+@pytest.mark.parametrize("deletion", DELETIONS, ids=lambda each: each[0])
+def test_what_is_deleted_while_it_comes_is_not_readable(make, deletion):
+    """A tier still writes to its room, and nothing has verified it."""
+    gate = Gate()
+    lower = below(gate, keys(3))
+    engines = make(20, lower["url"], opened=lower["opened"])
+    gate.hold()
+    connection, other = Connection(engines, "NAME", "x"), Connection(engines, "NAME", "y")
+    number = connection.match(keys(3))["id"]
+    connection.say("PREFETCH", number)
+    other.say(*deletion)
+    said = connection.say("POLL", number)
+    match = Match(number, tuple(keys(3)), form_of(LAYOUT, (WHOLE,)), 0, 0.0)
+    assert not read_match(match, said).ready
+    assert match.complete == 0
+    del said["loading"]  # as older servers
+    assert not read_match(match, said).ready
+    gate.open()
+    assert not read_match(match, connection.say("WAIT", number)).run
+    assert match.ready
 
 
 def test_a_wait_ends_at_the_deadline_of_its_match(make):
