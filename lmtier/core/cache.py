@@ -327,10 +327,16 @@ class Cache:
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
                 raise MisuseError(f"{place.label} is shared: its server decides about capacity and policy")
-        for old, new, place in places:  # capacities first: only they may be refused
-            if isinstance(place, Room | OwnedTier) and new.capacity and old.capacity != new.capacity:
-                place.resize(new.capacity)
-                self.outlook.resize(place.index.label, new.capacity)
+        resized = [
+            (place, new.capacity)
+            for old, new, place in places
+            if isinstance(place, Room | OwnedTier) and new.capacity and old.capacity != new.capacity
+        ]
+        for resizable, capacity in resized:
+            resizable.need_fits(capacity)
+        for resizable, capacity in resized:
+            resizable.resize(capacity)
+            self.outlook.resize(resizable.index.label, capacity)
         for old, new, place in places:
             if isinstance(place, Room | OwnedTier) and old.policy != new.policy:
                 place.index.use(make_policy(new.policy))
@@ -423,8 +429,6 @@ class Cache:
         still find such chunks, but they are not loaded.
         """
         suspect = replace(suspect, until=min(suspect.until, time.time_ns() // 1_000_000))
-        for tier in self.lower:
-            tier.let_leave(suspect.prefix)
         for entry in self.index.entries():
             if suspect.covers(entry.key, entry.made) and (force or self.lower.only_lease(entry)):
                 self.room.take_out(entry, CLEARED)
@@ -635,6 +639,9 @@ class Cache:
         self.pinning.pins.check()
         self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
+        for entry in self.room.leaving:
+            assert entry.state is State.GONE, f"{entry!r} is not leaving"
+            assert entry.leases, f"{entry!r} has left"
         leases: dict[Entry, int] = {}
         self._matches.check()
         for match in self._matches.open.values():

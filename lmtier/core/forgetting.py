@@ -95,6 +95,8 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     """
     need_tenant(tenant)
     until = time.monotonic() + patience
+    while not cache.is_warm and time.monotonic() < until:
+        yield True  # a scan would bring its chunks back
     report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
     for tier in cache.lower.ours:
@@ -113,7 +115,9 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     ):
         yield True
     for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
-        if _is_left(tier, tenant):
+        if not tier.is_warm:
+            told.problem = told.problem or "what it holds is not known yet"
+        elif _is_left(tier, tenant):
             told.problem = told.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
     _destroy_keys(cache, tenant, report)
     for nbytes in cache.slab.wipe_free():
@@ -140,6 +144,8 @@ def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
 
 
 def _leave_slab(cache: Cache, tenant: bytes, report: TenantReport) -> Generator[bool, None, None]:
+    # What was deleted for another reason, while an engine reads it.
+    cache.room.erasing.update(entry for entry in cache.room.leaving if tenant_of(entry.key) == tenant)
     done = 0
     for number, entry in enumerate(cache.index.entries(), 1):
         if tenant_of(entry.key) == tenant and entry.state is not State.GONE:

@@ -204,6 +204,7 @@ class Heritage:
         cache.slab.resume(taken)
         self._entries = [entry for entry, _, _ in told_entries]
         _resume(index, told_entries)
+        cache.room.leaving.update(entry for entry, _, _ in told_entries if entry.state is State.GONE)
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
             if isinstance(below, OwnedTier) and self.knows(place_of(spec)):
                 _resume(below.index, self._read(place_of(spec)))

@@ -130,15 +130,19 @@ class Index:
 
     def resize(self, capacity: int) -> None:
         """Change the capacity: at once to a larger one. To a smaller one the owner evicts, with `surplus`."""
+        self.need_room_for_pins(capacity)
+        self.target = capacity
+        if self.pools is not None:
+            self.pools.resize(capacity)
+        self.come_down()
+
+    def need_room_for_pins(self, capacity: int) -> None:
+        """Raises MisuseError if the capacity is too small for what is pinned."""
         if 2 * self.pinned_bytes > capacity:
             raise MisuseError(
                 f"{self.label}: {self.pinned_bytes} bytes are pinned, and pins get half of the capacity: "
                 f"unpin something, or ask for at least {2 * self.pinned_bytes} bytes"
             )
-        self.target = capacity
-        if self.pools is not None:
-            self.pools.resize(capacity)
-        self.come_down()
 
     def come_down(self) -> None:
         self.capacity = max(self.target, self.used, 2 * self.pinned_bytes)

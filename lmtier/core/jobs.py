@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
@@ -42,7 +43,8 @@ class Jobs:
         self._patience = patience
         self._is_excused = is_excused
         self.up, self.down, self.clearing, self.searching = Breaker(), Breaker(), Breaker(), Breaker()
-        self._jobs: dict[int, _Unfinished] = {}
+        self._jobs = OrderedDict[int, _Unfinished]()
+        """By number, the oldest first."""
         self.last = 0
         """The number of the last submitted job."""
         self._overdue: set[int] = set()

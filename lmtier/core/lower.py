@@ -112,6 +112,8 @@ class LowerTier(ABC):
         """Whether the content of the tier is known, if it can be. Until then nothing is written."""
         self.deleting = 0
         """Bytes of objects whose deletion has not been confirmed. They still take room."""
+        self.undeletable = 0
+        """Those of them whose deletion has failed. They take room until it succeeds, perhaps for ever."""
         self._deletions = 0
         """Unfinished deletion jobs."""
         self._undeleted: list[tuple[list[Name], int]] = []
@@ -334,7 +336,7 @@ class LowerTier(ABC):
         if self._undeleted and self.down.allows():
             names, nbytes = self._undeleted.pop()
             self.deleting -= nbytes
-            self._delete(names, nbytes)
+            self._delete(names, nbytes, is_again=True)
             self._deleted_last = True
 
     def _submit_writes(self, spare: float) -> None:
@@ -534,17 +536,19 @@ class LowerTier(ABC):
             del self._suspects[: 1 - _SUSPECTS]
         self._suspects.append(suspect)
 
-    def _delete(self, names: list[Name], nbytes: int = 0) -> None:
+    def _delete(self, names: list[Name], nbytes: int = 0, *, is_again: bool = False) -> None:
         if names:
             self.deleting += nbytes
             self._going.update(name.key for name in names)
             self._deletions += 1
             items = tuple(Item(name) for name in names)
-            self._jobs.submit(Op.DELETE, items, partial(self._end_delete, names, nbytes))
+            self._jobs.submit(Op.DELETE, items, partial(self._end_delete, names, nbytes, is_again))
 
-    def _end_delete(self, names: list[Name], nbytes: int, done: Done) -> None:
+    def _end_delete(self, names: list[Name], nbytes: int, is_again: bool, done: Done) -> None:
         self._deletions -= 1
+        self.undeletable -= nbytes if is_again else 0
         if done.failed:
+            self.undeletable += nbytes
             self._undeleted.append((names, nbytes))
         else:
             self.deleting -= nbytes

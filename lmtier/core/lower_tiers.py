@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -44,12 +45,13 @@ class LowerTiers(list[LowerTier]):
         """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open.
 
         `locks` has the locked files that a server before this one has handed over, by place. A tier whose
-        place is known is not scanned.
+        place is known is not scanned. Locks of no tier are given up.
         """
+        left = dict(locks)
         try:
             for number, spec in enumerate(specs):
                 place = f"{spec.scheme}://{spec.location}"
-                tier = opened.get(spec.url) or open_tier(spec, locks.get(place))
+                tier = opened.get(spec.url) or open_tier(spec, left.pop(place, None))
                 tier.wake = wake
                 twins = sum(each.scheme == spec.scheme for each in specs[:number])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
@@ -67,6 +69,9 @@ class LowerTiers(list[LowerTier]):
             for each in self:
                 each.close(0.0)
             raise
+        finally:
+            for lock in left.values():
+                os.close(lock)
         self.ours = [tier for tier in self if not tier.tier.source]
         self.named = {tier.label: tier for tier in self}
         self.watching = [tier for tier in self if tier.watches]

@@ -7,6 +7,7 @@ time. At its start it scans the storage.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -62,7 +63,7 @@ class OwnedTier(LowerTier):
         """
         self._failed: dict[bytes, Entry] = {}
         """Chunks that could not be read once."""
-        self._unread: dict[bytes, None] = {}
+        self._unread = OrderedDict[bytes, None]()
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
         self._added: list[Entry] = []
@@ -218,9 +219,10 @@ class OwnedTier(LowerTier):
         room = min(index.capacity, self._fullness.nbytes)
         if need > room:
             return "full"
-        short = need - (room - index.used)
+        leaving = self.deleting - self.undeletable
+        short = need - (room - index.used - self.undeletable)
         if short <= 0:
-            return None if self.deleting > -short else (None,) * len(form.shards)
+            return None if leaving > -short else (None,) * len(form.shards)
         if self.choice is not None:
             self.choice.full()
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
@@ -228,7 +230,7 @@ class OwnedTier(LowerTier):
         if victims is None:  # chunks that are being written can be evicted later
             return None if self.storing else "no_room"
         self._evicted(victims)
-        if len(victims) == 1 and not self.deleting and _rooms(victims[0].form) == _rooms(form):
+        if len(victims) == 1 and not leaving and _rooms(victims[0].form) == _rooms(form):
             return names_of(victims[0])
         for victim in victims:
             self._delete(names_of(victim), victim.nbytes)
@@ -291,8 +293,15 @@ class OwnedTier(LowerTier):
 
     # ---- changes while it runs
 
+    def need_fits(self, capacity: int) -> None:
+        """Raises MisuseError if `resize` cannot do that."""
+        self.index.need_room_for_pins(self._most(capacity))
+
+    def _most(self, capacity: int) -> int:
+        return capacity if self.tier.most is None else min(capacity, self.tier.most)
+
     def resize(self, capacity: int) -> None:
-        most = capacity if self.tier.most is None else min(capacity, self.tier.most)
+        most = self._most(capacity)
         self._found = max(self._found, self.index.used + self.deleting)
         self.index.resize(most)
         if self.choice is not None:

@@ -49,6 +49,8 @@ class Room:
         self._ahead = 0  # bytes that write=evicted keeps saved: twice the most that a recent step took
         self.erasing: set[Entry] = set()
         """Chunks whose bytes are overwritten as soon as no engine and no tier uses them."""
+        self.leaving: set[Entry] = set()
+        """Chunks that were deleted while an engine or a tier uses them: they keep their room until then."""
         self._takers: set[Pool | None] = set()
         """The pools of the chunks that took them, if there are shares."""
 
@@ -171,6 +173,8 @@ class Room:
         """Remove the entry. Lookups no longer find it; a running read continues."""
         if self.index.remove(entry, why):
             self._free([entry])
+        else:
+            self.leaving.add(entry)
 
     def erase(self, entry: Entry, why: str) -> None:
         """`take_out`, and overwrite its bytes once they are free."""
@@ -182,6 +186,7 @@ class Room:
             for offset, size in zip(entry.offsets, entry.form.sizes, strict=True):
                 self.slab.wipe(offset, padded(size))
             self.erasing.remove(entry)
+        self.leaving.difference_update(entries)
         self.slab.free([offset for entry in entries for offset in entry.offsets])
         for entry in entries:
             entry.offsets = ()
@@ -190,11 +195,15 @@ class Room:
 
     def resize(self, capacity: int) -> None:
         """The slab stays as large as it was made. A smaller capacity leaves a part of it unused."""
+        self.index.resize(capacity)
+
+    def need_fits(self, capacity: int) -> None:
+        """Raises MisuseError if `resize` cannot do that."""
+        self.index.need_room_for_pins(capacity)
         if capacity > self.slab.capacity:
             raise MisuseError(
                 f"cpu: the memory was taken at start: at most {self.slab.capacity} bytes are possible"
             )
-        self.index.resize(capacity)
 
     def come_down(self, until: float) -> None:
         """Evict what is above a capacity that has become smaller, for as long as this step may take."""

@@ -418,18 +418,17 @@ class Slab(Extents):
         ctypes.memset(np.frombuffer(self.view(offset, nbytes), np.uint8).ctypes.data, 0, nbytes)
 
     def wipe_free(self) -> Iterator[int]:
-        """Overwrite all that is free, a piece at a time. Yields the bytes of each; between them all may
-        change."""
-        at = 0
-        while True:
+        """Overwrite all that is free, a piece of the slab at a time. Yields the bytes of each; between them
+        all may change."""
+        for at in range(0, self.capacity, _WIPE_STEP):
+            end, wiped = at + _WIPE_STEP, 0
             self._merge()
-            ends = ((start, start + size) for start, size in self._free.items())
-            start, end = min(((max(at, start), end) for start, end in ends if end > at), default=(0, 0))
-            if not end:
-                return
-            at = min(end, start + _WIPE_STEP)
-            self.wipe(start, at - start)
-            yield at - start
+            for start, size in self._free.items():
+                if start < end and at < start + size:
+                    first, last = max(at, start), min(end, start + size)
+                    self.wipe(first, last - first)
+                    wiped += last - first
+            yield wiped
 
     def prefault(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Touch every page, so that no copy pays for a page fault (four times the cost). Takes seconds.

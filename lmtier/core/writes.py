@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from lmtier.core.index import Index
@@ -23,7 +24,8 @@ class Writes:
         self._slab = slab
         self._release = release
         self._most = most
-        self._waiting: dict[bytes, Entry] = {}
+        self._waiting = OrderedDict[bytes, Entry]()
+        """In a dict the first key is behind all that have left: with a long queue each turn would pass them."""
         self.leased: set[Entry] = set()
         """The entries of the slab that are leased until they are written."""
         self.leased_bytes = 0
@@ -65,7 +67,7 @@ class Writes:
 
     def postpone(self, key: bytes) -> None:
         """Move the chunk to the end of the queue."""
-        self._waiting[key] = self._waiting.pop(key)
+        self._waiting.move_to_end(key)
 
     def let_leave(self, prefix: bytes) -> None:
         """Records whose keys begin with `prefix` may leave the slab before they are written."""

@@ -181,6 +181,19 @@ def test_what_cannot_change_is_refused_and_nothing_changes(cache):
     assert cache.index.capacity == 64 * ROOM
 
 
+def test_if_one_of_two_tiers_cannot_change_neither_does(cache):
+    before = cache.config
+    store(cache, names := keys(4))
+    assert cache.flush()
+    cache.pin("system", names)
+    memory = with_option(before.tiers[0], "capacity", str(32 * ROOM))
+    below = with_option(before.tiers[1], "capacity", str(6 * ROOM))
+    with pytest.raises(MisuseError, match="disk: .* are pinned"):
+        cache.change(replace(before, tiers=(memory, below)))
+    assert cache.config is before
+    assert cache.index.target == 64 * ROOM
+
+
 def test_a_shared_tier_decides_about_its_room_itself():
     with Cache(Config(tiers=["cpu://?capacity=1MiB", "null://"], chunk_tokens=1, prefault=False)) as cache:
         changed(cache, 1, ttl="5s")

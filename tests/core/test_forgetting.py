@@ -150,6 +150,31 @@ def test_what_an_engine_reads_now_is_overwritten_when_it_is_done(tmp_path):
         cache.check()
 
 
+def test_what_was_deleted_for_another_reason_while_an_engine_reads_it_is_overwritten_too(tmp_path):
+    with cache_over(sealed_disk(tmp_path)) as cache:
+        save(cache, keys(A, 2))
+        match = cache.match(keys(A, 2), FORM)
+        cache.clear(force=True)
+        assert forget(cache, A).in_use == 2
+        cache.release(match)
+        assert not of_memory(cache, A)
+        cache.check()
+
+
+def test_a_tier_whose_content_is_not_known_yet_is_waited_for(tmp_path):
+    url, gate, inner = "memory://?capacity=1MiB", Gate(), MemoryTier()
+    with cache_over(url, tiers={url: MemoryTier(inner.objects)}) as cache:
+        save(cache, keys(A, 2))
+    assert inner.objects
+    gate.hold()
+    with cache_over(url, tiers={url: SlowTier(inner, gate)}, wait_until_warm=False) as cache:
+        assert forget(cache, A, patience=0.1).tiers[0].problem == "what it holds is not known yet"
+        gate.open()
+        assert forget(cache, A).is_done
+        assert not inner.objects
+        cache.check()
+
+
 def test_a_store_that_was_on_its_way_leaves_nothing_readable(tmp_path):
     """It gets a new key after the first was destroyed. That key goes too."""
     gate, ring = Gate(), keyring(1, tenants=str(tmp_path / "tenants"))
@@ -256,6 +281,15 @@ def test_free_memory_is_overwritten_and_used_memory_is_not():
         assert sum(cache.slab.wipe_free()) == cache.slab.capacity - before
         assert found(cache, keys(A, 2)) == ["cpu"] * 2
         assert found(cache, keys(B, 3)) == ["cpu"] * 3
+
+
+def test_memory_is_overwritten_in_as_many_steps_however_many_pieces_are_free(monkeypatch):
+    monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", 8 * FORM.room)
+    with cache_over() as cache:
+        save(cache, keys(A, 32))
+        for entry in cache.index.entries()[::2]:
+            cache.room.take_out(entry)
+        assert [*cache.slab.wipe_free()] == [4 * FORM.room] * 4
 
 
 def test_extents_that_are_taken_while_memory_is_overwritten_are_not_touched(monkeypatch):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.jobs import Jobs
+from lmtier.core.lower_tiers import LowerTiers
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import Name
 from lmtier.format.objects import Suspect
@@ -127,6 +130,41 @@ def test_a_tier_that_takes_no_writes_deletes_all_the_same(make):
         store(cache, keys(1, f"probe{time.monotonic()}"))
         cache.step()
         time.sleep(0.01)
+
+
+def test_a_full_tier_with_an_object_that_cannot_be_deleted_is_written_to_all_the_same(make):
+    """Its directory may be another user's. The object keeps its room."""
+    url = f"bad://?capacity={10 * AT_REST}"
+    tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=())
+    cache = make(cpu(50), url, opened={url: tier})
+    store(cache, keys(10, "old"))
+    assert cache.flush()
+    tier._ops = (Op.DELETE,)
+    below = cache.lower.owned[0]
+    below.discard(keys(10, "old")[9], ())
+    until, last = time.monotonic() + 30, keys(1, "new")
+    while not below.holds(last[0], ONE):
+        assert time.monotonic() < until, "nothing is written"
+        if not below.has(last[0], ONE):
+            store(cache, last := keys(1, f"new{time.monotonic()}"))
+        cache.step()
+        cache.check()
+        time.sleep(0.01)
+    assert below.index.used == 9 * AT_REST
+    tier._ops = ()
+    while below.undeletable:
+        assert time.monotonic() < until
+        cache.step()
+        time.sleep(0.01)
+    assert below.deleting == 0
+
+
+def test_locks_that_no_tier_takes_over_are_given_up():
+    """A server that goes on without a disk of the one before must not keep others from it."""
+    read, write = os.pipe()
+    LowerTiers().open((), {}, print, cast(Any, None), {"disk:///left": write}, lambda place: False)
+    assert os.read(read, 1) == b"", "the other end is closed"
+    os.close(read)
 
 
 def test_jobs_that_came_back_late_do_not_hide_older_ones_of_another_kind():

@@ -11,7 +11,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.format.keys import namespace
+from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
 from lmtier.format.objects import Suspect
 from lmtier.rules.fullness import FULL_PAUSE
@@ -287,7 +287,7 @@ class Late:
                 store(before, chain, form)
         self.gate.hold()
         slow = SlowTier(MemoryTier(self.objects), self.gate)
-        self.caches.append(Cache(config, tiers={url: slow}, wait_until_warm=False))
+        self.caches.append(Cache(config, tiers={url: slow}, is_record=is_value, wait_until_warm=False))
         assert not self.caches[-1].is_warm
         return self.caches[-1]
 
@@ -358,6 +358,19 @@ def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
     assert cache.lower[0].is_clear
     assert late.keys() == {*theirs}
     assert look(cache, theirs, TWO) == ["late"] * 2
+
+
+def test_a_purge_of_kv_gives_up_no_value_that_waits_to_be_written(late):
+    """Values were acknowledged, and a purge does not concern them."""
+    cache = late.open()
+    assert store(cache, [value_key(b"a"), value_key(b"b")]) == 2
+    leased = cache.index.leased_bytes
+    assert leased
+    cache.purge(Suspect(by="bad"))
+    assert cache.index.leased_bytes == leased
+    late.gate.open()
+    assert cache.flush()
+    assert late.keys() == {value_key(b"a"), value_key(b"b")}
 
 
 def test_a_clear_of_all_during_a_scan_leaves_nothing(late):
