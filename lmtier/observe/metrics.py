@@ -74,7 +74,7 @@ DROP_REASONS = {
     "sealed": "the key to seal it with was destroyed meanwhile",
     "error": "the tier failed to write it",
     "deadline": "it was not written in time",
-    "write_budget": "the tier's bytes for the day were spent, or reserved for chunks asked for twice",
+    "write_budget": "the tier's bytes for the day were spent, too few, or reserved for chunks asked for twice",
     "closed": "the tier was closed",
 }
 """Why a token that should have been stored in a tier was not."""
@@ -212,8 +212,8 @@ class Metrics:
         self.write_rule = gauge("write_rule", "1: when `write=auto` writes to this tier now.", "tier", "rule")
         self.write_budget_bytes = gauge(
             "write_budget_bytes",
-            "Bytes that may be written now. It fills up to an hour's worth; below half of that, only chunks "
-            "that are asked for twice are written.",
+            "Bytes that may be written now. It fills up to an hour's worth, or to one chunk if that is more; "
+            "below 1/32 of that, only chunks that are asked for twice are written.",
             "tier",
         )
         self.written_bytes_per_day = gauge(

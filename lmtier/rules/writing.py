@@ -17,19 +17,22 @@ DAY, HOUR = 86_400.0, 3_600.0  # seconds
 class Budget:
     """Bytes that may be written: never more than `per_day` in any 24 hours, restarts included.
 
-    The bucket holds an hour's worth. This and the day's drip together stay within the day's bytes. It begins
-    empty: a bucket that began full would give that hour again after every restart. While it is nearly empty,
-    only chunks that were asked for twice are written.
+    The bucket holds an hour's worth, or the largest chunk if that is more. This and the day's drip together
+    stay within the day's bytes. It begins empty: a bucket that began full would give that hour again after
+    every restart. While it is nearly empty, only chunks that were asked for twice are written.
     """
 
     KEPT = 1 / 32  # the part of the bucket that is reserved for chunks that were asked for twice
 
     def __init__(self, per_day: float, now: float) -> None:
-        self._most = per_day * HOUR / DAY
-        self._rate = (per_day - self._most) / DAY
+        self._per_day = per_day
+        self._hold(per_day * HOUR / DAY)
         self._left = 0.0
         self._at = now
         self._reserved = 0
+
+    def _hold(self, most: float) -> None:
+        self._most, self._rate = most, (self._per_day - most) / DAY
 
     def left(self, now: float) -> float:
         """Bytes in the bucket that are not reserved."""
@@ -39,6 +42,8 @@ class Budget:
 
     def allows(self, nbytes: int, is_proven: bool, now: float) -> bool:
         left = self.left(now)
+        if self._most < nbytes < self._per_day:
+            self._hold(nbytes)
         return nbytes <= left and (is_proven or left >= self._most * self.KEPT)
 
     def reserve(self, nbytes: int) -> None:

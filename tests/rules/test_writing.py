@@ -84,6 +84,17 @@ def test_what_runs_short_is_kept_for_what_was_asked_for_twice():
     assert not budget.allows(1_000_001, True, 10 * HOUR), "no more than an hour's worth at once"
 
 
+def test_a_chunk_that_is_larger_than_an_hours_worth_is_saved_up_for():
+    budget, hours = Budget(24_000_000, 0.0), 0
+    while not budget.allows(3_000_000, True, hours * HOUR):
+        hours += 1
+        assert hours < 5
+    budget.reserve(3_000_000)
+    budget.spend(3_000_000, 3_000_000, hours * HOUR)
+    assert not budget.allows(3_000_000, True, (hours + 1) * HOUR)
+    assert not budget.allows(24_000_000, True, 100 * DAY), "a day's worth at once leaves no drip"
+
+
 def test_what_is_being_written_is_taken_from_the_budget_and_what_a_codec_saved_comes_back():
     budget = Budget(24_000, 0.0)
     budget.reserve(900)
