@@ -153,6 +153,15 @@ def _kinds(config: Mapping[str, Any], count: int) -> Sequence[str]:
     for field in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if config.get(field):
             return list(config[field])
+    if pattern := config.get("block_types"):  # RecurrentGemma repeats it
+        return [pattern[i % len(pattern)] for i in range(count)]
+    full = config.get("attn_layer_indices")  # Bamba
+    if config.get("linear_attn_config"):  # Kimi Linear counts from 1
+        full = [number - 1 for number in config["linear_attn_config"]["full_attn_layers"]]
+    if config.get("attn_type_list"):  # MiniMax
+        full = [number for number, is_full in enumerate(config["attn_type_list"]) if is_full]
+    if full:
+        return ["attention" if i in full else "state" for i in range(count)]
     if period := config.get("attn_layer_period"):
         offset = config.get("attn_layer_offset", 0)
         return ["attention" if i % period == offset else "mamba" for i in range(count)]

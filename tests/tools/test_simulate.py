@@ -166,6 +166,13 @@ def test_what_the_engine_has_itself_comes_from_no_tier():
     # Room for four chunks: the tail of the oldest prompt leaves first.
     assert by_source(trace, engine=4 * CHUNK_OF_A_MODEL) == [{}, {"engine": 2}, {}, {"engine": 2, "cpu": 1}]
     assert by_source(trace, engine=3 * CHUNK_OF_A_MODEL)[3] == {"engine": 1, "cpu": 2}
+    outcome = replay(
+        *(trace, ["cpu://?capacity=1GiB"]),
+        chunk_tokens=256,
+        bytes_per_token=1024,
+        engine=4 * CHUNK_OF_A_MODEL,
+    )
+    assert (outcome.hit_tokens, outcome.spared) == (5 * 256, 256), "the engine's own hits cost nothing anyway"
 
 
 def test_an_engine_that_forgets_loads_again():
@@ -275,6 +282,13 @@ def test_a_chunk_is_some_blocks_or_a_part_of_one():
         next(trace.keys(300))
 
 
+@pytest.mark.parametrize("chunk_tokens", [256, 512, 1024])
+def test_a_prompt_without_blocks_shares_nothing(chunk_tokens):
+    trace = Trace("x", 512, [TraceRequest(0, 2048, 1, ()), TraceRequest(0, 2048, 1, ())])
+    first, second = trace.keys(chunk_tokens)
+    assert len({*first, *second}) == 2 * 2048 // chunk_tokens
+
+
 def test_a_key_names_all_that_comes_before_it():
     trace = Trace("x", 16, [TraceRequest(0, 32, 1, (1, 2)), TraceRequest(0, 32, 1, (3, 2))])
     first, second = trace.keys(16)
@@ -360,6 +374,7 @@ def test_json_has_what_the_table_has(capsys):
         (["-t", "cpu://?capacity=1GiB", "--plot", "x.gif"], "name a .svg file"),
         (["-t", "cpu://?capacity=1GiB", "--bandwidth", "cpu"], "write it as tier=value"),
         (["-t", "cpu://?capacity=1GiB", "--requests", "0"], "must be more than 0"),
+        (["-t", "cpu://?capacity=1GiB", "--bandwidth", "dsk=1GB"], "dsk: there is no such tier, only cpu"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(capsys, more, words):
@@ -457,6 +472,16 @@ def test_hints_need_a_trace_with_sessions(capsys):
     words = ["simulate", "--synthetic", "rag", "--requests", "5", "-t", "cpu://?capacity=1GiB"]
     assert main([*words, "--hints", "ends"]) == 2
     assert "no session_id" in capsys.readouterr().err
+
+
+def test_lifetimes_are_rules_that_tell_variants_apart(capsys):
+    words = ["simulate", "--synthetic", "rag", "--requests", "20", "--gpu-hour", "1"]
+    words += ["-t", "cpu://?capacity=1GiB,2GiB&ttl=1h,2h", "-t", "disk://?capacity=4GiB&codec=lz4"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "cpu 1 GiB auto ttl 3600s + disk 4 GiB auto always" in said
+    assert "cpu 2 GiB auto ttl 7200s + disk 4 GiB auto always" in said
+    assert "every chunk has its full size, whatever codec= says" in said
 
 
 def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():

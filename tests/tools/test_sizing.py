@@ -220,6 +220,21 @@ def test_which_layers_see_how_far(name, full, windowed, window, without):
     assert (model.full, model.windowed, model.window, model.stateless) == (full, windowed, window, without)
 
 
+@pytest.mark.parametrize(
+    ("fields", "full"),
+    [
+        ({"attn_layer_indices": [9, 18, 27]}, 3),  # Bamba
+        ({"linear_attn_config": {"full_attn_layers": [4, 8, 32], "kda_layers": [1, 2, 3]}}, 3),  # Kimi Linear
+        ({"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 4}, 4),  # MiniMax
+        ({"block_types": ["recurrent", "recurrent", "attention"]}, 10),  # RecurrentGemma
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_every_way_to_say_which_layers_have_kv_is_read(fields, full):
+    model = model_of({"num_hidden_layers": 32, "num_attention_heads": 8, "hidden_size": 1024, **fields})
+    assert (model.full, model.stateless) == (full, 32 - full)
+
+
 def test_an_engine_keeps_only_the_windows_of_windowed_layers():
     model = model_of(MODELS["Gemma-3-27B"][0])
     assert model.engine_bytes(1024) == 1024 * model.bytes_per_token

@@ -10,6 +10,7 @@ from pathlib import Path
 from lmtier import config
 from lmtier.config import suggest
 from lmtier.errors import ConfigError
+from lmtier.format.compression import RAW
 from lmtier.tools.commands.command import Subcommand, json_option
 from lmtier.tools.terminal import Progress, say
 
@@ -168,7 +169,8 @@ def _simulate(args: Namespace) -> int:
     if args.json:
         say(json.dumps([report.as_json(each, hardware, args.gpu_hour) for each in outcomes], indent=2))
     else:
-        say(report.summary(trace, chunk_tokens, per_token, hardware))
+        has_codec = any(spec.codec != RAW for outcome in outcomes for spec in outcome.specs)
+        say(report.summary(trace, chunk_tokens, per_token, hardware, has_codec=has_codec))
         say()
         say(report.report(outcomes))
         if more := report.worth(outcomes, hardware, args.gpu_hour):

@@ -87,6 +87,11 @@ class Outcome:
         return sum(self.hits.values())
 
     @property
+    def spared(self) -> int:
+        """Tokens that the engine would have computed without these tiers."""
+        return self.hit_tokens - self.hits.get(ENGINE, 0)
+
+    @property
     def hit_ratio(self) -> float:
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
@@ -164,6 +169,11 @@ def replay(
     with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:
         near = [ENGINE] * (engine > 0) + [GPU] * (gpu is not None)
         outcome.hits = dict.fromkeys([*near, CPU, *(below.label for below in cache.lower)], 0)
+        for label in {**hardware.bandwidth, **hardware.latency}:
+            if label not in outcome.hits:
+                raise ConfigError(
+                    f"the speed of {label}: there is no such tier, only {', '.join(outcome.hits)}"
+                )
         for request, keys in zip(trace.requests, trace.keys(chunk_tokens, partial=partial), strict=True):
             now = request.at
             own = memory.has(keys, now)

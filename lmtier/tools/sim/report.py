@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lmtier.config import TierSpec
 from lmtier.errors import ConfigError
+from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.money import HOUR, Worth, next_gib
 from lmtier.tools.sim.replay import Hardware, Outcome
 from lmtier.tools.sim.traces import Trace
@@ -59,18 +60,23 @@ def _room(spec: TierSpec) -> str:
 
 
 def _rules(spec: TierSpec) -> str:
+    ttl = "" if spec.ttl == FOREVER else f" ttl {spec.ttl:g}s"
     if spec.scheme in ("gpu", "cpu"):
-        return spec.policy
+        return f"{spec.policy}{ttl}"
     budget = "" if spec.writes_per_day is None else f" {size(spec.writes_per_day)}/day"
-    return f"{spec.policy} {spec.write}{budget}"
+    return f"{spec.policy} {spec.write}{budget}{ttl}"
 
 
-def summary(trace: Trace, chunk_tokens: int, bytes_per_token: float, hardware: Hardware) -> str:
+def summary(
+    trace: Trace, chunk_tokens: int, bytes_per_token: float, hardware: Hardware, *, has_codec: bool = False
+) -> str:
+    """`has_codec`: a tier has one, which has no effect here."""
     return (
         f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds / 3600:.3g} h,"
         f" {trace.tokens:,} tokens of prompts\n"
         f"{chunk_tokens} tokens a chunk, {size(round(bytes_per_token))} a token;"
         f" an engine that computes {hardware.prefill:,.0f} tokens a second"
+        + "\na trace has no bytes to encode: every chunk has its full size, whatever codec= says" * has_codec
     )
 
 
@@ -128,7 +134,7 @@ def worth(outcomes: Sequence[Outcome], hardware: Hardware, price: float) -> str:
 
 
 def saved(outcome: Outcome, hardware: Hardware, price: float) -> Worth:
-    return Worth(outcome.hit_tokens / hardware.prefill / HOUR, price)
+    return Worth(outcome.spared / hardware.prefill / HOUR, price)
 
 
 def next_gib_of(
@@ -172,7 +178,7 @@ def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str], has_hint
     yield f"{100 * outcome.hit_ratio:.2f}"
     for label in labels if len(labels) > 1 else ():
         yield f"{100 * outcome.hits.get(label, 0) / max(1, outcome.tokens):.2f}"
-    yield f"{outcome.hit_tokens:,}"
+    yield f"{outcome.spared:,}"
     for label in lower:
         if label in outcome.written:
             yield from (size(outcome.read[label]), size(outcome.written[label]))

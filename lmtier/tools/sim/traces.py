@@ -104,7 +104,12 @@ class Trace:
             keys: list[bytes] = []
             above = b"" if blocks else b"%d" % number
             for i in range(-(-tokens // chunk_tokens) if partial else tokens // chunk_tokens):
-                content = tuple(blocks[i * per : i * per + per] if per else (blocks[i // parts], i % parts))
+                if not blocks:
+                    content: tuple[Hashable, ...] = ()
+                elif per:
+                    content = tuple(blocks[i * per : i * per + per])
+                else:
+                    content = blocks[i // parts], i % parts
                 link = (above, content)
                 if (found := known.get(link)) is None:
                     digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES).digest()
