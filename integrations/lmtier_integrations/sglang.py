@@ -81,6 +81,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
 _PROCESS = secrets.token_hex(16)
 _AGAIN = 1.0  # seconds until a thread that found no server tries again
+_IN_USE = 0.01  # seconds between tries while all memory is in use
 _POLL = 0.0005  # seconds between polls for the answers of a shared tier
 
 T = TypeVar("T")
@@ -400,6 +401,8 @@ class LMTierHiCache(HiCacheStorage):
                 left = until - time.monotonic()
                 if at == len(keys) or left < 0 or not client.flush(left):
                     break
+                if not stored:
+                    time.sleep(_IN_USE)
                 # The pages stored so far are in lower tiers too, so they need not keep their room as a
                 # prefix.
                 names, first = names[first + stored :], 0

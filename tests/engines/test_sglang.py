@@ -485,6 +485,24 @@ def test_what_finds_no_room_is_not_said_to_be_stored(served, engine):
     assert sum(stored) == one.backend.batch_exists(keys) < 18
 
 
+def test_a_batch_that_finds_everything_in_use_does_not_ask_all_the_time(served, engine, sglang, monkeypatch):
+    server = served(pages=6, load_deadline=0.2)
+    one = engine()
+    one.save(hashes(6))
+    pool, asked, reserve = one.backend._pools["kv"], [], Client.reserve
+
+    def counted(client: Client, *args: Any, **options: Any) -> Any:
+        asked.append(client)
+        return reserve(client, *args, **options)
+
+    monkeypatch.setattr(Client, "reserve", counted)
+    with Client(server.where["unix"]) as other:
+        match = other.match(pool.keys(hashes(6)), sglang.ours._form(other, pool))
+        assert match.chunks == 6
+        assert one.save(hashes(3, "b"), 6) == [False] * 3
+    assert 1 < len(asked) < 40
+
+
 def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(served, engine, sglang):
     served(pages=8)
     one = engine()
