@@ -175,7 +175,7 @@ class LMTierHiCache(HiCacheStorage):
             raise _wrong('lmtier needs "server", the Unix socket of a running `lmtier serve`')
         self._address = str(extra["server"]).removeprefix("unix:/")
         self._storage = storage_config
-        self._given = given = SimpleNamespace(**get_context().resolved_server_args_dict())
+        given = SimpleNamespace(**get_context().resolved_server_args_dict())
         self._model = str(extra.get("model") or storage_config.model_name or given.model_path)
         self._engine = _changing_kv(given)
         named = str(extra.get("weights") or "")
@@ -257,10 +257,9 @@ class LMTierHiCache(HiCacheStorage):
     def _private_name(self) -> str:
         """A name of the weights in memory that only this run of the engine knows.
 
-        If ranks store one copy of their pages, they need the same name, without talking to each other.
+        If one rank stores the pages for all, they need the same name.
         """
-        own = self._storage
-        run = _launch(self._given) if own.is_mla_model and own.tp_size > 1 else _PROCESS
+        run = _launch() if self._storage.is_mla_model else f"{os.getpid()} {_PROCESS}"
         return f"{run} after {_in_place.changes} changes"
 
     def _rank(self, name: Any) -> list[int]:
@@ -528,12 +527,13 @@ def _text(value: Any) -> str:
     return str(sorted(value) if isinstance(value, set) else value)
 
 
-def _launch(given: Any) -> str:
-    """A name of the launch that all ranks on this host belong to: one process has started them."""
-    launcher = os.getppid()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    since = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{boot} {launcher} {since} {given.random_seed} {given.port}"
+def _launch() -> str:
+    """A secret of the launch that this rank belongs to. The first rank that asks makes it up."""
+    if not torch.distributed.is_initialized():
+        return _PROCESS
+    store = torch.distributed.distributed_c10d._get_default_store()
+    secret: bytes = store.compare_set("lmtier launch", "", secrets.token_hex(16))
+    return secret.decode()
 
 
 def _why_private(given: Any, *, is_named: bool) -> str:

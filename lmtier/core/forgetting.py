@@ -91,12 +91,11 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     """Forget a tenant, in steps between which the owner may serve others.
 
     It yields True if the owner has to step the cache before it goes on. It waits at most `patience` seconds
-    for tiers. `who` asked for it, for the audit. Raises MisuseError.
+    until tiers know what they hold, and as long until they have deleted it. `who` asked for it, for the
+    audit. Raises MisuseError.
     """
     need_tenant(tenant)
     until = time.monotonic() + patience
-    while not cache.is_warm and time.monotonic() < until:
-        yield True  # a scan would bring its chunks back
     report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
     for tier in cache.lower.ours:
@@ -105,6 +104,9 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
         report.tiers.append(Forgotten(tier.label, sealed))
     _destroy_keys(cache, tenant, report)
     yield from _leave_slab(cache, tenant, report)
+    while not cache.is_warm and time.monotonic() < until:
+        yield True  # a scan would bring its chunks back
+    until = time.monotonic() + patience
     found = {told.tier: told for told in report.tiers}
     for owned in cache.lower.owned:
         yield from _leave_owned(owned, tenant, found[owned.label])

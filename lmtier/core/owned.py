@@ -225,6 +225,11 @@ class OwnedTier(LowerTier):
             return None if leaving > -short else (None,) * len(form.shards)
         if self.choice is not None:
             self.choice.full()
+        if self.undeletable and self.down.is_open:
+            # Deletions fail. A chunk that cannot be overwritten would leave for nothing.
+            first = index.next_to_leave(short, index.pool(key), need)[0]
+            if len(first) != 1 or leaving or _rooms(first[0].form) != _rooms(form):
+                return None
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
         victims = index.evict(short, parent, index.pool(key), need)
         if victims is None:  # chunks that are being written can be evicted later

@@ -174,7 +174,7 @@ class Reservations:
             reservation.aborted = True
             for entry in reservation.entries.values():
                 if entry.state is not State.GONE:
-                    self._index.remove(entry)
+                    self._room.take_out(entry)
             self._drop([entry.key for entry in reservation.entries.values()], "aborted", reservation.form)
         self._close_if_finished(reservation)
 

@@ -204,8 +204,8 @@ class SharedTier(LowerTier):
         else:
             self._delete(sorted(names))
 
-    def _end_delete(self, names: list[Name], nbytes: int, done: Done) -> None:
-        super()._end_delete(names, nbytes, done)
+    def _end_delete(self, names: list[Name], nbytes: int, is_again: bool, done: Done) -> None:
+        super()._end_delete(names, nbytes, is_again, done)
         for key in {name.key for name in names} & self._afterwards.keys() - self._going:
             self._delete(sorted(self._afterwards.pop(key)))
 

@@ -25,7 +25,8 @@ class Writes:
         self._release = release
         self._most = most
         self._waiting = OrderedDict[bytes, Entry]()
-        """In a dict the first key is behind all that have left: with a long queue each turn would pass them."""
+        """A dict finds its first key only after it has skipped the places of all keys that have left. With a
+        long queue each turn would do that."""
         self.leased: set[Entry] = set()
         """The entries of the slab that are leased until they are written."""
         self.leased_bytes = 0

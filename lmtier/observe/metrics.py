@@ -74,7 +74,7 @@ DROP_REASONS = {
     "sealed": "the key to seal it with was destroyed meanwhile",
     "error": "the tier failed to write it",
     "deadline": "it was not written in time",
-    "write_budget": "the tier's bytes for the day were spent, too few, or reserved for chunks asked for twice",
+    "write_budget": "the day's bytes were spent, are too few for it, or are kept for chunks asked for twice",
     "closed": "the tier was closed",
 }
 """Why a token that should have been stored in a tier was not."""

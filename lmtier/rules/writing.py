@@ -20,6 +20,9 @@ class Budget:
     The bucket holds an hour's worth, or the largest chunk if that is more. This and the day's drip together
     stay within the day's bytes. It begins empty: a bucket that began full would give that hour again after
     every restart. While it is nearly empty, only chunks that were asked for twice are written.
+
+    A larger bucket has a smaller drip. Until it became larger the drip was that of the smaller one, in this
+    process or the one before. So it begins with a debt of as much as it has grown.
     """
 
     KEPT = 1 / 32  # the part of the bucket that is reserved for chunks that were asked for twice
@@ -43,7 +46,9 @@ class Budget:
     def allows(self, nbytes: int, is_proven: bool, now: float) -> bool:
         left = self.left(now)
         if self._most < nbytes < self._per_day:
+            self._left -= nbytes - self._most
             self._hold(nbytes)
+            left = self.left(now)
         return nbytes <= left and (is_proven or left >= self._most * self.KEPT)
 
     def reserve(self, nbytes: int) -> None:

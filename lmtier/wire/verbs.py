@@ -45,7 +45,8 @@ def write_match(number: int, match: Match) -> dict[str, Any]:
         "sources": write_runs(match.sources),
         **match.placement.fields(),
     }
-    if match.waiting:  # what was deleted while it was loading is still written to
+    if match.waiting:
+        # A chunk that was deleted while it was loading is GONE, but the tier still writes to its room.
         reply["loading"] = write_ranges(
             n for n, entry in enumerate(match.run) if entry.state is not State.READY
         )
@@ -78,7 +79,7 @@ def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = 
         match.end = Match(0, (key,), match.ends, 0, match.deadline, ended=match)
         read_match(match.end, fields_of(fields["end"]))
     if match.ready and fields["state"] != b"ready":
-        match.waiting = 1  # a server that does not say for what
+        match.waiting = 1  # an older server does not list everything that it waits for
     return match
 
 

@@ -188,7 +188,7 @@ def test_if_one_of_two_tiers_cannot_change_neither_does(cache):
     cache.pin("system", names)
     memory = with_option(before.tiers[0], "capacity", str(32 * ROOM))
     below = with_option(before.tiers[1], "capacity", str(6 * ROOM))
-    with pytest.raises(MisuseError, match="disk: .* are pinned"):
+    with pytest.raises(MisuseError, match=r"disk: .* are pinned"):
         cache.change(replace(before, tiers=(memory, below)))
     assert cache.config is before
     assert cache.index.target == 64 * ROOM

@@ -195,8 +195,6 @@ class Started:
     """What SGLang made of its arguments, as far as lmtier asks."""
 
     model_path: str = ""
-    random_seed: int = 7
-    port: int = 30000
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -325,9 +323,7 @@ def engine(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     def start(
         pool: HostPool | None = None, started: Started | None = None, extra: Any = None, **rank: Any
     ) -> Engine:
-        engines.append(
-            engine_of(sglang, tmp_path, started or Started(), pool or HostPool(), extra, **rank)
-        )
+        engines.append(engine_of(sglang, tmp_path, started or Started(), pool or HostPool(), extra, **rank))
         return engines[-1]
 
     yield start
@@ -338,6 +334,9 @@ def engine(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def run_rank(folder: str, number: int) -> None:
     """A tensor-parallel rank of an MLA model, in its own process. Rank 0 stores; each says what it finds."""
     started = Started(model_path="of/a/hub")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=2
+    )
     with imported() as sglang:
         one = engine_of(
             sglang, Path(folder), started, HostPool(), tp_rank=number, tp_size=2, is_mla_model=True
@@ -486,7 +485,7 @@ def test_what_finds_no_room_is_not_said_to_be_stored(served, engine):
 
 
 def test_a_batch_that_finds_everything_in_use_does_not_ask_all_the_time(served, engine, sglang, monkeypatch):
-    server = served(pages=6, load_deadline=0.2)
+    server = served(pages=6, load_deadline=1)
     one = engine()
     one.save(hashes(6))
     pool, asked, reserve = one.backend._pools["kv"], [], Client.reserve
@@ -500,7 +499,7 @@ def test_a_batch_that_finds_everything_in_use_does_not_ask_all_the_time(served, 
         match = other.match(pool.keys(hashes(6)), sglang.ours._form(other, pool))
         assert match.chunks == 6
         assert one.save(hashes(3, "b"), 6) == [False] * 3
-    assert 1 < len(asked) < 40
+    assert 1 < len(asked) < 200
 
 
 def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(served, engine, sglang):
@@ -596,7 +595,9 @@ def test_each_tensor_parallel_rank_has_its_own_and_mla_is_stored_once(served, en
 
 def test_ranks_of_one_launch_find_what_one_of_them_stores_even_if_nothing_names_the_weights(served, tmp_path):
     served()
-    script = "import sys; from tests.engines import test_sglang as it; it.run_rank(sys.argv[1], int(sys.argv[2]))"
+    script = (
+        "import sys; from tests.engines import test_sglang as it; it.run_rank(sys.argv[1], int(sys.argv[2]))"
+    )
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(tmp_path), str(number)],
@@ -909,7 +910,7 @@ def test_the_arguments_that_are_read_are_those_of_sglang(sglang):
         return {ast.unparse(each.target) for each in tree if isinstance(each, ast.AnnAssign)}
 
     known = set[str]().union(*(names(file) for file in (srt / "arg_groups" / "fields").glob("*.py")))
-    needed = {"model_path", "revision", "load_format", "random_seed", "port", "lora_paths"}
+    needed = {"model_path", "revision", "load_format", "lora_paths"}
     assert needed | {*sglang.ours._CHANGING.split()} <= known
     assert names(srt / "lora" / "lora_registry.py") >= {"lora_name", "lora_path"}
     variables = (srt / "environ.py").read_text()

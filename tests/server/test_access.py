@@ -63,6 +63,7 @@ def test_without_a_file_for_administration_the_engines_token_administers(tmp_pat
 def test_without_a_token_for_engines_only_administration_needs_one(tmp_path, files):
     admin = {"admin_token_file": files["admin_token_file"]}
     with served(tmp_path, **admin) as server, server.connect() as wire:
+        server._token = WORDS[Role.ADMIN]  # for the check at the end
         wire.expect("OK", "SET", "name", "value")
         assert refused(wire.ask("FLUSHALL"))
         wire.expect("OK", "MULTI")

@@ -1,4 +1,4 @@
-"""A connector to run beside ours. It loads noise for two requests, and says so of the first one alone."""
+"""A connector to run beside ours. It loads noise for two requests, and reports a failed load for one."""
 
 from __future__ import annotations
 

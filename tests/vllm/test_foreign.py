@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import takewhile
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,6 +24,9 @@ class Engine(RuleBasedStateMachine):
         self.free = list(range(1, 60))
         self.tables: dict[str, list[int]] = {}
         """The blocks of each request that runs."""
+        self.ended: list[list[tuple[int, int]]] = []
+        """The blocks of others, and how often each had been handed out: unless it is again, it is shared."""
+        self.times: Counter[int] = Counter()
         self.users: dict[int, set[str]] = {}
         self.is_foreign: dict[int, bool] = {}
         """Whether a block's KV depends on another connector's load."""
@@ -35,14 +41,17 @@ class Engine(RuleBasedStateMachine):
         taken, self.free = self.free[:count], self.free[count:]
         for block in taken:
             self.users[block] = {request_id}
+            self.times[block] += 1
         return taken
 
     def give_up(self, request_id: str) -> None:
         self.known.discard(request_id)
-        for block in self.tables.pop(request_id):
+        table = self.tables.pop(request_id)
+        self.ended = [*self.ended[-4:], [(block, self.times[block]) for block in table]]
+        for block in table[::-1]:  # heads leave last
             self.users[block].discard(request_id)
             if not self.users[block]:
-                self.free.append(block)  # the least recently used one is handed out next
+                self.free.append(block)
 
     def compute(self, request_id: str, first: int) -> None:
         """Its blocks from number `first` on are computed from all before them."""
@@ -51,11 +60,17 @@ class Engine(RuleBasedStateMachine):
             self.is_foreign[table[number]] = any(self.is_foreign[block] for block in table[:number])
 
     def enter(self, request_id: str, data: st.DataObject) -> tuple[list[int], int]:
-        other = data.draw(st.sampled_from([None, *self.tables]), label="shares blocks of")
-        shared = self.tables[other] if other is not None else []
+        tables = [[], *self.tables.values()]
+        for ended in self.ended:
+            tables.append(
+                [block for block, _ in takewhile(lambda each: self.times[each[0]] == each[1], ended)]
+            )
+        shared = data.draw(st.sampled_from(tables), label="shares blocks of")
         shared = shared[: data.draw(st.integers(0, len(shared)), label="shared blocks")]
         for block in shared:
             self.users[block].add(request_id)
+            if block in self.free:
+                self.free.remove(block)
         size = min(data.draw(st.integers(1, 5), label="new blocks"), len(self.free))
         loaded = data.draw(st.integers(0, size), label="loaded blocks")
         by_other = data.draw(st.booleans(), label="by another connector")
@@ -76,6 +91,19 @@ class Engine(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(self.new)), label="place in the step")
         new = NewRequestData(str(self.count), [], [], None, None, (list(table),), computed, None)
         self.new.insert(position, new)
+
+    @precondition(lambda self: len(self.free) > 5)
+    @rule(data=st.data())
+    def load_and_abort(self, data: st.DataObject) -> None:
+        """It ends before its first step, when others may already find what was loaded for it."""
+        self.count += 1
+        table, computed = self.enter(str(self.count), data)
+        loaded = self.tables[str(self.count)] = table[: computed // BLOCK]
+        self.foreign.finished(str(self.count), computed, [loaded])
+        for block in table[len(loaded) :]:
+            self.users[block].clear()
+            self.free.append(block)
+        self.give_up(str(self.count))
 
     @precondition(lambda self: self.preempted and len(self.free) > 5)
     @rule(data=st.data())
@@ -116,8 +144,9 @@ class Engine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.tables)))
+        table = self.tables[request_id]
+        self.foreign.finished(request_id, len(table) * BLOCK, [table])
         self.give_up(request_id)
-        self.foreign.finished(request_id)
 
     @rule()
     def step(self) -> None:
@@ -134,7 +163,7 @@ class Engine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request_id in [*self.tables, *self.preempted]:
-            self.foreign.finished(request_id)
+            self.foreign.finished(request_id, 0, [])
         assert not self.foreign._requests
         assert not self.foreign._looked_up
 

@@ -263,9 +263,11 @@ class Bucket:
         return take
 
     def _refusal(self, wire: HttpWire, reply: HttpReply, until: float) -> S3Error:
-        text = ""
-        with suppress(ConnectionError):  # its status says enough
+        try:
             text = wire.read(reply, until).decode(errors="replace")
+        except ConnectionError:  # its status says enough
+            wire.close()
+            text = ""
         code, message = _field(text, "Code"), html.unescape(_field(text, "Message"))[:200]
         if 300 <= reply.status < 400:  # KV goes to no other place than the one that was named
             region = reply.headers.get("x-amz-bucket-region")

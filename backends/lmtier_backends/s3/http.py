@@ -62,7 +62,7 @@ class HttpWire(TimedSocket):
 
     def _early_refusal(self, until: float) -> HttpReply | None:
         """The refusal of a server that has closed the connection before it had the whole body."""
-        with suppress(ConnectionError, TimeoutError, BadReply):
+        with suppress(OSError):
             reply = self._reply(min(until, time.monotonic() + _REFUSAL))
             if reply.status >= 400:
                 self._ends = True

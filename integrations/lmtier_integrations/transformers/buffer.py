@@ -90,6 +90,7 @@ class ChunkBuffer:
         try:
             self._take(_CANARY_BLOCKS)
         except DeviceError as error:
+            self.place.close()
             self.place = beside_the_gpu(cache, self.place.device, error)
             self._take(_CANARY_BLOCKS)
         self.place.follow()

@@ -231,13 +231,13 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.wants_a_step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self._scheduler.finished(request)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        return self.request_finished(request, block_ids[0])
+        self._scheduler.finished(request, block_ids)
+        return False, None
 
     def reset_cache(self) -> bool:
         self._scheduler.clear()

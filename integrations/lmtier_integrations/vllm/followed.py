@@ -120,7 +120,7 @@ class FollowedRequest:
     def stop_storing(self) -> None:
         """Another connector has loaded a part of it.
 
-        A later lookup that finds chunks begins anew.
+        Storing begins again after a later lookup that finds chunks.
         """
         self.withdraw()
         self.stored, self.due = 0, _NO_MORE

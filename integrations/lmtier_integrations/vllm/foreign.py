@@ -18,7 +18,8 @@ class Foreign:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._looked_up: dict[str, tuple[int, int]] = {}
-        """Of requests that have not begun: how much the engine had, and how much with lmtier's load. Tokens."""
+        """Of requests that have not begun: the tokens that the engine had, and those that it has after
+        lmtier's load."""
         self._requests: set[str] = set()
         """The running requests that have foreign blocks."""
         self._blocks: set[int] = set()
@@ -31,8 +32,12 @@ class Foreign:
         computed, _ = self._looked_up[request_id]
         self._looked_up[request_id] = computed, computed + tokens
 
-    def finished(self, request_id: str) -> None:
-        self._looked_up.pop(request_id, None)
+    def finished(self, request_id: str, computed: int, tables: Sequence[Sequence[int]]) -> None:
+        """It ends, perhaps before its first step, when others may share what was loaded for it."""
+        had, own = self._looked_up.pop(request_id, (computed, computed))
+        if computed > own:
+            first = had // self._block_tokens
+            self._blocks |= {block for table in tables for block in table[first:]} - {NULL_BLOCK}
         self._requests.discard(request_id)
 
     def planned(self, output: SchedulerOutput) -> Set[str]:
@@ -44,7 +49,7 @@ class Foreign:
             had[each.request_id], own = self._looked_up.pop(each.request_id, (each.computed, each.computed))
             if each.computed > own:
                 found.add(each.request_id)
-        if found or self._blocks:  # without another connector: never
+        if found or self._blocks:  # without another connector this is never true
             self._follow(list(given(output)), had, found)
         return found
 

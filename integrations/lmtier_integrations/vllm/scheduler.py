@@ -21,7 +21,7 @@ steps       what vLLM says of a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
@@ -222,11 +222,11 @@ class Scheduler:
         known = self._requests.get(request.request_id)
         return self._reuse.sources(known, external_tokens) if known is not None else {}
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Its hints are sent now: they are about what it has stored."""
         known = self._requests.get(request.request_id)
         self.forget(request)
-        self._foreign.finished(request.request_id)
+        self._foreign.finished(request.request_id, request.num_computed_tokens, tables)
         if known is not None:
             for envelope in known.said.hints:
                 self._client.hint(envelope, salt=request.cache_salt or "", session=known.said.session)

@@ -47,7 +47,7 @@ class Given(NamedTuple):
 
     request_id: str
     computed: int
-    """How many of its tokens have KV before the step. 0, if it runs already."""
+    """How many of its tokens have KV before the step. 0, if it runs already: then all its blocks are new."""
     tables: Sequence[Sequence[int]]
     """Its block tables. Only their new blocks, if it runs already."""
 

@@ -26,10 +26,10 @@ _PAUSE = 5
 H100, and launches wait for them. With pauses as long as the steps, a decoding engine lost up to 11 %."""
 
 
-_in_use: set[PageLock] = set()
+_locked_ones: set[PageLock] = set()
 """What the driver has locked stays mapped until it is unlocked, even if everyone else has forgotten it.
 
-Otherwise the driver would go on copying to and from the old pages, when other memory gets this address.
+Otherwise the driver would go on copying to and from the old pages when other memory gets this address.
 """
 
 
@@ -69,7 +69,7 @@ class PageLock:
     def start(self) -> None:
         """Lock the memory in the background. Copies may run meanwhile."""
         self._ended.clear()
-        _in_use.add(self)
+        _locked_ones.add(self)
         start_thread("lmtier-lock", self._run)
 
     def _run(self) -> None:
@@ -128,7 +128,7 @@ class PageLock:
                     self._unregister(at)
                     self.locked_bytes -= nbytes
             self._memory = None
-        _in_use.discard(self)
+        _locked_ones.discard(self)
 
     def cut(self, copies: Array) -> Array:
         """The same copies [n, (to, source, bytes)], cut so that none spans two steps.

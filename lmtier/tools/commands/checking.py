@@ -222,6 +222,6 @@ COMMANDS = (
         "ask any engine with any cache, and compare its answers with and without reuse",
         _prove_options,
         _prove,
-        "Exit status: 0 right, 1 a wrong or missing answer, 2 misuse, 3 nothing was reused, nor proven.",
+        "Exit status: 0 right, 1 a wrong or missing answer, 2 misuse, 3 nothing is proven.",
     ),
 )

@@ -66,7 +66,7 @@ class Noise:
 
     @property
     def is_known(self) -> bool:
-        """False: without log-probabilities, or with an answer that ended early, it cannot be measured."""
+        """False: two answers to one prompt differed. There were no log-probabilities, or one ended early."""
         return self.largest < inf
 
     @property

@@ -318,6 +318,9 @@ class Proof:
 
     def _control(self) -> None:
         """Whether an early word matters to the answer: otherwise agreement would say little."""
+        if not self.noise.is_known:
+            self._skip("the engine alone answers one prompt in two ways")
+            return
         moves = self._moves()
         if moves and min(moves) <= self.noise.limit and self.author.writes_text:
             # A model that has no use for these words: ids that are drawn evenly may move it.

@@ -76,7 +76,8 @@ def summary(
         f" {trace.tokens:,} tokens of prompts\n"
         f"{chunk_tokens} tokens a chunk, {size(round(bytes_per_token))} a token;"
         f" an engine that computes {hardware.prefill:,.0f} tokens a second"
-        + "\na trace has no bytes to encode: every chunk has its full size, whatever codec= says" * has_codec
+        + "\na trace has no bytes to encode: every chunk has its full size, whatever codec= says"
+        * has_codec
     )
 
 
@@ -198,6 +199,7 @@ def as_json(outcome: Outcome, hardware: Hardware, price: float = 0.0) -> dict[st
                 "scheme": s.scheme,
                 "capacity": s.capacity,
                 "policy": s.policy,
+                "ttl": None if s.ttl == FOREVER else s.ttl,
                 "write": s.write,
                 "writes_per_day": s.writes_per_day,
             }
