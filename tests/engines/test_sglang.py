@@ -605,7 +605,7 @@ def test_ranks_of_one_launch_find_what_one_of_them_stores_even_if_nothing_names_
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"},
         )
         for number in (0, 1)
     ]
