@@ -127,9 +127,10 @@ class Hinting:
                 raise MisuseError("session_wait is for a person or for a tool")
 
     def _prefetch(self, keys: Sequence[bytes], agent: Agent | None, seconds: float, source: str) -> None:
-        first = self._cache.index.get(keys[0]) if keys else None
-        form = first.form if first is not None else None if agent is None else agent.form
-        if form is None:
+        form = None if agent is None else agent.form
+        if form is None and keys and (first := self._cache.index.get(keys[0])) is not None:
+            form = first.form
+        if form is None or form.layout is None:  # of what is just loading only the sizes may be known
             raise MisuseError("the form of these chunks is not known: name a session")
         if len(self._bringing) == MAX_BRINGING:
             raise MisuseError(f"{MAX_BRINGING} prefetches are running: try again later")

@@ -484,6 +484,7 @@ class LowerTier(ABC):
 
     def _judge_read(self, mine: Entry | None, known_end: float, done: Done) -> tuple[float, Reason | None]:
         """When a chunk that was read expires; and why reading failed, if it did."""
+        known_end = min(known_end, self._end_here(mine))
         headers = [(name.key, each) for name, each in done.ok.items() if isinstance(each, Header)]
         end = min([known_end, *(self.stamps.end(header.expires) for _, header in headers)])
         reasons = set(done.failed.values())
@@ -499,6 +500,10 @@ class LowerTier(ABC):
     @abstractmethod
     def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
         """The entry of the chunk to read, leased; and when it expires, as far as that is known."""
+
+    def _end_here(self, mine: Entry | None) -> float:
+        """When a chunk that was read ends in this tier by now. It may have been hastened meanwhile."""
+        return FOREVER
 
     @abstractmethod
     def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:

@@ -364,7 +364,7 @@ class Matches:
                 self._decide(match)
             match.asking = 0
             if match.ends is None or not match.ready:
-                self._truncate(match, match.complete, "deadline")
+                self._truncate(match, self.weighing.come(match), "deadline")
             self._settle_if_ready(match)
 
     def _settle_if_ready(self, match: Match) -> None:

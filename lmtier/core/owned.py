@@ -337,6 +337,9 @@ class OwnedTier(LowerTier):
         self.index.lease(mine)
         return mine, self.index.ends.end(mine)
 
+    def _end_here(self, mine: Entry | None) -> float:
+        return FOREVER if mine is None else self.index.ends.end(mine)
+
     def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
         if mine is None:
             return

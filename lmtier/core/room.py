@@ -219,11 +219,11 @@ class Room:
     # ---- lifetimes
 
     def live_until(self, end: float, *entries: Entry) -> None:
-        """They end then, or when the tier's ttl has passed."""
+        """They end then, or when the tier's ttl has passed, but not later than they do now."""
         end = min(end, self.clock() + self._ttl)
         for entry in entries if end < FOREVER else ():
             if entry.state is not State.GONE:
-                self.index.ends.set(entry, end)
+                self.index.ends.set(entry, min(end, self.index.ends.end(entry)))
 
     def expire_among(self, keys: Sequence[bytes]) -> None:
         """Remove those of `keys` that have expired. A running read continues."""

@@ -48,6 +48,11 @@ class Weighing:
             match.patience = PATIENCE * cost.prefill(0, len(match.keys) * self._chunk_tokens)
             match.deadline = min(match.limit, began + match.patience)
 
+    def come(self, match: Match) -> int:
+        """The number of its leading chunks that are in the slab, whole. An engine may have been told so, and
+        reads them, also if they were deleted since: they stay leased."""
+        return next((n for n, entry in enumerate(match.run) if entry in self.coming), len(match.run))
+
     def weigh(self, match: Match) -> int:
         """How many leading chunks to keep: only those that load sooner than they are computed.
 
@@ -60,7 +65,7 @@ class Weighing:
             if not match.asking:
                 match.decision = "all", "always" if self._is_always else "unmeasured"
             return match.chunks
-        now, size, there = time.monotonic(), self._chunk_tokens, match.complete
+        now, size, there = time.monotonic(), self._chunk_tokens, self.come(match)
         named = self._lower.named
         coming = [self.coming.get(entry) if i >= there else None for i, entry in enumerate(match.run)]
         rest = [named.get(label) for label in match.below]
@@ -76,6 +81,7 @@ class Weighing:
             lines = [Line(start + byte * match.ends.at_rest, byte) for start, byte in lines]
         tokens, nbytes = match.asked_tokens, match.form.at_rest
         chunks, arrival = cut(match.cost, tokens, match.has, size, places, nbytes, lines)
+        chunks = max(chunks, there)
         if match.asking and chunks > match.chunks:
             return match.chunks
         is_measured = all(tier.speed.is_measured for tier in tiers)

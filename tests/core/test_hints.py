@@ -22,7 +22,7 @@ from lmtier.rules.hints import (
     envelope,
     read_envelope,
 )
-from lmtier.testing import MemoryTier
+from lmtier.testing import Gate, MemoryTier, SlowTier
 from tests.core.test_pinning import AT_REST, ONE, ROOM
 from tests.core.test_sessions import ask, make, named, there, time
 from tests.server.process import until
@@ -88,6 +88,61 @@ def test_ttl_ends_only_what_no_other_session_needs_and_never_later(cache, time):
     cache.step()
     assert there(cache, named(2, "one")) == 0
     assert there(cache, [*system, *named(2, "two")]) == 4
+
+
+def test_an_end_is_kept_by_what_is_still_being_stored(make, time):
+    """The ranks of an engine commit some steps after the request has ended, and its hint was sent."""
+    cache = make(f"cpu://?capacity={12 * ROOM}&ttl=1000s")
+    names = named(2, "one")
+    reservation = cache.reserve(names, ONE)
+    assert hint(cache, "ttl", keys=[key.hex() for key in names], seconds=10) == DONE
+    cache.commit(reservation)
+    time.pass_by(12)
+    cache.step()
+    assert there(cache, names) == 0
+
+
+def test_an_end_is_kept_by_what_is_being_read(make, time):
+    gate = Gate()
+    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru", NEAR, opened={NEAR: SlowTier(MemoryTier(), gate)})
+    names = named(2, "one")
+    ask(cache, names, "one")
+    assert hint(cache, "demote", session="one") == DONE
+    assert cache.flush()
+    ask(cache, named(12, "flood"))
+    assert there(cache, names) == 0
+    gate.hold()
+    match = cache.match(names, ONE)
+    cache.prefetch(match)
+    assert hint(cache, "ttl", keys=[key.hex() for key in names], seconds=10) == DONE
+    gate.open()
+    cache.wait(match)
+    assert len(match.run) == 2
+    cache.release(match)
+    time.pass_by(12)
+    cache.step()
+    assert there(cache, names) == 0
+    assert not any(cache.lower[0].holds(key, ONE) for key in names)
+
+
+def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
+    """Of a chunk that is just loading after a restart only the size at rest is known, behind a codec."""
+    tiers = f"cpu://?capacity={12 * ROOM}", f"disk://{tmp_path}/kv?capacity=1MiB&codec=lz4"
+    head, one, two = named(1, "system"), named(2, "one"), named(2, "two")
+    cache = make(*tiers)
+    ask(cache, [*head, *one])
+    ask(cache, [*head, *two])
+    cache.close()
+    cache = make(*tiers)
+    for session, names in (("one", one), ("two", two)):
+        cache.release(cache.match([*head, *names], ONE, session=session))
+    assert hint(cache, "prefetch", session="one") == DONE
+    assert hint(cache, "prefetch", session="two") == DONE
+    below = cache.lower.owned[0]
+    until(lambda: cache.step() >= 0 and cache.index.leased_bytes == 0 and not below.has_jobs)
+    assert there(cache, [*head, *one, *two]) == 5
+    assert len(below.index) == 5
+    assert cache.metrics.value("lmtier_tier_failures_total", tier="disk", op="load", reason="corrupt") == 0
 
 
 def test_demoted_chunks_are_written_below_and_leave_first_and_prefetch_brings_them_back(tiered):

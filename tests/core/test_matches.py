@@ -13,6 +13,7 @@ from lmtier.core.match import CPU, Match, State
 from lmtier.core.matches import Matches
 from lmtier.errors import MisuseError
 from lmtier.format.layout import form_of
+from lmtier.rules.worth import Cost
 from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
 
 LAYOUT = opaque_layout(4096)
@@ -95,6 +96,31 @@ def test_what_is_late_is_cut_at_its_deadline(cache: Cache, gate: Gate) -> None:
     cache._matches.prefetch(match, None, 0)
     cache._matches.expire()
     assert (match.ready, match.chunks, match.cut) == (True, 1, "deadline")
+    cache._matches.release(match)
+
+
+def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_deleted(
+    cache: Cache, gate: Gate
+) -> None:
+    """The engine reads it when it likes: its reply may be the last one that came through."""
+    gate.hold()
+    match = begin(cache._matches, seconds=0.0)
+    cache._matches.prefetch(match, None, 0)
+    first = match.run[0]
+    cache.room.take_out(first)
+    cache._matches.expire()
+    assert (match.run, match.ready) == ([first], True)
+    assert first.offsets
+    cache._matches.release(match)
+    assert not first.offsets
+
+
+def test_what_an_engine_may_have_been_told_of_is_given_however_slow_copying_is(cache: Cache) -> None:
+    match = begin(cache._matches)
+    match.cost = Cost(fixed=0.0, token=1e-9, position=0.0, copy=1.0)
+    cache._matches.prefetch(match, None, 1)
+    assert (match.chunks, match.cut) == (1, "not_worth_it")
+    assert match.run[0].leases == 1
     cache._matches.release(match)
 
 

@@ -369,9 +369,12 @@ def test_a_wait_ends_at_the_deadline_of_its_match(make):
     engines.cache.flush()
 
 
-def test_a_wait_ends_when_another_connection_releases_the_match(make):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_wait_ends_when_another_connection_releases_the_match(make, keeps):
+    """Also while tiers that must be asked have not answered yet."""
     gate = Gate()
     lower = below(gate, keys(3))
+    lower["opened"][lower["url"]].keeps = keeps
     engines = make(20, lower["url"], opened=lower["opened"])
     gate.hold()
     one, other = Connection(engines, "ENGINE", "e"), Connection(engines, "ENGINE", "e")

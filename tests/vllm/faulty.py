@@ -1,12 +1,18 @@
-"""The connector, as an engine would load it; one load of the last rank fails while a file is there."""
+"""The connector, as an engine would load it; one load of the last rank fails while a file is there.
+
+With LMTIER_TEST_RESUMES all requests but the first one that come meanwhile say that they are resumable.
+"""
 
 import os
 from pathlib import Path
+
+from vllm.v1.request import Request
 
 from lmtier.core.match import Match
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm.messages import LoadPlan
 from lmtier_integrations.vllm.rank import RankLoads
+from lmtier_integrations.vllm.scheduler import Scheduler
 
 _prepare = RankLoads.prepare
 
@@ -22,3 +28,15 @@ def _prepare_or_fail(self: RankLoads, plan: LoadPlan) -> None:
 
 
 RankLoads.prepare = _prepare_or_fail  # type: ignore[method-assign]
+_add, _others = Scheduler.add, set[str]()
+
+
+def _add_or_resume(self: Scheduler, request: Request) -> None:
+    if Path(os.environ["LMTIER_TEST_FAILS"]).exists() and "LMTIER_TEST_RESUMES" in os.environ:
+        request.resumable = bool(_others)
+        _others.add(request.request_id)
+    _add(self, request)
+    request.resumable = False  # vLLM would wait for more of it
+
+
+Scheduler.add = _add_or_resume  # type: ignore[method-assign]

@@ -521,14 +521,19 @@ def test_blocks_whose_load_has_failed_are_used_by_nobody(models, tmp_path, serve
     idle(server.path)
 
 
-def test_who_shares_blocks_whose_load_has_failed_computes_them_too(models, tmp_path, server):
-    """A step has tokens for the others before the first of them has computed all of these again."""
+@pytest.mark.parametrize("resumes", [False, True])
+def test_who_shares_blocks_whose_load_has_failed_computes_them_too(models, tmp_path, server, resumes):
+    """A step has tokens for the others before the first of them has computed all of these again.
+
+    Also requests that lmtier does not follow, because they may be resumed with other tokens.
+    """
     (head,) = prompts_of(1040, seed=9)
     prompts = [[*head, *range(200 + 40 * n, 200 + 40 * n + 30)] for n in range(3)]
     flag = tmp_path / "fails"
     faulty = transfer(server=str(server.path))
     faulty["kv_connector_module_path"] = "tests.vllm.faulty"
     env = {"LMTIER_TEST_FAILS": str(flag), "LMTIER_TEST_RANK": "0"}
+    env |= {"LMTIER_TEST_RESUMES": "1"} if resumes else {}
     options: dict[str, Any] = {"long_prefill_token_threshold": 128, "num_gpu_blocks_override": 150}
     with Engine(tmp_path, models / "qwen2") as plain:
         wanted = tokens(plain.generate(prompts))

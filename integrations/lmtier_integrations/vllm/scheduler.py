@@ -106,6 +106,8 @@ class Scheduler:
         )
         self.undoing = Undoing(self._block_tokens)
         self._foreign = Foreign(self._block_tokens)
+        self._all: dict[str, Request] = {}
+        """The engine's requests, also those that are not followed."""
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
@@ -166,6 +168,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
+        self._all[request.request_id] = request
         media = self._names.media.of(request)
         if media is None:
             self.stats.add("unnamed_requests")
@@ -226,6 +229,7 @@ class Scheduler:
         """Its hints are sent now: they are about what it has stored."""
         known = self._requests.get(request.request_id)
         self.forget(request)
+        self._all.pop(request.request_id, None)
         self._foreign.finished(request.request_id, request.num_computed_tokens, tables)
         if known is not None:
             for envelope in known.said.hints:
@@ -275,7 +279,7 @@ class Scheduler:
     def undo(self, blocks: Set[int]) -> None:
         """These blocks were not loaded in their step."""
         if not self.waits_for_loads:
-            self.undoing.failed(blocks, self._requests)
+            self.undoing.failed(blocks, self._all)
 
     def learn(self, report: RankReport) -> None:
         """Apply the ranks' report about a step."""

@@ -60,6 +60,8 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
         == {ALIGN},
         f"blocks of one size in all layers, not of {sorted(sizes)} tokens": len(sizes) == 1,
         "no speculative decoding": not drafts,
+        # A hit would end inside a block, where lmtier has no state.
+        "no --prefix-match-unit": not config.cache_config.prefix_match_unit,
         "no pipeline parallelism": parallel.pipeline_parallel_size == 1,
         "no context parallelism": parallel.decode_context_parallel_size == 1
         and parallel.prefill_context_parallel_size == 1,

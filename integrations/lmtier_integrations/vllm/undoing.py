@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
-from lmtier_integrations.vllm.followed import FollowedRequest
 from lmtier_integrations.vllm.steps import entered
 
 _STEPS = 8
@@ -37,15 +37,14 @@ class Undoing:
         for request_id in [each for each, (step, _) in self._entered.items() if step <= self._step - _STEPS]:
             del self._entered[request_id]
 
-    def failed(self, blocks: Set[int], requests: Mapping[str, FollowedRequest]) -> None:
+    def failed(self, blocks: Set[int], requests: Mapping[str, Request]) -> None:
         """These were not loaded. Neither they nor what follows them is found by their names any more.
 
-        Each request that has one of them computes it itself. vLLM lets only the first one do that.
+        Each of all requests that has one of them computes it itself. vLLM lets only the first one do that.
         """
         for request_id, (_, table) in self._entered.items():
             first = next((number for number, block in enumerate(table) if block in blocks), len(table))
             if self.pool is not None:
                 self.pool.evict_blocks(set(table[first:]))
-            if first < len(table) and (known := requests.get(request_id)) is not None:
-                request = known.request
+            if first < len(table) and (request := requests.get(request_id)) is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * self._block_tokens)

@@ -143,7 +143,7 @@ class Transfers:
 
     def _waiting(self, number: int, match: Match) -> Waiting:
         """As Cache.wait. The owner steps meanwhile, and a step ends the wait at the match's deadline."""
-        while match.asking:
+        while match.asking and not match.released:
             yield None
         if not match.released:
             self._cache.prefetch(match)
