@@ -379,8 +379,10 @@ class LMTierSecondary(SecondaryTierManager):
             entry = self._going.get(key)
             if entry is not None and not entry.leases:
                 self._going.remove(entry)
+            # A disk that has just turned out to be full reports nothing: it offers the chunk again, in vain.
+            is_there = self._shared is not None or below.holds(key, self._form)
             for progress, each in self._writing.pop(key, ()):
-                self._arrived(progress, each, ok=key not in self._unwritten.keys)
+                self._arrived(progress, each, ok=is_there and key not in self._unwritten.keys)
         self._written.clear()
         self._unwritten.keys.clear()
 

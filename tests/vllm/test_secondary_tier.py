@@ -288,6 +288,7 @@ def test_a_full_disk_ends_jobs_and_is_tried_again(opened, tmp_path, monkeypatch)
         return write(*args)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
+    assert one.store(names(2, "first")).successful_keys is None
     for number in range(3):
         assert not one.store(names(20, f"{number}")).success
     assert not one.tier._going.entries()

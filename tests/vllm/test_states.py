@@ -223,6 +223,7 @@ def test_aborted_requests_hold_nothing(running):
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "needs no speculative decoding",
         ),
+        ({"prefix_match_unit": 32}, "needs no --prefix-match-unit"),
         ({"transfer": transfer(chunk_tokens=576)}, f"is not one block of this engine.*choose {BLOCK}"),
     ],
 )
