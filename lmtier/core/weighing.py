@@ -49,8 +49,10 @@ class Weighing:
             match.deadline = min(match.limit, began + match.patience)
 
     def come(self, match: Match) -> int:
-        """The number of its leading chunks that are in the slab, whole. An engine may have been told so, and
-        reads them, also if they were deleted since: they stay leased."""
+        """The number of its leading chunks that are in the slab, whole.
+
+        A reply may have said so. Then the engine reads them, also if they were deleted since.
+        """
         return next((n for n, entry in enumerate(match.run) if entry in self.coming), len(match.run))
 
     def weigh(self, match: Match) -> int:
