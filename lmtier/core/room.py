@@ -186,7 +186,8 @@ class Room:
             for offset, size in zip(entry.offsets, entry.form.sizes, strict=True):
                 self.slab.wipe(offset, padded(size))
             self.erasing.remove(entry)
-        self.leaving.difference_update(entries)
+        if self.leaving:
+            self.leaving.difference_update(entries)
         self.slab.free([offset for entry in entries for offset in entry.offsets])
         for entry in entries:
             entry.offsets = ()
