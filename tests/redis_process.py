@@ -22,6 +22,7 @@ import pytest
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE
 from tests.server.process import PATIENCE, Wire, until
+from tests.stopping import stop
 from tests.stopwatch import Stopwatch
 
 CARD = struct.Struct("<8s8sQQ")
@@ -133,7 +134,7 @@ class RedisServer:
         self.process.wait(PATIENCE)
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -35,6 +35,7 @@ from lmtier.wire.resp import Error, encode
 from lmtier.wire.verbs import MAX_MODELS
 from tests.redis_process import running
 from tests.server.process import Served, until
+from tests.stopping import stop
 from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.alone
@@ -111,7 +112,7 @@ class Server(Served):
         return self.where["unix"]
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)

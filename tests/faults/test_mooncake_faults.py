@@ -20,6 +20,7 @@ from tests.faults.deadlines import DEADLINE, PATIENCE, Lateness, in_time
 from tests.mooncake_process import mooncake
 from tests.redis_process import free_port, within
 from tests.server.process import until
+from tests.stopping import stop
 
 pytest.importorskip(
     "mooncake.store", reason="its client is for x86-64, and needs libibverbs1", exc_type=ImportError
@@ -106,7 +107,7 @@ def test_what_stands_still_is_given_up_in_time_and_writes_into_no_extent(tmp_pat
         for process in (servers.nodes[0], servers.master):
             buffer = pages(SIZE)
             job = Job(1, Op.LOAD, (Item(objects[1].name, buffer),))
-            process.send_signal(signal.SIGSTOP)
+            stop(process.pid)
             try:
                 done = in_time(tier, partial(run, tier, job))
                 assert done.failed == {objects[1].name: Reason.DEADLINE}

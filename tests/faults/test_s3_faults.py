@@ -54,6 +54,7 @@ from tests.s3_process import (
     serving,
 )
 from tests.server.process import until
+from tests.stopping import stop
 
 MODEL = namespace("m")
 
@@ -424,7 +425,7 @@ def test_a_server_that_stands_still_is_given_up_in_time(tmp_path):
     ):
         until(lambda: both(tier, there) == (None, None))
         until(lambda: lookup_failure(tier, there.name) is None)
-        server.process.send_signal(signal.SIGSTOP)
+        stop(server.process.pid)
         try:
             assert both(tier, new) == (Reason.DEADLINE, Reason.DEADLINE)
             assert lookup_failure(tier, there.name) is Reason.DEADLINE

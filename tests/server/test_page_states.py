@@ -25,6 +25,7 @@ from tests.browser import Browser
 from tests.client.test_client import Server
 from tests.redis_process import RedisServer
 from tests.server.process import until
+from tests.stopping import stop
 
 pytestmark = pytest.mark.slow
 
@@ -252,7 +253,7 @@ def test_a_server_that_stands_still(state: State) -> None:
     talk(state.client(), 100)
     state.browser.open(f"http://{state.server.where['http']}/", **DESK)
     state.browser.until("stats !== null && document.querySelector('.why').innerText")
-    state.server.process.send_signal(signal.SIGSTOP)
+    stop(state.server.process.pid)
     try:
         state.browser.until("document.querySelector('#state').innerText === 'unreachable'")
         verdicts = state.verdicts()

@@ -35,6 +35,7 @@ from tests.client.test_client import ONE, ROOM, TWO, C, is_right, keys, store, w
 from tests.redis_process import Proxy, within
 from tests.server.process import PATIENCE, Served, Wire, served, until
 from tests.server.test_engines import Connection
+from tests.stopping import stop
 
 TOKEN = "a-token-of-some-length-0123456789"
 DEADLINE, LATE = 1.0, 3.0  # seconds, on a machine that engines use too
@@ -305,7 +306,7 @@ def test_a_host_that_stands_still_is_given_up_in_time(tmp_path: Path):
     names = keys(2)
     with two_hosts(tmp_path, DEADLINE) as (a, b, source, _):
         store(a.engine, names)
-        os.kill(a.server.process.pid, signal.SIGSTOP)
+        stop(a.server.process.pid)
         try:
             assert within(DEADLINE + LATE, lambda: chunks(b.engine, names, source)) == 0
         finally:

@@ -10,6 +10,7 @@ from lmtier.tools.fleet import Host, Sighting, ask_all, lines_of
 from lmtier.tools.top import Totals
 from tests.redis_process import free_port
 from tests.server.process import served
+from tests.stopping import stop
 
 
 def totals(asked, hit):
@@ -67,7 +68,7 @@ def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other
         assert all(any(line.startswith(name) and line.endswith("works") for line in lines) for name in names)
         hosts = [Host(address_of(name)) for name in names]
         ask_all(hosts)
-        three.process.send_signal(signal.SIGSTOP)
+        stop(three.process.pid)
         try:
             looks = ask_all(hosts)
         finally:

@@ -51,10 +51,9 @@ class HttpWire(TimedSocket):
         try:
             self.send((head, *body), until)
         except ConnectionError:
-            reply = self._early_refusal(until)
-            if reply is None:
+            if (refusal := self._early_refusal(until)) is None:
                 raise
-            return reply
+            return refusal
         while (reply := self._reply(until)).status < 200:  # "100 Continue" and its like come before a reply
             pass
         self.replies += 1
