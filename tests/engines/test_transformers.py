@@ -422,7 +422,7 @@ def test_a_model_with_an_adapter_is_declined_until_it_is_merged(opened):
 
     model, prompt = tiny(CONFIGS["llama"]), prompt_of(3 * C + 5)
     store = opened(model)
-    store.generate(prompt)
+    answer(store.generate, prompt)
     adapter = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(model, adapter, "of-a-user").eval()
     with pytest.raises(MisuseError, match="merge it"):

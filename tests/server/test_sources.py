@@ -378,8 +378,9 @@ def answering(said: bytes) -> Iterator[int]:
     clients: list[socket.socket] = []
 
     def serve(client: socket.socket) -> None:
-        while client.recv(1 << 16):
-            client.sendall(said)
+        with suppress(OSError):  # who asked has hung up
+            while client.recv(1 << 16):
+                client.sendall(said)
 
     def accept() -> None:
         while True:
