@@ -10,6 +10,7 @@ import pytest
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.format.keys import NOBODY, tenant
+from lmtier.format.layout import Layout, form_of
 from lmtier.rules.hints import (
     DONE,
     MAX_ACTIONS,
@@ -23,7 +24,7 @@ from lmtier.rules.hints import (
     read_envelope,
 )
 from lmtier.testing import Gate, MemoryTier, SlowTier
-from tests.core.test_pinning import AT_REST, ONE, ROOM
+from tests.core.test_pinning import AT_REST, ONE, ROOM, C
 from tests.core.test_sessions import ask, make, named, there, time
 from tests.server.process import until
 
@@ -127,15 +128,20 @@ def test_an_end_is_kept_by_what_is_being_read(make, time):
 
 def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
     """Of a chunk that is just loading after a restart only the size at rest is known, behind a codec."""
-    tiers = f"cpu://?capacity={12 * ROOM}", f"disk://{tmp_path}/kv?capacity=1MiB&codec=lz4"
+    tiers = "cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=4MiB&codec=lz4"
+    layout = Layout.uniform(
+        layers=1, heads=2, head_dim=8192, dtype="bf16", block_tokens=C, chunk_tokens=C, packing="token"
+    )
+    form = form_of(layout, (layout.whole,))
     head, one, two = named(1, "system"), named(2, "one"), named(2, "two")
     cache = make(*tiers)
-    ask(cache, [*head, *one])
-    ask(cache, [*head, *two])
+    for names in (one, two):
+        cache.commit(cache.reserve([*head, *names], form))
     cache.close()
+    assert sum(file.stat().st_size for file in (tmp_path / "kv").rglob("*.L*")) < 5 * form.room / 2
     cache = make(*tiers)
     for session, names in (("one", one), ("two", two)):
-        cache.release(cache.match([*head, *names], ONE, session=session))
+        cache.release(cache.match([*head, *names], form, session=session))
     assert hint(cache, "prefetch", session="one") == DONE
     assert hint(cache, "prefetch", session="two") == DONE
     below = cache.lower.owned[0]

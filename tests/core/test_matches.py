@@ -116,12 +116,17 @@ def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_delete
 
 
 def test_what_an_engine_may_have_been_told_of_is_given_however_slow_copying_is(cache: Cache) -> None:
+    before = begin(cache._matches)
+    cache._matches.prefetch(before, 2, 0)
+    arrive(cache, before)
     match = begin(cache._matches)
+    assert len(match.run) == 2
     match.cost = Cost(fixed=0.0, token=1e-9, position=0.0, copy=1.0)
     cache._matches.prefetch(match, None, 1)
-    assert (match.chunks, match.cut) == (1, "not_worth_it")
-    assert match.run[0].leases == 1
-    cache._matches.release(match)
+    assert (match.chunks, match.cut) == (2, "not_worth_it")
+    assert match.run[1].leases == 2
+    for each in (before, match):
+        cache._matches.release(each)
 
 
 def test_a_match_of_another_cache_is_refused(cache: Cache) -> None:

@@ -77,7 +77,7 @@ def test_records_may_be_let_go_before_they_are_written_and_what_left_is_forgotte
 
 def test_a_turn_costs_the_same_however_many_wait():
     """A server that is behind has as many values here as a quarter of its memory holds."""
-    count = 100_000
+    count = 200_000
     slab = Index(count * 4096, make_policy("lru"))
     writes = Writes(slab, lambda entry: None, most=count)
     for number in range(count):
@@ -85,7 +85,7 @@ def test_a_turn_costs_the_same_however_many_wait():
     watch = Stopwatch()
     while len(writes):
         writes.take(writes.next())
-    assert watch.seconds() < 2  # it takes .1; it took 10 when each turn passed all that had left
+    assert watch.seconds() < 3  # it takes .1; it took 6 when each turn passed all that had left
 
 
 def test_closing_lets_go_of_what_is_leased(slab, writes):
