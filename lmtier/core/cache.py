@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lmtier import forks
-from lmtier.config import Config
+from lmtier.config import Config, TierSpec
 from lmtier.core import ram
 from lmtier.core.gauges import Gauges, places
 from lmtier.core.heritage import Heritage, lease_all
 from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
-from lmtier.core.lower import Above
+from lmtier.core.lower import Above, LowerTier
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State, check_chain
 from lmtier.core.matches import Matches
@@ -327,16 +327,8 @@ class Cache:
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
                 raise MisuseError(f"{place.label} is shared: its server decides about capacity and policy")
-        resized = [
-            (place, new.capacity)
-            for old, new, place in places
-            if isinstance(place, Room | OwnedTier) and new.capacity and old.capacity != new.capacity
-        ]
-        for resizable, capacity in resized:
-            resizable.need_fits(capacity)
-        for resizable, capacity in resized:
-            resizable.resize(capacity)
-            self.outlook.resize(resizable.index.label, capacity)
+        for resized, capacity in _resize(places):  # capacities first: only they may be refused
+            self.outlook.resize(resized.index.label, capacity)
         for old, new, place in places:
             if isinstance(place, Room | OwnedTier) and old.policy != new.policy:
                 place.index.use(make_policy(new.policy))
@@ -639,9 +631,7 @@ class Cache:
         self.pinning.pins.check()
         self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
-        for entry in self.room.leaving:
-            assert entry.state is State.GONE, f"{entry!r} is not leaving"
-            assert entry.leases, f"{entry!r} has left"
+        self.room.check()
         leases: dict[Entry, int] = {}
         self._matches.check()
         for match in self._matches.open.values():
@@ -659,3 +649,19 @@ class Cache:
                 assert entry.leases == leases.get(entry, 0), f"{entry!r} has a lease without a holder"
         for tier in self.lower:
             tier.check()
+
+
+def _resize(
+    places: Sequence[tuple[TierSpec, TierSpec, Room | LowerTier]],
+) -> list[tuple[Room | OwnedTier, int]]:
+    """Change all capacities that differ, or none. Raises MisuseError."""
+    found = [
+        (place, new.capacity)
+        for old, new, place in places
+        if isinstance(place, Room | OwnedTier) and new.capacity and old.capacity != new.capacity
+    ]
+    for place, capacity in found:
+        place.need_fits(capacity)
+    for place, capacity in found:
+        place.resize(capacity)
+    return found

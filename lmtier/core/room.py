@@ -246,3 +246,8 @@ class Room:
     def _expire(self, entry: Entry) -> None:
         self._metrics.expired.labels(CPU).inc()
         self.take_out(entry, EXPIRED)
+
+    def check(self) -> None:
+        for entry in self.leaving:
+            assert entry.state is State.GONE, f"{entry!r} is not leaving"
+            assert entry.leases, f"{entry!r} has left"
