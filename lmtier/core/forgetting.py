@@ -106,6 +106,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     yield from _leave_slab(cache, tenant, report)
     while not cache.is_warm and time.monotonic() < until:
         yield True  # a scan would bring its chunks back
+    yield from _leave_slab(cache, tenant, report)  # what was on its way up
     until = time.monotonic() + patience
     found = {told.tier: told for told in report.tiers}
     for owned in cache.lower.owned:

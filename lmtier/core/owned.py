@@ -227,7 +227,11 @@ class OwnedTier(LowerTier):
             self.choice.full()
         if self.undeletable and self.down.is_open:
             # Deletions fail. A chunk that cannot be overwritten would leave for nothing.
+            if parent is not None:
+                index.lease(parent)
             first = index.next_to_leave(short, index.pool(key), need)[0]
+            if parent is not None:
+                index.release(parent)
             if len(first) != 1 or leaving or _rooms(first[0].form) != _rooms(form):
                 return None
         # The parent must not be evicted to make room for its child: the prefix would have a hole.

@@ -17,14 +17,15 @@ DAY, HOUR = 86_400.0, 3_600.0  # seconds
 class Budget:
     """Bytes that may be written: never more than `per_day` in any 24 hours, restarts included.
 
-    The bucket holds an hour's worth, or the largest chunk if that is more. This and the day's drip together
-    stay within the day's bytes. It begins empty: a bucket that began full would give that hour again after
-    every restart. While it is nearly empty, only chunks that were asked for twice are written.
+    The bucket holds an hour's worth. This and the day's drip together stay within the day's bytes. It begins
+    empty: a bucket that began full would give that hour again after every restart. While it is nearly empty,
+    only chunks that were asked for twice are written.
 
-    A larger bucket has a smaller drip. Until it became larger the drip was that of the smaller one, in this
-    process or the one before. So it begins with a debt of as much as it has grown.
+    If a chunk is larger than an hour's worth, the bucket grows to hold it, and drips less. A restart forgets
+    that. So the 24 hours around a restart may have one such chunk more.
     """
 
+    LARGEST = 1 / 2  # the part of the day's bytes that one chunk may take
     KEPT = 1 / 32  # the part of the bucket that is reserved for chunks that were asked for twice
 
     def __init__(self, per_day: float, now: float) -> None:
@@ -45,10 +46,8 @@ class Budget:
 
     def allows(self, nbytes: int, is_proven: bool, now: float) -> bool:
         left = self.left(now)
-        if self._most < nbytes < self._per_day:
-            self._left -= nbytes - self._most
+        if self._most < nbytes <= self._per_day * self.LARGEST:
             self._hold(nbytes)
-            left = self.left(now)
         return nbytes <= left and (is_proven or left >= self._most * self.KEPT)
 
     def reserve(self, nbytes: int) -> None:

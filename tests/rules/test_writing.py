@@ -60,8 +60,9 @@ def test_no_day_sees_more_than_its_budget(history):
             written.append((now, int(nbytes * share)))
             budget.spend(nbytes, written[-1][1], now)
     most = max([per_day / 24, *(nbytes for _, nbytes, *_ in history)])
+    more = most - per_day / 24 if any(not restart for *_, restart in history) else 0
     for i, (began, _) in enumerate(written):
-        assert sum(n for at, n in written[i:] if at - began <= DAY) <= per_day
+        assert sum(n for at, n in written[i:] if at - began <= DAY) <= per_day + more
         assert sum(n for at, n in written[i:] if at - began <= HOUR) <= most + per_day / 24
 
 
@@ -89,11 +90,11 @@ def test_a_chunk_that_is_larger_than_an_hours_worth_is_saved_up_for():
     budget, hours = Budget(24_000_000, 0.0), 0
     while not budget.allows(3_000_000, True, hours * HOUR):
         hours += 1
-        assert hours < 8
+        assert hours < 5
     budget.reserve(3_000_000)
     budget.spend(3_000_000, 3_000_000, hours * HOUR)
     assert not budget.allows(3_000_000, True, (hours + 1) * HOUR)
-    assert not budget.allows(24_000_000, True, 100 * DAY), "a day's worth at once leaves no drip"
+    assert not budget.allows(13_000_000, True, 100 * DAY), "more than half of a day's bytes"
 
 
 def test_what_is_being_written_is_taken_from_the_budget_and_what_a_codec_saved_comes_back():
