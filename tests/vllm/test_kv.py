@@ -80,6 +80,7 @@ def test_states_in_parts_of_a_prompt_are_declined_in_one_sentence(parallel, need
     one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(model="some model"),
+        cache_config=SimpleNamespace(prefix_match_unit=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
         speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
