@@ -348,7 +348,13 @@ def main() -> None:
         return outcome(done[0])
 
     def adapter(lora: str) -> Any:
-        return LoRARequest(Path(lora).name, 1 + hash(lora) % 1000, lora) if lora else None
+        return LoRARequest(Path(lora).name, number_of(lora), lora) if lora else None
+
+    numbers: dict[str, int] = {}
+
+    def number_of(lora: str) -> int:
+        """vLLM takes adapters with one number for one adapter."""
+        return numbers.setdefault(lora, len(numbers) + 1)
 
     def begin(prompt: list[int], tokens: int, lora: str) -> str:
         name = f"begun {time.monotonic_ns()}"
@@ -456,7 +462,7 @@ def main() -> None:
                 asked.load_inplace = given["in_place"]
                 say(llm.llm_engine.add_lora(asked))
             case "remove_lora":
-                say(llm.llm_engine.remove_lora(1 + hash(given["lora"]) % 1000))
+                say(llm.llm_engine.remove_lora(number_of(given["lora"])))
             case "start":
                 for prompt in given["prompts"]:
                     begin(prompt, given["tokens"], given["lora"])
