@@ -259,7 +259,7 @@ class LMTierHiCache(HiCacheStorage):
 
         If one rank stores the pages for all, they need the same name.
         """
-        run = _launch() if self._storage.is_mla_model else f"{os.getpid()} {_PROCESS}"
+        run = _launch() if self._storage.is_mla_model and torch.distributed.is_initialized() else _process()
         return f"{run} after {_in_place.changes} changes"
 
     def _rank(self, name: Any) -> list[int]:
@@ -527,10 +527,13 @@ def _text(value: Any) -> str:
     return str(sorted(value) if isinstance(value, set) else value)
 
 
+def _process() -> str:
+    """The process id is included because a forked child inherits the secret."""
+    return f"{os.getpid()} {_PROCESS}"
+
+
 def _launch() -> str:
     """A secret of the launch that this rank belongs to. The first rank that asks makes it up."""
-    if not torch.distributed.is_initialized():
-        return _PROCESS
     store = torch.distributed.distributed_c10d._get_default_store()
     secret: bytes = store.compare_set("lmtier launch", "", secrets.token_hex(16))
     return secret.decode()

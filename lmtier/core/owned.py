@@ -225,14 +225,10 @@ class OwnedTier(LowerTier):
             return None if leaving > -short else (None,) * len(form.shards)
         if self.choice is not None:
             self.choice.full()
-        if self.undeletable and self.down.is_open:
-            # Deletions fail. A chunk that cannot be overwritten would leave for nothing.
-            if parent is not None:
-                index.lease(parent)
-            first = index.next_to_leave(short, index.pool(key), need)[0]
-            if parent is not None:
-                index.release(parent)
-            if len(first) != 1 or leaving or _rooms(first[0].form) != _rooms(form):
+        if (
+            self.undeletable and self.down.is_open
+        ):  # chunks that cannot be overwritten would leave for nothing
+            if leaving or not self._could_overwrite(key, form, parent, short):
                 return None
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
         victims = index.evict(short, parent, index.pool(key), need)
@@ -244,6 +240,16 @@ class OwnedTier(LowerTier):
         for victim in victims:
             self._delete(names_of(victim), victim.nbytes)
         return None
+
+    def _could_overwrite(self, key: bytes, form: ChunkForm, parent: Entry | None, short: int) -> bool:
+        """Whether the next to leave for this chunk is a single one of its size."""
+        index = self.index
+        if parent is not None:
+            index.lease(parent)
+        victims, _ = index.next_to_leave(short, index.pool(key), form.at_rest)
+        if parent is not None:
+            index.release(parent)
+        return len(victims) == 1 and _rooms(victims[0].form) == _rooms(form)
 
     def _nearest(self, entry: Entry) -> Entry | None:
         """The entry here of the nearest ancestor that this tier holds."""

@@ -33,6 +33,7 @@ from tests.core.test_cache import (
 )
 from tests.core.test_shared import FAR, M, of, settle
 from tests.model.hand import HandTier
+from tests.server.process import until
 
 
 def test_write_policies_decide_what_goes_down(make, tmp_path):
@@ -142,20 +143,20 @@ def test_a_full_tier_with_an_object_that_cannot_be_deleted_is_written_to_all_the
     tier._ops = (Op.DELETE,)
     below = cache.lower.owned[0]
     below.discard(keys(10, "old")[9], ())
-    until, last = time.monotonic() + 30, keys(1, "new")
-    while not below.holds(last[0], ONE):
-        assert time.monotonic() < until, "nothing is written"
+    last = keys(1, "new")
+
+    def is_written() -> bool:
+        nonlocal last
         if not below.has(last[0], ONE):
             store(cache, last := keys(1, f"new{time.monotonic()}"))
         cache.step()
         cache.check()
-        time.sleep(0.01)
+        return below.holds(last[0], ONE)
+
+    until(is_written, 30.0)
     assert below.index.used == 9 * AT_REST
     tier._ops = ()
-    while below.undeletable:
-        assert time.monotonic() < until
-        cache.step()
-        time.sleep(0.01)
+    until(lambda: cache.step() >= 0 and not below.undeletable, 30.0)
     assert below.deleting == 0
 
 

@@ -40,7 +40,8 @@ class Undoing:
     def failed(self, blocks: Set[int], requests: Mapping[str, Request]) -> None:
         """These were not loaded. Neither they nor what follows them is found by their names any more.
 
-        Each of all requests that has one of them computes it itself. vLLM lets only the first one do that.
+        Every request that has one of them computes it itself, whether lmtier follows it or not. vLLM lets
+        only the first one do that.
         """
         for request_id, (_, table) in self._entered.items():
             first = next((number for number, block in enumerate(table) if block in blocks), len(table))

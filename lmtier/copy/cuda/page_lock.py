@@ -45,7 +45,7 @@ class PageLock:
         step: int = STEP,
     ) -> None:
         self._memory: memoryview | None = memory
-        """None: it is unlocked again."""
+        """Keeps the memory mapped, until it is unlocked."""
         array = np.frombuffer(memory, np.uint8)
         address, nbytes = array.ctypes.data, array.nbytes
         self._register, self._unregister = register, unregister
