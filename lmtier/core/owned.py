@@ -226,10 +226,11 @@ class OwnedTier(LowerTier):
         if self.choice is not None:
             self.choice.full()
         if (
-            self.undeletable and self.down.is_open
-        ):  # chunks that cannot be overwritten would leave for nothing
-            if leaving or not self._could_overwrite(key, form, parent, short):
-                return None
+            self.undeletable
+            and self.down.is_open
+            and (leaving or not self._could_overwrite(key, form, parent, short))
+        ):
+            return None  # deletions fail: what is evicted and not overwritten would leave for nothing
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
         victims = index.evict(short, parent, index.pool(key), need)
         if victims is None:  # chunks that are being written can be evicted later

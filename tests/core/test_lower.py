@@ -151,7 +151,8 @@ def test_a_full_tier_with_an_object_that_cannot_be_deleted_is_written_to_all_the
             store(cache, last := keys(1, f"new{time.monotonic()}"))
         cache.step()
         cache.check()
-        return below.holds(last[0], ONE)
+        is_there: bool = below.holds(last[0], ONE)
+        return is_there
 
     until(is_written, 30.0)
     assert below.index.used == 9 * AT_REST
