@@ -612,8 +612,10 @@ def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
         assert remote.snapshot()["tiers"][0]["chunks"] == 20
 
 
-def test_clear_of_no_name_is_not_clear_of_everything(run, shared):
-    code, _, err = run("clear", shared.redis, "--namespace", "")
+@pytest.mark.parametrize("option", ["--namespace", "--stored-by"])
+def test_clear_of_no_name_is_not_clear_of_everything(run, shared, option):
+    """As of a script whose variable is not set."""
+    code, _, err = run("clear", shared.redis, option, "")
     assert (code, "--all forgets everything" in err) == (2, True)
 
 

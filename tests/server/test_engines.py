@@ -610,6 +610,9 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
         ("CLEAR", ("EVERYTHING",), "ERR LMTIER.CLEAR takes"),
         ("CLEAR", ("PREFIX", "xyz"), "ERR 'xyz' is not hexadecimal"),
         ("CLEAR", ("PREFIX", "00" * 33), "ERR LMTIER.CLEAR takes"),
+        ("CLEAR", ("PREFIX", ""), "ERR LMTIER.CLEAR takes"),
+        ("CLEAR", ("STOREDBY", "", "FORCE"), "ERR STOREDBY needs the name of an engine"),
+        ("CLEAR", ("SINCE", ""), "ERR '' is not a time in milliseconds"),
         (
             "TELL",
             ('{"identity": {}, "lora": "", "salt": "%s"}' % ("x" * 16384), b"", b"", b""),

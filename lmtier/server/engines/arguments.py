@@ -130,14 +130,14 @@ def read_identity(argument: Argument) -> Identity:
         ) from None
 
 
-def take_option(words: list[str], name: str) -> str:
-    """Takes an option out of `words` and returns its value; empty if it is missing."""
+def take_option(words: list[str], name: str) -> str | None:
+    """Takes an option out of `words` and returns its value; None if it is missing."""
     for at, word in enumerate(words[:-1]):
         if word.upper() == name:
             value = words[at + 1]
             del words[at : at + 2]
             return value
-    return ""
+    return None
 
 
 def _quoted(argument: Argument) -> str:

@@ -169,7 +169,7 @@ class Operating:
     def hint(self, caller: Caller, arguments: list[Argument]) -> Any:
         """Execute an envelope of hints of one tenant; its salt is proof enough that it is this tenant's."""
         words = [read_text(each) for each in arguments[2:]]
-        salt, session = take_option(words, "SALT"), take_option(words, "SESSION")
+        salt, session = take_option(words, "SALT") or "", take_option(words, "SESSION") or ""
         if words:
             raise Refused("ERR LMTIER.HINT takes an envelope, [SALT salt], [SESSION name], no more")
         return self._executing(read_envelope(bytes(arguments[1])), tenant(salt), session)
@@ -192,12 +192,14 @@ class Operating:
         force = bool(words) and words[-1].upper() == "FORCE"
         words = words[:-1] if force else words
         by, since = take_option(words, "STOREDBY"), take_option(words, "SINCE")
+        if by == "":  # otherwise a script with an unset variable would clear everything
+            raise Refused("ERR STOREDBY needs the name of an engine, or a pattern")
         match words:
             case []:
                 prefix = b""
             case [option, model] if option.upper() == "NAMESPACE":
                 prefix = namespace(model)
-            case [option, digits] if option.upper() == "PREFIX" and len(digits) <= 2 * KEY_BYTES:
+            case [option, digits] if option.upper() == "PREFIX" and 0 < len(digits) <= 2 * KEY_BYTES:
                 prefix = read_hex(digits.encode())
             case _:
                 raise Refused(
@@ -207,10 +209,11 @@ class Operating:
         if not self._cache.is_warm:
             raise Refused("LOADING the tiers are still being scanned, so they cannot be cleared; try again")
         full = [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]
-        if full and (prefix or by or since):  # a clear of everything makes all others unnecessary
+        is_suspect = by is not None or since is not None
+        if full and (prefix or is_suspect):  # a clear of everything makes all others unnecessary
             raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
-        if by or since:
-            moment = read_number(since.encode(), "a time in milliseconds", 1 << 53) if since else 0
+        if is_suspect:
+            moment = 0 if since is None else read_number(since.encode(), "a time in milliseconds", 1 << 53)
             self._cache.purge(Suspect(prefix, by or "*", moment), force=force)
             return OK if until is None else self._cleared(until)
         return self._clearing(prefix, force, until)

@@ -191,6 +191,8 @@ def _clear(args: Namespace) -> int:
 
     if args.namespace == "":
         raise ConfigError("--namespace needs the name of a model; --all forgets everything")
+    if args.stored_by == "":
+        raise ConfigError("--stored-by needs the name of an engine; --all forgets everything")
     is_suspect = args.stored_by is not None or args.since is not None
     if args.namespace is None and not args.all and not is_suspect:
         raise ConfigError("nothing to delete is given: use --namespace, --stored-by, --since or --all")
