@@ -126,6 +126,8 @@ class Remote:
         self.address = address
         self._timeout = timeout
         self._replies = Replies()
+        self._is_known = False
+        """Whether the token was sent."""
         self._socket = self._connected()
 
     def __enter__(self) -> Remote:
@@ -141,9 +143,10 @@ class Remote:
         """The answer to one command. An error is raised, with a message that says what to do."""
         timeout = timeout or self._timeout
         reply = self._exchange(words, timeout)
-        if isinstance(reply, Error) and reply.startswith("NOAUTH"):
+        if isinstance(reply, Error) and self._asks_for_token(reply):
             if self.address.token is None:
                 raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
+            self._is_known = True
             if isinstance(shown := self._exchange(("AUTH", self.address.token), timeout), Error):
                 raise self._trouble(f"refuses this token: {printable(shown)}")
             reply = self._exchange(words, timeout)
@@ -152,6 +155,11 @@ class Remote:
                 raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
             raise self._trouble(f"answered: {printable(reply)}")
         return reply
+
+    def _asks_for_token(self, reply: Error) -> bool:
+        """A server may want one for all commands, or only for those of administrators."""
+        may_do_more = self.address.token is not None and not self._is_known
+        return reply.code == "NOAUTH" or (reply.code == "NOPERM" and may_do_more)
 
     def snapshot(self) -> Snapshot:
         """The server's report about itself."""

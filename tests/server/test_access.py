@@ -75,6 +75,20 @@ def test_without_a_token_for_engines_only_administration_needs_one(tmp_path, fil
         assert refused(wire.ask("FLUSHALL")), "RESET gives the rights back"
 
 
+def test_the_command_line_sends_the_token_that_only_administration_needs(tmp_path, files, capsys):
+    admin, engine = files["admin_token_file"], files["token_file"]
+    with served(tmp_path, admin_token_file=admin) as server:
+        server._token = WORDS[Role.ADMIN]  # for the check at the end
+        server.ask("SET", "name", "value")
+        where = server.where["redis"]
+        assert main(["clear", "--all", where]) == 1
+        assert main(["clear", "--all", where, "--token-file", engine]) == 1
+        assert "refuses this token" in capsys.readouterr().err
+        assert server.ask("DBSIZE") == 1
+        assert main(["clear", "--all", where, "--token-file", admin]) == 0
+        assert server.ask("DBSIZE") == 0
+
+
 def test_the_unix_socket_is_for_its_owner_who_may_do_everything(tmp_path, files):
     with (
         served(tmp_path, unix=str(tmp_path / "s"), token=WORDS[Role.ADMIN], **files) as server,
