@@ -558,6 +558,7 @@ class Cache:
         if self._closed.is_set():
             return
         until = time.monotonic() + timeout
+        self.pause(False)
         for owned in self.lower.owned:
             owned.offer_records()
         if not self._drain(timeout):

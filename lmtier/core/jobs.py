@@ -63,7 +63,9 @@ class Jobs:
 
     @property
     def is_silent(self) -> bool:
-        return time.monotonic() - self._heard >= self._patience
+        """Whether it has jobs, and has finished nothing for too long."""
+        oldest = next(iter(self._jobs.values()), None)
+        return oldest is not None and time.monotonic() - max(oldest.since, self._heard) >= self._patience
 
     def submit(
         self,

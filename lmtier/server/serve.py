@@ -405,6 +405,7 @@ class Server:
             tell_systemd("STOPPING=1")
             log.info("lmtier: stopping; running requests have %.0f s to finish", self.serving.grace)
             self._close_doors()
+            self._departure.stop()
         late = time.monotonic() > self._stop_at
         for connection in self._roster:
             if connection.is_idle or late:

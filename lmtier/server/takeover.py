@@ -75,6 +75,7 @@ class Departure:
         self._cord: socket.socket | None = None
         self._since = 0.0
         self._asked: float | None = None
+        self._is_over = False
         self.pid = 0
         """The process that takes over."""
 
@@ -92,6 +93,8 @@ class Departure:
             raise Refused(f"ERR this server hands over books of version {VERSION}; restart it instead")
         if self._cord is not None:
             raise Refused("ERR another server is taking over now")
+        if self._is_over:
+            raise Refused("ERR this server stops")
         self._cord, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._cord.setblocking(False)
         self.pid, self._since = caller.peer[0], time.monotonic()
@@ -117,11 +120,14 @@ class Departure:
             return False
         if self._cache.is_warm:
             return self._stand_still()
-        why = "a tier still finds out what it holds; try again later"
-        with suppress(OSError):
-            self._cord.send(NO + why.encode())
-        self._end(why)
+        self._refuse("a tier still finds out what it holds; try again later")
         return False
+
+    def stop(self) -> None:
+        """This server stops. From now on it no longer knows what engines use whose connections it closes."""
+        self._is_over = True
+        if self._cord is not None:
+            self._refuse("it stops")
 
     def _stand_still(self) -> bool:
         assert self._cord is not None
@@ -213,9 +219,15 @@ class Departure:
         self._cord.setblocking(False)
         return _receive(self._cord) == TAKEN
 
+    def _refuse(self, why: str) -> None:
+        assert self._cord is not None
+        with suppress(OSError):
+            self._cord.send(NO + why.encode())
+        self._end(why)
+
     def _end(self, why: str) -> None:
         assert self._cord is not None
-        log.warning("lmtier: process %d did not take over, and this one goes on: %s", self.pid, why)
+        log.warning("lmtier: process %d did not take over: %s", self.pid, why)
         self._cache.metrics.takeovers.labels("failed").inc()
         self._cord.close()
         self._cord = self._asked = None
@@ -311,7 +323,8 @@ class Predecessor:
     def go(self) -> Arrival:
         """Let it stand still, and get what it has."""
         try:
-            self._cord.send(GO)
+            with suppress(BrokenPipeError):  # it has ended; why is read next
+                self._cord.send(GO)
             message, fds, _, _ = socket.recv_fds(self._cord, _MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
             if message != BOOKS:
                 why = message.removeprefix(NO).decode() or "it ended"

@@ -173,14 +173,12 @@ class Host:
     def __init__(self, folder: Path, capacity: str = "64MiB") -> None:
         self.unix = str(folder / "socket")
         self.log = folder / "log"
-        self._settings = (
-            {
-                "tiers": [f"cpu://?capacity={capacity}", f"disk://{folder}/kv?capacity=256MiB"],
-                "chunk_tokens": 16,
-                "prefault": False,
-            },
-            {"listen": "127.0.0.1:0", "http": "", "unix": self.unix},
-        )
+        self.config: dict[str, Any] = {
+            "tiers": [f"cpu://?capacity={capacity}", f"disk://{folder}/kv?capacity=256MiB"],
+            "chunk_tokens": 16,
+            "prefault": False,
+        }
+        self._settings = self.config, {"listen": "127.0.0.1:0", "http": "", "unix": self.unix}
         self.server = self.begin("", "")
         assert self.server.is_ready(), self.log.read_text()
 
@@ -301,6 +299,20 @@ def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_wri
                 each.end()
         with Client(running.unix) as client:
             client.check()
+
+
+def test_from_a_server_that_stops_nobody_takes_over(tmp_path: Path) -> None:
+    """It has closed the connections of engines that may still copy, so it does not know what they use."""
+    with host(tmp_path) as running, Wire(running.unix) as half:
+        half.send(command("PING")[:-3])  # it waits for the rest
+        following = Predecessor(Path(running.unix), Config(**running.config))
+        running.server.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping; running requests" in running.log.read_text())
+        with pytest.raises(ConfigError, match="cannot be taken over now: it stops"):
+            following.go()
+        half.send(command("PING")[-3:])
+        assert half.reply() == "PONG"
+        assert running.server.process.wait(PATIENCE) == 0
 
 
 def test_another_version_takes_over_and_this_one_again(tmp_path: Path) -> None:

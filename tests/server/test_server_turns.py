@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,45 @@ def test_what_a_full_and_failing_disk_could_not_overwrite_is_not_forgotten(tmp_p
         disk.is_read_only = False
         until(lambda: cache.step() is not None and not cache.lower[0].backlog, 10.0)
         assert finished(values.forget(lost)) == 0
+
+
+def test_a_tier_that_may_not_write_now_is_waited_for(tmp_path: Path):
+    """It is paused for a takeover, and has no job that could end. What is acknowledged would be dropped."""
+    tiers = ("cpu://?capacity=1MiB", f"disk://{tmp_path}?capacity=8MiB")
+    with Cache(Config(tiers=tiers, prefault=False, load_deadline=0.01), is_record=is_value) as cache:
+        values = Values(cache)
+        until(lambda: cache.step() or cache.is_warm)
+        cache.pause(True)
+        for number in count():
+            draft = values.draft(20_000)
+            assert draft is not None
+            waiting = values.put(draft, b"%d" % number)
+            if cache.is_behind(len(draft.view)):
+                break
+            with pytest.raises(StopIteration):
+                next(waiting)
+        assert number > 4
+        threading.Event().wait(0.05)
+        assert next(waiting, "acknowledged") is None
+        cache.pause(False)
+        until(lambda: cache.step() is not None and next(waiting, "acknowledged") == "acknowledged")
+        assert cache.flush(5.0)
+        assert sum(cache.lower[0].holds(value_key(b"%d" % n), ANY) for n in range(number + 1)) == number + 1
+
+
+def test_what_waits_while_nothing_may_be_written_is_written_at_the_end(tmp_path: Path):
+    tiers = ("cpu://?capacity=1MiB", f"disk://{tmp_path}?capacity=8MiB")
+    for is_first in (True, False):
+        with Cache(Config(tiers=tiers, prefault=False), is_record=is_value) as cache:
+            values = Values(cache)
+            until(lambda cache=cache: cache.step() or cache.is_warm)
+            assert cache.lower[0].holds(value_key(b"a"), ANY) == (not is_first)
+            if is_first:
+                cache.pause(True)
+                draft = values.draft(3)
+                assert draft is not None
+                with pytest.raises(StopIteration):
+                    next(values.put(draft, b"a"))
 
 
 def test_an_engine_cannot_cut_the_slab_short():
