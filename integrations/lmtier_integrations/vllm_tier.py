@@ -62,7 +62,7 @@ from lmtier.observe.metrics import Metrics
 from lmtier.rules.policy import make_policy
 from lmtier.tiers.base import Reason, Stat
 from lmtier_integrations.identity import preparing_files_in, weights_of
-from lmtier_integrations.vllm.memory import caller, wrap
+from lmtier_integrations.vllm.memory import caller, files_of, wrap
 
 log = logging.getLogger("vllm.lmtier")
 
@@ -477,6 +477,8 @@ def _identity(
     why = "" if weights else "its weights are neither files nor named; weights in the tier's entry names them"
     if core is None:
         why = "this vLLM does not show changes of its weights"
+    elif not named and not files_of(core.vllm_config):
+        why = "the files of its weights are newer than the engine, which may have loaded others"
     elif core.vllm_config.lora_config is not None and not named:
         why = "vLLM tells adapters apart by names of users; if the same name always means the same adapter, "
         why += "set weights in the tier's entry"

@@ -31,14 +31,18 @@ AT_REST = stored_size(ROW)
 # ---- the class alone
 
 
-def started(make: Callable[[], Any], *, adapters: bool = False) -> Any:
+def started(make: Callable[[], Any], model: Path, *, adapters: bool = False) -> Any:
     """Call this while vLLM's core makes its scheduler, as far as a tier asks of both. Returns the core."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     class Core(EngineCore):
         def __init__(self) -> None:
-            self.vllm_config = SimpleNamespace(lora_config=object() if adapters else None)
+            self.vllm_config = SimpleNamespace(
+                lora_config=object() if adapters else None,
+                model_config=SimpleNamespace(model=str(model)),
+                parallel_config=SimpleNamespace(distributed_executor_backend=None),
+            )
             self.scheduler = Made()
 
         def collective_rpc(self, *_: Any) -> None: ...
@@ -73,7 +77,7 @@ class Tier:
         def make() -> LMTierSecondary:
             return LMTierSecondary(facts, self.memory.data, "t", tier=url, **given)
 
-        self.core = started(make, adapters=adapters)
+        self.core = started(make, model, adapters=adapters)
         self.tier = self.core.scheduler.tier
         self.request = ReqContext("a")
         self.jobs = 0
@@ -165,7 +169,8 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(model: Path) -> Iterator[Callable[..., Tier]]:
+def opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Tier]]:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the model is newer than this process
     tiers: list[Tier] = []
 
     def start(url: str, **given: Any) -> Tier:
@@ -355,6 +360,16 @@ def test_other_weights_do_not_meet(opened, redis_server, model):
     (model / "model.safetensors").write_bytes(b"other")
     assert opened(url).lookup(names(3)) == [False] * 3
     assert opened(url, weights="mine").lookup(names(3)) == [False] * 3
+
+
+def test_files_that_are_newer_than_the_engine_give_no_name(opened, redis_server, monkeypatch):
+    """It has loaded its weights before it makes the tier. These may be others."""
+    url = f"unix://{redis_server}?namespace=newer"
+    opened(url).store(names(3))
+    opened(url, weights="mine").store(names(3))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert opened(url).lookup(names(3)) == [False] * 3
+    assert opened(url, weights="mine").lookup(names(3)) == [True] * 3
 
 
 def replaced_in_place() -> Any:
