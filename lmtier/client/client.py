@@ -469,10 +469,10 @@ class Client:
     def discard(self, entry: Entry) -> None:
         self.delete([entry.key])
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete these chunks in every tier."""
-        for first in range(0, len(keys), MAX_KEYS):
-            self._server.call("LMTIER.DISCARD", *keys[first : first + MAX_KEYS])
+    def delete(self, keys: Sequence[bytes]) -> bool:
+        """Delete these chunks in every tier. False: the server has not confirmed all of it."""
+        batches = [keys[first : first + MAX_KEYS] for first in range(0, len(keys), MAX_KEYS)]
+        return all(self._server.call("LMTIER.DISCARD", *batch) is not None for batch in batches)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """As Cache.flush. False if no server answers."""

@@ -96,16 +96,18 @@ class Engine:
         *,
         salt: str = "",
         lora: str = "",
+        in_place: bool = False,
         ttl: object = None,
         params: dict[str, Any] | None = None,
         logprobs: int = 0,
     ) -> list[Output]:
         """All at once, as vLLM schedules them. `params` are their kv_transfer_params.
 
+        `in_place`: vLLM reads the adapter's files again.
         `logprobs`: say so many of the likeliest first tokens.
         """
         params = params if ttl is None else {"lmtier_ttl": ttl}
-        asked = {"salt": salt, "lora": lora, "params": params, "logprobs": logprobs}
+        asked = {"salt": salt, "lora": lora, "in_place": in_place, "params": params, "logprobs": logprobs}
         return [Output(each) for each in self.ask("generate", prompts=prompts, tokens=tokens, **asked)]
 
     def ask_in_session(
@@ -166,9 +168,10 @@ class Engine:
         """Change all weights of an engine in one process, as its owner can: no call of vLLM's tells of it."""
         assert self.ask("write", by=by)
 
-    def sleep(self, level: int, *, resets: bool = False) -> None:
-        """And wake up. `resets`: the prefix cache is reset once more, while ranks compute the next step."""
-        assert self.ask("sleep", level=level, resets=resets)
+    def sleep(self, level: int, *, resets: bool = False, aborts: bool = False) -> None:
+        """And wake up. `aborts`: meanwhile somebody asks, and hangs up. `resets`: the prefix cache is reset
+        once more, while ranks compute the next step."""
+        assert self.ask("sleep", level=level, resets=resets, aborts=aborts)
 
     def add_lora(self, lora: str, *, in_place: bool = False) -> None:
         """`in_place`: instead of what is in memory by that name."""
@@ -323,12 +326,13 @@ def main() -> None:
         tokens: int,
         salt: str,
         lora: str,
+        in_place: bool = False,
         params: dict[str, Any] | None = None,
         logprobs: int = 0,
     ) -> Any:
         asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
         how = greedy(tokens, params, logprobs)
-        return llm.generate(asked, how, use_tqdm=False, lora_request=adapter(lora))
+        return llm.generate(asked, how, use_tqdm=False, lora_request=adapter(lora, in_place=in_place))
 
     def ask_in_session(prompt: list[int], session: str, hints: dict[str, Any] | None, salt: str) -> Any:
         import msgspec
@@ -347,8 +351,9 @@ def main() -> None:
         settle()
         return outcome(done[0])
 
-    def adapter(lora: str) -> Any:
-        return LoRARequest(Path(lora).name, number_of(lora), lora) if lora else None
+    def adapter(lora: str, *, in_place: bool = False) -> Any:
+        name = Path(lora).name
+        return LoRARequest(name, number_of(lora), lora, load_inplace=in_place) if lora else None
 
     numbers: dict[str, int] = {}
 
@@ -409,7 +414,7 @@ def main() -> None:
                 say([outcome(each) for each in found])
             case "seconds":
                 began = time.perf_counter()
-                generate([given["prompt"]], 1, "", "", None, 0)
+                generate([given["prompt"]], 1, "", "")
                 took = time.perf_counter() - began
                 settle()
                 say(took)
@@ -453,14 +458,16 @@ def main() -> None:
                 say(True)
             case "sleep":
                 llm.sleep(given["level"])
+                if given["aborts"]:
+                    llm.llm_engine.add_request("of an impatient", {"prompt_token_ids": [1]}, greedy(1))
+                    llm.llm_engine.abort_request(["of an impatient"])
+                    llm.llm_engine.step()
                 llm.wake_up()
                 if given["resets"]:
                     _reset_beside_step(llm.llm_engine.engine_core.engine_core.scheduler)
                 say(True)
             case "add_lora":
-                asked = adapter(given["lora"])
-                asked.load_inplace = given["in_place"]
-                say(llm.llm_engine.add_lora(asked))
+                say(llm.llm_engine.add_lora(adapter(given["lora"], in_place=given["in_place"])))
             case "remove_lora":
                 say(llm.llm_engine.remove_lora(number_of(given["lora"])))
             case "start":

@@ -7,7 +7,9 @@ late, in any order and at any speed, does what a GPU's would do.
 from __future__ import annotations
 
 import itertools
+import shutil
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +93,27 @@ def test_an_adapter_is_read_before_anything_is_loaded_under_it(models, tmp_path,
 
 
 def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
+def test_an_adapter_that_each_request_reads_anew_has_the_name_of_its_files(models, tmp_path, server):
+    """A trainer overwrites them between its requests, which say load_inplace."""
+    prompts, place = prompts_of(900), tmp_path / "adapter"
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, **SMALL}
+    adapters = models / "first-adapter", models / "second-adapter"
+    with Engine(tmp_path, models / "qwen2", **options) as plain:
+        wanted = {each: tokens(alone(plain, prompts, lora=str(each))) for each in adapters}
+    with Engine(tmp_path, models / "qwen2", transfer=simulated(server), **options) as engine:
+
+        def loads(adapter: Path) -> bool:
+            engine.forget()
+            outputs = alone(engine, prompts, lora=str(place), in_place=True)
+            assert tokens(outputs) == wanted[adapter]
+            return cached(outputs) >= loadable(prompts)
+
+        for adapter in (*adapters, *adapters):
+            shutil.copytree(adapter, place, dirs_exist_ok=True)
+            until(partial(loads, adapter), RECOVERY)
+        assert not engine.metrics()["lmtier:load_failures_total"]
+
+
     prompts = prompts_of(*(400 + 17 * n for n in range(8)), prefix=200)
     others = prompts_of(*(350 + 31 * n for n in range(8)), seed=2)
     with Engine(tmp_path, models / "qwen2") as plain:

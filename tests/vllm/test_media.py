@@ -233,6 +233,19 @@ def test_a_name_that_had_two_contents_is_none_from_then_on(configured):
     assert named(media, item(pixels=PIXELS.clone()), "z") == named(Media(configured()), first, "x")
 
 
+@pytest.mark.parametrize("trusts_ids", [False, True])
+def test_what_an_adapter_before_made_of_an_item_is_not_stored(configured, trusts_ids):
+    """vLLM keeps it under the adapter's name, and computes with it when another adapter has this name."""
+    towers = configured(enable_lora=True, enable_tower_connector_lora=True)
+    request = asked(item(pixels=PIXELS), "adapter:x")
+    media = Media(towers, trusts_ids=trusts_ids)
+    assert media.of(request, "one") == Media(towers, trusts_ids=trusts_ids).of(request, "one") != []
+    assert media.of(request, "another") is None
+    assert media.of(request, "one") is None
+    plain = Media(configured(enable_lora=True), trusts_ids=trusts_ids)
+    assert plain.of(request, "one") == plain.of(request, "another") == plain.of(request)
+
+
 def test_text_needs_no_name(configured):
     assert Media(configured()).of(SimpleNamespace(mm_features=[])) == []
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from lmtier.client.client import Client
 from lmtier_integrations.vllm.memory import _beginning
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.settings import Settings
+from tests.server.process import until
 from tests.vllm.conftest import TWO, alone, cached, loadable, prompts_of, tiers_of, tokens
 from tests.vllm.engine import Engine
 
@@ -139,6 +141,19 @@ def test_who_only_slept_keeps_all_names_though_a_reset_comes_beside_the_next_ste
         answers(engine, PROMPTS, wanted["written"])
 
 
+@pytest.mark.parametrize("below", ["own tiers"], indirect=True)
+def test_a_rank_that_sleeps_in_a_step_compares_its_weights_later(models, tmp_path, below, wanted):
+    """Somebody asks while the engine sleeps, and hangs up. That makes a step, without tokens."""
+    how = below.transfer(check_weights="0s")
+    with Engine(tmp_path, models / "qwen2", transfer=how, worker_extension_cls=EXTENSION) as engine:
+        answers(engine, PROMPTS, wanted["qwen2"])
+        engine.sleep(1, aborts=True)
+        assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+        engine.rpc("write", by=1.25)
+        engine.sleep(1, aborts=True)
+        answers(engine, PROMPTS, wanted["written"])
+
+
 def test_what_ranks_tell_of_an_earlier_sleep_undoes_no_reset(models):
     """With two steps under way a report may come after a reset that its step knows nothing of."""
     from vllm.engine.arg_utils import EngineArgs
@@ -211,6 +226,39 @@ def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_
     with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, LATER, wanted["later"]) == 0
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
+
+
+def test_what_was_stored_of_unseen_weights_is_deleted_by_a_server_that_was_away(
+    models, tmp_path, below, wanted
+):
+    period = 2.0
+
+    def chunks() -> int:
+        with Client(str(below.path)) as client:
+            assert client.flush()
+            return client.stats()["disk"]["chunks"]
+
+    with Engine(
+        tmp_path, models / "qwen2", transfer=below.transfer(model="ours", check_weights=f"{period}s")
+    ) as engine:
+        time.sleep(period)
+        alone(engine, prompts_of(300, seed=6))
+        engine.write(1.25)
+        assert tokens(alone(engine, LATER)) != wanted["later"]  # stored under names of before
+        before = chunks()
+        below.kill()
+        time.sleep(period)
+        engine.generate(prompts_of(300, seed=7))
+        assert "the weights have changed without a call of vLLM" in engine.log.read_text()
+        below.start()
+
+        def is_deleted() -> bool:
+            engine.generate(prompts_of(300, seed=8))
+            return chunks() < before
+
+        until(is_deleted)
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
+        assert finds(engine, LATER, wanted["later"]) == 0
 
 
 @pytest.mark.parametrize("below", ["own tiers"], indirect=True)

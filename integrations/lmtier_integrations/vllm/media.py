@@ -54,6 +54,10 @@ class Media:
             settings is not None and settings.mm_processor_cache_gb > 0
         )
         self._trusts_ids = trusts_ids and has_hashes
+        lora = config.lora_config
+        self._is_adapted = lora is not None and lora.enable_tower_connector_lora
+        """Whether adapters also change what is computed of an item. vLLM keeps that under the adapter's name,
+        also when another adapter has taken its place."""
         # With this setting embeddings may come from another engine, by vLLM's name for them.
         self._sees_contents = config.ec_transfer_config is None
         self._run = secrets.token_hex(16)
@@ -63,12 +67,13 @@ class Media:
         """By the identity of the item: vLLM keeps the objects of repeated items."""
         self._is_told = False
 
-    def of(self, request: Request) -> Contents | None:
+    def of(self, request: Request, adapter: str = "") -> Contents | None:
         """The contents of a request's items. None: they are unknown, so nothing may be stored or loaded.
 
-        Called for every request that the engine gets, before it computes any of it.
+        Called for every request that the engine gets, before it computes any of it. `adapter`: its content.
         """
-        names = [self._name(feature) for feature in request.mm_features]
+        by = f" {adapter}" if self._is_adapted and adapter else ""
+        names = [self._name(feature, by) for feature in request.mm_features]
         if "" in names:
             return None
         return [
@@ -76,10 +81,11 @@ class Media:
             for each, name in zip(request.mm_features, names, strict=True)
         ]
 
-    def _name(self, feature: Any) -> str:
+    def _name(self, feature: Any, by: str) -> str:
+        """`by`: the adapter that changes what is computed of it."""
         identifier = str(feature.identifier)
         if self._trusts_ids:
-            return f"id {identifier}"
+            return self._agreed(identifier, f"id {identifier}{by}")
         content = self._content_of(feature) if self._sees_contents else ""
         if not content:
             if not self._is_told:
@@ -89,8 +95,8 @@ class Media:
                     "KV after it; to share it, set trust_media_ids if vLLM's names identify the content",
                     feature.modality,
                 )
-            return f"private {self._run} {identifier}"
-        return self._agreed(identifier, content)
+            return f"private {self._run} {identifier}{by}"
+        return self._agreed(identifier, content + by)
 
     def _agreed(self, identifier: str, content: str) -> str:
         """The content; empty if this name has had two contents, because vLLM may mix them up."""

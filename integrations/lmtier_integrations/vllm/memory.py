@@ -133,7 +133,8 @@ class LoadedModel:
         """Whether it has slept at level 1, which keeps the weights."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before memory is changed or unmapped. It ends all copies."""
-        self._is_asleep = False
+        self.is_asleep = False
+        """Whether its weights are not in memory."""
         self._has_changed = False
         self._was_written = False
         """Whether the weights had changed unseen before vLLM changed them."""
@@ -189,7 +190,7 @@ class LoadedModel:
     def _begin_change(self) -> None:
         """Compare once more: what was stored since the last comparison may be of unseen weights."""
         self.before_change()
-        if not (self._has_changed or self._is_asleep) and self._sample is not None:
+        if not (self._has_changed or self.is_asleep) and self._sample is not None:
             self._was_written |= self._sample.take()
         self._changed()
 
@@ -246,12 +247,12 @@ class LoadedModel:
             self.has_slept = True
         else:
             self._begin_change()
-        self._is_asleep = self.has_news = True
+        self.is_asleep = self.has_news = True
         return method(level)
 
     def _wake(self, method: Callable[..., Any], tags: list[str] | None = None) -> Any:
         result = method(tags)
-        self._is_asleep &= tags is not None and "weights" not in tags
+        self.is_asleep &= tags is not None and "weights" not in tags
         return result
 
     def _load_adapter(self, method: Callable[..., Any], request: Any) -> Any:
@@ -278,7 +279,7 @@ class LoadedModel:
         """Whether weights have changed since the last step, and whether only a comparison found that."""
         is_noticed, self._has_changed, self.has_news = self._has_changed, False, False
         is_found, self._was_written = self._was_written, False
-        if (is_noticed or compares) and not self._is_asleep:
+        if (is_noticed or compares) and not self.is_asleep:
             if self._sample is None:
                 self._sample = _Sample(self._config, list(self._models()))
             if self._sample.take() and not is_noticed:

@@ -140,11 +140,12 @@ class Names:
     # ---- adapters
 
     def adapter_of(self, request: Request) -> Adapter | None:
-        """The request's adapter as the ranks have read it; or as its files are, if they have not read it."""
+        """The request's adapter as the ranks have read it; or as its files are, if they read it for this
+        request."""
         lora = request.lora_request
         if lora is None:
             return None
-        known = self._adapters.get(lora.lora_int_id)
+        known = None if lora.load_inplace else self._adapters.get(lora.lora_int_id)
         return lora.lora_int_id, adapter_in(lora.lora_path) if known is None else known
 
     def learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:

@@ -63,6 +63,8 @@ class Rank:
             report.names = self._names = max(self._names, plan.names) + 1
             report.origins[self.number] = memory.origin
             report.was_unnoticed = was_unnoticed
+        if memory.is_asleep:  # it cannot compare; the doubt stays open until it can
+            return
         if plan.compares:
             report.compared[plan.step] = 1
         if memory.has_slept:

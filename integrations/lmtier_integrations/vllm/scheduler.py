@@ -117,6 +117,10 @@ class Scheduler:
         self._doubts = Doubts(self._ranks, parse_seconds(settings.check_weights))
 
     def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
+        self._lent: dict[str, Sequence[Sequence[int]]] = {}
+        """The blocks of requests that have got some since the last plan, and load nothing from here."""
+        self._wrong: list[bytes] = []
+        """Stored chunks of other weights than their names say, until the server has deleted them."""
         """Apply the facts of the workers, which report them in the first step. That step computes nothing.
 
         Rejected: vLLM's handshake. With several connectors (MultiConnector) it carries the data of only one.
@@ -169,14 +173,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
         self._all[request.request_id] = request
-        media = self._names.media.of(request)
+        adapter = self._names.adapter_of(request)
+        media = self._names.media.of(request, "" if adapter is None else adapter[1] or "unknown")
         if media is None:
             self.stats.add("unnamed_requests")
             self._distrust({each.identifier for each in request.mm_features})
             return
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return  # the tokens do not identify the KV, or may still change
-        adapter = self._names.adapter_of(request)
         if adapter is not None and not adapter[1]:
             return  # its adapter's content is not known
         known = FollowedRequest(request, media, adapter, self._client, self._names, said_by(request))
@@ -261,6 +265,8 @@ class Scheduler:
             if (known := self._requests.get(request_id)) is not None:
                 known.stop_storing()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
+        if self._wrong and client.is_there:
+            self._delete_wrong()
         if self._loads and not self.waits_for_loads:
             self.undoing.planned(output)
         if self._is_asynchronous:
@@ -288,8 +294,9 @@ class Scheduler:
             self._meet(report.facts)
         if report.names > names.count:
             unchecked = self._doubts.unchecked()
-            if report.was_unnoticed and unchecked:
-                self._client.delete(unchecked)
+            if report.was_unnoticed:
+                self._wrong = list(dict.fromkeys((*self._wrong, *unchecked)))
+                self._delete_wrong()
             names.change(report)
             self._begin_all_anew()
         if report.adapters:
@@ -319,6 +326,10 @@ class Scheduler:
         for request_id, known in list(self._requests.items()):
             self._begin_anew(request_id, known)
         self._copying.forget_gpu()
+    def _delete_wrong(self) -> None:
+        if self._client.delete(self._wrong):
+            self._wrong = []
+
         if self._events is not None:
             self._events.forget()
 
