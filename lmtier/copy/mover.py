@@ -164,6 +164,9 @@ class Mover:
     def reuse(self, block_ids: Blocks) -> None:
         """The engine reuses these blocks. On a CPU no copy is unfinished, so nothing must be done."""
 
+    def let_go(self, block_ids: Blocks) -> None:
+        """Another writer than the engine gets these blocks. Wait until nothing copies them."""
+
     def poll(self) -> int:
         """End the finished saves and loads, and return their number. On a CPU they end by themselves."""
         return 0

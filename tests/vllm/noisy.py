@@ -15,6 +15,7 @@ from tests.vllm.beside import Beside
 class Noise(KVConnectorMetadata):
     blocks: list[int] = field(default_factory=list)
     is_said: bool = False
+    requests: set[str] = field(default_factory=set)
 
 
 class Noisy(Beside):
@@ -62,3 +63,36 @@ class Noisy(Beside):
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed
+
+
+LONG = 600
+
+
+class NoisyAhead(Noisy):
+    """It loads noise for long prompts, before a step computes them. It writes at once, whatever a device does."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._loading: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        if request.num_prompt_tokens <= LONG or request.request_id in self._served:
+            return 0, False
+        size = self._vllm_config.cache_config.block_size
+        return (request.num_prompt_tokens - 1) // size * size - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._next.is_said = False
+        if num_external_tokens:
+            self._next.requests.add(request.request_id)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        noise = self._get_connector_metadata()
+        assert isinstance(noise, Noise)
+        self._loading |= noise.requests
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        loaded, self._loading = self._loading, set()
+        return None, loaded

@@ -180,6 +180,8 @@ LMTierConnector.start_load_kv = _start_as_told  # type: ignore[method-assign]
 worker.Worker.wait_for_layer = _wait_if_hooked  # type: ignore[method-assign]
 worker.Worker.save_layer = _save_if_hooked  # type: ignore[method-assign]
 worker.device_of = _device_of  # type: ignore[attr-defined]
-if os.environ.get("LMTIER_TEST_LOADS") != "in steps":
+if os.environ.get("LMTIER_TEST_LOADS") == "in steps":
+    scheduler.is_second_runner = lambda config: False  # type: ignore[attr-defined]
+else:
     scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

@@ -34,6 +34,7 @@ from lmtier_integrations.vllm.settings import Settings
 from tests.server.process import until
 from tests.vllm.conftest import alone, cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine, EngineDied
+from tests.vllm.noisy import LONG
 from tests.vllm.test_engine import RECOVERY, idle
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_model_len": 1024}
@@ -92,7 +93,6 @@ def test_an_adapter_is_read_before_anything_is_loaded_under_it(models, tmp_path,
     assert all(each == answers[0] for each in answers)
 
 
-def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
 def test_an_adapter_that_each_request_reads_anew_has_the_name_of_its_files(models, tmp_path, server):
     """A trainer overwrites them between its requests, which say load_inplace."""
     prompts, place = prompts_of(900), tmp_path / "adapter"
@@ -114,6 +114,7 @@ def test_an_adapter_that_each_request_reads_anew_has_the_name_of_its_files(model
         assert not engine.metrics()["lmtier:load_failures_total"]
 
 
+def test_answers_are_those_of_an_engine_alone(models, tmp_path, server):
     prompts = prompts_of(*(400 + 17 * n for n in range(8)), prefix=200)
     others = prompts_of(*(350 + 31 * n for n in range(8)), seed=2)
     with Engine(tmp_path, models / "qwen2") as plain:
@@ -296,15 +297,17 @@ def test_loads_that_requests_wait_for(models, tmp_path, server):
     idle(server.path)
 
 
-@pytest.mark.parametrize("loads", ["beside steps", "in steps"])
+@pytest.mark.parametrize("loads", ["beside steps", "on a CPU", "in steps"])
 def test_the_second_model_runner_answers_right_after_failed_loads(models, tmp_path, server, loads):
-    """With asynchronous scheduling, as on a GPU. Loads within steps would make it answer wrongly there."""
+    """With asynchronous scheduling, as on a GPU. Loads within steps would make it answer wrongly."""
     prompts = prompts_of(400, 430, prefix=100)
     with Engine(tmp_path, models / "qwen2") as plain:
         wanted = tokens(plain.generate(prompts, 12))
     (fault := tmp_path / "fault").write_text("")
     how = simulated(server)
     del how["kv_connector_extra_config"]["tiers"]  # copies on the GPU would not be spoilt
+    if loads == "on a CPU":
+        how = transfer(server=str(server.path), mode="layerwise")
     environment = {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "LMTIER_TEST_FAULT": str(fault),
@@ -329,7 +332,35 @@ def test_the_second_model_runner_answers_right_after_failed_loads(models, tmp_pa
         found = engine.metrics()
         assert found["lmtier:loaded_tokens_total"] > 0
         assert found["lmtier:load_failures_total"] > 0
-        assert (answers == wanted) == (loads == "beside steps")
+        assert (answers == wanted) == (loads != "in steps")
+    idle(server.path)
+
+
+def test_another_connector_gets_no_block_that_is_being_copied(models, tmp_path, server):
+    """It writes for a request that no step computes yet, and waits for none of our streams."""
+    short, long = prompts_of(400, LONG + 300)
+    (fault := tmp_path / "fault").write_text("")
+    ours = simulated(server)
+    del ours["kv_connector_extra_config"]["tiers"]
+    noisy = {"kv_connector": "NoisyAhead", "kv_connector_module_path": "tests.vllm.noisy"}
+    both = {"connectors": [ours, {**noisy, "kv_role": "kv_both"}]}
+    how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
+    del how["kv_connector_module_path"]
+    environment = {"LMTIER_TEST_FAULT": str(fault)}
+    with Engine(tmp_path, models / "qwen2", transfer=how, env=environment, **SMALL) as engine:
+        engine.generate(prompts_of(100, seed=1))  # the connector's first step has passed
+        fault.write_text("stalled")
+        wanted = tokens(engine.generate([short], 1))
+        engine.generate([long], 1)
+        fault.write_text("")
+
+        def loads() -> bool:
+            engine.forget()
+            outputs = engine.generate([short], 1)
+            assert tokens(outputs) == wanted
+            return cached(outputs) >= loadable([short])
+
+        until(loads, RECOVERY)
     idle(server.path)
 
 

@@ -28,7 +28,7 @@ from lmtier_integrations.vllm.identity import keeps_states
 from lmtier_integrations.vllm.kv import state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankReport
-from lmtier_integrations.vllm.places import is_on_gpu
+from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import ANY, BLHNC, Settings
 from lmtier_integrations.vllm.states import check_states
@@ -83,6 +83,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
         if KVConnectorTransferResults is None and vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise LayoutError("lmtier serves pipelines of several stages from vLLM 0.30 on")
+        if KVConnectorTransferResults is None and is_second_runner(vllm_config):
+            raise LayoutError(
+                "lmtier serves Model Runner V2 from vLLM 0.30 on: set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         if is_on_gpu(vllm_config) and kv_cache_config.needs_kv_cache_zeroing:
             # Model Runner V2 zeroes them before it asks whether a copy of those is under way.
             raise LayoutError(

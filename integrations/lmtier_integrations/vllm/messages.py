@@ -134,6 +134,8 @@ class Plan(KVConnectorMetadata):
     """The run of the server that workers must connect to; 0: all are connected to it."""
     taken: list[int] = field(default_factory=list)
     """Blocks that the engine hands out in this step. Only filled if workers are asynchronous."""
+    lent: list[int] = field(default_factory=list)
+    """Blocks of requests that are not in this step. Another connector may write into them at once."""
     computes: Work | None = None
 
     @property

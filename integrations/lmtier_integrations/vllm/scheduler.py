@@ -40,9 +40,9 @@ from lmtier_integrations.vllm.followed import FollowedRequest, Parts
 from lmtier_integrations.vllm.foreign import Foreign
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
+from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.names import Names
-from lmtier_integrations.vllm.places import is_on_gpu
+from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
 from lmtier_integrations.vllm.reuse import Reuse
 from lmtier_integrations.vllm.sessions import said_by
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log
@@ -62,7 +62,9 @@ class Scheduler:
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or bool(groups[1]) or len(cache.kv_cache_groups) > 1
         has_stages = config.parallel_config.pipeline_parallel_size > 1
-        self.waits_for_loads = has_windows or has_stages or is_on_gpu(config)
+        self.waits_for_loads = (
+            has_windows or has_stages or is_on_gpu(config) or is_second_runner(config)
+        )
         """Whether loads are asynchronous. Synchronous loads are better where they are possible: a step shares
         them at once with all requests of the same prefix.
 
@@ -115,12 +117,12 @@ class Scheduler:
         """Whether copies of ranks continue after a step."""
         self._unserved = 0
         self._doubts = Doubts(self._ranks, parse_seconds(settings.check_weights))
-
-    def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
         self._lent: dict[str, Sequence[Sequence[int]]] = {}
         """The blocks of requests that have got some since the last plan, and load nothing from here."""
         self._wrong: list[bytes] = []
         """Stored chunks of other weights than their names say, until the server has deleted them."""
+
+    def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
         """Apply the facts of the workers, which report them in the first step. That step computes nothing.
 
         Rejected: vLLM's handshake. With several connectors (MultiConnector) it carries the data of only one.
@@ -219,6 +221,8 @@ class Scheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
+        if self._is_asynchronous and not external_tokens:
+            self._lent[request.request_id] = blocks.get_block_ids()
         if (known := self._requests.get(request.request_id)) is not None:
             self._reuse.allocated(known, blocks, external_tokens)
             if external_tokens:
@@ -261,16 +265,17 @@ class Scheduler:
             plan.run = client.run
         if client.is_owed:
             client.step()
+        if self._wrong and client.is_there:
+            self._delete_wrong()
         for request_id in self._foreign.planned(output):
             if (known := self._requests.get(request_id)) is not None:
                 known.stop_storing()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
-        if self._wrong and client.is_there:
-            self._delete_wrong()
         if self._loads and not self.waits_for_loads:
             self.undoing.planned(output)
         if self._is_asynchronous:
             plan.taken = blocks_taken(output, loaded_from, self._block_tokens)
+            plan.lent = self._blocks_lent(output)
         if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
             plan.computes = work_of(output)
         # A replica has no shard to abort. If its load fails, the sums that it adds to other ranks are wrong,
@@ -281,6 +286,13 @@ class Scheduler:
             self._storing.plan(plan, output, self._requests)
         doubts.planned(plan)
         return plan
+
+    def _blocks_lent(self, output: SchedulerOutput) -> list[int]:
+        """Those of requests that have got blocks and are not computed yet: another connector loads them."""
+        lent, self._lent = self._lent, {}
+        waiting = lent.keys() - output.num_scheduled_tokens.keys() if lent else ()
+        blocks = {block for each in waiting for table in lent[each] for block in table}
+        return sorted(blocks - {NULL_BLOCK})
 
     def undo(self, blocks: Set[int]) -> None:
         """These blocks were not loaded in their step."""
@@ -314,6 +326,10 @@ class Scheduler:
                 self._agreed = run
                 self._copying.forget_gpu()
 
+    def _delete_wrong(self) -> None:
+        if self._client.delete(self._wrong):
+            self._wrong = []
+
     # ---- names change
 
     def clear(self) -> None:
@@ -326,10 +342,6 @@ class Scheduler:
         for request_id, known in list(self._requests.items()):
             self._begin_anew(request_id, known)
         self._copying.forget_gpu()
-    def _delete_wrong(self) -> None:
-        if self._client.delete(self._wrong):
-            self._wrong = []
-
         if self._events is not None:
             self._events.forget()
 

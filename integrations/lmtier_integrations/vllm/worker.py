@@ -132,6 +132,8 @@ class Worker:
             self.saves.finish()
         if plan.taken:
             self.rank.mover.reuse(self.rank.kernel_blocks([plan.taken]))
+        if plan.lent:
+            self.rank.mover.let_go(self.rank.kernel_blocks([plan.lent]))
 
     def begin(self, plan: Plan) -> None:
         rank, loads, saves = self.rank, self.loads, self.saves

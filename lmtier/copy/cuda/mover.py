@@ -85,6 +85,9 @@ class CudaMover(Mover):
         """The engine has taken these blocks from a request whose saves or loads may be unfinished."""
         self.order.reuse(np.unique(np.asarray(block_ids)).tolist())
 
+    def let_go(self, block_ids: Blocks) -> None:
+        self.order.let_go(np.unique(np.asarray(block_ids)).tolist())
+
     def poll(self) -> int:
         """Commit, compare and release what the device has finished.
 

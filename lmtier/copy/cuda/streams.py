@@ -243,6 +243,13 @@ class Order:
         """
         self._hold(self._streams.compute, frozenset(blocks), writes=True)
 
+    def let_go(self, blocks: Iterable[int]) -> None:
+        """Another writer gets these blocks, and waits for no stream. Wait for our transfers of them."""
+        gone = frozenset(blocks)
+        for each in self._under_way:
+            if not gone.isdisjoint(each.blocks):
+                each.wait()
+
     def poll(self) -> int:
         """Finish the transfers that are done, oldest first.
 
