@@ -221,6 +221,9 @@ class LMTierHiCache(HiCacheStorage):
             )
 
     def _register(self, name: Any, host: Any) -> None:
+        own = self._storage
+        if own.is_mla_model and own.tp_size > 1 and "MHA" in type(host).__name__:
+            raise _wrong(f"each rank has other heads of the pool {name}, but SGLang stores only rank 0's")
         meta = host.get_page_buffer_meta(torch.arange(host.page_size))
         if not meta or not sum(meta[1]):
             raise _wrong(f"the pages of SGLang's pool {name} have no buffers that could be read or written")

@@ -93,6 +93,7 @@ class PoolName(enum.StrEnum):
     KV = "kv"
     MAMBA = "mamba"
     SWA = "swa"
+    DRAFT = "draft"
 
 
 class PoolHitPolicy(enum.StrEnum):
@@ -768,6 +769,29 @@ def test_models_with_a_second_pool_restore_what_both_pools_have(served, engine, 
         assert rank.backend.batch_get_v2([get]) == {sglang.PoolName.MAMBA: [False, True]}
         assert state.page(8).equal(wanted)
     assert not states[0].page(8).equal(states[1].page(8))
+
+
+def test_a_draft_with_heads_beside_mla_is_declined_on_several_ranks(served, engine, sglang, caplog):
+    """SGLang stores the draft of rank 0 only. Other ranks must not load the heads of rank 0."""
+
+    class MHATokenToKVPoolHost(HostPool):
+        """The name by which SGLang's own is known."""
+
+    served()
+    alone, *ranks = (
+        engine(tp_rank=rank, tp_size=size, is_mla_model=True) for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    draft, keys = MHATokenToKVPoolHost(), hashes(3)
+    transfer = sglang.PoolTransfer(sglang.PoolName.DRAFT, keys=keys, host_indices=draft.indices(0, 1, 2))
+    alone.backend.register_mem_host_pool_v2(draft, sglang.PoolName.DRAFT)
+    assert not caplog.text
+    assert alone.backend.batch_set_v2([transfer]) == {sglang.PoolName.DRAFT: [True] * 3}
+    for rank in ranks:
+        caplog.clear()
+        rank.backend.register_mem_host_pool_v2(draft, sglang.PoolName.DRAFT)
+        assert "each rank has other heads of the pool" in caplog.text
+        assert rank.backend.batch_set_v2([transfer]) == {sglang.PoolName.DRAFT: [False] * 3}
+        assert rank.backend.batch_get_v2([transfer]) == {sglang.PoolName.DRAFT: [False] * 3}
 
 
 @pytest.mark.parametrize(
