@@ -122,8 +122,15 @@ class _WeightsInPlace:
 
     def __init__(self) -> None:
         self.changes = 0
+        self._flushed = 0
+        """How many there were when SGLang last emptied its caches."""
         self._is_watched = False
         self._backends: weakref.WeakSet[LMTierHiCache] = weakref.WeakSet()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether pages in SGLang's memory may be of other weights than those in use."""
+        return self._flushed != self.changes
 
     def watch(self, backend: LMTierHiCache) -> bool:
         """Returns whether a change will be seen. SGLang has loaded both modules before it opens a backend."""
@@ -152,8 +159,10 @@ class _WeightsInPlace:
         @functools.wraps(method)
         def reset(controller: Any) -> None:
             method(controller)  # its threads have ended, and what they had left to do is forgotten
-            for backend in self._backends:
-                backend.rename()
+            if self.is_stale:
+                for backend in self._backends:
+                    backend.rename()
+                self._flushed = self.changes  # last, because the controller's new threads run already
 
         return reset
 
@@ -184,10 +193,6 @@ class LMTierHiCache(HiCacheStorage):
         if not self._weights or (why := _why_private(given, is_named=bool(named))):
             self._weights = self._private_name()
             log.warning("lmtier: only this run of the engine finds the stored KV of %s: %s", self._model, why)
-        self._named_at = _in_place.changes
-        """How many changes of weights the names of pages know of."""
-        if self._named_at:
-            self._weights = self._private_name()
         if not _in_place.watch(self):
             self._weights = self._private_name()
             log.warning(
@@ -247,14 +252,11 @@ class LMTierHiCache(HiCacheStorage):
         return seed(identity, self.mem_pool_host.page_size)
 
     def rename(self) -> None:
-        """SGLang has emptied its caches. If weights have changed before, all pages get other names."""
-        if self._named_at == _in_place.changes:
-            return
+        """Weights have changed, and SGLang has emptied its caches: all pages get other names."""
         self._weights = self._private_name()
         for name, pool in self._pools.items():
             identity = replace(pool.identity, weights=self._weights)
             self._pools[name] = replace(pool, identity=identity, seed=self._seed(identity))
-        self._named_at = _in_place.changes
         log.info("lmtier: weights were changed in place: only this run of the engine finds KV from now on")
 
     def _private_name(self) -> str:
@@ -429,7 +431,7 @@ class LMTierHiCache(HiCacheStorage):
 
     def _asked(self, ask: Callable[[Client], T], otherwise: T, *, for_pages: bool = True) -> T:
         """The edge of SGLang's threads: any failure counts as a miss."""
-        if for_pages and self._named_at != _in_place.changes:
+        if for_pages and _in_place.is_stale:
             return otherwise
         try:
             client = self._client()
@@ -544,6 +546,8 @@ def _launch() -> str:
 
 def _why_private(given: Any, *, is_named: bool) -> str:
     """Why KV is private to this run although the weights are known; empty if it is shared."""
+    if given.hicache_storage_backend != "dynamic" or _in_place.changes:
+        return "weights may have changed before lmtier was attached; start SGLang with it to share KV"
     if given.load_format == "dummy" or (given.load_format not in _FROM_FILES and not is_named):
         return f"load_format={given.load_format} makes weights up, or reads them elsewhere"
     for name in ("custom_weight_loader", "quantize_and_serve", "dllm_algorithm", "trust_mm_content_hashes"):

@@ -212,6 +212,15 @@ class Started:
     mamba_ssm_dtype: str | None = None
     speculative_algorithm: str | None = None
     speculative_draft_model_path: str | None = None
+    hicache_storage_backend: str | None = "dynamic"
+    enable_tf32_matmul: bool | None = None
+    int8_mamba_ckpt_size: int | None = None
+    forward_hooks: list[dict[str, Any]] | None = None
+    decrypted_config_file: str | None = None
+    decrypted_draft_config_file: str | None = None
+    modelopt_checkpoint_restore_path: str | None = None
+    kt_weight_path: str | None = None
+    kt_num_gpu_experts: int | None = None
 
 
 class HostPool:
@@ -878,15 +887,47 @@ def test_weights_that_are_updated_in_place_have_a_name_of_this_run(served, engin
     assert engine().backend.batch_exists(keys) == 0
 
 
-def test_a_backend_that_is_attached_after_an_update_has_a_name_of_its_own(served, engine):
+LATE = Started(hicache_storage_backend=None)
+"""As of a backend that is attached while SGLang runs."""
+
+
+def test_a_backend_that_is_attached_while_sglang_runs_keeps_kv_to_its_run(served, engine, caplog):
+    """The weights may have been updated before lmtier was there to see it, whatever their name."""
+    served()
+    named = {"weights": "one"}
+    before = engine(extra=named)
+    before.save(hashes(4))
+    assert not caplog.text
+    after = engine(started=LATE, extra=named)
+    assert "weights may have changed before lmtier was attached" in caplog.text
+    assert after.backend.batch_exists(hashes(4)) == 0
+    assert after.save(hashes(4)) == [True] * 4
+    assert after.load(hashes(4)) == [True] * 4
+
+
+@pytest.mark.parametrize("started", [Started(), LATE])
+def test_a_backend_that_is_attached_after_an_update_waits_for_the_flush(served, engine, started):
     served()
     before = engine()
     before.save(hashes(4))
     updater().update_weights_from_disk("elsewhere", "auto")
-    after = engine()
+    after = engine(started=started)
+    assert after.save(hashes(4)) == [False] * 4  # SGLang may still hold pages of the old weights
+    assert after.backend.batch_exists(hashes(4)) == 0
+    flush_sglang()
     assert after.backend.batch_exists(hashes(4)) == 0
     assert after.save(hashes(4)) == [True] * 4
     assert after.load(hashes(4)) == [True] * 4
+
+
+def test_a_backend_that_is_attached_after_an_update_and_its_flush_stores_at_once(served, engine):
+    served()
+    engine().save(hashes(4))
+    updater().update_weights_from_disk("elsewhere", "auto")
+    flush_sglang()
+    after = engine()
+    assert after.backend.batch_exists(hashes(4)) == 0
+    assert after.save(hashes(4)) == [True] * 4
 
 
 def test_an_sglang_that_shows_no_updates_keeps_kv_to_its_run(served, engine, monkeypatch, caplog):
