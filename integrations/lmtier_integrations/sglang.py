@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 import threading
@@ -54,20 +55,21 @@ log = logging.getLogger("sglang.lmtier")
 _OURS = {"server", "model", "weights"}
 _SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
 _CHANGING = """
-    dtype quantization kv_cache_dtype json_model_override_args context_length
-    speculative_algorithm speculative_draft_model_path speculative_draft_model_revision
-    speculative_draft_model_quantization speculative_draft_kv_cache_dtype
-    modelopt_quant rl_quant_profile rl_on_policy_target
-    prefill_kv_cache_dequant_dtype qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
-    enable_w4a4_mxfp4_megamoe flashinfer_mxfp4_moe_precision moe_runner_backend
-    fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend
-    deepep_dispatcher_output_dtype flashinfer_a2a_dispatch_type enable_quant_communications
+    json_model_override_args context_length speculative_algorithm speculative_enable_w4a4_mxfp4_megamoe
+    rl_on_policy_target moe_runner_backend flashinfer_a2a_dispatch_type
+    kt_method kt_num_gpu_experts kt_max_deferred_experts_per_token
     lora_target_modules uno_lora_path mm_process_config image_processor_backend
-    mamba_ssm_dtype enable_mamba_cache_stochastic_rounding enable_int8_mamba_checkpoint
-    mamba_backend linear_attn_backend linear_attn_prefill_backend linear_attn_decode_backend
+    enable_mamba_cache_stochastic_rounding mamba_backend
+    linear_attn_backend linear_attn_prefill_backend linear_attn_decode_backend
 """
 """The resolved fields of SGLang's ServerArgs that change KV: docs/KEYS.md. A version may lack some."""
-_CHANGING_VARIABLES = ("SGLANG_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_CONV_DTYPE")
+_PRECISION = re.compile(r"(?!_|.*_(path|size)$).*(dtype|quant|precis|humming|(fp?|int)\d)", re.IGNORECASE)
+"""The names of fields and variables that choose a precision. A list of them is never complete."""
+_OF_THIS_RUN = """
+    custom_weight_loader quantize_and_serve dllm_algorithm trust_mm_content_hashes forward_hooks
+    decrypted_config_file decrypted_draft_config_file modelopt_checkpoint_restore_path
+"""
+"""The fields that let weights, tokens or images differ from what files, order or names indicate."""
 _FROM_FILES = {"auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered"}
 _UPDATES = (
     "begin_weight_update",
@@ -267,11 +269,12 @@ class LMTierHiCache(HiCacheStorage):
         run = _launch() if self._storage.is_mla_model and torch.distributed.is_initialized() else _process()
         return f"{run} after {_in_place.changes} changes"
 
-    def _rank(self, name: Any) -> list[int]:
+    def _rank(self, name: Any) -> list[Any]:
         """The part of the model in this rank: all of MLA, as in the others, but only its part of other
         pools."""
         own = self._storage
-        stage = [own.pp_rank, own.pp_size, own.attn_cp_rank, own.attn_cp_size, own.dcp_rank, own.dcp_size]
+        layers = [own.pp_rank, own.pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION")]
+        stage = [*layers, own.attn_cp_rank, own.attn_cp_size, own.dcp_rank, own.dcp_size]
         is_replicated = own.is_mla_model and name != PoolName.MAMBA
         return stage if is_replicated else [*stage, own.tp_rank, own.tp_size]
 
@@ -519,9 +522,18 @@ def _copy(client: Client, offset: int, page: Page, *, is_load: bool) -> None:
 def _changing_kv(given: Any) -> list[str]:
     """The engine's start options that change KV and that SGLang does not pass to a storage backend."""
     found = [_text(getattr(given, name, None)) for name in _CHANGING.split()]
-    found += [os.environ.get(name, "") for name in _CHANGING_VARIABLES]
+    variables = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
+    options = {**vars(given), **variables}
+    # Without values that are unset: the fields that a later version adds must not change all keys.
+    precise = sorted(name for name, value in options.items() if value and _PRECISION.match(name))
+    found += [f"{name}={_text(options[name])}" for name in precise]
     if path := getattr(given, "quantization_param_path", None):
         found.append(Path(path).read_text())
+    if path := getattr(given, "kt_weight_path", None):
+        found.append(weights_in(path))
+    if path := getattr(given, "speculative_draft_model_path", None):
+        revision = getattr(given, "speculative_draft_model_revision", None)
+        found.append(weights_of(path, revision) or f"{path} {revision}")
     # SGLang identifies these adapters by name and place, and those loaded later at random.
     found += [f"{name} {_adapter_in(place)}" for name, place in _adapters(given)]
     return [*found, preparing_files_in(given.model_path)]
@@ -550,9 +562,12 @@ def _why_private(given: Any, *, is_named: bool) -> str:
         return "weights may have changed before lmtier was attached; start SGLang with it to share KV"
     if given.load_format == "dummy" or (given.load_format not in _FROM_FILES and not is_named):
         return f"load_format={given.load_format} makes weights up, or reads them elsewhere"
-    for name in ("custom_weight_loader", "quantize_and_serve", "dllm_algorithm", "trust_mm_content_hashes"):
+    for name in _OF_THIS_RUN.split():
         if getattr(given, name, None):
             return f"of {name}"
+    experts = getattr(given, "kt_weight_path", None)
+    if experts and not is_named and not weights_in(experts):
+        return "kt_weight_path has no weights that lmtier can read; set weights in the extra config"
     if not all(_adapter_in(place) for _, place in _adapters(given)):
         return "an adapter is no local folder"
     return ""

@@ -10,6 +10,7 @@ import ast
 import enum
 import importlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -540,6 +541,13 @@ def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(serve
         {"started": Started(lora_paths=[{"lora_name": "a", "lora_path": "of/a/hub"}])},
         {"started": Started(mamba_ssm_dtype="float16")},
         {"started": Started(speculative_draft_model_path="draft")},
+        {"started": Started(enable_tf32_matmul=True)},
+        {"started": Started(forward_hooks=[{"name": "scale"}])},
+        {"started": Started(decrypted_config_file="config.json")},
+        {"started": Started(decrypted_draft_config_file="config.json")},
+        {"started": Started(modelopt_checkpoint_restore_path="quantized")},
+        {"started": Started(kt_weight_path="of/a/hub")},
+        {"started": Started(kt_num_gpu_experts=4)},
         {"extra": {"model": "another"}},
         {"extra": {"weights": "another"}},
     ],
@@ -554,6 +562,35 @@ def test_pages_that_are_not_interchangeable_do_not_meet(served, engine, other):
     assert two.load(keys) == [False] * 3
 
 
+def test_unset_arguments_and_sizes_change_no_name(served, engine):
+    """A later version has more of them."""
+    served()
+    engine().save(hashes(3))
+    other = engine(started=Started(enable_tf32_matmul=False, int8_mamba_ckpt_size=8))
+    assert other.backend.batch_exists(hashes(3)) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["SGLANG_FP8_IGNORED_LAYERS", "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_PP_LAYER_PARTITION"]
+)
+def test_a_variable_that_changes_kv_or_the_layers_of_a_rank_changes_names(served, engine, monkeypatch, name):
+    served()
+    engine().save(hashes(3))
+    monkeypatch.setenv(name, "2,1")
+    assert engine().backend.batch_exists(hashes(3)) == 0
+    monkeypatch.delenv(name)
+    assert engine().backend.batch_exists(hashes(3)) == 3
+
+
+def test_experts_that_lmtier_cannot_read_are_private_unless_the_weights_are_named(served, engine, caplog):
+    served()
+    started = Started(kt_weight_path="of/a/hub")
+    engine(started=started, extra={"weights": "one"})
+    assert "only this run" not in caplog.text
+    engine(started=started)
+    assert "kt_weight_path has no weights that lmtier can read" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "processor_config.json", "own.py"])
 def test_another_model_at_the_same_place_is_another_model(served, engine, tmp_path, name):
     served()
@@ -562,17 +599,26 @@ def test_another_model_at_the_same_place_is_another_model(served, engine, tmp_pa
     assert engine().backend.batch_exists(hashes(3)) == 0
 
 
-FILES = ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "scales")
+FILES = (
+    "adapter/adapter_model.safetensors",
+    "adapter/adapter_config.json",
+    "scales",
+    "experts/experts.safetensors",
+    "draft/draft.safetensors",
+    "draft/config.json",
+)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_sglang_names_by_its_place_is_named_by_its_content(served, engine, tmp_path, name):
-    (tmp_path / "adapter").mkdir()
     for each in FILES:
+        (tmp_path / each).parent.mkdir(exist_ok=True)
         (tmp_path / each).write_text("one")
     started = Started(
         lora_paths=[{"lora_name": "a", "lora_path": str(tmp_path / "adapter")}],
         quantization_param_path=str(tmp_path / "scales"),
+        kt_weight_path=str(tmp_path / "experts"),
+        speculative_draft_model_path=str(tmp_path / "draft"),
     )
     served()
     engine(started=started).save(hashes(3))
@@ -888,7 +934,7 @@ def test_weights_that_are_updated_in_place_have_a_name_of_this_run(served, engin
 
 
 LATE = Started(hicache_storage_backend=None)
-"""As of a backend that is attached while SGLang runs."""
+"""What SGLang says to a backend that is attached while it runs."""
 
 
 def test_a_backend_that_is_attached_while_sglang_runs_keeps_kv_to_its_run(served, engine, caplog):
@@ -964,6 +1010,24 @@ def test_the_methods_that_are_watched_are_those_of_sglang(sglang):
     assert queues.index("_stop_storage_threads") < queues.index("backup_queue.queue.clear")
 
 
+PRECISE = set(
+    """
+    dtype quantization kv_cache_dtype modelopt_quant rl_quant_profile
+    speculative_draft_model_quantization speculative_draft_kv_cache_dtype
+    prefill_kv_cache_dequant_dtype qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
+    enable_w4a4_mxfp4_megamoe flashinfer_mxfp4_moe_precision
+    fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend
+    deepep_dispatcher_output_dtype enable_quant_communications
+    mamba_ssm_dtype enable_int8_mamba_checkpoint
+    enable_tf32_matmul enable_precise_embedding_interpolation
+    SGLANG_MAMBA_SSM_DTYPE SGLANG_MAMBA_CONV_DTYPE SGLANG_FP8_IGNORED_LAYERS SGLANG_CPU_QUANTIZATION
+    SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN SGLANG_ENABLE_DP_GATHER_FP8
+    SGLANG_HUMMING_ONLINE_QUANT_CONFIG SGLANG_HUMMING_INPUT_QUANT_CONFIG SGLANG_HUMMING_USE_F16_ACCUM
+    SGLANG_INT4_WEIGHT SGLANG_ENABLE_BF16_SPLITK_GEMM
+    """.split()
+)
+
+
 def test_the_arguments_that_are_read_are_those_of_sglang(sglang):
     """Names that do not exist would change nothing, and silently."""
     if not sglang.real:
@@ -975,11 +1039,17 @@ def test_the_arguments_that_are_read_are_those_of_sglang(sglang):
         return {ast.unparse(each.target) for each in tree if isinstance(each, ast.AnnAssign)}
 
     known = set[str]().union(*(names(file) for file in (srt / "arg_groups" / "fields").glob("*.py")))
-    needed = {"model_path", "revision", "load_format", "lora_paths"}
-    assert needed | {*sglang.ours._CHANGING.split()} <= known
+    needed = {"model_path", "revision", "load_format", "lora_paths", "hicache_storage_backend"}
+    needed |= {"speculative_draft_model_path", "speculative_draft_model_revision", "kt_weight_path"}
+    needed |= {"quantization_param_path"}
+    assert needed | {*sglang.ours._CHANGING.split(), *sglang.ours._OF_THIS_RUN.split()} <= known
     assert names(srt / "lora" / "lora_registry.py") >= {"lora_name", "lora_path"}
-    variables = (srt / "environ.py").read_text()
-    assert all(f"{name} = " in variables for name in sglang.ours._CHANGING_VARIABLES)
+    assert "SGLANG_PP_LAYER_PARTITION" in (srt / "distributed" / "utils.py").read_text()
+    variables = set(re.findall(r"^ +(SGLANG_\w+) = ", (srt / "environ.py").read_text(), re.MULTILINE))
+    found = {name for name in known | variables if sglang.ours._PRECISION.match(name)}
+    assert found >= PRECISE
+    assert not found & {"int8_mamba_ckpt_size", "quantization_param_path"}
+    assert not [name for name in found if name.startswith("_")]
     assert "def resolved_server_args_dict(" in (srt / "runtime_context.py").read_text()
 
 
