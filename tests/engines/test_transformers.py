@@ -408,12 +408,31 @@ def test_models_that_cannot_be_kept_whole_are_declined_in_one_sentence(sentence,
 
 
 def test_a_model_in_training_is_declined_whenever_it_is(opened):
-    model = tiny(CONFIGS["llama"])
+    model, prompt = tiny(CONFIGS["llama"]), prompt_of(20)
     store = opened(model)
+    cache = store.cache_for(prompt)
     model.train()
     with pytest.raises(MisuseError, match=r"model.eval\(\)"):
-        store.generate(prompt_of(20))
+        store.generate(prompt)
     with pytest.raises(MisuseError, match=r"model.eval\(\)"):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=1)
+    with pytest.raises(MisuseError, match=r"model.eval\(\)"):
+        opened(model)
+
+
+def test_autocast_is_declined_whenever_it_is_on(opened):
+    model, prompt = model_of("llama"), prompt_of(53)
+    alone = answer(model.generate, prompt)
+    store = opened(model)
+    cache = store.cache_for(prompt)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(MisuseError, match="torch.autocast changes"):
+            store.generate(prompt, max_new_tokens=1)
+        with pytest.raises(MisuseError, match="torch.autocast changes"):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=1)
+    assert found(store, prompt) == [0]
+    assert answer(store.generate, prompt) == alone
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(MisuseError, match="torch.autocast changes"):
         opened(model)
 
 

@@ -170,6 +170,10 @@ def compute(model: PreTrainedModel, tokens: Tensor, cache: Cache, start: int, en
 def decline_state(model: PreTrainedModel) -> None:
     if model.training:
         raise MisuseError("a model in training mode drops out values at random: call model.eval()")
+    if torch.is_autocast_enabled(model.device.type):
+        raise MisuseError(
+            "torch.autocast changes the dtype of KV: turn it off, and load the model in the dtype you want"
+        )
     # PEFT puts its layers into the model itself. Nothing in the weights shows which of them are on.
     peft = sys.modules.get("peft.tuners.tuners_utils")
     has_layers = peft is not None and any(isinstance(each, peft.BaseTunerLayer) for each in model.modules())

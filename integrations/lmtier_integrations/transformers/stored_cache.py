@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from lmtier.errors import MisuseError
 from lmtier_integrations.transformers.buffer import ChunkBuffer, PromptRow
-from lmtier_integrations.transformers.model import stamp_of
+from lmtier_integrations.transformers.model import decline_state, stamp_of
 
 _NO_MATTER = ("cache_position", "logits_to_keep")  # what else a forward is given
 
@@ -120,6 +120,7 @@ class PromptSaving:
 
     def expect(self, model: Any, given: Mapping[str, Any]) -> bool:
         """A forward begins. False: the weights have changed, so nothing is saved from here on."""
+        decline_state(model)
         self._prompts.check(model, given, self._columns)
         self._is_expected = True
         return self._stamp == stamp_of(model)
