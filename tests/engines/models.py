@@ -71,7 +71,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **{**SHAPE, "num_hidden_layers": 7}, head_dim=16, sliding_window=WINDOW
     ),  # the sixth layer attends to everything
-    "phi3": Phi3Config(**SHAPE),
+    "phi3": Phi3Config(**SHAPE, original_max_position_embeddings=ORIGINAL),
     "gpt-neox": GPTNeoXConfig(**{**SHAPE, "num_key_value_heads": 4}),
     "gpt2": GPT2Config(**COMMON, n_embd=64, n_layer=3, n_head=4, n_positions=1024),
     "bloom": BloomConfig(**COMMON, hidden_size=64, n_layer=3, n_head=4),

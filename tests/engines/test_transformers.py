@@ -366,6 +366,19 @@ def test_prompts_whose_rotation_depends_on_their_length_are_left_to_the_model(op
     assert found(store, short) == [48]
 
 
+@pytest.mark.parametrize("kind", ["phi3", "longrope"])
+def test_prompts_whose_cache_the_model_drops_are_left_to_the_model(opened, kind):
+    """Phi-3 does with more columns than its original length, padding or not, in any rotation."""
+    model, kept, columns = model_of(kind), prompt_of(53), ORIGINAL + 2
+    store = opened(model)
+    answer(store.generate, kept)
+    for ids in (prompt_of(columns), torch.nn.functional.pad(kept, (columns - 53, 0))):
+        mask = (ids != 0).long()
+        assert answer(store.generate, ids, mask) == answer(model.generate, ids, attention_mask=mask)
+        assert found(store, ids, mask) == []
+    assert found(store, kept) == [48]
+
+
 # ---- what is declined
 
 

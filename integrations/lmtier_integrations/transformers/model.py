@@ -34,6 +34,8 @@ from lmtier_integrations.transformers.states import States, states_in
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROTATES_BY_LENGTH = ("longrope", "su", "dynamic")
 _LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
+_DROP_THE_CACHE = ("phi3", "phimoe", "phi4_multimodal")
+"""Types whose `generate` drops the cache of a prompt beyond the original length, whatever the rotation."""
 _LAYERS = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer
 _PROBED = 4  # tokens
 _SAMPLE = 64  # elements of each tensor, about
@@ -184,8 +186,13 @@ def decline_state(model: PreTrainedModel) -> None:
 
 
 def length_limit(config: dict[str, Any]) -> float:
-    """From this many tokens on, the rotation of a prompt depends on its length."""
+    """From this many columns on, a prompt is left to the model.
+
+    Its rotation depends on the prompt's length, or `generate` drops the cache.
+    """
     limit = inf
+    if config.get("model_type") in _DROP_THE_CACHE:
+        limit = (config.get(_LENGTHS[0]) or inf) + 1
     waiting: list[Any] = [config]
     while waiting:
         each = waiting.pop()

@@ -153,9 +153,9 @@ class PrefixCache:
         cache = (
             StoredStaticCache(config, max_cache_len) if max_cache_len else StoredDynamicCache(config=config)
         )
-        tokens = mask.sum(1).tolist()
-        if max(tokens) >= self._limit:
+        if input_ids.shape[1] >= self._limit:
             return cache
+        tokens = mask.sum(1).tolist()
         rows = [
             PromptRow(buffer.mover.chain(ids[len(ids) - count :], salt=salt), len(ids) - count)
             for ids, count in zip(input_ids.tolist(), tokens, strict=True)

@@ -130,9 +130,8 @@ class PromptSaving:
         number = self._buffer.numbers[number]
         end = self._columns + keys.shape[-2]
         if number == 0:
-            # The forward before did not end, or this one has another rotation.
-            is_long = end - min(row.pad for row in self._rows) >= self._limit
-            if is_long or self._is_running or not self._is_expected:
+            # The forward before did not end, or this one may have another rotation.
+            if end >= self._limit or self._is_running or not self._is_expected:
                 return False
             self._buffer.begin(self._rows, self._columns, end)
         self._is_running = number < len(self._buffer.numbers) - 1
