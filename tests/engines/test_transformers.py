@@ -515,6 +515,44 @@ def test_padding_without_a_mask_is_refused(opened):
     assert found(store, ids, mask) == [6, 16]
 
 
+def test_a_forward_is_refused_unless_its_mask_and_positions_cover_all_its_tokens(opened):
+    model, prompt = model_of("gpt2"), prompt_of(53)
+    store = opened(model)
+    positions = torch.arange(53)[None]
+    wrong = [
+        (prompt, {"attention_mask": torch.ones(1, 20)}, "attention_mask has a width of 20, .* needs 53"),
+        (prompt, {"position_ids": positions[:, :1]}, "position_ids has a width of 1, .* needs 53"),
+        (prompt[:, :1], {"position_ids": positions}, "position_ids has a width of 53, .* needs 1$"),
+    ]
+    for ids, given, sentence in wrong:
+        with pytest.raises(MisuseError, match=sentence), torch.no_grad():
+            model(ids, **given, past_key_values=store.cache_for(prompt))
+    assert store.cache.stats()["cpu"]["used"] == 0
+    with torch.no_grad():
+        model(prompt[:, :32], attention_mask=torch.ones(1, 53), past_key_values=store.cache_for(prompt))
+    assert found(store, prompt) == [32]
+
+
+def test_what_a_forward_is_given_by_position_is_checked_too(opened):
+    model, prompt = model_of("llama"), prompt_of(53)
+    store = opened(model)
+    mask = torch.ones_like(prompt)
+    wrong = [
+        ((mask[:, :20],), "attention_mask has a width of 20"),
+        ((mask * 0,), "attention_mask is not that of"),
+        ((mask, torch.arange(1, 54)[None]), "position_ids is not that of"),
+    ]
+    for given, sentence in wrong:
+        with pytest.raises(MisuseError, match=sentence), torch.no_grad():
+            model(prompt, *given, past_key_values=store.cache_for(prompt))
+    with pytest.raises(MisuseError, match="input_ids is not that of"), torch.no_grad():
+        model(prompt_of(53, seed=2), None, None, store.cache_for(prompt))
+    assert store.cache.stats()["cpu"]["used"] == 0
+    with torch.no_grad():
+        model(prompt, mask, None, store.cache_for(prompt))
+    assert found(store, prompt) == [48]
+
+
 def test_a_cache_serves_the_prompts_it_was_made_for_and_no_others(opened):
     model = model_of("llama")
     store = opened(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +78,8 @@ class ExpectedPrompts:
 
     def check(self, model: Any, given: Mapping[str, Any], start: int) -> None:
         """A forward from column `start` on: raises if its KV would not be that of these prompts alone."""
+        tokens = given.get("input_ids")
+        end = self._ids.shape[1] if tokens is None else start + tokens.shape[-1]
         wanted = {
             "input_ids": self._ids[:, start:],
             "position_ids": self._positions[:, start:],
@@ -89,6 +92,10 @@ class ExpectedPrompts:
                 continue  # `generate` makes it from a mask, and passes the padding in position_ids
             if word not in wanted:
                 raise MisuseError(f"{word} may change KV, which lmtier knows by the prompt's tokens alone")
+            # transformers pads a short mask with zeros, and spreads one position over all tokens.
+            width = end if word == "attention_mask" else end - start
+            if value.shape[-1] < width or (word == "position_ids" and value.shape[-1] > width):
+                raise MisuseError(f"{word} has a width of {value.shape[-1]}, and this forward needs {width}")
             columns = min(wanted[word].shape[1], value.shape[-1])
             ours, theirs = wanted[word][:, :columns], value[..., :columns]
             if word == "input_ids" and len(theirs) != len(ours):
@@ -97,7 +104,7 @@ class ExpectedPrompts:
                 raise MisuseError(f"the {word} is not that of the prompts this cache was made for")
         needed = ["input_ids", *(["attention_mask", "position_ids"] if self._is_padded else [])]
         for word in needed:
-            if given.get(word) is None and word in inspect.signature(model.forward).parameters:
+            if given.get(word) is None and word in _words_of(type(model)):
                 raise MisuseError(f"these prompts need {word}, as model.generate gives it")
 
 
@@ -145,8 +152,15 @@ class PromptSaving:
         return any(row.saved < len(row.chain.keys) and row.end >= end for row in self._rows)
 
 
-def before_forward(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    cache = given.get("past_key_values")
-    if isinstance(cache, StoredCache) and cache.saving is not None:
-        is_saved = cache.saving.expect(model, {**({"input_ids": args[0]} if args else {}), **given})
-        cache.saving = cache.saving if is_saved else None
+@cache
+def _words_of(kind: Any) -> tuple[str, ...]:
+    """The arguments of this model's forward, in their order."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def before_forward(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    given = {**dict(zip(_words_of(type(model)), args, strict=False)), **named}
+    stored = given.get("past_key_values")
+    if isinstance(stored, StoredCache) and stored.saving is not None:
+        is_saved = stored.saving.expect(model, given)
+        stored.saving = stored.saving if is_saved else None
