@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GenerationConfig,
     JambaConfig,
     MambaConfig,
     MiniMaxConfig,
@@ -173,6 +174,25 @@ def test_beams_go_on_from_one_prefix(opened, options):
     for kept in (0, 48):
         assert found(store, prompt) == [kept]
         assert answer(store.generate, prompt, **options) == alone
+
+
+@pytest.mark.parametrize("word", ["num_beams", "num_return_sequences"])
+def test_options_are_merged_with_those_of_the_model_as_generate_merges_them(opened, monkeypatch, word):
+    model, prompt = model_of("llama"), prompt_of(60)
+    monkeypatch.setattr(model.generation_config, "num_beams", 4)
+    monkeypatch.setattr(model.generation_config, word, 4)
+    how = GenerationConfig(max_new_tokens=6, do_sample=False)
+    alone = model.generate(prompt, generation_config=how).tolist()
+    store = opened(model)
+    for kept in (0, 48):
+        assert found(store, prompt) == [kept]
+        assert store.generate(prompt, generation_config=how).tolist() == alone
+
+
+def test_the_hybrid_cache_that_older_files_of_models_name_is_no_choice_of_a_cache(opened, monkeypatch):
+    model, prompt = model_of("gemma2"), prompt_of(53)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
+    assert answer(opened(model).generate, prompt) == answer(model.generate, prompt)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
@@ -492,11 +512,14 @@ def test_calls_that_would_make_other_kv_are_refused_in_one_sentence(opened, opti
     assert store.cache.stats()["cpu"]["used"] == 0
 
 
-def test_padding_without_a_mask_is_refused(opened):
+def test_padding_without_a_mask_is_refused(opened, monkeypatch):
     ids, mask = padded(prompt_of(20), prompt_of(30))
     store = opened(model_of("llama"))
     with pytest.raises(MisuseError, match="attention_mask"):
         store.generate(ids)
+    monkeypatch.setattr(store.model.generation_config, "pad_token_id", None)
+    with pytest.raises(MisuseError, match="attention_mask"):
+        store.generate(ids, pad_token_id=0, max_new_tokens=1)
     positions = (mask.cumsum(1) - 1).clamp(0)
     wrong = [
         ({}, "need attention_mask"),

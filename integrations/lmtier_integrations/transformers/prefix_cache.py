@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import lmtier
 from lmtier.client.client import Client
@@ -113,18 +113,14 @@ class PrefixCache:
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, salt: str = "", **options: Any
     ) -> Any:
         """`model.generate`, which loads the stored part of these prompts."""
-        said = options.get("generation_config") or self.model.generation_config
-
-        def option(word: str) -> Any:
-            return options.get(word, getattr(said, word, None))
-
-        if option("cache_implementation") or "past_key_values" in options or option("use_cache") is False:
+        how, _ = self.model._prepare_generation_config(**{"generation_config": None, **options})
+        if how.cache_implementation or "past_key_values" in options or how.use_cache is False:
             raise MisuseError("the cache is lmtier's: for a static one, pass cache_for(…) to model.generate")
         for word in ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"):
-            if option(word):
+            if getattr(how, word, options.get(word)):
                 raise MisuseError(f"{word} makes generate begin at token 0 in any case; leave it out")
-        mask = self._mask(input_ids, attention_mask)
-        each = max(option("num_beams") or 1, option("num_return_sequences") or 1)
+        mask = self._mask(input_ids, attention_mask, how)
+        each = max(how.num_beams, how.num_return_sequences)
         cache = self.cache_for(*(rows.repeat_interleave(each, 0) for rows in (input_ids, mask)), salt=salt)
         try:
             return self.model.generate(input_ids, attention_mask=mask, past_key_values=cache, **options)
@@ -145,7 +141,7 @@ class PrefixCache:
         At least one token is left to compute. A batch goes on from where all of its rows are stored. If the
         model keeps states, its prompts are computed here, up to their last whole chunk.
         """
-        mask = self._mask(input_ids, attention_mask)
+        mask = self._mask(input_ids, attention_mask, self.model.generation_config)
         if 0 < max_cache_len <= input_ids.shape[1]:
             raise MisuseError(f"max_cache_len={max_cache_len} has no room behind {input_ids.shape[1]} tokens")
         self._recognize()
@@ -175,13 +171,12 @@ class PrefixCache:
         cache.saving = PromptSaving(buffer, rows, columns, self._limit, prompts, self._stamp)
         return cache
 
-    def _mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _mask(self, input_ids: Tensor, attention_mask: Tensor | None, how: GenerationConfig) -> Tensor:
         if input_ids.ndim != 2 or not input_ids.numel():
             raise MisuseError(f"input_ids must be rows of at least one token, not {list(input_ids.shape)}")
         if attention_mask is None:
-            said = self.model.generation_config
-            ends = said.eos_token_id if isinstance(said.eos_token_id, list) else [said.eos_token_id]
-            padding = None if said.pad_token_id in ends else said.pad_token_id
+            ends = how.eos_token_id if isinstance(how.eos_token_id, list) else [how.eos_token_id]
+            padding = None if how.pad_token_id in ends else how.pad_token_id
             if padding is not None and (input_ids == padding).any():
                 raise MisuseError("a prompt contains the padding token: pass an attention_mask")
             return torch.ones_like(input_ids)
