@@ -36,6 +36,9 @@ _BUFFERS = 64  # in one system call
 _SLOWEST = 16 << 10  # bytes per second that a transfer must average to be worth its memory
 _FIRST = 10.0  # seconds at the start of a transfer without this limit
 
+_ONCE = (b"LMTIER.RESERVE", b"LMTIER.FORGET", b"LMTIER.HINT")
+"""Verbs that another process must not begin again: they hold room here, or tell what they have changed."""
+
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
 
 
@@ -248,10 +251,9 @@ class Connection(Channel):
         answer = self._host.answer(self.caller, args)
         if isinstance(answer, GeneratorType):
             self._waiting = answer
-            # Verbs may run twice, because they yield no parts of their answer. But a RESERVE that has begun
-            # holds room here.
+            # Verbs may run twice, because they yield no parts of their answer.
             name = bytes(args[0]).upper()
-            self._again = args if name.startswith(b"LMTIER.") and name != b"LMTIER.RESERVE" else []
+            self._again = args if name.startswith(b"LMTIER.") and name not in _ONCE else []
             return self._resume()
         self._end(answer)
         return True

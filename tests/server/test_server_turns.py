@@ -24,9 +24,12 @@ from lmtier.core.cache import Cache
 from lmtier.core.slab import Slab
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import LayerShape, Layout, Name
+from lmtier.rules.hints import envelope
 from lmtier.server.commands import PAUSE, Caller
 from lmtier.server.connection import Connection
+from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import Engines
+from lmtier.server.transactions import Transactions
 from lmtier.server.values import ANY, Values
 from lmtier.tiers.base import Item, Stat
 from lmtier.wire.resp import Error, bulk_header, command
@@ -431,6 +434,38 @@ def answer_of(going: Generator[object, None, object]) -> object:
             assert next(going) is PAUSE
         except StopIteration as end:
             return end.value
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("LMTIER.FORGET", "SALT", "alice"),
+        ("LMTIER.HINT", json.dumps(envelope("once", ("session_end", {"session": "agent"})))),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_other_server_begins_again_what_says_what_it_has_changed(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Its second answer would be that there was nothing to do."""
+    monkeypatch.setattr("lmtier.server.connection._TURN", -1.0)  # a turn ends where it may
+    config = Config(tiers=("cpu://?capacity=1MiB",), prefault=False)
+    with Cache(config, is_record=is_value) as cache:
+        values = Values(cache)
+        dispatch = Dispatch(cache, values, Transactions(values), Engines(cache).table())
+        ours, theirs = socket.socketpair()
+        connection = Connection(dispatch, ours, Caller(1, "here"))
+        with theirs:
+            assert connection.can_move
+            theirs.send(command(*words))
+            connection.hear()
+            assert connection.is_waiting
+            assert not connection.can_move
+            while connection.is_waiting:
+                connection.hear()
+            assert connection.can_move
+            assert theirs.recv(1 << 16).startswith(b"$")
+        connection.close()
 
 
 def test_only_who_has_the_slab_may_reserve_in_it(tmp_path: Path):
