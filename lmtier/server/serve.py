@@ -367,7 +367,8 @@ class Server:
             is_engine = connection.caller.session is not None and connection.caller.is_local
             # A client may pause in the middle of MULTI, as long as no request needs the room of its values.
             is_idle = patience > _HURRY or connection.caller.queue is None
-            is_busy = connection.is_in_the_middle() or not is_idle
+            # A client without a token must not keep a place for ever that others need.
+            is_busy = connection.is_in_the_middle() or not is_idle or not connection.caller.role
             if not is_engine and connection.is_stuck(now, patience, is_busy):
                 address = connection.caller.address
                 if connection.has_begun:

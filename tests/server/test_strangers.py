@@ -3,6 +3,7 @@ docs/RELIABILITY.md."""
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import ssl
@@ -201,11 +202,13 @@ def test_without_the_token_nothing_is_told_and_nothing_done(locked: Served):
             assert isinstance(answer, Error), f"{verb} was answered: {answer!r}"
             assert str(answer).startswith("NOAUTH"), answer
             refused += 1
-        for each in wrong:
+    for each in wrong:
+        with locked.connect() as wire:  # all of them take longer than one connection may
             for login in (("AUTH", each), ("AUTH", "default", each), ("HELLO", "3", "AUTH", "default", each)):
                 answer = wire.ask(*login)
                 assert isinstance(answer, Error), f"{login} opens it"
                 refused += 1
+    with locked.connect() as wire:
         wire.expect(
             Error("WRONGPASS invalid username-password pair or user is disabled."), "AUTH", "root", TOKEN
         )
@@ -231,6 +234,20 @@ def test_without_the_token_nothing_is_told_and_nothing_done(locked: Served):
     log = locked.log.read_text()
     assert TOKEN not in log
     assert "Traceback" not in log
+
+
+def test_clients_without_the_token_do_not_keep_others_out(tmp_path: Path):
+    with served(tmp_path, token=TOKEN, clients=3, patience=1.5) as server, server.connect() as known:
+        known.expect("OK", "AUTH", TOKEN)
+        until(lambda: len(json.loads(known.ask("LMTIER.REPORT"))["clients"]) == 1)
+        with server.connect() as one, server.connect() as two:
+            with server.connect() as late:
+                assert str(late.reply()).startswith("ERR max number of clients"), "the others hold all places"
+            assert one.ends()
+            assert two.ends()
+        with server.connect() as late:
+            late.expect("OK", "AUTH", TOKEN)
+        known.expect("PONG", "PING")
 
 
 def test_a_token_that_was_replaced_opens_nothing(tmp_path: Path):
