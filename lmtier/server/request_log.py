@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import BinaryIO
@@ -35,7 +36,8 @@ class RequestLog:
         self._chunk_tokens = chunk_tokens
         self._dropped = metrics.request_log_dropped
         self._max_bytes = max_bytes
-        self._tails = 0
+        # From the clock, because the file goes on after a restart.
+        self._tails = -(time.time_ns() // 1000)
         self._queue: SimpleQueue[tuple[float, Sequence[bytes], int] | None] = SimpleQueue()
         self._room = MAX_KEYS
         self._written = 0
@@ -90,8 +92,20 @@ class RequestLog:
             self._file.close()
             self._file = _open(self._path)
             self._bytes = 0
-        self._file.write(line)
+        self._append(line)
         self._bytes += len(line)
+
+    def _append(self, line: bytes) -> None:
+        """Write all of the line or nothing: with half a line in it, readers refuse the file."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            if written := len(line) - len(rest):
+                with suppress(OSError):  # a pipe cannot be shortened
+                    self._file.truncate(self._file.tell() - written)
+            raise
 
 
 def _open(path: Path) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import stat
 import time
 
@@ -89,6 +90,16 @@ def test_a_restart_goes_on_in_the_same_file(path):
     assert len(lines(path)) == 2
 
 
+def test_a_part_of_a_chunk_has_another_number_after_a_restart(path):
+    for _ in range(2):
+        log = RequestLog(str(path), 1, Metrics())
+        log.note(KEYS[:1], 2)
+        log.close()
+    first, second = (each["hash_ids"][-1] for each in lines(path))
+    assert second < first < 0
+    assert second > -(1 << 53), "also JavaScript can read it"
+
+
 def test_a_disk_that_stalls_costs_lines_and_never_time(path, monkeypatch, caplog):
     """A pipe that nobody reads: the thread stands still in its write."""
     monkeypatch.setattr(request_log, "MAX_KEYS", 1000)
@@ -118,6 +129,23 @@ def test_a_disk_that_fails_ends_the_log_and_is_counted(path, caplog):
     log.note(KEYS, 50)
     log.close()
     assert metrics.value("lmtier_request_log_dropped_total") == 2
+
+
+def test_a_disk_that_is_full_gets_no_half_of_a_line(path, caplog):
+    """A limit of the process stands for the disk: it also ends a write in the middle."""
+    log = RequestLog(str(path), 1, Metrics())
+    log.note(KEYS, 50)
+    until(lambda: path.stat().st_size)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        log.note(KEYS, 50)
+        until(lambda: "the request log stops" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+    assert "File too large" in caplog.text
+    assert len(read(path, block_tokens=1).requests) == 1
 
 
 def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path):
