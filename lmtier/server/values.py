@@ -103,7 +103,7 @@ class Values:
         self._drafting = 0
         """Bytes of the slab in drafts."""
         self.no_room_at = float("-inf")
-        """When a value last found no room, in time.monotonic()."""
+        """When a value that can fit last found no room, in time.monotonic()."""
         self._expiring: list[tuple[int, bytes]] = []
         self._most_expiring = _FEW
         self._watches: dict[bytes, set[Watch]] = {}
@@ -151,14 +151,16 @@ class Values:
         """Room for a value of `nbytes`. None: there is none."""
         cache = self._cache
         form = _form(nbytes, cache.chunk_tokens)
-        if self._drafting + form.room <= cache.index.capacity * _DRAFT_SHARE:
+        most = cache.index.capacity * _DRAFT_SHARE
+        if self._drafting + form.room <= most:
             key = VALUES + next(self._drafts).to_bytes(KEY_BYTES - len(VALUES), "little")
             reservation = cache.reserve([key], form)
             if reservation.entries:
                 self._drafting += form.room
                 (entry,) = reservation.entries.values()
                 return Draft(reservation, cache.slab.view(entry.offsets[0], nbytes))
-        self.no_room_at = time.monotonic()
+        if form.room <= most:  # for a value that never fits, other clients need not hurry
+            self.no_room_at = time.monotonic()
         self._count.labels("refused").inc()
         return None
 

@@ -550,6 +550,18 @@ def test_times_to_live_are_kept_for_what_is_there_only():
         assert before - len(values) in range(40, 51)  # one or the other may have been evicted
 
 
+def test_a_value_that_never_fits_hurries_no_other_client():
+    with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False), is_record=is_value) as cache:
+        values = Values(cache)
+        assert values.draft(MIB) is None
+        assert values.no_room_at == float("-inf")
+        draft = values.draft(MIB // 3)
+        assert draft is not None
+        assert values.draft(MIB // 3) is None
+        assert values.no_room_at > 0
+        values.drop(draft)
+
+
 def test_values_that_expire_together_are_deleted_some_at_a_time():
     with Cache(Config(tiers=["cpu://?capacity=8MiB"], prefault=False), is_record=is_value) as cache:
         values = Values(cache)
