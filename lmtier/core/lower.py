@@ -611,7 +611,8 @@ class LowerTier(ABC):
             gauge = metrics.breaker_open.labels(label, direction)
             gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]  # mypy: lambdas
         sealed = [(Op.LOAD, Reason.SEALED)] if self.tier.keys is not None else []
-        for op, reason in ((Op.LOAD, Reason.CORRUPT), (Op.STORE, Reason.FULL), *sealed):
+        damaged = [(Op.LOAD, Reason.CORRUPT), (Op.PEEK, Reason.CORRUPT)]
+        for op, reason in (*damaged, (Op.STORE, Reason.FULL), *sealed):
             # Starts at 0, so that the first one shows as a rise.
             metrics.tier_failures.labels(label, op.value, reason)
         metrics.dropped_tokens.labels(label, "queue_full")

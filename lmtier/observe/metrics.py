@@ -65,6 +65,7 @@ DROP_REASONS = {
     "no_room": "everything that could leave was leased, or within the shares of others",
     "too_many": "one request wanted to store more chunks than a server reserves at a time",
     "aborted": "the engine that stores it gave up, or died",
+    "foreign": "a chunk with its key is stored already, in a layout that this engine cannot read",
     "cleared": "the cache was cleared while it was written",
     "queue_full": "too many chunks waited to be written there",
     "evicted_before_write": "it left the slab before its turn came",

@@ -157,6 +157,7 @@ class MissCurve:
             words = np.frombuffer(b"".join(run.keys), np.uint32)[7::8]
             run.keys = [run.keys[i] for i in np.flatnonzero(words & self._mask == 0).tolist()]
         self._renumber()
+        self._hits = None  # it is of the rate before
 
     def _renumber(self) -> None:
         runs = [run for run in self._runs.values() if run.keys]

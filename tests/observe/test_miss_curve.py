@@ -74,6 +74,14 @@ def test_with_too_many_keys_it_is_right_within_two_percent(traffic):
         assert curve.hit_ratio(capacity) == pytest.approx(simulated(lookups, capacity), abs=0.02)
 
 
+def test_a_halving_of_the_sample_does_not_change_what_it_says():
+    lookups, curve = [], MissCurve(lambda: 1000, size=100, clock=lambda: 0.0)
+    while curve.rate == 1:
+        lookups.append(chain("system", len(lookups)))
+        curve.saw(lookups[-1])
+    assert curve.hit_ratio(50) == pytest.approx(simulated(lookups, 50), abs=1e-9)
+
+
 def test_what_is_further_away_than_any_tier_reaches_is_forgotten_instead_of_sampled():
     curve = MissCurve(lambda: 100, size=128, clock=lambda: 0.0)
     lookups = [chain(dice % 40, *range(dice % 7)) for dice in random.Random(1).choices(range(1000), k=3000)]
