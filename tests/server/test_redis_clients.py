@@ -296,6 +296,14 @@ def test_redis_cli(server: Served):
     assert "wrong number of arguments" in program("redis-cli", server, "GET")
 
 
+def test_a_name_with_blanks_is_one_field_in_the_list_of_clients(server: Served):
+    with server.connect() as engine:
+        engine.granted("LMTIER.HELLO", 1, "NAME", "vllm worker id=0")
+        number = engine.ask("CLIENT", "ID")
+        fields = dict(field.split("=", 1) for field in engine.ask("CLIENT", "INFO").decode().split())
+        assert (fields["name"], fields["id"]) == ("vllm_worker_id=0", str(number))
+
+
 def test_what_operators_and_exporters_ask(server: Served):
     with server.connect() as wire, server.connect() as other:
         other.expect("OK", "CLIENT", "SETNAME", "other")

@@ -230,8 +230,9 @@ def _client_name(arg: Argument) -> str:
 
 def _line(present: Present) -> str:
     caller = present.caller
+    name = caller.name.replace(" ", "_")  # engines' names may have blanks, which separate fields here
     return (
-        f"id={caller.id} addr={caller.address} name={caller.name} age={present.age} idle={present.idle} db=0 "
+        f"id={caller.id} addr={caller.address} name={name} age={present.age} idle={present.idle} db=0 "
         f"kind={caller.kind} resp={3 if caller.resp3 else 2} tot-cmds={caller.asked} cmd={caller.last}"
     )
 
