@@ -155,7 +155,7 @@ class Snapshot(TypedDict):
     models: list[Named]
     tenants: list[Named]
     values: dict[str, int]
-    """Of Redis clients, by event: hit, missed, set, …; `held` is how many are stored now."""
+    """Of Redis clients, by event: hit, missed, set, …; `held` is how many the tier with most of them has."""
     leased_bytes: int
     tiers: list[TierNow]
     loads: dict[str, list[int]]
@@ -439,9 +439,7 @@ class History:
         return max(0.0, self._next - self._clock())
 
     def sample(self, snapshot: Snapshot) -> None:
-        """Keep a row of this snapshot, if one is due."""
-        if self.due():
-            return
+        """Keep a row of this snapshot."""
         self._next = self._clock() + self._interval
         row = json.dumps(row_of(snapshot), separators=(",", ":")).encode()
         self._rows.append((snapshot["time"], row))

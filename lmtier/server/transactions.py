@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lmtier.server.commands import PAUSE, Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
 from lmtier.server.values import Draft, Values, Watch
 from lmtier.wire.commands import DROP
-from lmtier.wire.resp import Error, Simple, encode
+from lmtier.wire.resp import Error, NullArray, Simple, encode
 
 MAX_QUEUE = 16 << 20
 """The most bytes of the queued commands of one client. Values are in the slab."""
@@ -268,8 +268,7 @@ class Transactions:
             while not transaction.is_over:
                 yield None
             if transaction.is_off:
-                yield encode(None, True) if transaction.caller.resp3 else b"*-1\r\n"
-                return Nothing
+                return NullArray
             yield b"*%d\r\n" % len(transaction.steps)
             while transaction.answers:
                 yield transaction.answers.popleft()
