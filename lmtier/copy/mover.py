@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -310,12 +310,11 @@ class Load:
         self._missing.clear()
 
     def _convert_all(self, layer: int | None) -> None:
+        kv = cast("PagedKV", self._mover.kv)  # a CudaLoad has converted them when it began
         for chunk, ids, first_block in self._foreign:
             for payload, stored, held, part in self._parts_of(chunk):
                 if layer is None or part.first_layer <= layer < part.end_layer:
-                    self._mover.kv.convert(
-                        layer, payload, stored, held, ids, part=part, first_block=first_block
-                    )
+                    kv.convert(layer, payload, stored, held, ids, part=part, first_block=first_block)
 
     def _parts_of(self, chunk: int) -> Iterator[tuple[memoryview, Layout, Shard, Shard]]:
         """The pieces that this rank needs of a chunk in another form: payload, layout, shard, and part."""

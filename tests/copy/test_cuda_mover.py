@@ -25,7 +25,7 @@ from lmtier.copy.store import Store
 from lmtier.core.cache import Cache
 from lmtier.errors import CanaryError, DeviceError, LayoutError, MisuseError
 from lmtier.format.keys import Identity
-from lmtier.format.layout import Layout, Shard
+from lmtier.format.layout import LayerShape, Layout, Shard
 from tests.client.test_client import serve  # noqa: F401  # the fixture
 from tests.cuda_device import Race, SimulatedDevice, SimulatedStream, span
 
@@ -38,6 +38,8 @@ LAYOUT = Layout.uniform(
 PLANES = Layout.uniform(
     layers=L, heads=H, head_dim=D, dtype="bf16", block_tokens=N, chunk_tokens=C, packing="planes"
 )
+OPAQUE = Layout((LayerShape(H, LAYOUT.head_block_bytes(0), 0),) * L, "bf16", N, C, "unknown")
+"""The same blocks, of whose inner order only the heads are known."""
 
 
 @pytest.fixture
@@ -72,7 +74,13 @@ class Engine:
     """Random KV on a simulated GPU. Blocks are given back at once, and what they hold is known."""
 
     def __init__(
-        self, cache: Store, device: SimulatedDevice | None = None, *, seed: int = 0, **options: Any
+        self,
+        cache: Store,
+        device: SimulatedDevice | None = None,
+        *,
+        seed: int = 0,
+        layout: Layout = LAYOUT,
+        **options: Any,
     ) -> None:
         self.cache, self.device = cache, device or SimulatedDevice(seed)
         self.random = random.Random(seed)
@@ -81,7 +89,7 @@ class Engine:
         self.device.keep(*self.bits)
         names = ("staging_bytes", "shortest_run", "tables")
         way = {name: options.pop(name) for name in names if name in options}
-        self.kv = CudaKV(LAYOUT, LAYOUT.whole, self.layers, self.device, **way)
+        self.kv = CudaKV(layout, layout.whole, self.layers, self.device, **way)
         options.setdefault("spare_blocks", range(BLOCKS - SPARES, BLOCKS))
         self.mover = CudaMover(cache, self.kv, IDENTITY, **options)
         self.free = list(range(BLOCKS - SPARES))
@@ -537,13 +545,14 @@ def test_a_chunk_of_another_packing_is_converted_on_its_way(cache):
         assert not bits[blocks[0]].any()
 
 
-def test_shards_of_other_ranks_are_put_together(cache):
+@pytest.mark.parametrize("layout", [LAYOUT, OPAQUE], ids=lambda layout: layout.packing)
+def test_shards_of_other_ranks_are_put_together(cache, layout):
     ranks = (Shard(0, L, 0, 1), Shard(0, L, 1, 2))
     layers = [torch.randn(BLOCKS, H, N, 2 * D).bfloat16() for _ in range(L)]
     movers = [
         Mover(
             cache,
-            PagedKV(LAYOUT, shard, [layer[:, shard.first_head : shard.end_head] for layer in layers]),
+            PagedKV(layout, shard, [layer[:, shard.first_head : shard.end_head] for layer in layers]),
             IDENTITY,
             ranks=ranks,
             spare_blocks=range(BLOCKS - SPARES, BLOCKS),
@@ -555,7 +564,7 @@ def test_shards_of_other_ranks_are_put_together(cache):
     for mover in movers:
         with mover.save(chain, [7, 5, 3, 1], reservation=reservation) as save:
             save.all()
-    engine = Engine(cache)
+    engine = Engine(cache, layout=layout)
     blocks = engine.take(16)
     with engine.mover.load(engine.mover.match(engine.mover.chain(range(17))), blocks) as load:
         load.all()

@@ -255,21 +255,6 @@ def test_layers_of_several_tables_come_from_their_own_blocks():
     assert cuda.raw_fingerprint(whole) == cpu.raw_fingerprint(whole)
 
 
-def test_objects_of_another_layout_are_converted():
-    shapes = (LayerShape(2, 32, 32),) * 2
-    stored, layout = make_layout("planes", shapes, n=4, chunk=16), make_layout(shapes=shapes, chunk=16)
-    ours, theirs = engine(layout, blocks=20), engine(layout, blocks=20)
-    cuda, cpu, payload = on_device(ours), theirs.paged(), noise(stored.nbytes(stored.whole))
-    ids = chunk_ids(layout, blocks=20)
-    half = Shard(0, 2, 1, 2)
-    for kv in (cuda, cpu):
-        kv.convert(1, payload, stored, stored.whole, ids, part=half)
-    assert ours.snapshot() == theirs.snapshot()
-    for kv in (cuda, cpu):
-        kv.convert(None, payload, stored, stored.whole, ids)
-    assert ours.snapshot() == theirs.snapshot()
-
-
 def test_tensors_that_do_not_fit_are_refused():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     made = engine(layout)

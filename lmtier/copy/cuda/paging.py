@@ -336,36 +336,15 @@ class CudaKV(Blocks):
         for layer in self.layers:
             yield from self.geometry.raw_runs(layer, tables[self._table(layer)])
 
-    def convert(
-        self,
-        layer: int | None,
-        src: Buffer,
-        stored: Layout,
-        held: Shard,
-        block_ids: Any,
-        *,
-        part: Shard | None = None,
-        first_block: int = 0,
-    ) -> None:
-        """Like `PagedKV.convert`, through a payload of our own layout. It is rare and slow."""
-        if part is None and stored == self.layout and held == self.shard:
-            return self.scatter(layer, src, block_ids, first_block)
-        payload = np.empty(self.nbytes, np.uint8)
-        ids = self._ids(block_ids, first_block)
-        if first_block or not ids.is_whole:
-            raise LayoutError("a chunk of another layout is loaded as a whole, or not at all")
-        self.gather(layer, ids, payload.data)
-        self.over(payload).convert(layer, src, stored, held, np.arange(self.layout.blocks), part=part)
-        return self.scatter(layer, payload.data, ids)
-
     def over(self, payload: Array) -> PagedKV:
-        """A payload of ours, seen as an engine's blocks 0, 1, 2, …: the target of `convert`."""
+        """A payload of ours, seen as an engine's blocks 0, 1, 2, …: the target of `PagedKV.convert`."""
         layout, views = self.layout, []
         for layer in self.layers:
             at, nbytes = self.geometry.place(self._these(layer))
-            heads, (_, k, v) = layout.heads(layer, self.shard), layout.layers[layer]
-            raw = payload[at : at + nbytes].view(f"u{layout.itemsize}")
-            views.append(raw.reshape(layout.blocks, heads, layout.block_tokens, k + v))
+            raw = payload[at : at + nbytes].reshape(layout.blocks, layout.heads(layer, self.shard), -1)
+            if not layout.is_opaque:
+                raw = raw.view(f"u{layout.itemsize}").reshape(*raw.shape[:2], layout.block_tokens, -1)
+            views.append(raw)
         return PagedKV(layout, self.shard, views)
 
 
