@@ -79,30 +79,6 @@ class PagedKV(Blocks):
         self._spans = {layer: self._cut(*self._range(layer)) for layer in (None, *self.layers)}
         self.raw_tag = self.tag_of([[raw.order for raw in tensors] for tensors in self._raw])
 
-    @classmethod
-    def dense(cls, layout: Layout, shard: Shard, tensors: Sequence[Planes]) -> PagedKV:
-        """For caches without pages: tensors [heads, S, D] or [1, heads, S, D] become blocks 0, 1, 2, …
-
-        These are views. Tokens after the last whole block are not accessible.
-        """
-        size = layout.block_tokens
-
-        def paged(tensor: Any) -> Any:
-            row = tensor[0] if tensor.ndim == 4 and tensor.shape[0] == 1 else tensor
-            if row.ndim != 3:
-                raise LayoutError(
-                    f"a dense cache is [heads, S, D] or [1, heads, S, D], got {list(tensor.shape)}"
-                )
-            heads, tokens, width = row.shape
-            whole = tokens // size
-            return row[:, : whole * size].reshape(heads, whole, size, width).swapaxes(0, 1)
-
-        return cls(
-            layout,
-            shard,
-            [tuple(map(paged, t)) if isinstance(t, (tuple, list)) else paged(t) for t in tensors],
-        )
-
     def __repr__(self) -> str:
         ways = ", ".join(map(str, self.groups[:4])) + (", …" if len(self.groups) > 4 else "")
         return f"<PagedKV {self.shard} {self.blocks} blocks: {ways}>"
@@ -246,12 +222,10 @@ class PagedKV(Blocks):
 class Batch:
     """Prepared copies of chunks between their blocks and their payloads."""
 
-    __slots__ = ("_is_whole", "_kv", "_plans", "nbytes", "runs")
+    __slots__ = ("_is_whole", "_kv", "_plans", "nbytes")
 
     def __init__(self, kv: PagedKV, runs: Sequence[_Run]) -> None:
         self._kv = kv
-        self.runs = len(runs)
-        """The number of runs of chunks whose payloads are equally far apart."""
         self.nbytes = kv.nbytes * sum(len(payloads) for _, payloads, _ in runs)
         self._is_whole = all(ids.is_whole and not first_block for ids, _, first_block in runs)
         self._plans = [

@@ -340,8 +340,8 @@ def test_a_prompts_chunks_that_lie_alike_far_apart_are_one_piece():
     slab = np.zeros(20 * kv.nbytes, np.uint8)
     rows = [(ids, 2 * number * kv.nbytes, 0) for number, ids in enumerate(kv.check(list(range(40))))]
     all_of_them = kv.bind_all(rows, lambda at, nbytes: slab[at : at + nbytes])
-    assert all_of_them.runs == 1
-    assert kv.bind_all([*rows[:4], rows[5], *rows[8:]], lambda at, nbytes: slab[at : at + nbytes]).runs == 3
+    some = kv.bind_all([*rows[:4], rows[5], *rows[8:]], lambda at, nbytes: slab[at : at + nbytes])
+    assert [len(batch._plans[0]) for batch in (all_of_them, some)] == [1, 3]
     all_of_them.gather(None)
     assert all(slab[at : at + kv.nbytes].any() for _, at, _ in rows)
 
@@ -513,40 +513,6 @@ def test_a_read_only_buffer_cannot_be_gathered_into():
         with pytest.raises(ValueError, match=r"read-only|not writeable|WRITEBACK|writeable"):
             kv.gather(None, [0, 1, 2, 3], untouched)
         assert untouched == bytes(kv.nbytes)
-
-
-# ---- engines without pages
-
-
-@pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("packing", ["planes", "token"])
-def test_a_dense_cache_is_blocks_of_itself(way, batch, packing):
-    layout = make_layout(packing, (LayerShape(2, 3, 5), LayerShape(4, 4, 4)), n=2, chunk=6)
-    rng = np.random.default_rng(1)
-
-    def tensor(heads: int, width: int) -> torch.Tensor:
-        # Capacity beyond the sequence, as caches that grow have; 13 tokens are 6 blocks and a rest.
-        room = torch.from_numpy(rng.integers(0, 2**15, (1, heads, 20, width), np.int16))
-        return room[:, :, :13].view(torch.bfloat16) if batch else room[0, :, :13].view(torch.bfloat16)
-
-    tensors = [(tensor(heads, k), tensor(heads, v)) for heads, k, v in layout.layers]
-    kv = PagedKV.dense(layout, layout.whole, tensors)
-    assert kv.blocks == 6
-    payload = np.zeros(kv.nbytes, np.uint8)
-    kv.gather(None, [2, 3, 4], payload)
-    for layer, (k, v) in enumerate(tensors):
-        stored = layout.planes(payload, layout.whole, layer)
-        for theirs, ours in zip(stored, (k, v), strict=True):
-            expected = ours.reshape(ours.shape[-3:])[:, 4:10].view(torch.int16).numpy().view(np.uint16)
-            assert (theirs.swapaxes(1, 2).reshape(6, len(expected), -1).swapaxes(0, 1) == expected).all()
-    kv.scatter(None, noise(kv.nbytes), [0, 1, 5])
-    kv.gather(None, [0, 1, 5], payload)
-    assert payload.tobytes() == noise(kv.nbytes).tobytes()
-
-
-def test_a_dense_cache_of_several_sequences_is_refused():
-    with pytest.raises(LayoutError, match=r"\[heads, S, D\] or \[1, heads, S, D\], got \[3, 2, 8, 16\]"):
-        PagedKV.dense(make_layout(), make_layout().whole, [torch.zeros(3, 2, 8, 16)] * 3)
 
 
 # ---- opaque memory
@@ -901,16 +867,6 @@ def test_arrangements_that_differ_have_tags_that_differ():
     }
     assert len(tags) == 7
     assert all(len(tag) == 8 for tag in tags)
-
-
-def test_a_growing_dense_cache_keeps_its_tag():
-    layout = make_layout("planes")
-
-    def tag(tokens: int) -> bytes:
-        pair = (torch.zeros(2, tokens, 8, dtype=torch.bfloat16),) * 2
-        return PagedKV.dense(layout, layout.whole, [pair] * 3).raw_tag
-
-    assert tag(8) == tag(64)
 
 
 def test_raw_misuse_is_refused():
