@@ -679,8 +679,8 @@ OUR_PHASES = [
     ["failed", "salt=a", "forget", "fail", "alone"],
     ["failed together", "salt=a", "forget", "fail", "together"],
     ["spoilt", "salt=a", "spoil", "forget", "alone"],
+    ["healed", "salt=a", "forget", "alone"],  # before the next spoiling, which spoils these prompts too
     ["spoilt together", "salt=a", "spoil", "forget", "together"],
-    ["healed", "salt=a", "forget", "alone"],
     ["preempted", "salt=a", "crowd"],
     ["preempted, hit", "salt=a", "forget", "crowd"],
 ]
@@ -809,9 +809,10 @@ class Bench:
                 self.log(f"{case.name}: left out, no engine starts here")
                 self.results[case.name] = {"error": "left out: no engine starts"}
                 continue
-            if case.transfer == "offloading" and shared_memory() < 2 * GIB:
-                self.log(f"{case.name}: left out, /dev/shm has no room")
-                self.results[case.name] = {"error": "left out: no shared memory"}
+            if case.transfer == "offloading" and (free := shared_memory()) < self.sizes.slab + GIB:
+                least = f"it needs {self.sizes.slab / GIB + 1:.0f} to have as much memory as lmtier"
+                self.log(f"{case.name}: left out, /dev/shm has {free / GIB:.1f} GiB free, {least}")
+                self.results[case.name] = {"error": "left out: too little shared memory"}
                 continue
             self._run(case, is_last=number_ == len(cases) - 1)
             self._judge(case)
@@ -819,26 +820,24 @@ class Bench:
 
     def _run(self, case: Case, *, is_last: bool) -> None:
         """With other settings, if an engine does not work with these."""
-        is_first = case.kind == "equal" and case.eager and not case.transfer
-        tries: list[tuple[str, dict[str, Any]]] = [(self.attention[0], self.graphs if not case.eager else {})]
-        if is_first or case.tries:
-            tries = [(name, each) for each in case.tries or [{}] for name in self.attention]
+        settings = case.tries or [{} if case.eager else self.graphs]
+        tries = [(name, each) for each in settings for name in self.attention]
         for number_, (attention, options) in enumerate(tries):
             child = self._next or self._child()
             self._next = None
             is_end = is_last and number_ == len(tries) - 1
             if not is_end and self.left() > self.given.least:
                 self._next = self._child()  # it imports while this one runs
-            result = child.run(self._spec(case, attention, options), min(self.sizes.start, self.left()))
-            result.update(attention=attention, options=options)
+            spec = self._spec(case, attention, options)
+            result = child.run(spec, min(self.sizes.start, self.left()))
+            result.update(attention=attention, options=options, transfer=spec["transfer"])
             self.results[case.name] = result
             took = (
                 f"import {result.get('import_seconds', 0):.0f} s, start {result.get('start_seconds', 0):.0f}"
             )
             self.log(f"{case.name} {attention} {options or ''}: {result['outcome']}; {took} s")
             if result.get("done"):
-                if is_first:
-                    self.attention = [attention]
+                self.attention = [attention]  # all engines use the one that the first of them found
                 if case.tries:
                     self.graphs = options
                 return
@@ -904,11 +903,10 @@ class Bench:
                 "kv_connector_extra_config": extra,
             }
         if case.transfer == "offloading":
-            room = shared_memory() - GIB  # where vLLM keeps it
             return {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"cpu_bytes_to_use": min(sizes.slab, room)},
+                "kv_connector_extra_config": {"cpu_bytes_to_use": sizes.slab},
             }
         return None
 
@@ -944,15 +942,17 @@ class Bench:
                 "from disk": told.get("vllm:prompt_tokens_cached_by_source_total{disk}", 0),
                 "not saved": told.get("lmtier:save_failures_total", 0),
             }
-            found["verdict"] = {**vars(verdict), "word": verdict.word(tie), "tie": tie}
             said = ", ".join(f"{what} {value:.0f}" for what, value in notes.items() if value)
             cached = sum(each["cached"] for each in found["outcomes"])
+            # What was found spoilt has to be stored anew: to compute it again is no healing.
+            word = "NOT LOADED" if name == "healed" and not cached else verdict.word(tie)
+            found["verdict"] = {**vars(verdict), "word": word, "tie": tie}
             self.rows.append(
                 [
                     case.name,
                     name,
                     f"{verdict.identical}/{verdict.prompts}",
-                    verdict.word(tie),
+                    word,
                     f"{verdict.margin:.3f}",
                     f"{verdict.drift:.3f}",
                     str(cached),
@@ -1005,7 +1005,7 @@ class Bench:
     def tell(self) -> int:
         say()
         say(json.dumps({name: self.head[name] for name in ("date", "device", "versions")}))
-        wrong = [row for row in self.rows if row[3] == "WRONG" or not row[3]]
+        wrong = [row for row in self.rows if row[3] not in ("identical", "tie")]
         failed = [name for name, each in self.results.items() if not each.get("done")]
         if self.rows:
             heads = ["engine", "phase", "identical", "verdict", "margin", "drift", "cached tokens", ""]
