@@ -15,6 +15,7 @@
 #
 # Needs torch with CUDA, cupy, pytest, hypothesis, numpy, xxhash and prometheus-client, and no installation of
 # lmtier; vllm needs vLLM too. Results go to OUT, or to bench/results/<GPU>-<date>.
+# LIMIT is the most seconds that the stages take together: the later ones get what the earlier ones leave.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD:$PWD/backends:$PWD/integrations:$PWD/bench${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -24,6 +25,7 @@ TESTS=("$PYTHON" -m pytest -q -p no:cacheprovider)
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | tr 'A-Z ' 'a-z-')
 OUT=${OUT:-bench/results/${gpu:-no-gpu}-$(date +%F)}
 mkdir -p "$OUT"
+LIMIT=${LIMIT:-7200}
 failed=0
 simulated=()
 if [ "${1:-}" = --simulated ]; then
@@ -31,10 +33,21 @@ if [ "${1:-}" = --simulated ]; then
     shift
 fi
 
+within() {  # seconds: so many, or those that are left
+    local left=$((LIMIT - SECONDS))
+    echo $((left < $1 ? left : $1))
+}
+
 stage() {  # name, seconds, command...
-    local name=$1 limit=$2
+    local name=$1 limit
+    limit=$(within "$2")
     shift 2
     printf '\n== %s\n' "$name"
+    if [ "$limit" -le 0 ]; then
+        failed=1
+        printf '%s: left out, the %s s of LIMIT are over\n' "$name" "$LIMIT"
+        return
+    fi
     timeout "$limit" "$@" 2>&1 | tee "$OUT/$name.txt" || { failed=1; printf '%s: FAILED\n' "$name"; }
 }
 
@@ -42,13 +55,13 @@ for each in "$@"; do
     case ${simulated[*]}$each in  # rehearsals may take long: they compute what a GPU does
         --simulatedtoy) stage toy 1200 "$PYTHON" bench/gpu_toy.py --simulated --limit 1100 --json "$OUT/toy.json" ;;
         *probe) stage probe 200 "$PYTHON" bench/gpu_probe.py "${simulated[@]}" --json "$OUT/probe.json" ;;
-        toy) stage toy 260 "$PYTHON" bench/gpu_toy.py --json "$OUT/toy.json" ;;
+        toy) stage toy 260 "$PYTHON" bench/gpu_toy.py --limit "$(within 200)" --json "$OUT/toy.json" ;;
         --simulatedtests) stage tests 1800 "${TESTS[@]}" tests/copy/test_cuda_*.py tests/bench tests/test_toy_engine.py ;;
-        --simulatedbench) stage bench 300 "$PYTHON" bench/gpu_simulated.py ;;
+        --simulatedbench) stage bench 300 "$PYTHON" bench/gpu_simulated.py "$OUT/bench.json" ;;
         --simulatedtransformers) stage transformers 240 "$PYTHON" bench/gpu_transformers.py --device cpu ;;
         --simulatedvllm) stage vllm 600 "$PYTHON" bench/gpu_vllm.py equal ttft --device cpu ;;
         tests) stage tests 400 "${TESTS[@]}" --continue-on-collection-errors tests/gpu --junit-xml "$OUT/tests.xml" ;;
-        bench) stage bench 300 "$PYTHON" -m lmtier bench --gpu ;;
+        bench) stage bench 300 "$PYTHON" -m lmtier bench --gpu --save "$OUT/bench.json" ;;
         sanitize)
             # Without its cache torch asks the driver for each tensor, so that what overruns one is seen.
             export PYTORCH_NO_CUDA_MEMORY_CACHING=1 LMTIER_EXAMPLES=8
@@ -61,7 +74,10 @@ for each in "$@"; do
         transformers)
             stage transformers 240 "$PYTHON" bench/gpu_transformers.py --json "$OUT/transformers.json"
             ;;
-        vllm) stage vllm 600 "$PYTHON" bench/gpu_vllm.py ttft equal --json "$OUT/vllm.json" ;;
+        vllm)  # it ends by itself, because a timeout would leave its engines on the GPU
+            stage vllm 600 "$PYTHON" bench/gpu_vllm.py ttft equal --budget "$(($(within 560) - 20))" \
+                --json "$OUT/vllm.json"
+            ;;
         *) echo "no stage $each ${simulated[*]}; they are in this script's first lines" >&2; exit 2 ;;
     esac
 done

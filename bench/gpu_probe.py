@@ -36,6 +36,7 @@ from lmtier.core.cache import Cache
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Layout
 from lmtier.tools.terminal import say, table
+from lmtier_bench.gpu import lock_all_pages
 
 GIB = 1 << 30
 ROUNDS = 7
@@ -90,11 +91,10 @@ class Machine:
 
     @contextmanager
     def pinned(self, memory: memoryview) -> Iterator[None]:
-        pinning = self.device.lock_pages(memory)
-        pinning.wait()
+        unpin = lock_all_pages(self.device, memory)
         yield
         self.synchronize()
-        pinning.close()
+        unpin()
         self.device.page_lock = None
 
     def copying(self) -> tuple[Callable[..., None], Callable[..., None]]:

@@ -1,11 +1,14 @@
 """A GPU for rehearsals: copies and kernels run on this CPU, late and in any order. Its figures mean nothing.
 
 PYTHONPATH=.:backends:integrations python3 bench/gpu_simulated.py    # what `lmtier bench --gpu` prints
+
+With a FILE it also writes what `--save FILE` writes.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,14 +65,14 @@ def tiny(directory: Path) -> bench.Scale:
     )
 
 
-def main() -> int:
+def main(save: Path | None = None) -> int:
     bench._quick = tiny
     gpu = Simulated()
     say(bench.header(None, gpu))
-    say(bench.report(bench.measure(quick=True, gpu=gpu)))
+    say(bench.report(bench.measure(quick=True, gpu=gpu, save=save)))
     return 0
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    raise SystemExit(main())
+    raise SystemExit(main(*map(Path, sys.argv[1:])))

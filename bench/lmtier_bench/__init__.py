@@ -12,6 +12,7 @@ so a ratio near 1 is good either way. Below the floor something is broken; the g
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import tempfile
@@ -167,9 +168,11 @@ def measure(
     repeat: int = 1,
     quick: bool = False,
     gpu: Gpu | None = None,
+    save: Path | None = None,
 ) -> list[Row]:
     """One row for each path whose name contains `only`; `repeat` multiplies the rounds.
 
+    After each round `save` gets the rows so far, so that a run which is cut off leaves what it measured.
     The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
     from lmtier_bench import copies, disk, load, lookups, mooncake, redis, s3, sealed, server, stub
@@ -223,11 +226,23 @@ def measure(
                 progress.at(100 * done + min(99, 100 * seen // most), 100 * len(chosen), path)
                 if path in samples:
                     samples[path].append((ours, limit))
+                    if save is not None:
+                        _write(save, _rows(samples))
     for path, pairs in samples.items():
         if not pairs:
             why = next((why for word, why in _MISSING.items() if word in path), _NO_SECOND_CORE)
             complain(f"{path}: left out, {why}")
+    return _rows(samples)
+
+
+def _rows(samples: dict[str, list[tuple[float, float]]]) -> list[Row]:
     return [judge(path, pairs) for path, pairs in samples.items() if pairs]
+
+
+def _write(file: Path, rows: list[Row]) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(as_json(rows), indent=1))
+    new.replace(file)
 
 
 def _full(directory: Path, repeat: int) -> Scale:

@@ -21,6 +21,7 @@ import numpy as np
 from lmtier.config import Config
 from lmtier.copy.cuda.kernels import TensorMemory
 from lmtier.copy.cuda.mover import CudaMover
+from lmtier.copy.cuda.page_lock import PageLockingDevice
 from lmtier.copy.cuda.paging import CudaKV
 from lmtier.copy.cuda.streams import Device, Lane
 from lmtier.core.cache import Cache
@@ -87,12 +88,7 @@ class Torch:
         return self._torch.randn(*shape, device="cuda", dtype=self._torch.bfloat16)
 
     def lock_pages(self, memory: memoryview) -> Callable[[], None]:
-        pinning = self.device.lock_pages(memory)
-        pinning.wait()
-        if pinning.failure:
-            pinning.close()
-            raise ConfigError(f"the slab could not be pinned: {pinning.failure}")
-        return pinning.close
+        return lock_all_pages(self.device, memory)
 
     def matmuls(self, milliseconds: float) -> None:
         a, b = self._matrices
@@ -101,6 +97,16 @@ class Torch:
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
+
+
+def lock_all_pages(device: PageLockingDevice, memory: memoryview) -> Callable[[], None]:
+    """Return what unlocks them. If the driver refuses, raise: copies of other memory would be measured."""
+    lock = device.lock_pages(memory)
+    lock.wait()
+    if lock.failure:
+        lock.close()
+        raise ConfigError(f"the slab could not be pinned: {lock.failure}")
+    return lock.close
 
 
 def layout_of(model: str, layers: int | None = None) -> Layout:

@@ -6,18 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import lmtier_bench as bench
 from bench.gpu_simulated import Simulated, tiny
+from lmtier.errors import ConfigError
 from lmtier.tools.cli import main
 from lmtier_bench import stub
 from lmtier_bench.gpu import Rig, layout_of
 from lmtier_bench.stub import Stub
+from tests.copy.test_cuda_page_lock import MEMORY, Driver
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +39,37 @@ def test_every_path_is_measured(monkeypatch):
     assert "a simulated GPU" in bench.header(None, gpu)
     assert "gpu: fingerprint of 32 MiB" in bench.report(rows)
     assert json.loads(json.dumps(bench.as_json(rows)))[0]["path"] == "gpu: to the slab, 8B, 2k"
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has_measured(monkeypatch, tmp_path):
+    class Lent(Simulated):
+        """For as long as the first of its engines takes."""
+
+        engines = 0
+
+        def tensor(self, shape: Sequence[int]) -> Any:
+            self.engines += 1
+            if self.engines > 1:
+                raise KeyboardInterrupt
+            return super().tensor(shape)
+
+    monkeypatch.setattr(bench, "_quick", tiny)
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(quick=True, gpu=Lent(), save=tmp_path / "bench.json")
+    rows = json.loads((tmp_path / "bench.json").read_text())
+    assert len(rows) == 5
+    assert {row["path"].partition(", ")[2] for row in rows} == {"8B, 2k"}
+
+
+def test_nothing_is_measured_in_memory_that_the_driver_refuses_to_lock():
+    driver, probe = Driver(most=250), import_module("bench.gpu_probe")
+    lock = driver.page_lock()
+    lock.start()
+    machine = object.__new__(probe.Machine)  # a whole one needs a GPU
+    machine.device = SimpleNamespace(lock_pages=lambda _: lock)
+    with pytest.raises(ConfigError, match=r"could not be pinned: .*out of memory"), machine.pinned(MEMORY):
+        pytest.fail("it is measured")
+    assert not driver.ranges
 
 
 @pytest.mark.parametrize(
@@ -90,11 +127,22 @@ def test_the_days_script_can_be_rehearsed(tmp_path):
     subprocess.run(script, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=200)
     assert json.loads((tmp_path / "probe.json").read_text())["saves and loads"][0]["load: GB/s"] > 0
     assert "a simulated GPU" in (tmp_path / "bench.txt").read_text()
+    assert len(json.loads((tmp_path / "bench.json").read_text())) == len(bench.GPU_PATHS)
     wrong = subprocess.run(
         [*script[:3], "sanitize"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert wrong.returncode == 2
     assert "no stage sanitize" in wrong.stderr
+
+
+def test_a_stage_for_which_the_day_has_no_time_is_left_out(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable, "LIMIT": "0"}
+    done = subprocess.run(
+        ["bash", "bench/gpu_day.sh", "bench"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "bench: left out, the 0 s of LIMIT are over" in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

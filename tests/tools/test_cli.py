@@ -256,6 +256,21 @@ def test_bench_json_is_a_list_and_nothing_else(run, tmp_path):
     assert [row["path"] for row in json.loads(out)] == [path for path in bench.PATHS if "match 128k" in path]
 
 
+def test_bench_writes_its_rows_to_a_file_while_it_measures(run, tmp_path):
+    file = tmp_path / "rows.json"
+    code, out, _ = run("bench", "--quick", "--only", "match 128k", "--dir", tmp_path, "--save", file)
+    assert code == 0
+    assert all(row["path"] in out for row in json.loads(file.read_text()))
+    assert len(json.loads(file.read_text())) == sum("match 128k" in path for path in bench.PATHS)
+
+
+def test_bench_refuses_a_file_that_it_cannot_write_before_it_measures(run, tmp_path):
+    code, _, err = run("bench", "--quick", "--only", "match 128k", "--save", tmp_path / "none" / "rows.json")
+    assert code == 2
+    assert "--save" in err
+    assert "No such file or directory" in err
+
+
 def test_bench_names_its_machine_and_says_that_quick_means_nothing(run, tmp_path):
     code, out, err = run("bench", "--quick", "--only", "gather", "--dir", tmp_path / "new")
     assert code == 0

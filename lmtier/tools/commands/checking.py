@@ -22,6 +22,7 @@ def _bench_options(parser: ArgumentParser) -> None:
         "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
     )
     parser.add_argument("--gpu", action="store_true", help="measure only copies between a GPU and memory")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="after each round, write all rows as JSON")
     json_option(parser)
 
 
@@ -34,7 +35,11 @@ def _bench(args: Namespace) -> int:
         raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
     gpu = bench.real_gpu() if args.gpu else None
     folder = made(args.dir)
-    rows = bench.measure(only=args.only, directory=folder, repeat=args.repeat, quick=args.quick, gpu=gpu)
+    if args.save:
+        _try_to_write("--save", args.save)
+    rows = bench.measure(
+        only=args.only, directory=folder, repeat=args.repeat, quick=args.quick, gpu=gpu, save=args.save
+    )
     if args.json:
         say(json.dumps(bench.as_json(rows), indent=2))
     else:
@@ -159,14 +164,14 @@ def _first_line(file: Path) -> str:
         raise ConfigError(f"--key-file {file}: it is not text in UTF-8") from None
 
 
-def _try_to_write(file: Path) -> None:
+def _try_to_write(option: str, file: Path) -> None:
     is_new = not file.exists()
     try:
         file.open("a").close()
         if is_new:
             file.unlink()
     except OSError as error:
-        raise ConfigError(f"--html {file}: {error.strerror}") from None
+        raise ConfigError(f"{option} {file}: {error.strerror}") from None
 
 
 def _write(file: Path, text: str) -> None:
@@ -183,7 +188,7 @@ def _prove(args: Namespace) -> int:
 
     key = _first_line(args.key_file) if args.key_file else ""
     if args.html:
-        _try_to_write(args.html)  # before hours of asking
+        _try_to_write("--html", args.html)  # before hours of asking
     engines = [
         Endpoint(url, token=key, name=args.model, limit=parse_seconds(args.limit))
         for url in (args.url, args.baseline)
