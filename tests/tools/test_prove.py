@@ -20,9 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtier.tools.cli import main
+from lmtier.tools.prove import report
 from lmtier.tools.prove.asking import Endpoint, NoAnswer, Query
 from lmtier.tools.prove.compare import Noise, Position, distance
 from lmtier.tools.prove.prompts import Author, image, length
+from lmtier.tools.prove.proof import Effort, Proof
 
 CHUNK = 64
 
@@ -30,14 +32,21 @@ CHUNK = 64
 class ToyEngine:
     """Answers by a hash of the prompt. Below it lies a cache: what each chunk adds to the hash."""
 
-    def __init__(self, *, salts: bool = True, logprobs: bool = True, text: bool = True) -> None:
-        self.salts, self.logprobs, self.text = salts, logprobs, text
+    cuts_chunks = False
+    """Whether its answers are in chunks, and break off inside one."""
+
+    def __init__(
+        self, *, salts: bool = True, logprobs: bool = True, text: bool = True, rounding: float = 1e-4
+    ) -> None:
+        self.salts, self.logprobs, self.text, self.rounding = salts, logprobs, text, rounding
+        self.bodies: list[dict[str, Any]] = []
+        """What it was asked."""
         self.own: set[tuple[Any, ...]] = set()
         """Prefixes in the engine's own cache."""
         self.below: dict[tuple[Any, ...], int] = {}
         self.lock = threading.Lock()
-        self.rounds = 0.0
-        """How far each answer moves from the one before."""
+        self.rounds = 0
+        """Each answer rounds in another way."""
 
     def name(self, salt: str, tokens: tuple[int, ...]) -> tuple[Any, ...]:
         """Of the prefix that ends here."""
@@ -66,12 +75,12 @@ class ToyEngine:
     def answer(self, salt: str, tokens: tuple[int, ...], count: int, seed: Any) -> tuple[list[Any], int]:
         state, cached = self.state(salt, tokens)
         positions = []
-        self.rounds += 1e-5
+        self.rounds += 1
         for number in range(count):
             digest = hashlib.sha256(f"{state} {number} {seed}".encode()).digest()
             order = sorted(range(5), key=lambda each: digest[each])
             likely = {
-                f"token_id:{each}": -0.5 * rank + math.sin(self.rounds) * 1e-4
+                f"token_id:{each}": -0.5 * rank + math.sin(self.rounds) * self.rounding
                 for rank, each in enumerate(order)
             }
             positions.append((f"token_id:{order[0]}", likely))
@@ -130,6 +139,19 @@ class FailsWhenLong(ToyEngine):
         return super().answer(salt, tokens, count, seed)
 
 
+class FailsOnDemand(ToyEngine):
+    fails = False
+
+    def answer(self, salt: str, tokens: tuple[int, ...], count: int, seed: Any) -> tuple[list[Any], int]:
+        if self.fails:
+            raise ConnectionAbortedError
+        return super().answer(salt, tokens, count, seed)
+
+
+class CutsChunks(ToyEngine):
+    cuts_chunks = True
+
+
 class Wavers(ToyEngine):
     """It answers one prompt in two ways, now and then."""
 
@@ -165,6 +187,13 @@ def running(engine: ToyEngine) -> Iterator[str]:
                 with engine.lock:
                     engine.own.clear()
                 return self.reply({})
+            engine.bodies.append(body)
+            if engine.cuts_chunks:
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"40\r\ndata: {")
+                return None
             prompt = body.get("prompt")
             if prompt is None or (isinstance(prompt, str) and not engine.text):
                 return self.reply({"error": "no"}, 400)
@@ -235,12 +264,32 @@ def test_a_wrong_cache_is_found(wrong, text, capsys):
     assert "WRONG: " in said
 
 
-def test_without_salts_a_stale_cache_is_found_and_the_rest_is_said(capsys):
-    status, said = prove(StaleBelow(salts=False), capsys)
-    assert status == 1
-    assert "The engine has no salts" in said
-    status, said = prove(ToyEngine(salts=False), capsys)
+def test_the_same_seed_again_accuses_no_engine_that_kept_the_prompts(capsys):
+    engine = ToyEngine()
+    for _ in range(2):
+        status, said = prove(engine, capsys)
+        assert status == 0, said
+
+
+@pytest.mark.parametrize(
+    "engine", [ToyEngine(salts=False), Reuses(salts=False, rounding=0.01)], ids=["exact", "rounds"]
+)
+def test_without_salts_an_engine_that_is_right_is_not_accused(engine, capsys):
+    """What rounds is measured where nothing is reused."""
+    status, said = prove(engine, capsys)
     assert status == 0, said
+    assert "The engine has no salts" in said
+
+
+@pytest.mark.parametrize(
+    "engine", [StaleBelow(salts=False), ToyEngine(salts=False, rounding=0.01)], ids=["stale", "rounds"]
+)
+def test_without_salts_a_difference_that_may_be_rounding_proves_nothing(engine, capsys):
+    """Everything is reused from below, so what the engine does alone is not known."""
+    status, said = prove(engine, capsys)
+    assert status == 3, said
+    assert "the answer is another one" in said
+    assert "answers differ, perhaps by the engine's own rounding" in said
 
 
 def test_an_engine_that_reuses_nothing_proves_nothing(capsys):
@@ -295,6 +344,38 @@ def test_a_restart_is_part_of_the_proof(tmp_path, capsys):
     assert last["reusing"] > 0
 
 
+def test_a_restart_that_fails_is_a_finding_of_its_stage(capsys):
+    status, said = prove(ToyEngine(), capsys, "--restart", "false", "--json")
+    assert status == 1
+    (finding,) = json.loads(said)["stages"][-1]["findings"]
+    assert finding["what"] == "--restart: `false` ended with status 1"
+
+
+def test_an_engine_that_dies_where_nothing_is_reused_is_wrong():
+    engine = FailsOnDemand()
+
+    def begins(stage: str) -> None:
+        engine.fails = stage == "nothing to reuse"
+
+    with running(engine) as url:
+        asked = Endpoint(url)
+        asked.connect()
+        proof = Proof(asked, Effort.short())
+        proof.run(begins)
+    assert {each.stage for each in proof.findings} == {"nothing to reuse"}
+    assert report.status(proof) == report.WRONG
+
+
+def test_a_baseline_is_asked_as_the_engine_is(capsys):
+    baseline = ToyEngine()
+    with running(baseline) as url:
+        status, said = prove(ToyEngine(), capsys, "--baseline", url)
+    assert status == 0, said
+    assert "beside a baseline of" in said
+    assert baseline.bodies
+    assert all(each.get("ignore_eos") for each in baseline.bodies)
+
+
 def test_what_does_not_answer_is_one_sentence(capsys):
     assert main(["prove", "http://127.0.0.1:9", "--short"]) == 2
     assert main(["prove", "127.0.0.1:9", "--short"]) == 2
@@ -323,6 +404,15 @@ def test_an_answer_later_than_the_limit_is_none():
         engine.limit = 0
         with pytest.raises(NoAnswer):
             engine.ask(Query("a b c"))
+
+
+def test_an_answer_in_chunks_that_is_cut_is_none():
+    with running(CutsChunks()) as url:
+        engine = Endpoint(url)
+        engine.connect()
+        with pytest.raises(NoAnswer, match="broke off"):
+            engine.ask(Query("a b c"))
+        engine.cut(Query("a b c"), 5)
 
 
 # ---- the parts

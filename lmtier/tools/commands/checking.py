@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +29,9 @@ def _bench(args: Namespace) -> int:
     try:
         import lmtier_bench as bench
     except ModuleNotFoundError:
-        raise ConfigError("lmtier bench is not part of the package: run `make bench` in a checkout") from None
+        raise ConfigError(
+            "lmtier bench is no part of the package: in a checkout run `pip install -e .`, or `make bench`"
+        ) from None
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
     gpu = bench.real_gpu() if args.gpu else None
@@ -196,11 +197,10 @@ def _prove(args: Namespace) -> int:
     ]
     for engine in engines:
         engine.connect()
-    seed = args.seed if args.seed is not None else secrets.randbits(31)
     proof = Proof(
         engines[0],
         Effort.short() if args.short else Effort.whole(),
-        seed=seed,
+        seed=args.seed,
         reset=args.reset,
         restart=args.restart,
         baseline=engines[1] if len(engines) > 1 else None,

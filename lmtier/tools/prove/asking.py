@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from lmtier.errors import ConfigError, TierError
@@ -19,6 +20,8 @@ from lmtier.tools.prove.compare import Choice, Position
 Prompt = str | tuple[int, ...]
 _LIKELIEST = 5
 _PAUSE = 0.5
+_BROKEN = OSError, HTTPException
+"""What a connection that fails raises. An answer in chunks that is cut is no OSError."""
 _EXTRAS: dict[str, Any] = {"ignore_eos": True, "return_tokens_as_token_ids": True}
 """What only vLLM understands: answers have their full length, and each token has one name."""
 
@@ -93,7 +96,7 @@ class Endpoint:
     def connect(self) -> None:
         try:
             listed = json.loads(self._get("/v1/models"))["data"]
-        except (OSError, ValueError, KeyError) as error:
+        except (*_BROKEN, ValueError, KeyError) as error:
             raise TierError(f"{self.url}/v1/models does not answer as an OpenAI API does: {error}") from None
         models = [
             ServedModel(each["id"], each.get("parent") or "", each.get("max_model_len") or 0)
@@ -104,7 +107,7 @@ class Endpoint:
             raise ConfigError(f"{self.url} does not serve a model {self.name!r}")
         self.model = roots[0]
         self.adapters = tuple(each for each in models if each.parent == self.model.name)
-        with suppress(OSError):
+        with suppress(*_BROKEN):
             self.offers_salts = b'"cache_salt"' in self._get("/openapi.json")
         self.capacity = self._kv_tokens()
 
@@ -122,7 +125,7 @@ class Endpoint:
 
     def _kv_tokens(self) -> int:
         """As vLLM's metrics tell it."""
-        with suppress(OSError, ValueError, StopIteration):
+        with suppress(*_BROKEN, ValueError, StopIteration):
             lines = self._get("/metrics").decode().splitlines()
             line = next(each for each in lines if each.startswith("vllm:cache_config_info{"))
             labels = dict(each.split("=", 1) for each in line.partition("{")[2].split("}")[0].split(","))
@@ -154,7 +157,8 @@ class Endpoint:
         """Ask, and hang up after so many seconds, whatever has come."""
         self.asked += 1
         end = time.monotonic() + after
-        with suppress(NoAnswer), self._open(question, patience=max(after, 0.01)) as reply, suppress(OSError):
+        patience = max(after, 0.01)
+        with suppress(NoAnswer), self._open(question, patience=patience) as reply, suppress(*_BROKEN):
             while time.monotonic() < end and reply.readline():
                 pass
 
@@ -189,10 +193,12 @@ class Endpoint:
         try:
             return closing(self._send(path, body, self.limit if patience is None else patience))
         except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(500).decode(errors="replace")
-            raise NoAnswer(f"HTTP {error.code}: {' '.join(said.split())[:200]}") from None
-        except OSError as error:
+            said = b""
+            with error, suppress(*_BROKEN):
+                said = error.read(500)
+            text = " ".join(said.decode(errors="replace").split())
+            raise NoAnswer(f"HTTP {error.code}: {text[:200]}") from None
+        except _BROKEN as error:
             raise NoAnswer(f"no connection: {error}") from None
 
     # ---- its life
@@ -202,7 +208,7 @@ class Endpoint:
         try:
             with closing(self._send(path, {}, self.limit)) as reply:
                 reply.read()
-        except OSError:
+        except _BROKEN:
             return False
         return True
 
@@ -216,7 +222,7 @@ class Endpoint:
             try:
                 self._get("/v1/models")
                 return
-            except (OSError, ValueError) as error:
+            except (*_BROKEN, ValueError) as error:
                 if time.monotonic() > end:
                     raise TierError(f"--restart: {self.url} does not answer again: {error}") from None
                 time.sleep(_PAUSE)
@@ -251,7 +257,7 @@ def _parts(reply: Any, end: float) -> Iterator[dict[str, Any]]:
             if "error" in part:
                 raise NoAnswer(f"it failed: {str(part['error'])[:200]}")
             yield part
-    except (OSError, ValueError) as error:
+    except (*_BROKEN, ValueError) as error:
         raise NoAnswer(f"the answer broke off: {error}") from None
     raise NoAnswer("the answer broke off before its end")
 

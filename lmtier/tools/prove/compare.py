@@ -59,6 +59,7 @@ class Noise:
 
     largest: float = 0.0
     pairs: int = 0
+    """0: it was not measured, so a difference may be rounding."""
 
     def learn(self, moved: float) -> None:
         self.largest = max(self.largest, moved)

@@ -3,11 +3,15 @@
 A reference is the first answer to a prompt, under a salt that no other question has, so that nothing could
 have been reused for it. How far references of one prompt lie apart is measured first: an engine is seldom
 exact. Then each prompt is asked again in every way in which a cache serves it.
+
+An engine without salts is asked again after its cache is emptied. Then only an answer for which it reused
+nothing shows how far it moves alone.
 """
 
 from __future__ import annotations
 
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +21,9 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from lmtier.errors import LMTierError
 from lmtier.threads import start_thread
-from lmtier.tools.prove.asking import Completion, Endpoint, NoAnswer, Prompt, Query
+from lmtier.tools.prove.asking import Completion, Endpoint, NoAnswer, Query
 from lmtier.tools.prove.compare import Noise, distance
 from lmtier.tools.prove.prompts import Author, Written, image, length
 
@@ -93,8 +98,6 @@ class Case:
     question: Query
     code: str
     reference: Completion
-    is_first: bool = True
-    """Whether nothing can have been reused for the reference."""
 
 
 class Proof:
@@ -103,16 +106,18 @@ class Proof:
         engine: Endpoint,
         plan: Effort,
         *,
-        seed: int,
+        seed: int | None = None,
         reset: str = RESET,
         restart: str = "",
         baseline: Endpoint | None = None,
     ) -> None:
         self.engine, self.plan, self.baseline = engine, plan, baseline
         self._reset, self._restart = reset, restart
-        self._dice = random.Random(seed)
-        self._seed = seed
-        self.author = Author(seed, writes_text=True)
+        self._is_new = seed is None
+        """Whether no cache can have these prompts from an earlier run."""
+        self._seed = secrets.randbits(31) if seed is None else seed
+        self._dice = random.Random(self._seed)
+        self.author = Author(self._seed, writes_text=True)
         self.noise = Noise()
         self.sensitivity = 0.0
         """How far an answer moves if one early word is another: the smallest that was seen."""
@@ -122,6 +127,8 @@ class Proof:
         self.stages: list[Stage] = []
         self._stage = Stage("")
         self._cases: list[Case] = []
+        self._run = secrets.token_hex(8)
+        """Names its salts: with the same seed, the next run has others."""
         self._salts = 0
         self._can_reset = False
         self._is_bare = False
@@ -132,6 +139,11 @@ class Proof:
         return [each for stage in self.stages for each in stage.findings]
 
     @property
+    def wrong(self) -> list[Difference]:
+        """The findings but for those that may be rounding."""
+        return [each for each in self.findings if self.noise.pairs or not each.moved]
+
+    @property
     def reusing(self) -> int:
         return sum(stage.reusing for stage in self.stages)
 
@@ -139,7 +151,7 @@ class Proof:
         """`report` is called with the name of each stage when it begins. `first`: end with its findings."""
         self._begin()
         for name, stage in self._table:
-            if first and self.findings:
+            if first and self.wrong:
                 return
             self._stage = Stage(name)
             self.stages.append(self._stage)
@@ -196,7 +208,7 @@ class Proof:
 
     def _salt(self) -> str:
         self._salts += 1
-        return f"prove-{self._seed}-{self._salts}" if self.engine.offers_salts else ""
+        return f"prove-{self._run}-{self._salts}" if self.engine.offers_salts else ""
 
     def _ask(self, question: Query) -> Completion | None:
         """None: there was no answer, which is a finding."""
@@ -216,13 +228,14 @@ class Proof:
     def _find(
         self,
         what: str,
-        question: Query,
+        question: Query | None = None,
         wanted: Completion | None = None,
         got: Completion | None = None,
         moved: float = 0.0,
     ) -> None:
+        prompt = _excerpt(question) if question else ""
         self._stage.findings.append(
-            Difference(self._stage.name, what, _excerpt(question), _said(wanted), _said(got), moved)
+            Difference(self._stage.name, what, prompt, _said(wanted), _said(got), moved)
         )
 
     def _case(self, made: Written, **how: object) -> Case | None:
@@ -258,6 +271,10 @@ class Proof:
         if answer.cached is not None:
             return answer.cached > _TEMPLATE
         return answer.first < _SLOWER * case.reference.first
+
+    def _is_anew(self, case: Case, answer: Completion) -> bool:
+        """Without salts only the engine itself can say so: a cache below may be slow."""
+        return not self._reused(case, answer) and (self.engine.offers_salts or answer.cached is not None)
 
     def _compare_all(self, cases: Sequence[Case], at_a_time: int = 1) -> None:
         for case, answer in zip(
@@ -300,16 +317,16 @@ class Proof:
             case = self._case(self.author.prompt(self._length(share), asks_for=number % 3))
             if case is not None:
                 self._cases.append(case)
-        if not self.engine.offers_salts:
-            self._stage.note = (
-                "the engine has no salts: only what it does to a prompt asked again was measured"
-            )
-            return
         for at_a_time in (1, 8):
+            if not self.engine.offers_salts and not self._forget():
+                return
             again = [replace(each.question, salt=self._salt()) for each in self._cases]
             for case, answer in zip(self._cases, self._ask_all(again, at_a_time), strict=True):
-                if answer is not None and not self._reused(case, answer):
+                if answer is not None and self._is_anew(case, answer):
                     self._compare(case, answer, widens=True)
+        if not self.noise.pairs:
+            self._stage.note = "its noise is not known: for each answer it may have reused something"
+            return
         self._stage.note = (
             f"log-probabilities move by {self.noise.largest:.2g} at most"
             if self.noise.is_known
@@ -348,8 +365,9 @@ class Proof:
 
     def _again(self) -> None:
         """First without a salt, then at once again."""
+        is_unknown = self.engine.offers_salts and self._is_new
         for case, answer in zip(self._cases, self._ask_all(self._questions(), 1), strict=True):
-            if self.engine.offers_salts and answer is not None and (answer.cached or 0) > _TEMPLATE:
+            if is_unknown and answer is not None and (answer.cached or 0) > _TEMPLATE:
                 self._find(
                     f"{answer.cached} tokens were reused that were only ever asked under another salt",
                     case.question,
@@ -528,13 +546,18 @@ class Proof:
 
     def _fresh(self) -> None:
         """Throughput of prompts that have nothing in common; beside a baseline, if one is given."""
-        for engine in (self.engine, *((self.baseline,) if self.baseline is not None else ())):
-            prompts = [self.author.prompt(self._length(0.7)).prompt for _ in range(2 * self.plan.prompts)]
+        asks: dict[str, Callable[[Query], Completion | None]] = {"engine": self._ask}
+        if self.baseline is not None:
+            self.baseline.learn_dialect(self.author.prompt(40).prompt)
+            asks["baseline"] = _asking(self.baseline)
+        for name, ask in asks.items():
+            questions = [
+                Query(self.author.prompt(self._length(0.7)).prompt) for _ in range(2 * self.plan.prompts)
+            ]
             began = time.monotonic()
-            answers = together(_tokens_asked(engine), prompts, 8)
-            self.throughput["engine" if engine is self.engine else "baseline"] = sum(answers) / (
-                time.monotonic() - began
-            )
+            answers = [each for each in together(ask, questions, 8) if each is not None]
+            tokens = sum(each.prompt_tokens + len(each.choice) for each in answers)
+            self.throughput[name] = tokens / (time.monotonic() - began)
         parts = [f"{value:,.0f} tokens/s" for value in self.throughput.values()]
         self._stage.note = " beside a baseline of ".join(parts)
 
@@ -543,7 +566,11 @@ class Proof:
             self._skip("say how to restart the engine with --restart COMMAND")
             return
         time.sleep(_SETTLE)
-        self.engine.restart(self._restart)
+        try:
+            self.engine.restart(self._restart)
+        except LMTierError as error:
+            self._find(str(error))
+            return
         self._compare_all(self._cases)
         self._compare_all(self._cases)
 
@@ -568,13 +595,13 @@ def together(work: Callable[[T], R], items: Sequence[T], at_a_time: int) -> list
     return [results[number] for number in range(len(items))]
 
 
-def _tokens_asked(engine: Endpoint) -> Callable[[Prompt], int]:
-    def ask(prompt: Prompt) -> int:
-        try:
-            answer = engine.ask(Query(prompt))
-        except NoAnswer:
-            return 0
-        return answer.prompt_tokens + len(answer.choice)
+def _asking(engine: Endpoint) -> Callable[[Query], Completion | None]:
+    """What another engine does not answer is no finding."""
+
+    def ask(question: Query) -> Completion | None:
+        with suppress(NoAnswer):
+            return engine.ask(question)
+        return None
 
     return ask
 

@@ -26,9 +26,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding
 
 def status(proof: Proof) -> int:
     """Of the command: 0 right, 1 wrong, 3 nothing is proven: see `verdict`."""
-    if proof.findings:
+    if proof.wrong:
         return WRONG
-    return RIGHT if proof.reusing and proof.noise.is_known else UNPROVEN
+    is_right = proof.reusing and proof.noise.is_known and not proof.findings
+    return RIGHT if is_right else UNPROVEN
 
 
 def verdict(proof: Proof) -> str:
@@ -37,7 +38,9 @@ def verdict(proof: Proof) -> str:
         case 0:
             return f"RIGHT: {compared} answers agree with their references, {proof.reusing} on reused KV."
         case 1:
-            return f"WRONG: {len(proof.findings)} findings in {compared} comparisons."
+            return f"WRONG: {len(proof.wrong)} findings in {compared} comparisons."
+        case _ if proof.findings:
+            return f"NOT PROVEN: {len(proof.findings)} answers differ, perhaps by the engine's own rounding."
         case _ if proof.reusing:
             return "NOT PROVEN: the engine alone answers one prompt in two ways, so no answer could be wrong."
         case _:
@@ -47,7 +50,12 @@ def verdict(proof: Proof) -> str:
 def confidence(proof: Proof) -> list[str]:
     """What the verdict rests on, and what it does not cover."""
     noise, lines = proof.noise, list[str]()
-    if noise.is_known:
+    if not noise.pairs:
+        lines.append(
+            "How far the engine alone moves log-probabilities was not measured; a difference below"
+            f" {noise.limit:.2g} would not have been noticed."
+        )
+    elif noise.is_known:
         lines.append(
             f"The engine alone moves log-probabilities by {noise.largest:.2g} in {noise.pairs} pairs;"
             f" a difference below {noise.limit:.2g} would not have been noticed."
@@ -93,7 +101,8 @@ def text(proof: Proof) -> str:
     for each in proof.findings[:_SHOWN]:
         moved = f" (moved by {number(each.moved)})" if each.moved else ""
         lines.append(f"{each.stage}: {printable(each.what)}{moved}")
-        lines.append(f"    {printable(each.prompt)}")
+        if each.prompt:
+            lines.append(f"    {printable(each.prompt)}")
         if each.wanted:
             lines += [f"    wanted  {printable(each.wanted)}", f"    got     {printable(each.got)}"]
     if more := len(proof.findings) - _SHOWN:
