@@ -108,6 +108,8 @@ def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, Remote]]:
     processes = [subprocess.Popen(lmtier, stdout=sys.stderr)]
     try:
         while not (folder / "socket").exists():
+            if processes[0].poll() is not None:
+                sys.exit("the cache server did not start")
             time.sleep(0.05)  # it starts
         processes.append(subprocess.Popen(vllm, stdout=sys.stderr))
         while True:

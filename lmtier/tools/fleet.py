@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from lmtier.errors import ConfigError
 from lmtier.threads import start_thread
 from lmtier.tools.console import Address, Unreachable
 from lmtier.tools.terminal import Screen, bar, table
@@ -66,7 +67,7 @@ class Host:
             else:
                 self._watched.look()
             self.last = look_at(self.name, self._watched)
-        except Unreachable as error:
+        except (Unreachable, ConfigError) as error:
             self.last = Sighting(self.name, str(error).removeprefix(f"{self.name} "))
         finally:
             self._is_asking = False

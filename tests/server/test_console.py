@@ -397,6 +397,14 @@ def test_ping_waits_for_a_server_that_starts(run, serve, tmp_path):
     assert ", ready, " in out
 
 
+def test_ping_fails_while_a_server_is_not_ready(run, impostor, now):
+    now["ready"], now["why_not_ready"] = False, "the scan of disk is not finished"
+    answer = encode(json.dumps(now).encode(), resp3=False)
+    code, out, err = run("ping", impostor(answer, encode(b"PONG", resp3=False), answer))
+    assert (code, err) == (1, "")
+    assert "not ready: the scan of disk is not finished" in out
+
+
 def test_sighup_reads_the_token_again(serve, tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN)
@@ -525,6 +533,15 @@ def test_stats_that_watch_go_on_until_they_need_not(run, shared):
     assert [json.loads(line)["lookups"] for line in out.splitlines()] == [1, 1]
 
 
+@pytest.mark.parametrize("command", [("stats", "--watch"), ("top",)])
+@pytest.mark.parametrize("times", ["0", "-1", "many"])
+def test_a_view_is_shown_once_at_least(capsys, command, times):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--times", times])
+    assert stop.value.code == 2
+    assert f"--times: {times}: must be a whole number, at least 1" in capsys.readouterr().err
+
+
 def test_clear_forgets_one_model_or_with_all_everything(serve, run, tmp_path):
     server = serve(*ANY, "--set", "chunk_tokens=1", "--unix", tmp_path / "socket")
     with Client(str(tmp_path / "socket")) as client:
@@ -593,12 +610,29 @@ def test_clear_forgets_what_an_engine_stored_since_a_moment(serve, run, tmp_path
     [
         (("--since", "yesterday"), "is not a time"),
         (("--since", "2999-01-01"), "is in the future"),
+        (("--since", "99999999999d"), "is not a time"),
         (("--all", "--stored-by", "x"), "--all deletes everything; leave it out"),
     ],
 )
 def test_a_moment_that_is_none_is_said(run, shared, words, sentence):
     code, _, err = run("clear", shared.redis, *words)
     assert (code, sentence in err) == (2, True)
+
+
+@pytest.fixture
+def summer_time(monkeypatch):
+    """A zone whose clocks went from 2 to 3 o'clock on 2026-03-29."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.parametrize("text", ["01:30", "2026-03-29T01:30"])
+def test_a_moment_has_the_offset_that_clocks_had_then(summer_time, text):
+    noon = datetime(2026, 3, 29, 12).astimezone()
+    assert asking._moment(text, noon).isoformat() == "2026-03-29T01:30:00+01:00"
 
 
 @pytest.mark.parametrize("what", [(), ("--namespace", "m", "--all"), ("--force",)])

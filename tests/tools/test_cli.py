@@ -285,6 +285,12 @@ def test_bench_of_an_unknown_path_lists_the_known_ones(run):
     assert "gather, 32 MiB objects" in err
 
 
+def test_the_bench_without_a_checkout_says_what_to_do(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lmtier_bench", None)  # what Python does for a module that is not there
+    said = "lmtier bench is no part of the package: in a checkout run `pip install -e .`, or `make bench`"
+    assert run("bench") == (2, "", f"lmtier: {said}\n")
+
+
 def test_rates_are_judged_by_ratio_and_costs_by_themselves():
     rate = bench.judge("gather, 32 MiB objects", [(8.0, 10.0), (9.0, 10.0), (9.9, 10.0)])
     assert (rate.ratio, rate.ok, rate.reached) == (0.9, True, False)

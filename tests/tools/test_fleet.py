@@ -48,6 +48,16 @@ def test_a_line_says_how_a_server_does_and_the_first_one_how_all_do():
     assert well.endswith("works")
 
 
+def test_a_certificate_that_cannot_be_read_hides_no_other_server(tmp_path, capsys):
+    with served(tmp_path) as server:
+        name = "{}:{}".format(*server.address)
+        encrypted, missing = f"rediss://localhost:{server.address[1]}", str(tmp_path / "missing")
+        assert main(["top", name, encrypted, "--ca", missing, "--times", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "TLS with " in said
+    assert any(line.startswith(name) and line.endswith("works") for line in said.splitlines())
+
+
 def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other(tmp_path, capsys):
     for name in ("one", "two", "three"):
         (tmp_path / name).mkdir()

@@ -374,6 +374,7 @@ def test_json_has_what_the_table_has(capsys):
         (["-t", "cpu://?capacity=1GiB", "--plot", "x.gif"], "name a .svg file"),
         (["-t", "cpu://?capacity=1GiB", "--bandwidth", "cpu"], "write it as tier=value"),
         (["-t", "cpu://?capacity=1GiB", "--requests", "0"], "must be more than 0"),
+        (["-t", "cpu://?capacity=1GiB", "--bytes-per-token", "0"], "--bytes-per-token 0: must be more"),
         (["-t", "cpu://?capacity=1GiB", "--bandwidth", "dsk=1GB"], "dsk: there is no such tier, only cpu"),
     ],
 )

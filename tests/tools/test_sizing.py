@@ -318,6 +318,7 @@ def test_the_simulator_takes_a_model(config, capsys):
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--tp", "3"], "does not split 8 KV heads evenly"),
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--kv-dtype", "fp7"], "--kv-dtype fp7: unknown"),
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--tp", "0"], "must be more than 0"),
+        (json.dumps(MODELS["Llama-3-8B"][0]), ["--cpu", "0", "--gpu-hour", "1"], "--cpu 0: must be more"),
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--chunk-tokens", "100"], "whole blocks"),
         (json.dumps({"num_attention_heads": 1, "hidden_size": 8}), [], "no attention layers"),
     ],

@@ -42,6 +42,18 @@ def test_serve_and_restart(models, tmp_path):
     assert [int(each) for each in re.findall(r"(\d+) of 2000 tokens loaded", told)] == [0, 1920]
 
 
+def test_an_agent_whose_cache_server_cannot_start_ends(models):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "agent.py"), str(models / "qwen2")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={**environment({}), "LMTIER_QUEUE_LENGTH": "many"},
+    )
+    assert done.returncode == 1
+    assert "the cache server did not start" in done.stderr
+
+
 def test_an_agent_says_what_it_knows(models):
     told = run("agent.py", models / "qwen2")
     before, after = (int(each) for each in re.findall(r": (\d+) of \d+ tokens were there", told))

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -52,7 +52,7 @@ def _ping(args: Namespace) -> int:
                 is_ready = remote.snapshot()["ready"]
                 if is_ready or time.monotonic() >= until:
                     say(pong(remote))
-                    return int(args.wait > 0 and not is_ready)
+                    return int(not is_ready)
         except LMTierError:
             if time.monotonic() >= until:
                 raise
@@ -75,7 +75,15 @@ def _top_options(parser: ArgumentParser) -> None:
 
 
 def _times_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--times", type=int, metavar="N", help="stop after N times, if stdout is no terminal")
+    parser.add_argument(
+        "--times", type=_times, metavar="N", help="stop after N times, if stdout is no terminal"
+    )
+
+
+def _times(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
 
 
 def _stats(args: Namespace) -> int:
@@ -206,19 +214,21 @@ def _clear(args: Namespace) -> int:
 
 def _moment(text: str, now: datetime) -> datetime:
     """A time in the past: a date, a time of day, or how long ago; by this machine's time zone."""
-    if (ago := re.fullmatch(r"(\d+)([smhd])", text)) is not None:
-        unit = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}[ago[2]]
-        return now - timedelta(**{unit: int(ago[1])})
     try:
+        if (ago := re.fullmatch(r"(\d+)([smhd])", text)) is not None:
+            unit = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}[ago[2]]
+            return now - timedelta(**{unit: int(ago[1])})
         if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
-            then = datetime.combine(now.date(), clock_time.fromisoformat(text.zfill(5)), now.tzinfo)
-            return then if then <= now else then - timedelta(days=1)
+            # The offset is that of this zone at that time: clocks may have changed since.
+            today = datetime.combine(now.date(), clock_time.fromisoformat(text.zfill(5)))
+            then = today.astimezone()
+            return then if then <= now else (today - timedelta(days=1)).astimezone()
         then = datetime.fromisoformat(text)
-    except ValueError:
+        then = then if then.tzinfo is not None else then.astimezone()
+    except (ValueError, OverflowError):
         raise ConfigError(
             f"--since {text!r} is not a time: write it like 2026-11-24T09:30, 09:30, 90m, 12h or 3d"
         ) from None
-    then = then if then.tzinfo is not None else then.astimezone()
     if then > now:
         raise ConfigError(f"--since {text!r} is in the future")
     return then

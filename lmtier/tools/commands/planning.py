@@ -146,6 +146,8 @@ def _simulate(args: Namespace) -> int:
         trace = traces.read(args.trace, block_tokens=args.block_tokens)
     chunk_tokens = args.chunk_tokens or max(256, trace.block_tokens)
     per_token = config.parse_size(args.bytes_per_token)
+    if per_token <= 0:
+        raise ConfigError(f"--bytes-per-token {args.bytes_per_token}: must be more than 0")
     if args.model:
         per_token = sizing.read(args.model).bytes_per_token
     if hints != ["trace"] and not any(request.session for request in trace.requests):
@@ -229,16 +231,19 @@ def _size(args: Namespace) -> int:
     from lmtier.tools import sizing
 
     lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
+    given = {"cpu": args.cpu, "disk": args.disk}
+    capacities = {tier: config.parse_size(text) for tier, text in given.items() if text}
     for name, values in (
         *(("tp", [args.tp]), ("chunk-tokens", [args.chunk_tokens])),
         *(("length", lengths), ("prefill", prefills)),
     ):
         if min(values) <= 0:
             raise ConfigError(f"--{name} {min(values)}: must be more than 0")
+    for tier, capacity in capacities.items():
+        if capacity <= 0:
+            raise ConfigError(f"--{tier} {given[tier]}: must be more than 0")
     _check_price(args)
     model = sizing.read(args.model, args.kv_dtype)
-    given = {"cpu": args.cpu, "disk": args.disk}
-    capacities = {tier: config.parse_size(text) for tier, text in given.items() if text}
     form = model.form(args.chunk_tokens, args.tp)
     found = sizing.holdings(capacities, form, args.chunk_tokens)
     if args.json:

@@ -21,6 +21,7 @@ from lmtier.tools.sim.traces import Trace, TraceRequest
 
 BLOCK_TOKENS = 256
 _CONTEXT = 131_072
+_RATE = 2.0  # requests per second
 
 Prompt: TypeAlias = "list[tuple[int, int]]"
 """Texts in order: which one, how many tokens."""
@@ -111,11 +112,8 @@ SHAPES: dict[str, Callable[[World], Callable[[], Iterator[Visit]]]] = {
 }
 
 
-def make(shape: str, *, requests: int, seed: int, rate: float = 2.0) -> Trace:
-    """A trace of `requests` requests.
-
-    Sessions begin at random, with `rate` requests per second on average.
-    """
+def make(shape: str, *, requests: int, seed: int) -> Trace:
+    """A trace of `requests` requests. Sessions begin at random."""
     world = World(random.Random(f"{shape} {seed}"))
     session = SHAPES[shape](world)
     known: dict[tuple[tuple[int, int, int], ...], int] = {}
@@ -128,7 +126,7 @@ def make(shape: str, *, requests: int, seed: int, rate: float = 2.0) -> Trace:
         while not waiting or begins <= waiting[0][0]:
             visits = session()
             heapq.heappush(waiting, (begins, next(order), visits, next(visits)))
-            begins += world.chance.expovariate(rate / length)
+            begins += world.chance.expovariate(_RATE / length)
         at, _, visits, (_, prompt, answer) = heapq.heappop(waiting)
         tokens = sum(size for _, size in prompt)
         made.append(TraceRequest(at, tokens, answer, _blocks(prompt, known)))
