@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, PreTrainedModel
 
 from lmtier.client.client import Client
-from lmtier.errors import TierError
+from lmtier.errors import ConfigError, TierError
 from lmtier.tools.terminal import Progress, number, say, table
 from lmtier_integrations.transformers import PrefixCache
 
@@ -184,6 +184,8 @@ class ServerProcess:
         self.start()
 
     def start(self) -> None:
+        if self._answers():
+            raise ConfigError(f"{self.path}: the server of another demo runs: end it, or give another --dir")
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -192,14 +194,21 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C is for us
             )
         until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                Client(str(self.path)).close()
-                return
-            except TierError:
+        try:
+            while not self._answers():
                 if self.process.poll() is not None or time.monotonic() > until:
-                    raise TierError(f"the server does not start: {self._log.read_text()[-2000:]}") from None
+                    raise TierError(f"the server does not start: {self._log.read_text()[-2000:]}")
                 time.sleep(0.05)  # another process starts; there is nothing to wait on
+        except BaseException:
+            self.stop()
+            raise
+
+    def _answers(self) -> bool:
+        try:
+            Client(str(self.path)).close()
+        except TierError:
+            return False
+        return True
 
     def stop(self) -> None:
         """Stop the server. It writes the waiting chunks, and its memory is lost."""
@@ -282,7 +291,7 @@ def run(directory: Path | None, *, keep: bool) -> bool:
         else:
             say("\nNext:")
             say("  lmtier demo --keep    leaves the server running, with its live page")
-            say("  lmtier bench          what it costs on this machine, beside memcpy and the bare disk")
+            say("  make bench            in a checkout: what it costs here, beside memcpy and the bare disk")
             say("  README.md             the lines that put it into your engine")
     return True
 

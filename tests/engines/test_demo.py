@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmtier.client.client import Client
+from lmtier.errors import ConfigError, TierError
 from lmtier_integrations import demo
 from tests.server.process import until
 
@@ -56,6 +57,30 @@ def test_kept_its_server_goes_on_with_what_was_stored(tmp_path):
     finally:
         os.kill(process, signal.SIGTERM)
         until(lambda: not is_alive(process))
+
+
+def test_a_second_demo_does_not_use_the_server_of_the_first(tmp_path):
+    tiers = ["cpu://?capacity=16MiB"]
+    server = demo.ServerProcess(tmp_path, tiers)
+    try:
+        with pytest.raises(ConfigError, match="the server of another demo runs"):
+            demo.ServerProcess(tmp_path, tiers)
+    finally:
+        server.stop()
+
+
+def test_a_server_that_does_not_start_in_time_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "PATIENCE", -1)
+    with pytest.raises(TierError, match="does not start"):
+        demo.ServerProcess(tmp_path, ["cpu://?capacity=16MiB"])
+    assert not [each for each in Path("/proc").glob("[0-9]*") if str(tmp_path) in command_of(each)]
+
+
+def command_of(process):
+    try:
+        return (process / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def is_alive(process):
