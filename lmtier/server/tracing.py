@@ -2,8 +2,9 @@
 
     lmtier.match      from the lookup to its answer: which chunks are stored
     lmtier.prefetch   from the request to load chunks of lower tiers, until the engine learns that they are
-    loaded lmtier.load       from there until the engine's release: it has copied the chunks, or needs none of
-    them lmtier.store      from the reservation to the last commit
+                      loaded
+    lmtier.load       from there until the engine's release: it has copied the chunks, or needs none of them
+    lmtier.store      from the reservation to the last commit
 
 A span is created when it is over. Until then only its times and the trace's context are stored; an engine may
 send the context late. So a server without tracing pays one comparison per verb. All settings are the standard
