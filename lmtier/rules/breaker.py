@@ -57,6 +57,7 @@ class Breaker:
             if self.is_open:
                 began = self.outage.since if self._opened and self.outage is not None else self._clock()
                 self.outage = Outage(began, None, why)
-                self._retry_at = self._clock() + self.PAUSES[min(self._opened, len(self.PAUSES) - 1)]
-                self._opened += 1
-                self._probing = False
+                if not self._opened or self._probing:  # jobs that were sent before it opened prolong no pause
+                    self._retry_at = self._clock() + self.PAUSES[min(self._opened, len(self.PAUSES) - 1)]
+                    self._opened += 1
+                    self._probing = False

@@ -1,4 +1,4 @@
-"""A breaker opens after failures in a row, and remembers since when, until when and why."""
+"""A breaker opens after failures in a row, pauses for longer after each probe, and remembers its outage."""
 
 from lmtier.rules.breaker import Breaker, Outage
 
@@ -23,3 +23,20 @@ def test_it_remembers_its_last_outage():
     for _ in range(Breaker.FAILURES):
         breaker.record(False, "full")
     assert breaker.outage == Outage(200.0, None, "full")
+
+
+def test_only_a_failed_probe_makes_the_next_pause_longer():
+    """Jobs that were in flight when it opened tell of the same outage."""
+    now = [100.0]
+    breaker = Breaker(lambda: now[0])
+    for _ in range(Breaker.FAILURES + 9):
+        breaker.record(False, "refused")
+    now[0] += Breaker.PAUSES[0]
+    assert breaker.allows()
+    breaker.sent()
+    assert not breaker.allows(), "one probe at a time"
+    breaker.record(False, "refused")
+    now[0] += Breaker.PAUSES[0]
+    assert not breaker.allows()
+    now[0] += Breaker.PAUSES[1] - Breaker.PAUSES[0]
+    assert breaker.allows()
