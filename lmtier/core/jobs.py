@@ -51,6 +51,8 @@ class Jobs:
         """The late jobs that were counted as failures."""
         self._heard = time.monotonic()
         """When the tier last finished something."""
+        self._came: dict[Breaker, float] = {}
+        """When a job of each breaker last came back: reads may go on while writes hang."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -59,7 +61,7 @@ class Jobs:
     def is_moving(self) -> bool:
         """Whether the oldest job may still come back in time."""
         oldest = next(iter(self._jobs.values()), None)
-        return oldest is not None and time.monotonic() - oldest.since <= self._patience
+        return oldest is not None and self._silence(oldest) <= self._patience
 
     @property
     def is_silent(self) -> bool:
@@ -91,6 +93,7 @@ class Jobs:
             self._heard = time.monotonic()
         for done in finished:
             job = self._jobs.pop(done.id)
+            self._came[job.breaker] = self._heard
             self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
                 for name in job.names:  # a name that is not ok is a miss, also if the tier gave no reason
@@ -101,17 +104,24 @@ class Jobs:
         return len(finished)
 
     def blame_late_ones(self) -> None:
-        """Each late job counts as a failure of the tier, once."""
+        """Each late job counts as a failure of the tier, once.
+
+        A job that waits while others of its kind come back is not late: lmtier itself has queued so many.
+        """
         now = time.monotonic()
         for number, job in islice(self._jobs.items(), _OLDEST):
             if now - job.since < self._patience:
                 break
-            # A write may wait for other writes of its size, so it gets more time.
-            late = now - job.since > self._patience * (1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10)
+            times = 1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10  # a large write may take longer
+            late = self._silence(job) > self._patience * times
             if late and number not in self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
                 self._overdue.add(number)
                 self._metrics.tier_failures.labels(self._label, job.op.value, "overdue").inc()
                 self._judge(job, False, "jobs do not come back")
+
+    def _silence(self, job: _Unfinished) -> float:
+        """Seconds of this job in which no job of its kind has come back."""
+        return time.monotonic() - max(job.since, self._came.get(job.breaker, job.since))
 
     def _breaker(self, op: Op) -> Breaker:
         if op is Op.CLEAR:  # a user may lack the permission for it
@@ -119,9 +129,15 @@ class Jobs:
         return self.up if op in (Op.LOAD, Op.PEEK, Op.LOOKUP, Op.SCAN) else self.down
 
     def _record(self, job: _Unfinished, done: Done) -> None:
-        """Count failures and update the breaker. Absent and corrupt objects are no fault of the tier."""
+        """Count failures and update the breaker. Absent and corrupt objects are no fault of the tier.
+
+        Nor is a long queue: a job that only waited tells nothing. While the breaker is open it does, because
+        it may be the probe, which has to end.
+        """
         for reason in done.failed.values():
             self._metrics.tier_failures.labels(self._label, job.op.value, reason).inc()
+        if done.only_waited and not job.breaker.is_open:
+            return
         faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())
         if Reason.FULL in faults and self._is_excused(job.op, done):
             faults.discard(Reason.FULL)

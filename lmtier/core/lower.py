@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -116,8 +116,8 @@ class LowerTier(ABC):
         """Those of them whose deletion has failed. They take room until it succeeds, perhaps for ever."""
         self._deletions = 0
         """Unfinished deletion jobs."""
-        self._undeleted: list[tuple[list[Name], int]] = []
-        """Deletions that failed, to be tried again."""
+        self._undeleted = deque[tuple[list[Name], int]]()
+        """Deletions that failed, to be tried again in turn: some objects can never be deleted."""
         self._deleted_last = False
         """Nothing was written since one of them was tried."""
         self._going: set[bytes] = set()
@@ -334,7 +334,7 @@ class LowerTier(ABC):
 
     def _delete_again(self) -> None:
         if self._undeleted and self.down.allows():
-            names, nbytes = self._undeleted.pop()
+            names, nbytes = self._undeleted.popleft()
             self.deleting -= nbytes
             self._delete(names, nbytes, is_again=True)
             self._deleted_last = True
@@ -472,7 +472,7 @@ class LowerTier(ABC):
         self, mine: Entry | None, known_end: float, form: ChunkForm, then: Heard, done: Done
     ) -> None:
         end, reason = self._judge_read(mine, known_end, done)
-        took = reason is None or reason is Reason.DEADLINE
+        took = reason is None or (reason is Reason.DEADLINE and not done.only_waited)
         self.speed.ended(form.at_rest, time.monotonic(), counts=took)
         if reason is None:
             headers = {name.shard: each for name, each in done.ok.items() if isinstance(each, Header)}

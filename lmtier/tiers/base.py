@@ -95,7 +95,13 @@ class Done:
     failed: dict[Name, Reason] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
-    """For SCAN and CLEAR, which have no items: why the job, or the rest of it, failed."""
+    """Why the job, or the rest of it, failed. SCAN and CLEAR have no items: for them only this says so. Empty
+    with Reason.DEADLINE: the items that failed had not begun."""
+
+    @property
+    def only_waited(self) -> bool:
+        """It failed because its turn did not come before its deadline. That tells nothing of the storage."""
+        return not self.error and set(self.failed.values()) == {Reason.DEADLINE}
 
 
 class Tier(ABC):

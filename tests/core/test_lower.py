@@ -185,6 +185,148 @@ def test_jobs_that_came_back_late_do_not_hide_older_ones_of_another_kind():
     assert jobs.poll() == 7
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """The time, which passes when a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def queued(now: list[float], tier: HandTier, op: Op, count: int) -> Jobs:
+    """So many jobs at once, which a tier may begin within two seconds."""
+    jobs = Jobs("near", tier, Metrics(), 2.0, lambda op, done: False)
+    for breaker in (jobs.up, jobs.down):
+        breaker._clock = lambda: now[0]
+    ask(now, jobs, op, count)
+    return jobs
+
+
+def ask(now: list[float], jobs: Jobs, op: Op, count: int) -> None:
+    for key in keys(count, op.value):
+        deadline = now[0] + 2 if op is Op.LOAD else None
+        jobs.submit(op, (Item(Name(key, LAYOUT.whole)),), lambda done: None, deadline)
+
+
+def one_comes_back(jobs: Jobs, tier: HandTier, which: int = 0) -> None:
+    tier.finish(which)
+    jobs.poll()
+    jobs.blame_late_ones()
+
+
+@pytest.mark.parametrize(("op", "seconds"), [(Op.LOAD, 0.05), (Op.DELETE, 0.5)])
+def test_to_wait_behind_others_that_come_back_is_no_fault_of_the_tier(now, op, seconds):
+    """A prompt has more chunks than a disk reads in time; a clear has more than it deletes."""
+    tier = HandTier({}, keeps=True)
+    jobs = queued(now, tier, op, 100)
+    for _ in range(80):
+        now[0] += seconds
+        assert jobs.is_moving
+        one_comes_back(jobs, tier)
+    while tier.waiting:
+        one_comes_back(jobs, tier)
+    assert (jobs.up.outage, jobs.down.outage) == (None, None)
+
+
+@pytest.mark.parametrize(("op", "patience"), [(Op.LOAD, 2.0), (Op.DELETE, 20.0)])
+def test_a_tier_that_stops_in_the_middle_of_a_queue_is_paused(now, op, patience):
+    tier = HandTier({}, keeps=True)
+    jobs = queued(now, tier, op, 100)
+    now[0] += 1.5
+    one_comes_back(jobs, tier)
+    breaker = jobs.up if op is Op.LOAD else jobs.down
+    now[0] += patience - 0.1
+    jobs.blame_late_ones()
+    assert not breaker.is_open
+    now[0] += 0.2
+    jobs.blame_late_ones()
+    assert breaker.is_open
+    assert not jobs.is_moving
+
+
+def test_reads_that_come_back_do_not_hide_writes_that_hang(now):
+    tier = HandTier({}, keeps=True)
+    jobs = queued(now, tier, Op.DELETE, 6)
+    for _ in range(21):
+        now[0] += 1.0
+        ask(now, jobs, Op.LOAD, 1)
+        one_comes_back(jobs, tier, -1)
+    assert (jobs.up.is_open, jobs.down.is_open) == (False, True)
+
+
+def test_a_probe_that_only_waited_ends_too(now):
+    """Otherwise no other would be sent, and the tier stay paused."""
+    tier = HandTier({}, keeps=True)
+    jobs = queued(now, tier, Op.LOAD, 5)
+    tier.fault = Reason.ERROR
+    while tier.waiting:
+        one_comes_back(jobs, tier)
+    now[0] += 0.25
+    assert jobs.up.allows()
+    ask(now, jobs, Op.LOAD, 1)
+    tier.fault = None
+    now[0] += 2.1
+    tier.finish(0)
+    jobs.poll()
+    assert jobs.up.is_open
+    now[0] += 0.5
+    assert jobs.up.allows()
+
+
+def test_a_prompt_that_takes_longer_than_its_deadline_pauses_no_healthy_disk(now):
+    """Others would miss what it has, and engines would store it again."""
+    tier, url, names = HandTier({}, keeps=True), "near://?capacity=1MiB", keys(20)
+    config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        store(cache, names)
+        settle(cache, tier)
+        for entry in cache.index.entries():  # the slab forgets, the tier does not
+            cache.room.take_out(entry)
+        match = cache.match(names, ONE)
+        cache.prefetch(match)
+        while tier.waiting:
+            now[0] += 0.19
+            tier.finish(0)
+            cache.step()
+        assert (match.chunks, match.cut) == (10, "deadline")
+        cache.release(match)
+        assert cache.lower[0].up.outage is None
+        assert cache.lower[0].supplies(names[-1], ONE)
+
+
+def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
+    tier, names = HandTier({}, keeps=False), keys(6)
+    with Cache(
+        Config(tiers=(cpu(30), FAR), chunk_tokens=C, prefault=False),
+        tiers={FAR: tier},
+        clock=lambda: now[0],
+    ) as cache:
+        below = cache.lower[0]
+        below.down._clock = lambda: now[0]
+        store(cache, names)
+        settle(cache, tier)
+        for name in names:
+            below.discard(name, (ONE,))
+        tier.fault = Reason.ERROR
+        while tier.waiting:
+            tier.finish(0)
+        cache.step()
+        assert below.down.is_open
+        for _ in range(9):
+            now[0] += 4.1
+            cache.step()
+            while tier.waiting:
+                is_stuck = tier.waiting[0].items[0].name.key == names[-1]
+                tier.fault = Reason.ERROR if is_stuck else None
+                tier.finish(0)
+                cache.step()
+        assert {name.key for name in tier.kept} == {names[-1]}
+        tier.fault = None
+        now[0] += 4.1
+        settle(cache, tier)
+        assert not tier.kept
+
+
 def test_a_tier_that_may_not_be_used_so_is_closed_again(make):
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="write=auto"):
