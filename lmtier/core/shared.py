@@ -6,13 +6,14 @@ Its content is never known for certain. So a clear searches it, and a chunk is d
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 from lmtier.config import WRITES, TierSpec
 from lmtier.core.index import Occupancy
-from lmtier.core.lower import LOST, Above, LowerTier, NoSpot, Spot
+from lmtier.core.lower import LOST, Above, LowerTier, NoSpot, Spot, names_of
 from lmtier.core.match import DELETED, Entry
 from lmtier.errors import ConfigError
 from lmtier.format.layout import ChunkForm, Name
@@ -23,6 +24,9 @@ from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
 MAX_LOOKUPS = 64
 """The most unanswered lookups of a tier. Beyond that it is not asked."""
+MAX_THERE = 1 << 18
+"""Objects that are remembered to be in the tier: 80 MB at most. Only chunks of the slab are written, and so
+many of 2 MiB are half a TiB. One that is forgotten is written once more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +54,9 @@ class SharedTier(LowerTier):
         self._answers = Speed()
         """The speed of lookups. They are answered one after the other, whatever their size."""
         self._lookups = 0
+        self._there = OrderedDict[Name, None]()
+        """Objects that this cache wrote or found here, or writes now. They are not written again until a
+        lookup or a read misses them. The tier may drop them at any time, so nothing else relies on this."""
         self._afterwards: dict[bytes, set[Name]] = {}
         """The objects to delete of chunks that are being written or deleted now."""
         self._uncleared: tuple[bytes, ...] = ()
@@ -69,6 +76,9 @@ class SharedTier(LowerTier):
     def supplies(self, key: bytes, form: ChunkForm) -> bool:
         return False
 
+    def has(self, key: bytes, form: ChunkForm) -> bool:
+        return super().has(key, form) or all(Name(key, shard) in self._there for shard in form.shards)
+
     def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         # A read may overtake a concurrent deletion and return a chunk that must not be seen again.
         return None if key in self._going or key.startswith(self._uncleared) else asked
@@ -84,6 +94,17 @@ class SharedTier(LowerTier):
 
     def persist_order(self) -> None:
         """The tier has its own order."""
+
+    def _note(self, names: Iterable[Name], *, is_there: bool) -> None:
+        """Remember that these objects are in the tier, or that they are not."""
+        for name in names:
+            if is_there and self.write != "never":
+                self._there[name] = None
+                self._there.move_to_end(name)
+            else:
+                self._there.pop(name, None)
+        while len(self._there) > MAX_THERE:
+            self._there.popitem(last=False)
 
     def _tell(self, came: bool, keys: Collection[bytes]) -> None:
         """Notify the followers: these chunks were written to the tier, or were found missing."""
@@ -113,14 +134,19 @@ class SharedTier(LowerTier):
         self._answers.asked(1, now)
         heard = (lambda found: None) if is_late else then
         # A request may wait for less time than this. Then a late answer is no fault of the tier.
-        end_lookup = partial(self._end_lookup, heard)
+        end_lookup = partial(self._end_lookup, heard, [item.name for item in items])
         self._jobs.submit(Op.LOOKUP, items, end_lookup, now + self._above.patience)
         return not is_late
 
-    def _end_lookup(self, then: Callable[[dict[Name, Stat]], None], done: Done) -> None:
+    def _end_lookup(
+        self, then: Callable[[dict[Name, Stat]], None], asked: Sequence[Name], done: Done
+    ) -> None:
         self._lookups -= 1
-        took = set(done.failed.values()) <= {Reason.DEADLINE}
+        took = set(done.failed.values()) <= {Reason.DEADLINE} and not done.only_waited
         self._answers.ended(1, time.monotonic(), counts=took)
+        for name in asked:  # the answer may be older than a write or deletion that is under way
+            if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT and not self._must_wait(name.key):
+                self._note((name,), is_there=name in done.ok)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
 
     def prospect(self, now: float) -> Line:
@@ -155,6 +181,8 @@ class SharedTier(LowerTier):
 
     def _look_after(self) -> None:
         super()._look_after()
+        if self.up.is_open or self.down.is_open:
+            self._there.clear()  # a server that comes back may be empty
         self._clear_next()
         self._sift()
 
@@ -169,11 +197,15 @@ class SharedTier(LowerTier):
         return super()._must_wait(key) or key.startswith(self._uncleared)
 
     def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+        self._note(names_of(entry), is_there=True)
         return Spot(None, (None,) * len(entry.form.shards), self._end_of(entry))
 
     def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
-        if unwanted := self._afterwards.pop(entry.key, set()):
-            self._delete(sorted(unwanted | {Name(entry.key, shard) for shard in entry.form.shards}))
+        names, unwanted = names_of(entry), self._afterwards.pop(entry.key, set())
+        if unwanted or done.failed:
+            self._note(names, is_there=False)
+        if unwanted:
+            self._delete(sorted(unwanted.union(names)))
         elif not done.failed:
             self._tell(True, (entry.key,))
 
@@ -186,6 +218,7 @@ class SharedTier(LowerTier):
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
             for name in done.ok:
                 self._delete_soon(name.key, {name})
+        self._note((*done.ok, *done.failed), is_there=False)
         self._tell(False, {name.key for name in (*done.ok, *done.failed)})
 
     # ---- deleting
@@ -194,6 +227,7 @@ class SharedTier(LowerTier):
         names = {Name(key, shard) for form in forms for shard in form.shards}
         if names:
             self._delete_soon(key, names)
+            self._note(names, is_there=False)
             self._tell(False, (key,))
 
     def _delete_soon(self, key: bytes, names: set[Name]) -> None:
@@ -215,6 +249,7 @@ class SharedTier(LowerTier):
         A failed clear is repeated until it is done or this process ends.
         """
         super().clear(namespace, force=force)
+        self._note([name for name in self._there if name.key.startswith(namespace)], is_there=False)
         if namespace not in self._uncleared[self._is_clearing :]:
             self._uncleared += (namespace,)
             self._clear_next()
@@ -249,6 +284,7 @@ class SharedTier(LowerTier):
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
+        self._note([name for name in self._there if suspect.concerns(name.key)], is_there=False)
         self._unsifted.append(_Search(suspect, frozenset(self._going)))
         self._sift()
 

@@ -368,6 +368,104 @@ def test_what_it_holds_is_not_known(cache, tier):
     assert not shared.supplies(of(M, 1)[0], ONE)
 
 
+def sent(cache: Cache, tier: HandTier) -> list[bytes]:
+    """The chunks that are written until nothing is left to do."""
+    keys: list[bytes] = []
+    cache.step()
+    while tier.waiting:
+        job = tier.waiting[0]
+        keys += [item.name.key for item in job.items if job.op is Op.STORE]
+        finish(cache, tier)
+    return keys
+
+
+def test_each_hit_sends_only_what_was_not_sent_before(tier):
+    url = f"{FAR}?write=reused"
+    with Cache(
+        Config(tiers=("cpu://?capacity=1MiB", url), chunk_tokens=4, prefault=False), tiers={url: tier}
+    ) as cache:
+        store(cache, of(M, 3))
+        assert sent(cache, tier) == [], "not asked for yet"
+        for _ in range(2):
+            cache.release(cache.match(of(M, 3), ONE))
+            cache.step()
+        assert sent(cache, tier) == of(M, 3), "once, also if it is asked for while it is written"
+        cache.release(cache.match(of(M, 3), ONE))
+        assert sent(cache, tier) == []
+        store(cache, of(N, 1))
+        tier.fault = Reason.ERROR
+        cache.release(cache.match(of(N, 1), ONE))
+        assert sent(cache, tier) == of(N, 1)
+        tier.fault = None
+        cache.release(cache.match(of(N, 1), ONE))
+        assert sent(cache, tier) == of(N, 1), "it was not written"
+
+
+def test_what_leaves_is_not_sent_again_with_each_chunk_that_follows(tier):
+    url = f"{FAR}?write=evicted"
+    with Cache(
+        Config(tiers=("cpu://?capacity=1MiB", url), chunk_tokens=4, prefault=False), tiers={url: tier}
+    ) as cache:
+        store(cache, of(M, 3))
+        for length, new in ((2, of(M, 2)), (2, []), (3, of(M, 3)[2:])):
+            entry = cache.index.get(of(M, 3)[length - 1])
+            assert entry is not None
+            cache.lower[0].leaves([entry])
+            assert sent(cache, tier) == new
+
+
+def test_what_another_host_has_written_is_sent_again_only_when_it_is_found_missing(cache, tier):
+    names = of(M, 2)
+    with Cache(
+        Config(tiers=("cpu://?capacity=1MiB", FAR), chunk_tokens=4, prefault=False),
+        tiers={FAR: (other := HandTier(tier.kept, keeps=False))},
+    ) as host:
+        store(host, names)
+        settle(host, other)
+    for missing in ([], names[1:]):
+        for key in missing:  # the tier evicts
+            del tier.kept[Name(key, ONE.shards[0])]
+        for entry in cache.index.entries():
+            cache.room.take_out(entry)
+        match = cache.match(names, ONE)
+        assert finish(cache, tier) is Op.LOOKUP
+        cache.prefetch(match, 0)  # it is not worth it: the engine computes, and stores
+        cache.release(match)
+        store(cache, names)
+        assert sent(cache, tier) == missing
+
+
+def test_what_is_deleted_there_is_sent_when_it_is_stored_again(cache, tier):
+    store(cache, of(M, 2))
+    settle(cache, tier)
+    for delete in (
+        lambda: cache.discard(cache.index.get(of(M, 2)[1])),
+        lambda: cache.purge(Suspect()),
+        cache.clear,
+    ):
+        before = {name.key for name in tier.kept}
+        delete()
+        settle(cache, tier)
+        gone = [key for key in of(M, 2) if key in before - {name.key for name in tier.kept}]
+        store(cache, of(M, 2))
+        assert sent(cache, tier) == gone != []
+
+
+def test_that_it_was_sent_once_promises_nobody_that_it_is_there(cache, tier, monkeypatch):
+    monkeypatch.setattr("lmtier.core.shared.MAX_THERE", 2)
+    store(cache, of(M, 3))
+    settle(cache, tier)
+    (shared,) = cache.lower.shared
+    assert [shared.has(key, ONE) for key in of(M, 3)] == [False, True, True], "so many are remembered"
+    assert not shared.has(of(M, 3)[2], TWO), "in another form it is another object"
+    assert not shared.holds(of(M, 3)[2], ONE)
+    assert not shared.supplies(of(M, 3)[2], ONE)
+    for _ in range(5):
+        shared.up.record(False, "refused")
+    cache.step()
+    assert not shared.has(of(M, 3)[2], ONE), "a server that comes back may be empty"
+
+
 def test_a_chunk_is_deleted_in_every_form_it_may_have(cache, tier):
     store(cache, of(M, 2))
     settle(cache, tier)
