@@ -491,12 +491,12 @@ class Cache:
 
     def _come_down(self) -> None:
         """Evict what is above capacities that have become smaller; the next step continues."""
-        until = time.monotonic() + _COMING_DOWN
         places: list[Room | OwnedTier] = [self.room, *self.lower.owned]
         for place in places:
             if place.index.capacity != place.index.target:
-                place.come_down(until)
-                if place.index.surplus > 0:
+                before = place.index.used
+                place.come_down(time.monotonic() + _COMING_DOWN)
+                if place.index.surplus > 0 and place.index.used < before:
                     self._woken()
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:

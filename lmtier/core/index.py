@@ -472,6 +472,7 @@ class Index:
         """Remove just enough entries to free `need` bytes, or none. The prefix that ends in `keep` stays.
 
         With shares, `asker` wants `claim` bytes, and entries within the shares of other tenants stay too.
+        Without an asker they may leave: what is used must fit.
         """
         if keep is not None:
             self.lease(keep)

@@ -147,6 +147,7 @@ class Pools:
     def order(self, taken: Sequence[Weighed], asker: Pool | None, claim: int) -> Generator[Keyed, None, None]:
         """The victims, in order, if `asker` wants `claim` bytes. The caller adds each to `taken`.
 
+        Without an asker the place itself becomes smaller: then the fullest pool gives, also within its share.
         O(pools) for each. The caller closes it before any other call.
         """
         left = {pool: pool.used for pool in self if pool.used > pool.leased_bytes}
@@ -156,8 +157,8 @@ class Pools:
         with ExitStack() as opened:
             while left:
                 pool = max(left, key=lambda pool: pool.fullness(left[pool]))
-                if left[pool] <= pool.room:  # no pool is above its share, so only the asker's own may leave
-                    if asker not in left:
+                if asker is not None and left[pool] <= pool.room:
+                    if asker not in left:  # no pool is above its share, so only the asker's own may leave
                         return
                     pool = asker
                 if pool not in orders:

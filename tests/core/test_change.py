@@ -120,6 +120,22 @@ def test_a_step_evicts_only_for_a_few_milliseconds(memory, monkeypatch):
     assert memory.index.used == ROOM
 
 
+def test_what_cannot_leave_now_keeps_no_owner_busy():
+    """A chunk is not evicted before those that follow it, and one of these is pinned."""
+    wakes: list[bool] = []
+    config = Config(tiers=[f"cpu://?capacity={8 * ROOM}"], chunk_tokens=1, prefault=False)
+    with Cache(config, wake=lambda: wakes.append(True)) as cache:
+        chain = keys(3)
+        cache.commit(cache.reserve(chain, FORM))
+        cache.pin("tail", chain[2:])
+        changed(cache, capacity=str(2 * ROOM))
+        cache.step()
+        assert (cache.index.used, cache.index.surplus, wakes) == (3 * ROOM, ROOM, [])
+        cache.unpin("tail")
+        cache.step()
+        assert cache.index.used == cache.index.capacity == 2 * ROOM
+
+
 @pytest.mark.parametrize("policy", ["lru", "auto"])
 def test_another_policy_keeps_every_chunk_and_its_order(cache, policy):
     store(cache, names := keys(64))

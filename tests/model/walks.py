@@ -786,11 +786,14 @@ def _evict(
     asker: Pool | None = None,
     claim: int = 0,
 ) -> list[Entry] | None:
-    """As the index does; but nobody may lose what is within his share to another, to the chunk."""
+    """As the index does; but nobody may lose what is within his share to another, to the chunk.
+
+    Without an asker it is lost to nobody: the place itself is too small.
+    """
     victims = evict(need, keep, asker, claim)
     for pool in index.pools or ():
         lost = [victim for victim in victims or () if index.pool(victim.key) is pool]
-        if lost and pool is not asker:
+        if lost and asker is not None and pool is not asker:
             assert pool.used + max(victim.nbytes for victim in lost) > pool.room, f"{pool} lost {lost}"
     return victims
 

@@ -16,11 +16,13 @@ from lmtier.core.index import Index
 from lmtier.core.match import Entry, State
 from lmtier.errors import ConfigError, MisuseError
 from lmtier.format.keys import NAMESPACE_BYTES, VALUES, Identity, KeyChain, seed, tenant, value_key
-from lmtier.format.layout import PAGE, Layout, form_of
+from lmtier.format.layout import PAGE, Layout, Name, form_of
 from lmtier.rules.policy import POLICIES, make_policy
 from lmtier.rules.shares import OTHER, Pool, parse
 from lmtier.server.report import Report
 from lmtier.tools import views
+from tests.core.test_shared import settle
+from tests.model.hand import HandTier
 
 C = 4
 LAYOUT = Layout.uniform(
@@ -183,6 +185,18 @@ def test_nobody_asks_and_only_what_is_above_a_share_leaves():
             index.adopt(Entry(key(salt, i), FORM, 1, State.READY, i))
     assert len(index.evict(index.used - index.capacity) or ()) == 10
     assert used(index) == {"a": 5, OTHER: 5}
+
+
+def test_a_place_that_becomes_smaller_takes_from_the_fullest_if_what_is_above_a_share_cannot_leave():
+    index = index_of("a=10%")
+    for salt in ("a", ""):
+        for i in range(50):
+            store(index, salt, i)
+    for entry in index.entries():
+        if index.pool(entry.key) is index.pool(key("a", 0)):
+            index.lease(entry)
+    assert len(index.evict(10) or ()) == 10
+    assert used(index) == {"a": 50, OTHER: 40}
 
 
 def test_a_share_of_nothing_is_the_first_to_give():
@@ -446,6 +460,29 @@ def test_a_disk_keeps_shares_too_and_knows_them_after_a_restart(tmp_path: Path):
         assert all(each in below for each in prompt("", 229, 3)), "the latest of what floods is there"
         assert found(cache, mine) == 10
         cache.check()
+
+
+def test_a_smaller_disk_whose_pins_are_above_their_share_comes_down_at_its_start():
+    kept: dict[Name, bytes] = {}
+    mine, theirs = prompt("a", 1, 6), prompt("", 2, 10)
+    for chunks in (16, 12):
+        url, tier = f"near://?capacity={chunks * 2 * PAGE}", HandTier(kept, keeps=True, scans_at_once=False)
+        config = Config(
+            tiers=(f"cpu://?capacity={40 * PAGE}", url),
+            chunk_tokens=C,
+            prefault=False,
+            shares=parse("a=10%"),
+        )
+        with Cache(config, tiers={url: tier}, wait_until_warm=False) as cache:
+            cache.pin("system", mine)
+            settle(cache, tier)
+            if not kept:
+                save(cache, mine)
+                save(cache, theirs)
+                settle(cache, tier)
+            cache.check()
+    assert len(kept) == 12
+    assert {name.key for name in kept} >= {*mine}
 
 
 def test_write_evicted_knows_whose_chunks_leave_next(tmp_path: Path):
