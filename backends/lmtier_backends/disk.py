@@ -189,14 +189,19 @@ class DiskTier(BlockingTier):
     def scan(self) -> Iterator[tuple[Name, Stat]]:
         """All objects. Files that have an object's name but cannot be one are deleted.
 
+        One that the disk or the system refuses costs no other: it is left alone, like a foreign entry.
+
         One file of each size is read: a damaged file most likely has a unique size, such as a sparse TiB,
         which must not count.
         """
         self.foreign = 0
         sizes: set[tuple[Shard, int]] = set()
         page = memoryview(mmap.mmap(-1, PAGE))
+        refused: OSError | None = None
         for path, name, status in _walk(self._home):
-            if name is None:
+            if isinstance(status, OSError):
+                refused = status
+            if name is None or isinstance(status, OSError):
                 self.foreign += 1
                 continue
             known = _object_stat(status, self._owners)
@@ -206,8 +211,19 @@ class DiskTier(BlockingTier):
                     sizes.add(size)
                     yield name, known
                     continue
-            with suppress(FileNotFoundError):  # deleted or replaced meanwhile
+            try:
                 os.unlink(path, dir_fd=self._home)
+            except FileNotFoundError:
+                pass  # deleted or replaced meanwhile
+            except OSError as error:
+                refused = error
+                self.foreign += 1
+        if refused:
+            log.error(
+                "lmtier: the system refuses to examine or delete files in %s, such as the last one: %s; they "
+                "are left alone, so look at the disk and at their attributes",
+                *(self.root, refused),
+            )
         if self.foreign:
             log.warning("lmtier: %d foreign entries in %s are left alone", self.foreign, self.root)
 
@@ -322,10 +338,13 @@ def verify(
     report = Verification()
 
     def found(path: str, fault: Fault, reason: str) -> None:
-        report.findings.append(Finding(root / path, fault, reason))
         if (fix and fault in _FIXED) or (drop_sealed and fault is Fault.SEALED):
-            os.unlink(path, dir_fd=home)
-            report.fixed += 1
+            try:
+                os.unlink(path, dir_fd=home)
+                report.fixed += 1
+            except OSError as error:
+                reason += f"; it cannot be deleted: {error.strerror or error!r}"
+        report.findings.append(Finding(root / path, fault, reason))
 
     try:
         home = os.open(root, _DIRECTORY)
@@ -343,6 +362,8 @@ def verify(
             checker = _Checker(home, direct, keys)
             for number, (path, name, status) in enumerate(entries, 1):
                 try:
+                    if isinstance(status, OSError):
+                        raise status
                     if name is None:
                         found(path, Fault.FOREIGN, "not the name of an object in its place")
                     else:
@@ -562,8 +583,12 @@ def _leftovers(home: int) -> list[str]:
     return [f"{PARTIAL}/{name}" for name in names if name == _PROBE or Name.parse(name)]
 
 
-def _walk(home: int) -> Iterator[tuple[str, Name | None, os.stat_result]]:
-    """All entries except partial files and the lock. None: the entry has no valid name for its place."""
+_Found: TypeAlias = "tuple[str, Name | None, os.stat_result | OSError]"
+"""A path; its name, unless it has no valid one for its place; its status, or why the system has none."""
+
+
+def _walk(home: int) -> Iterator[_Found]:
+    """All entries except partial files and the lock."""
     with _listing(home, ".") as entries:
         for entry in entries:
             if entry.name in _FANS and entry.is_dir(follow_symlinks=False):
@@ -574,11 +599,16 @@ def _walk(home: int) -> Iterator[tuple[str, Name | None, os.stat_result]]:
                 yield from _judged(entry, entry.name)
 
 
-def _judged(entry: os.DirEntry[str], path: str) -> Iterator[tuple[str, Name | None, os.stat_result]]:
-    with suppress(FileNotFoundError):  # deleted or replaced meanwhile
+def _judged(entry: os.DirEntry[str], path: str) -> Iterator[_Found]:
+    try:
         status = entry.stat(follow_symlinks=False)
-        is_ours = path == f"{_fan(entry.name)}/{entry.name}" and stat.S_ISREG(status.st_mode)
-        yield path, Name.parse(entry.name) if is_ours else None, status
+    except FileNotFoundError:  # deleted or replaced meanwhile
+        return
+    except OSError as error:
+        yield path, None, error
+        return
+    is_ours = path == f"{_fan(entry.name)}/{entry.name}" and stat.S_ISREG(status.st_mode)
+    yield path, Name.parse(entry.name) if is_ours else None, status
 
 
 def _let_go(home: int) -> None:

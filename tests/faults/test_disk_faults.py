@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -530,6 +530,56 @@ def test_a_file_that_goes_during_a_scan_is_no_error(tmp_path: Path):
             found.append(name)
             tier.delete([each.name for each in objects if each.name not in found])
         assert 1 <= len(found) < len(objects)
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two files beside sound ones: the system cannot read the inode of one, and does not delete the other."""
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, *(sample(i) for i in range(4)))
+    sick, fixed = path_of(tmp_path, sample(0).name), path_of(tmp_path, sample(1).name)
+    os.truncate(fixed, 0)
+    scandir, unlink = os.scandir, os.unlink
+
+    class Sick:
+        name = sick.name
+
+        def stat(self, **_) -> None:
+            raise OSError(errno.EIO, "Input/output error", self.name)
+
+    @contextmanager
+    def listed(place: int):
+        with scandir(place) as entries:
+            yield (Sick() if entry.name == sick.name else entry for entry in entries)
+
+    def refuse(path: str, **place) -> None:
+        if path.endswith(fixed.name):
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        unlink(path, **place)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    monkeypatch.setattr(os, "unlink", refuse)
+    return sick, fixed
+
+
+def test_a_file_that_the_system_refuses_costs_no_other(tmp_path: Path, refused, caplog):
+    with closing(DiskTier(tmp_path)) as tier:
+        assert scan(tier).keys() == {sample(2).name, sample(3).name}
+        assert tier.foreign == 2
+    assert caplog.text.count("the system refuses to examine or delete files") == 1
+    assert all(path.exists() for path in refused)
+
+
+@pytest.mark.unsealed
+def test_verify_names_what_the_system_refuses_and_goes_on(tmp_path: Path, refused):
+    sick, fixed = refused
+    report = verify(tmp_path, fix=True)
+    assert (report.ok, report.fixed) == (2, 0)
+    found = {finding.path: finding for finding in report.findings}
+    assert found.keys() == {sick, fixed}
+    assert (found[sick].fault, found[sick].reason) == (Fault.UNREADABLE, "Input/output error")
+    assert found[fixed].fault is Fault.CORRUPT
+    assert found[fixed].reason.endswith("; it cannot be deleted: Operation not permitted")
 
 
 # ---- direct I/O
