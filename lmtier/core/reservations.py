@@ -158,7 +158,8 @@ class Reservations:
     ) -> None:
         layout = reservation.form.layout
         longest = max(map(len, (prints or {}).values()), default=0)
-        if layout is not None and longest > (room := mark_room(layout)):
+        # A tier that seals has the least room: there each store would fail, as if the storage did.
+        if layout is not None and longest > (room := mark_room(layout, is_sealed=True)):
             raise MisuseError(
                 f"a mark has {longest} bytes, but a header with this layout has room for {room}; shorten it"
             )

@@ -46,8 +46,8 @@ PAGE = 4096
 
 
 MAX_LAYERS = 1024
-MAX_LAYOUT = 3840
-"""Bytes of JSON. An object's header has room for so much and for a fingerprint."""
+MAX_LAYOUT = 3800
+"""Bytes of JSON. A sealed object's header has room for so much and for a fingerprint."""
 MAX_CHUNK = 1 << 48
 """Bytes. Sizes may come from clients; larger ones would not fit into a file or a float."""
 _LONGEST_SHARD = len("L65535-65535H65535-65535")

@@ -17,7 +17,8 @@ from lmtier.core.reservations import Reservations, at_once
 from lmtier.core.room import Room
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
-from lmtier.format.layout import PAGE, Shard, form_of
+from lmtier.format.layout import PAGE, LayerShape, Shard, form_of
+from lmtier.format.objects import mark_room
 from lmtier.observe.follower import Followers
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.lifetimes import FOREVER
@@ -133,6 +134,15 @@ def test_what_another_made_and_what_no_header_has_room_for_is_refused(made):
     with pytest.raises(MisuseError, match="occurs twice"):
         made.save(KEYS[:1] * 2)
     made.abort(reservation, None)
+
+
+def test_a_mark_has_to_fit_also_where_objects_are_sealed(made):
+    """Found too late, each store of it would fail there, and the tier be paused for all others."""
+    layout = replace(LAYOUT, layers=tuple(LayerShape(1, 1 + number % 2, 0) for number in range(150)))
+    reservation = made.save(KEYS[:1], form_of(layout, (layout.whole,)))
+    with pytest.raises(MisuseError, match="shorten it"):
+        made.commit(reservation, None, {0: bytes(mark_room(layout))})
+    made.commit(reservation, None, {0: bytes(mark_room(layout, is_sealed=True))})
 
 
 MANY = [hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(300)]
