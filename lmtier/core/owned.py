@@ -28,7 +28,7 @@ from lmtier.core.lower import (
 from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State
 from lmtier.errors import log
 from lmtier.format.keys import tenant_of
-from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded
+from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded, stored_size
 from lmtier.format.objects import Header, Suspect
 from lmtier.rules.fullness import UNBOUNDED, Fullness
 from lmtier.rules.lifetimes import AT_ONCE, FOREVER
@@ -272,7 +272,12 @@ class OwnedTier(LowerTier):
         mine = spot.entry
         assert mine is not None
         # A victim that could neither be overwritten nor deleted must not come back after a restart.
-        self._delete([old for old in spot.replaces if old in done.failed])
+        stuck = {
+            old: stored_size(size)
+            for old, size in zip(spot.replaces, entry.form.sizes, strict=True)
+            if old is not None and old in done.failed
+        }
+        self._delete(list(stuck), sum(stuck.values()))
         if not done.failed:
             self._fullness.fit()
         if not done.failed and mine.state is not State.GONE:

@@ -408,9 +408,11 @@ def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
     tier.done.append(Done(job.id, {}, dict.fromkeys(names, Reason.ERROR)))
     cache.step()
     assert [(job.op, len(job.items)) for job in tier.waiting] == [(Op.DELETE, 2)]
+    assert cache.stats()["hand"]["used"] == TWO.at_rest, "it takes its room until then"
     tier.finish(0)
     cache.step()
     assert not tier.kept
+    assert cache.stats()["hand"]["used"] == 0
 
 
 def test_the_books_agree_while_what_is_too_much_for_a_smaller_capacity_is_deleted(make):
