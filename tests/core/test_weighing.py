@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from lmtier.rules.worth import ALWAYS, AUTO, NEVER, PATIENCE, Cost
 from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Job, Op, Tier
+from tests.memory_flags import memory_flags
+from tests.model.hand import HandTier
 from tests.server.test_engines import Connection
 from tests.stopwatch import Stopwatch
 
@@ -199,6 +202,20 @@ def test_a_tier_that_was_never_measured_is_waited_for_once_while_it_stalls():
         at.gate.open()
         assert at.cache.flush()
         assert at.cache.lower[0].speed.is_measured
+
+
+def test_what_is_read_only_to_measure_a_tier_is_in_no_core_dump():
+    tier, url = HandTier({}, keeps=False), "far://"
+    config = Config(tiers=("cpu://?capacity=1MiB", url), chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}) as cache:
+        cache._matches.weighing.overlook(cache.lower[0], tuple(keys(32, "found")), 0, FORM)
+        cache.step()
+        (job,) = tier.waiting
+        (item,) = job.items
+        address = ctypes.addressof(ctypes.c_char.from_buffer(item.payload))
+        assert "dd" in memory_flags(address), "the kernel's word for: do not dump"
+        tier.finish(0)
+        cache.step()
 
 
 def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
