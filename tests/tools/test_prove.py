@@ -281,12 +281,15 @@ def test_without_salts_an_engine_that_is_right_is_not_accused(engine, capsys):
     assert "The engine has no salts" in said
 
 
-@pytest.mark.parametrize(
-    "engine", [StaleBelow(salts=False), ToyEngine(salts=False, rounding=0.01)], ids=["stale", "rounds"]
-)
-def test_without_salts_a_difference_that_may_be_rounding_proves_nothing(engine, capsys):
+def test_without_salts_a_stale_cache_is_found(capsys):
+    """It moves an answer as far as another word does."""
+    status, said = prove(StaleBelow(salts=False), capsys)
+    assert status == 1, said
+
+
+def test_without_salts_a_difference_that_may_be_rounding_proves_nothing(capsys):
     """Everything is reused from below, so what the engine does alone is not known."""
-    status, said = prove(engine, capsys)
+    status, said = prove(ToyEngine(salts=False, rounding=0.01), capsys)
     assert status == 3, said
     assert "the answer is another one" in said
     assert "answers differ, perhaps by the engine's own rounding" in said

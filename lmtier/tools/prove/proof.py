@@ -140,8 +140,13 @@ class Proof:
 
     @property
     def wrong(self) -> list[Difference]:
-        """The findings but for those that may be rounding."""
-        return [each for each in self.findings if self.noise.pairs or not each.moved]
+        """The findings but for those that may be rounding.
+
+        Where that was not measured, it moves an answer by less than another word does.
+        """
+        if self.noise.pairs:
+            return self.findings
+        return [each for each in self.findings if not 0 < each.moved < self.sensitivity]
 
     @property
     def reusing(self) -> int:
