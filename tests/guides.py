@@ -32,6 +32,7 @@ def check(
     """What each part printed. `ports` are those of the page, and what to take in their place."""
     script = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
     script += "".join(f"{part}\necho; echo '---- {at}'\n" for at, (part, _) in enumerate(parts))
+    script += "test -z \"$(jobs -pr)\" || { echo 'the page leaves running what it started' >&2; exit 1; }\n"
     for port, free in ports.items():
         script = script.replace(port, free)
     environment = {

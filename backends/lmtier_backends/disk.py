@@ -200,6 +200,8 @@ class DiskTier(BlockingTier):
         refused: OSError | None = None
         for path, name, status in _walk(self._home):
             if isinstance(status, OSError):
+                if path in _FANS:  # what it holds is not known, and may be what others want deleted
+                    raise status
                 refused = status
             if name is None or isinstance(status, OSError):
                 self.foreign += 1
@@ -592,9 +594,12 @@ def _walk(home: int) -> Iterator[_Found]:
     with _listing(home, ".") as entries:
         for entry in entries:
             if entry.name in _FANS and entry.is_dir(follow_symlinks=False):
-                with _listing(home, entry.name) as files:
-                    for file in files:
-                        yield from _judged(file, f"{entry.name}/{file.name}")
+                try:
+                    with _listing(home, entry.name) as files:
+                        for file in files:
+                            yield from _judged(file, f"{entry.name}/{file.name}")
+                except OSError as error:
+                    yield entry.name, None, error
             elif entry.name not in (LOCK, PARTIAL):
                 yield from _judged(entry, entry.name)
 

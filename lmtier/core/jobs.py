@@ -51,8 +51,9 @@ class Jobs:
         """The late jobs that were counted as failures."""
         self._heard = time.monotonic()
         """When the tier last finished something."""
-        self._came: dict[Breaker, float] = {}
-        """When a job of each breaker last came back: reads may go on while writes hang."""
+        self._came: dict[tuple[Breaker, bool], float] = {}
+        """When a job of each kind last came back: by its breaker, and whether it is a lookup. Lookups may go
+        on while reads hang, and reads while writes hang."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -93,7 +94,7 @@ class Jobs:
             self._heard = time.monotonic()
         for done in finished:
             job = self._jobs.pop(done.id)
-            self._came[job.breaker] = self._heard
+            self._came[job.breaker, job.op is Op.LOOKUP] = self._heard
             self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
                 for name in job.names:  # a name that is not ok is a miss, also if the tier gave no reason
@@ -121,7 +122,8 @@ class Jobs:
 
     def _silence(self, job: _Unfinished) -> float:
         """Seconds of this job in which no job of its kind has come back."""
-        return time.monotonic() - max(job.since, self._came.get(job.breaker, job.since))
+        came = self._came.get((job.breaker, job.op is Op.LOOKUP), job.since)
+        return time.monotonic() - max(job.since, came)
 
     def _breaker(self, op: Op) -> Breaker:
         if op is Op.CLEAR:  # a user may lack the permission for it
@@ -131,12 +133,12 @@ class Jobs:
     def _record(self, job: _Unfinished, done: Done) -> None:
         """Count failures and update the breaker. Absent and corrupt objects are no fault of the tier.
 
-        Nor is a long queue: a job that only waited tells nothing. While the breaker is open it does, because
-        it may be the probe, which has to end.
+        Nor is a long queue: what only waited tells nothing. While the breaker is open it does, because it may
+        be the probe, which has to end.
         """
         for reason in done.failed.values():
             self._metrics.tier_failures.labels(self._label, job.op.value, reason).inc()
-        if done.only_waited and not job.breaker.is_open:
+        if done.has_waited and not job.breaker.is_open:
             return
         faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())
         if Reason.FULL in faults and self._is_excused(job.op, done):

@@ -294,7 +294,7 @@ class LowerTier(ABC):
             run: list[Entry] = []
             above: Entry | None = entry
             while above is not None and above not in met:
-                if self.choice is None and self.has(above.key, above.form):
+                if self.choice is None and not self._needs(above.key, above.form):
                     break
                 met.add(above)
                 run.append(above)
@@ -307,12 +307,16 @@ class LowerTier(ABC):
 
     def offer(self, entry: Entry) -> None:
         """Write this chunk when its turn comes, if the slab still has it then."""
-        if self.write == "never" or self.has(entry.key, entry.form):
+        if self.write == "never" or not self._needs(entry.key, entry.form):
             return
         if self._writes.has_room_for(entry):
             self._writes.add(entry)
         else:
             self._drop(entry, "queue_full")
+
+    def _needs(self, key: bytes, form: ChunkForm) -> bool:
+        """Whether the chunk must still be written here, as far as is known."""
+        return not self.has(key, form)
 
     def let_leave(self, prefix: bytes) -> None:
         """Waiting chunks whose keys begin with `prefix` may leave the slab before they are written."""
@@ -472,7 +476,7 @@ class LowerTier(ABC):
         self, mine: Entry | None, known_end: float, form: ChunkForm, then: Heard, done: Done
     ) -> None:
         end, reason = self._judge_read(mine, known_end, done)
-        took = reason is None or (reason is Reason.DEADLINE and not done.only_waited)
+        took = reason is None or (reason is Reason.DEADLINE and not done.has_waited)
         self.speed.ended(form.at_rest, time.monotonic(), counts=took)
         if reason is None:
             headers = {name.shard: each for name, each in done.ok.items() if isinstance(each, Header)}

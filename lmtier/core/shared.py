@@ -54,9 +54,10 @@ class SharedTier(LowerTier):
         self._answers = Speed()
         """The speed of lookups. They are answered one after the other, whatever their size."""
         self._lookups = 0
-        self._there = OrderedDict[Name, None]()
-        """Objects that this cache wrote or found here, or writes now. They are not written again until a
-        lookup or a read misses them. The tier may drop them at any time, so nothing else relies on this."""
+        self._there = OrderedDict[Name, float]()
+        """Objects that this cache wrote or found here, or writes now, and when each expires. They are not
+        written again until a lookup or a read misses them. The tier may drop them at any time, so nothing
+        else relies on this."""
         self._afterwards: dict[bytes, set[Name]] = {}
         """The objects to delete of chunks that are being written or deleted now."""
         self._uncleared: tuple[bytes, ...] = ()
@@ -76,9 +77,6 @@ class SharedTier(LowerTier):
     def supplies(self, key: bytes, form: ChunkForm) -> bool:
         return False
 
-    def has(self, key: bytes, form: ChunkForm) -> bool:
-        return super().has(key, form) or all(Name(key, shard) in self._there for shard in form.shards)
-
     def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         # A read may overtake a concurrent deletion and return a chunk that must not be seen again.
         return None if key in self._going or key.startswith(self._uncleared) else asked
@@ -95,16 +93,17 @@ class SharedTier(LowerTier):
     def persist_order(self) -> None:
         """The tier has its own order."""
 
-    def _note(self, names: Iterable[Name], *, is_there: bool) -> None:
-        """Remember that these objects are in the tier, or that they are not."""
-        for name in names:
-            if is_there and self.write != "never":
-                self._there[name] = None
-                self._there.move_to_end(name)
-            else:
-                self._there.pop(name, None)
+    def _came(self, names: Iterable[Name], end: float) -> None:
+        """Remember that these objects are in the tier, until then at most."""
+        for name in names if self.write != "never" else ():
+            self._there[name] = end
+            self._there.move_to_end(name)
         while len(self._there) > MAX_THERE:
             self._there.popitem(last=False)
+
+    def _left(self, names: Iterable[Name]) -> None:
+        for name in names:
+            self._there.pop(name, None)
 
     def _tell(self, came: bool, keys: Collection[bytes]) -> None:
         """Notify the followers: these chunks were written to the tier, or were found missing."""
@@ -142,11 +141,14 @@ class SharedTier(LowerTier):
         self, then: Callable[[dict[Name, Stat]], None], asked: Sequence[Name], done: Done
     ) -> None:
         self._lookups -= 1
-        took = set(done.failed.values()) <= {Reason.DEADLINE} and not done.only_waited
+        took = set(done.failed.values()) <= {Reason.DEADLINE} and not done.has_waited
         self._answers.ended(1, time.monotonic(), counts=took)
-        for name in asked:  # the answer may be older than a write or deletion that is under way
-            if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT and not self._must_wait(name.key):
-                self._note((name,), is_there=name in done.ok)
+        # The answer may be older than a write or deletion that is under way.
+        sure = [name for name in asked if not self._must_wait(name.key)]
+        gone = (name for name in sure if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT)
+        self._left(name for name in gone if name not in done.ok)
+        if not self._unsifted:  # what a search may still delete is not there
+            self._came((name for name in sure if name in done.ok), self._clock() + self.ttl)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
 
     def prospect(self, now: float) -> Line:
@@ -193,17 +195,24 @@ class SharedTier(LowerTier):
         if not (self.source or self._above.slab.is_record(entry.key)):
             super().offer(entry)
 
+    def _needs(self, key: bytes, form: ChunkForm) -> bool:
+        now, end = self._clock(), self._there.get
+        return super()._needs(key, form) and not all(
+            end(Name(key, shard), 0.0) > now for shard in form.shards
+        )
+
     def _must_wait(self, key: bytes) -> bool:
         return super()._must_wait(key) or key.startswith(self._uncleared)
 
     def _spot_for(self, entry: Entry) -> Spot | NoSpot:
-        self._note(names_of(entry), is_there=True)
-        return Spot(None, (None,) * len(entry.form.shards), self._end_of(entry))
+        end = self._end_of(entry)
+        self._came(names_of(entry), end)
+        return Spot(None, (None,) * len(entry.form.shards), end)
 
     def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
         names, unwanted = names_of(entry), self._afterwards.pop(entry.key, set())
         if unwanted or done.failed:
-            self._note(names, is_there=False)
+            self._left(names)
         if unwanted:
             self._delete(sorted(unwanted.union(names)))
         elif not done.failed:
@@ -218,7 +227,7 @@ class SharedTier(LowerTier):
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
             for name in done.ok:
                 self._delete_soon(name.key, {name})
-        self._note((*done.ok, *done.failed), is_there=False)
+        self._left((*done.ok, *done.failed))
         self._tell(False, {name.key for name in (*done.ok, *done.failed)})
 
     # ---- deleting
@@ -227,7 +236,7 @@ class SharedTier(LowerTier):
         names = {Name(key, shard) for form in forms for shard in form.shards}
         if names:
             self._delete_soon(key, names)
-            self._note(names, is_there=False)
+            self._left(names)
             self._tell(False, (key,))
 
     def _delete_soon(self, key: bytes, names: set[Name]) -> None:
@@ -249,7 +258,7 @@ class SharedTier(LowerTier):
         A failed clear is repeated until it is done or this process ends.
         """
         super().clear(namespace, force=force)
-        self._note([name for name in self._there if name.key.startswith(namespace)], is_there=False)
+        self._there.clear()  # to find those of the namespace would take longer than to write some twice
         if namespace not in self._uncleared[self._is_clearing :]:
             self._uncleared += (namespace,)
             self._clear_next()
@@ -284,7 +293,7 @@ class SharedTier(LowerTier):
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
-        self._note([name for name in self._there if suspect.concerns(name.key)], is_there=False)
+        self._there.clear()
         self._unsifted.append(_Search(suspect, frozenset(self._going)))
         self._sift()
 

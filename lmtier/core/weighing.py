@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lmtier.core.lower import LowerTier
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import Entry, Match
-from lmtier.format.layout import ChunkForm
-from lmtier.format.objects import Scratch
+from lmtier.format.layout import ChunkForm, padded
+from lmtier.format.objects import anonymous
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.worth import ALWAYS, EXPLORED_AT_LAST, NEVER, PATIENCE, Cost, Line, cut
 
@@ -136,7 +136,7 @@ class Weighing:
             most = min(len(keys) - first, max(1, _EXPLORED_BYTES // form.room))
             for key in keys[first : first + tier.speed.explores(most, form.at_rest, now)]:
                 if (held := tier.form(key, form)) is not None:
-                    payloads = [Scratch().take(size) for size in held.sizes]  # in no core dump
+                    payloads = [anonymous(padded(size)) for size in held.sizes]
                     tier.load(key, held, payloads, lambda result, end: None)
                     self._metrics.worth_explored.labels(tier.label).inc()
 

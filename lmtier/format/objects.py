@@ -175,6 +175,13 @@ class Header:
         return self.encoded or self.nbytes
 
 
+def anonymous(nbytes: int) -> memoryview:
+    """Whole pages that no core dump has."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_DONTDUMP)
+    return memoryview(memory)
+
+
 class Scratch:
     """A thread's memory to encode and decode in. It is kept, and grows to the largest size needed."""
 

@@ -223,6 +223,7 @@ class Departure:
         assert self._cord is not None
         with suppress(OSError):
             self._cord.send(NO + why.encode())
+        _receive(self._cord)  # a GO that is not read would take the reason away with it
         self._end(why)
 
     def _end(self, why: str) -> None:
@@ -327,6 +328,7 @@ class Predecessor:
                 self._cord.send(GO)
             message, fds, _, _ = socket.recv_fds(self._cord, _MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
             if message != BOOKS:
+                self._cord.close()
                 why = message.removeprefix(NO).decode() or "it ended"
                 raise ConfigError(f"serve: the server at {self.path} cannot be taken over now: {why}")
             with os.fdopen(fds[0], "rb") as file:

@@ -99,9 +99,9 @@ class Done:
     with Reason.DEADLINE: the items that failed had not begun."""
 
     @property
-    def only_waited(self) -> bool:
-        """It failed because its turn did not come before its deadline. That tells nothing of the storage."""
-        return not self.error and set(self.failed.values()) == {Reason.DEADLINE}
+    def has_waited(self) -> bool:
+        """A part of it failed because its turn did not come in time. That tells nothing of the storage."""
+        return not self.error and Reason.DEADLINE in self.failed.values()
 
 
 class Tier(ABC):

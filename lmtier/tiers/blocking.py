@@ -7,7 +7,6 @@ into another queue, which the owner empties in `poll`.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from lmtier.format import objects
 from lmtier.format.autocodec import Auto
 from lmtier.format.compression import AUTO, RAW, Codec, find
 from lmtier.format.layout import Name
-from lmtier.format.objects import Header, Scratch, Suspect
+from lmtier.format.objects import Header, Scratch, Suspect, anonymous
 from lmtier.format.sealing import Keys, NoKey
 from lmtier.threads import collector_paused, start_thread
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
@@ -65,9 +64,7 @@ class _Desk:
     """A thread's own buffers, aligned for O_DIRECT. It keeps them, so the data path allocates no memory."""
 
     def __init__(self) -> None:
-        page = mmap.mmap(-1, objects.PAGE)
-        page.madvise(mmap.MADV_DONTDUMP)
-        self.page = memoryview(page)
+        self.page = anonymous(objects.PAGE)
         self.scratch = Scratch()
 
 

@@ -405,6 +405,20 @@ def test_blocks_of_a_transfer_with_more_to_come_cannot_be_used_again():
         store.end(lambda: None)
 
 
+def test_a_writer_that_waits_for_no_stream_gets_blocks_that_are_at_rest():
+    order = Order(Streams())
+    first, second = order.store([1]), order.store([2])
+    for each in (first, second):
+        each.part(nothing)
+        each.end(lambda: None)
+    order.let_go([3])
+    assert not first.done
+    order.let_go([1])
+    assert first.done
+    assert not second.done
+    order.drain()
+
+
 def test_transfers_of_other_blocks_do_not_wait_for_each_other():
     streams = Streams()
     order = Order(streams)

@@ -456,14 +456,44 @@ def test_that_it_was_sent_once_promises_nobody_that_it_is_there(cache, tier, mon
     store(cache, of(M, 3))
     settle(cache, tier)
     (shared,) = cache.lower.shared
-    assert [shared.has(key, ONE) for key in of(M, 3)] == [False, True, True], "so many are remembered"
-    assert not shared.has(of(M, 3)[2], TWO), "in another form it is another object"
-    assert not shared.holds(of(M, 3)[2], ONE)
-    assert not shared.supplies(of(M, 3)[2], ONE)
+    assert [shared._needs(key, ONE) for key in of(M, 3)] == [True, False, False], "so many are remembered"
+    last = of(M, 3)[2]
+    assert shared._needs(last, TWO), "in another form it is another object"
+    assert not shared.has(last, ONE)
+    assert not shared.holds(last, ONE)
+    assert not shared.supplies(last, ONE)
     for _ in range(5):
         shared.up.record(False, "refused")
     cache.step()
-    assert not shared.has(of(M, 3)[2], ONE), "a server that comes back may be empty"
+    assert shared._needs(last, ONE), "a server that comes back may be empty"
+
+
+def test_what_may_have_expired_there_is_sent_again(tier):
+    far, now = "far://?ttl=1h", [0.0]
+    config = Config(tiers=("cpu://?capacity=1MiB", far), chunk_tokens=4, prefault=False)
+    with Cache(config, tiers={far: tier}, clock=lambda: now[0]) as cache:
+        store(cache, of(M, 1))
+        settle(cache, tier)
+        (shared,), (entry,) = cache.lower.shared, cache.index.entries()
+        for seconds, jobs in ((3599.0, 0), (3601.0, 1)):
+            now[0] = seconds
+            shared.offer(entry)
+            cache.step()
+            assert len(tier.waiting) == jobs
+        settle(cache, tier)
+
+
+def test_a_suspect_that_is_found_while_it_is_searched_for_is_not_taken_to_be_there(cache, tier):
+    store(cache, of(M, 1))
+    settle(cache, tier)
+    (shared,), (entry,) = cache.lower.shared, cache.index.entries()
+    shared.purge(Suspect())
+    match = cache.match(of(M, 2), ONE)
+    (lookup,) = (number for number, job in enumerate(tier.waiting) if job.op is Op.LOOKUP)
+    finish(cache, tier, lookup)
+    assert shared._needs(entry.key, ONE)
+    cache.release(match)
+    settle(cache, tier)
 
 
 def test_a_chunk_is_deleted_in_every_form_it_may_have(cache, tier):

@@ -582,6 +582,26 @@ def test_verify_names_what_the_system_refuses_and_goes_on(tmp_path: Path, refuse
     assert found[fixed].reason.endswith("; it cannot be deleted: Operation not permitted")
 
 
+@pytest.mark.unsealed
+def test_a_directory_that_the_system_refuses_ends_a_scan_and_verify_names_it(tmp_path: Path, monkeypatch):
+    """What it holds is not known: to serve without it would bring deleted values back one day."""
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, *(sample(i) for i in range(2)))
+    sick = path_of(tmp_path, sample(0).name).parent
+    opens = os.open
+
+    def refuse(path: str, *given, **place) -> int:
+        if path == sick.name:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return opens(path, *given, **place)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with closing(DiskTier(tmp_path)) as tier, pytest.raises(OSError, match="Input/output error"):
+        list(tier.scan())
+    (finding,) = verify(tmp_path).findings
+    assert (finding.path, finding.fault) == (sick, Fault.UNREADABLE)
+
+
 # ---- direct I/O
 
 

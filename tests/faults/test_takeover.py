@@ -307,7 +307,7 @@ def test_from_a_server_that_stops_nobody_takes_over(tmp_path: Path) -> None:
         half.send(command("PING")[:-3])  # it waits for the rest
         following = Predecessor(Path(running.unix), Config(**running.config))
         running.server.process.send_signal(signal.SIGTERM)
-        until(lambda: "stopping; running requests" in running.log.read_text())
+        until(lambda: "did not take over: it stops" in running.log.read_text())
         with pytest.raises(ConfigError, match="cannot be taken over now: it stops"):
             following.go()
         half.send(command("PING")[-3:])

@@ -69,7 +69,7 @@ LONG = 600
 
 
 class NoisyAhead(Noisy):
-    """It loads noise for long prompts, before a step computes them. It writes at once, whatever a device does."""
+    """It writes noise for long prompts at once, before a step computes them, whatever a device does."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

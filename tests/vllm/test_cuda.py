@@ -104,12 +104,15 @@ def test_an_adapter_that_each_request_reads_anew_has_the_name_of_its_files(model
 
         def loads(adapter: Path) -> bool:
             engine.forget()
-            outputs = alone(engine, prompts, lora=str(place), in_place=True)
+            outputs = alone(engine, prompts, lora=str(place))
             assert tokens(outputs) == wanted[adapter]
             return cached(outputs) >= loadable(prompts)
 
         for adapter in (*adapters, *adapters):
             shutil.copytree(adapter, place, dirs_exist_ok=True)
+            engine.forget()
+            outputs = alone(engine, prompts, lora=str(place), in_place=True)
+            assert (tokens(outputs), cached(outputs)) == (wanted[adapter], 0)
             until(partial(loads, adapter), RECOVERY)
         assert not engine.metrics()["lmtier:load_failures_total"]
 
@@ -347,7 +350,8 @@ def test_another_connector_gets_no_block_that_is_being_copied(models, tmp_path, 
     how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
     del how["kv_connector_module_path"]
     environment = {"LMTIER_TEST_FAULT": str(fault)}
-    with Engine(tmp_path, models / "qwen2", transfer=how, env=environment, **SMALL) as engine:
+    few = {**SMALL, "num_gpu_blocks_override": 34}  # so that the second prompt gets blocks of the first one
+    with Engine(tmp_path, models / "qwen2", transfer=how, env=environment, **few) as engine:
         engine.generate(prompts_of(100, seed=1))  # the connector's first step has passed
         fault.write_text("stalled")
         wanted = tokens(engine.generate([short], 1))

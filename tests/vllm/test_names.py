@@ -231,23 +231,19 @@ def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_
 def test_what_was_stored_of_unseen_weights_is_deleted_by_a_server_that_was_away(
     models, tmp_path, below, wanted
 ):
-    period = 2.0
-
     def chunks() -> int:
         with Client(str(below.path)) as client:
             assert client.flush()
             return client.stats()["disk"]["chunks"]
 
-    with Engine(
-        tmp_path, models / "qwen2", transfer=below.transfer(model="ours", check_weights=f"{period}s")
-    ) as engine:
-        time.sleep(period)
+    how = below.transfer(model="ours", check_weights="0s")
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
         alone(engine, prompts_of(300, seed=6))
         engine.write(1.25)
         assert tokens(alone(engine, LATER)) != wanted["later"]  # stored under names of before
         before = chunks()
         below.kill()
-        time.sleep(period)
+        engine.rpc("check_health")  # a call that might have changed weights
         engine.generate(prompts_of(300, seed=7))
         assert "the weights have changed without a call of vLLM" in engine.log.read_text()
         below.start()
@@ -257,7 +253,7 @@ def test_what_was_stored_of_unseen_weights_is_deleted_by_a_server_that_was_away(
             return chunks() < before
 
         until(is_deleted)
-    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
+    with Engine(tmp_path, models / "qwen2", transfer=how) as engine:
         assert finds(engine, LATER, wanted["later"]) == 0
 
 

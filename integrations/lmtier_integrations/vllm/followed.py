@@ -134,10 +134,12 @@ class FollowedRequest:
         self.due = (computed // size + 1) * size
 
     def begin_anew(self) -> bool:
-        """Give it new keys. False: a part of it is computed already, so it gets none."""
+        """Give it new keys. False: it gets none, because a part of it is computed already."""
         self.drop()
         self.withdraw()
-        self.adapter = self.names.adapter_of(self.request)
+        before, self.adapter = self.adapter, self.names.adapter_of(self.request)
+        if self.media and self.adapter != before:
+            return False  # the names of its items may be of the adapter before
         if self.request.num_computed_tokens or (self.adapter is not None and not self.adapter[1]):
             return False
         self._chain, self.looked_at = None, NEVER

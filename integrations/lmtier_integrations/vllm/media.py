@@ -95,7 +95,8 @@ class Media:
                     "KV after it; to share it, set trust_media_ids if vLLM's names identify the content",
                     feature.modality,
                 )
-            return f"private {self._run} {identifier}{by}"
+            private = f"private {self._run} {identifier}{by}"
+            return self._agreed(identifier, private) if by else private
         return self._agreed(identifier, content + by)
 
     def _agreed(self, identifier: str, content: str) -> str:

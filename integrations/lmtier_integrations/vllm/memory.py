@@ -247,8 +247,10 @@ class LoadedModel:
             self.has_slept = True
         else:
             self._begin_change()
-        self.is_asleep = self.has_news = True
-        return method(level)
+        self.has_news = True
+        result = method(level)
+        self.is_asleep = True
+        return result
 
     def _wake(self, method: Callable[..., Any], tags: list[str] | None = None) -> Any:
         result = method(tags)

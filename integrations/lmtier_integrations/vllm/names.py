@@ -159,9 +159,12 @@ class Names:
         }
         self._read.update(self._adapters.items())
 
-    def has_read(self, adapter: Adapter | None) -> bool:
-        """Whether ranks that tell their adapters have read this one."""
-        return adapter is None or not self._adapters_of or adapter in self._read
+    def is_read_later(self, request: Request, adapter: Adapter | None) -> bool:
+        """Whether ranks, if they tell their adapters, read this one when the request first computes."""
+        lora = request.lora_request
+        if adapter is None or lora is None or not self._adapters_of:
+            return False
+        return bool(lora.load_inplace) or adapter not in self._read
 
     def is_current(self, adapter: Adapter | None) -> bool:
         """Whether no rank has another adapter under that number."""

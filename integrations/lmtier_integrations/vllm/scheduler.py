@@ -62,9 +62,7 @@ class Scheduler:
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or bool(groups[1]) or len(cache.kv_cache_groups) > 1
         has_stages = config.parallel_config.pipeline_parallel_size > 1
-        self.waits_for_loads = (
-            has_windows or has_stages or is_on_gpu(config) or is_second_runner(config)
-        )
+        self.waits_for_loads = has_windows or has_stages or is_on_gpu(config) or is_second_runner(config)
         """Whether loads are asynchronous. Synchronous loads are better where they are possible: a step shares
         them at once with all requests of the same prefix.
 
@@ -166,8 +164,8 @@ class Scheduler:
         return self._names.form is not None and self._agreed == self._client.run and not self._doubts.is_open
 
     def _may_load(self, known: FollowedRequest) -> bool:
-        if self.waits_for_loads and not self._names.has_read(known.adapter):
-            return False  # vLLM reads an adapter when a request with it first computes
+        if self.waits_for_loads and self._names.is_read_later(known.request, known.adapter):
+            return False  # its files may change until then, and the load would be of those before
         return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
 
     # ---- requests

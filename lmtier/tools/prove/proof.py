@@ -121,6 +121,8 @@ class Proof:
         self.noise = Noise()
         self.sensitivity = 0.0
         """How far an answer moves if one early word is another: the smallest that was seen."""
+        self._reach = inf
+        """The largest that was seen, if early words matter."""
         self.needles = [0, 0, 0]
         """Facts that were asked for, found in references, and found again."""
         self.throughput: dict[str, float] = {}
@@ -140,13 +142,11 @@ class Proof:
 
     @property
     def wrong(self) -> list[Difference]:
-        """The findings but for those that may be rounding.
-
-        Where that was not measured, it moves an answer by less than another word does.
-        """
+        """The findings but for those that may be rounding: where that was not measured, a difference counts if
+        another word makes no larger one."""
         if self.noise.pairs:
             return self.findings
-        return [each for each in self.findings if not 0 < each.moved < self.sensitivity]
+        return [each for each in self.findings if not each.moved or self._reach <= each.moved < inf]
 
     @property
     def reusing(self) -> int:
@@ -354,7 +354,9 @@ class Proof:
         self.sensitivity = min(moves, default=0.0)
         if self.sensitivity <= self.noise.limit:
             self._skip("one early word does not move the answers: agreement says little about early tokens")
-        elif self.sensitivity == inf:
+            return
+        self._reach = max(moves)
+        if self.sensitivity == inf:
             self._stage.note = "it makes another answer"
         else:
             self._stage.note = f"it moves the answer by {self.sensitivity:.2g} at least"
