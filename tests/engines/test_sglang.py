@@ -1010,22 +1010,19 @@ def test_the_methods_that_are_watched_are_those_of_sglang(sglang):
     assert queues.index("_stop_storage_threads") < queues.index("backup_queue.queue.clear")
 
 
-PRECISE = set(
-    """
-    dtype quantization kv_cache_dtype modelopt_quant rl_quant_profile
-    speculative_draft_model_quantization speculative_draft_kv_cache_dtype
-    prefill_kv_cache_dequant_dtype qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
-    enable_w4a4_mxfp4_megamoe flashinfer_mxfp4_moe_precision
-    fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend
-    deepep_dispatcher_output_dtype enable_quant_communications
-    mamba_ssm_dtype enable_int8_mamba_checkpoint
-    enable_tf32_matmul enable_precise_embedding_interpolation
-    SGLANG_MAMBA_SSM_DTYPE SGLANG_MAMBA_CONV_DTYPE SGLANG_FP8_IGNORED_LAYERS SGLANG_CPU_QUANTIZATION
-    SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN SGLANG_ENABLE_DP_GATHER_FP8
-    SGLANG_HUMMING_ONLINE_QUANT_CONFIG SGLANG_HUMMING_INPUT_QUANT_CONFIG SGLANG_HUMMING_USE_F16_ACCUM
-    SGLANG_INT4_WEIGHT SGLANG_ENABLE_BF16_SPLITK_GEMM
-    """.split()
-)
+PRECISE = {
+    *("SGLANG_CPU_QUANTIZATION", "SGLANG_ENABLE_BF16_SPLITK_GEMM", "SGLANG_ENABLE_DP_GATHER_FP8"),
+    *("SGLANG_FP8_IGNORED_LAYERS", "SGLANG_HUMMING_INPUT_QUANT_CONFIG"),
+    *("SGLANG_HUMMING_ONLINE_QUANT_CONFIG", "SGLANG_HUMMING_USE_F16_ACCUM", "SGLANG_INT4_WEIGHT"),
+    *("SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE", "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN"),
+    *("bf16_gemm_backend", "deepep_dispatcher_output_dtype", "dtype", "enable_deepseek_v4_fp4_indexer"),
+    *("enable_int8_mamba_checkpoint", "enable_precise_embedding_interpolation"),
+    *("enable_quant_communications", "enable_tf32_matmul", "enable_w4a4_mxfp4_megamoe"),
+    *("flashinfer_mxfp4_moe_precision", "fp4_gemm_runner_backend", "fp8_gemm_runner_backend"),
+    *("kv_cache_dtype", "mamba_ssm_dtype", "modelopt_quant", "prefill_kv_cache_dequant_dtype"),
+    *("qsa_indexer_dtype", "quantization", "rl_quant_profile", "speculative_draft_kv_cache_dtype"),
+    "speculative_draft_model_quantization",
+}
 
 
 def test_the_arguments_that_are_read_are_those_of_sglang(sglang):

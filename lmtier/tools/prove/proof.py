@@ -142,8 +142,10 @@ class Proof:
 
     @property
     def wrong(self) -> list[Difference]:
-        """The findings but for those that may be rounding: where that was not measured, a difference counts if
-        another word makes no larger one."""
+        """The findings but for those that may be rounding.
+
+        Where rounding was not measured, a difference counts if another word makes no larger one.
+        """
         if self.noise.pairs:
             return self.findings
         return [each for each in self.findings if not each.moved or self._reach <= each.moved < inf]
