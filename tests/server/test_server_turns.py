@@ -315,7 +315,8 @@ def test_what_waits_while_nothing_may_be_written_is_written_at_the_end(tmp_path:
     for is_first in (True, False):
         with Cache(Config(tiers=tiers, prefault=False), is_record=is_value) as cache:
             values = Values(cache)
-            until(lambda cache=cache: cache.step() or cache.is_warm)
+            while not cache.is_warm:
+                cache.wait_for_tiers()
             assert cache.lower[0].holds(value_key(b"a"), ANY) == (not is_first)
             if is_first:
                 cache.pause(True)

@@ -104,7 +104,7 @@ class ExpectedPrompts:
                 raise MisuseError(f"the {word} is not that of the prompts this cache was made for")
         needed = ["input_ids", *(["attention_mask", "position_ids"] if self._is_padded else [])]
         for word in needed:
-            if given.get(word) is None and word in _words_of(type(model)):
+            if given.get(word) is None and word in _words_of(type(model).forward):
                 raise MisuseError(f"these prompts need {word}, as model.generate gives it")
 
 
@@ -153,13 +153,13 @@ class PromptSaving:
 
 
 @cache
-def _words_of(kind: Any) -> tuple[str, ...]:
-    """The arguments of this model's forward, in their order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _words_of(forward: Any) -> tuple[str, ...]:
+    """The arguments of a model's forward, in their order."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def before_forward(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    given = {**dict(zip(_words_of(type(model)), args, strict=False)), **named}
+    given = {**dict(zip(_words_of(type(model).forward), args, strict=False)), **named}
     stored = given.get("past_key_values")
     if isinstance(stored, StoredCache) and stored.saving is not None:
         is_saved = stored.saving.expect(model, given)

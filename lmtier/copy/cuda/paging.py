@@ -341,7 +341,7 @@ class CudaKV(Blocks):
         layout, views = self.layout, []
         for layer in self.layers:
             at, nbytes = self.geometry.place(self._these(layer))
-            raw = payload[at : at + nbytes].reshape(layout.blocks, layout.heads(layer, self.shard), -1)
+            raw: Any = payload[at : at + nbytes].reshape(layout.blocks, layout.heads(layer, self.shard), -1)
             if not layout.is_opaque:
                 raw = raw.view(f"u{layout.itemsize}").reshape(*raw.shape[:2], layout.block_tokens, -1)
             views.append(raw)
