@@ -75,7 +75,7 @@ def test_with_too_many_keys_it_is_right_within_two_percent(traffic):
 
 
 def test_a_halving_of_the_sample_does_not_change_what_it_says():
-    lookups: list[list[bytes]] = []
+    lookups: list[tuple[bytes, ...]] = []
     curve = MissCurve(lambda: 1000, size=100, clock=lambda: 0.0)
     while curve.rate == 1:
         lookups.append(chain("system", len(lookups)))
