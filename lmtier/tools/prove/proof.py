@@ -122,7 +122,7 @@ class Proof:
         self.sensitivity = 0.0
         """How far an answer moves if one early word is another: the smallest that was seen."""
         self._reach = inf
-        """The median of those that were seen, if early words matter."""
+        """Half of the median of those that were seen, if early words matter."""
         self.needles = [0, 0, 0]
         """Facts that were asked for, found in references, and found again."""
         self.throughput: dict[str, float] = {}
@@ -144,7 +144,7 @@ class Proof:
     def wrong(self) -> list[Difference]:
         """The findings but for those that may be rounding.
 
-        Where rounding was not measured, a difference counts if another word makes none larger, in the median.
+        Where rounding was not measured, a difference counts if it is half as large as that of another word.
         """
         if self.noise.pairs:
             return self.findings
@@ -357,7 +357,7 @@ class Proof:
         if self.sensitivity <= self.noise.limit:
             self._skip("one early word does not move the answers: agreement says little about early tokens")
             return
-        self._reach = statistics.median(moves)
+        self._reach = statistics.median(moves) / 2
         if self.sensitivity == inf:
             self._stage.note = "it makes another answer"
         else:
