@@ -139,7 +139,7 @@ class Walk:
         self.cache = Cache(config, tiers=tiers, wait_until_warm=False, clock=self.clock.monotonic)
         self.cache._wait = self.wait  # type: ignore[method-assign]
         for below in self.cache.lower:
-            for breaker in (below.up, below.down, below.clearing):
+            for breaker in (below.up, below.down, below.clearing, below._jobs.searching):
                 breaker._clock = self.clock.monotonic
         self.near = self.cache.lower.owned[0]
         self.stays = {}
