@@ -345,7 +345,7 @@ def verify(
                 os.unlink(path, dir_fd=home)
                 report.fixed += 1
             except OSError as error:
-                reason += f"; it cannot be deleted: {error.strerror or error!r}"
+                reason += f"; it cannot be deleted: {error.strerror or error}"
         report.findings.append(Finding(root / path, fault, reason))
 
     try:

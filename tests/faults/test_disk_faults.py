@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -533,7 +533,7 @@ def test_a_file_that_goes_during_a_scan_is_no_error(tmp_path: Path):
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def refused(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """Two files beside sound ones: the system cannot read the inode of one, and does not delete the other."""
     with closing(DiskTier(tmp_path)) as tier:
         store(tier, *(sample(i) for i in range(4)))
@@ -557,9 +557,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
             raise PermissionError(errno.EPERM, "Operation not permitted", path)
         unlink(path, **place)
 
-    monkeypatch.setattr(os, "scandir", listed)
-    monkeypatch.setattr(os, "unlink", refuse)
-    return sick, fixed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", listed)
+        patch.setattr(os, "unlink", refuse)
+        yield sick, fixed
 
 
 def test_a_file_that_the_system_refuses_costs_no_other(tmp_path: Path, refused, caplog):
