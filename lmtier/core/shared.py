@@ -93,7 +93,7 @@ class SharedTier(LowerTier):
     def persist_order(self) -> None:
         """The tier has its own order."""
 
-    def _came(self, names: Iterable[Name], end: float) -> None:
+    def _note_there(self, names: Iterable[Name], end: float) -> None:
         """Remember that these objects are in the tier, until then at most."""
         for name in names if self.write != "never" else ():
             self._there[name] = end
@@ -101,7 +101,7 @@ class SharedTier(LowerTier):
         while len(self._there) > MAX_THERE:
             self._there.popitem(last=False)
 
-    def _left(self, names: Iterable[Name]) -> None:
+    def _note_gone(self, names: Iterable[Name]) -> None:
         for name in names:
             self._there.pop(name, None)
 
@@ -146,9 +146,9 @@ class SharedTier(LowerTier):
         # The answer may be older than a write or deletion that is under way.
         sure = [name for name in asked if not self._must_wait(name.key)]
         gone = (name for name in sure if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT)
-        self._left(name for name in gone if name not in done.ok)
+        self._note_gone(name for name in gone if name not in done.ok)
         if not self._unsifted:  # what a search may still delete is not there
-            self._came((name for name in sure if name in done.ok), self._clock() + self.ttl)
+            self._note_there((name for name in sure if name in done.ok), self._clock() + self.ttl)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
 
     def prospect(self, now: float) -> Line:
@@ -206,13 +206,13 @@ class SharedTier(LowerTier):
 
     def _spot_for(self, entry: Entry) -> Spot | NoSpot:
         end = self._end_of(entry)
-        self._came(names_of(entry), end)
+        self._note_there(names_of(entry), end)
         return Spot(None, (None,) * len(entry.form.shards), end)
 
     def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
         names, unwanted = names_of(entry), self._afterwards.pop(entry.key, set())
         if unwanted or done.failed:
-            self._left(names)
+            self._note_gone(names)
         if unwanted:
             self._delete(sorted(unwanted.union(names)))
         elif not done.failed:
@@ -227,7 +227,7 @@ class SharedTier(LowerTier):
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
             for name in done.ok:
                 self._delete_soon(name.key, {name})
-        self._left((*done.ok, *done.failed))
+        self._note_gone((*done.ok, *done.failed))
         self._tell(False, {name.key for name in (*done.ok, *done.failed)})
 
     # ---- deleting
@@ -236,7 +236,7 @@ class SharedTier(LowerTier):
         names = {Name(key, shard) for form in forms for shard in form.shards}
         if names:
             self._delete_soon(key, names)
-            self._left(names)
+            self._note_gone(names)
             self._tell(False, (key,))
 
     def _delete_soon(self, key: bytes, names: set[Name]) -> None:

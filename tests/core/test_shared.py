@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lmtier.config import Config
@@ -29,10 +31,15 @@ def tier():
     return HandTier({}, keeps=False)
 
 
+def over(tier: HandTier, options: str = "", **others: Any) -> Cache:
+    """A cache above this tier."""
+    tiers = "cpu://?capacity=1MiB", FAR + options
+    return Cache(Config(tiers=tiers, chunk_tokens=4, prefault=False), tiers={FAR + options: tier}, **others)
+
+
 @pytest.fixture
 def cache(tier):
-    tiers = ("cpu://?capacity=1MiB", FAR)
-    with Cache(Config(tiers=tiers, chunk_tokens=4, prefault=False), tiers={FAR: tier}) as cache:
+    with over(tier) as cache:
         yield cache
         while tier.waiting:
             finish(cache, tier)
@@ -380,10 +387,7 @@ def sent(cache: Cache, tier: HandTier) -> list[bytes]:
 
 
 def test_each_hit_sends_only_what_was_not_sent_before(tier):
-    url = f"{FAR}?write=reused"
-    with Cache(
-        Config(tiers=("cpu://?capacity=1MiB", url), chunk_tokens=4, prefault=False), tiers={url: tier}
-    ) as cache:
+    with over(tier, "?write=reused") as cache:
         store(cache, of(M, 3))
         assert sent(cache, tier) == [], "not asked for yet"
         for _ in range(2):
@@ -402,10 +406,7 @@ def test_each_hit_sends_only_what_was_not_sent_before(tier):
 
 
 def test_what_leaves_is_not_sent_again_with_each_chunk_that_follows(tier):
-    url = f"{FAR}?write=evicted"
-    with Cache(
-        Config(tiers=("cpu://?capacity=1MiB", url), chunk_tokens=4, prefault=False), tiers={url: tier}
-    ) as cache:
+    with over(tier, "?write=evicted") as cache:
         store(cache, of(M, 3))
         for length, new in ((2, of(M, 2)), (2, []), (3, of(M, 3)[2:])):
             entry = cache.index.get(of(M, 3)[length - 1])
@@ -416,10 +417,7 @@ def test_what_leaves_is_not_sent_again_with_each_chunk_that_follows(tier):
 
 def test_what_another_host_has_written_is_sent_again_only_when_it_is_found_missing(cache, tier):
     names = of(M, 2)
-    with Cache(
-        Config(tiers=("cpu://?capacity=1MiB", FAR), chunk_tokens=4, prefault=False),
-        tiers={FAR: (other := HandTier(tier.kept, keeps=False))},
-    ) as host:
+    with over(other := HandTier(tier.kept, keeps=False)) as host:
         store(host, names)
         settle(host, other)
     for missing in ([], names[1:]):
@@ -469,9 +467,8 @@ def test_that_it_was_sent_once_promises_nobody_that_it_is_there(cache, tier, mon
 
 
 def test_what_may_have_expired_there_is_sent_again(tier):
-    far, now = "far://?ttl=1h", [0.0]
-    config = Config(tiers=("cpu://?capacity=1MiB", far), chunk_tokens=4, prefault=False)
-    with Cache(config, tiers={far: tier}, clock=lambda: now[0]) as cache:
+    now = [0.0]
+    with over(tier, "?ttl=1h", clock=lambda: now[0]) as cache:
         store(cache, of(M, 1))
         settle(cache, tier)
         (shared,), (entry,) = cache.lower.shared, cache.index.entries()
