@@ -7,19 +7,17 @@ keeps and when, never what it answers, so a wrong one costs hits and nothing els
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from lmtier.core.index import Index
-from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import Match, State
-from lmtier.core.sessions import AgentSessions
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_value, tenant_of
-from lmtier.format.layout import ChunkForm
-from lmtier.observe.metrics import Metrics
 from lmtier.rules import hints
 from lmtier.rules.hints import Action, ActionResult, Remembered
 from lmtier.rules.sessions import Agent
+
+if TYPE_CHECKING:
+    from lmtier.core.cache import Cache
 
 MAX_BRINGING = 64
 """The most prefetches at a time."""
@@ -27,29 +25,8 @@ _DEADLINE = 30.0
 """Seconds that a prefetch may take, unless it says so."""
 
 
-class Calls(Protocol):
-    """The calls of the cache that hints use."""
-
-    index: Index
-    lower: LowerTiers
-    sessions: AgentSessions
-    metrics: Metrics
-
-    def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]: ...
-
-    def unpin(self, name: str) -> bool: ...
-
-    def bring(
-        self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float, source: str = ""
-    ) -> Match: ...
-
-    def prefetch(self, match: Match) -> None: ...
-
-    def release(self, match: Match) -> None: ...
-
-
 class Hinting:
-    def __init__(self, cache: Calls, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
         self._remembered = Remembered()
