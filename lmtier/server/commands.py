@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lmtier.server.access import Role, note
 from lmtier.wire.commands import Argument as Argument
-from lmtier.wire.resp import Error
+from lmtier.wire.resp import Error, Simple
 
 
 class Payload(NamedTuple):
@@ -42,6 +42,10 @@ class _NoAnswer(Enum):
 
 PAUSE = b""
 """A handler yields this where its turn may end, so that other callers get theirs."""
+
+OK = Simple("OK")
+"""What all handlers answer when it is done: they tell this object from errors by its identity."""
+NO_ROOM = Error("OOM command not allowed when used memory > 'maxmemory'.")
 
 MOST = 1024
 """The most arguments of a command, unless the command sets another limit."""

@@ -20,7 +20,19 @@ from itertools import count
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
-from lmtier.server.commands import PAUSE, Argument, Caller, Command, Nothing, Payload, Refused, Table, Waiting
+from lmtier.server.commands import (
+    NO_ROOM,
+    OK,
+    PAUSE,
+    Argument,
+    Caller,
+    Command,
+    Nothing,
+    Payload,
+    Refused,
+    Table,
+    Waiting,
+)
 from lmtier.server.values import Draft, Values, Watch
 from lmtier.wire.commands import DROP
 from lmtier.wire.resp import Error, NullArray, Simple, encode
@@ -34,9 +46,8 @@ MAX_WATCHED = 65_536
 _EACH = 256  # overhead in bytes of a command or an answer
 _TURN = 0.004  # seconds
 
-OK, QUEUED = Simple("OK"), Simple("QUEUED")
+QUEUED = Simple("QUEUED")
 ABORTED = Error("EXECABORT Transaction discarded because of previous errors.")
-NO_ROOM = Error("OOM command not allowed when used memory > 'maxmemory'.")
 _AT_ONCE = {b"MULTI", b"EXEC", b"DISCARD", b"WATCH", b"QUIT", b"RESET"}
 
 

@@ -19,7 +19,7 @@ from lmtier.format.objects import Suspect
 from lmtier.observe.prompts import Origin
 from lmtier.rules.hints import Action, read_envelope
 from lmtier.rules.sessions import MAX_SESSIONS, Agent
-from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
+from lmtier.server.commands import OK, PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_IDENTITY,
     read_hex,
@@ -32,7 +32,7 @@ from lmtier.server.engines.arguments import (
     read_text,
     take_option,
 )
-from lmtier.server.engines.sessions import OK, Session, session_of
+from lmtier.server.engines.sessions import Session, session_of
 from lmtier.server.explain import MAX_LOOKUPS, Explain
 from lmtier.server.settings import change
 from lmtier.wire.resp import Error

@@ -21,13 +21,11 @@ from lmtier.core.match import Match, Reservation
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
-from lmtier.server.commands import Argument, Caller, Refused, WithDescriptor
+from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptor
 from lmtier.server.engines.arguments import read_name, read_number, read_shard, read_text
 from lmtier.server.tracing import MAX_HEADER, Tracing
-from lmtier.wire.resp import Simple
 from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT
 
-OK = Simple("OK")
 MAX_HELD = 65_536
 """The most matches in a session, and the most reservations."""
 MAX_HELD_KEYS = 1 << 20

@@ -16,7 +16,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.match import Match, Reservation
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import MARK_ROOM
-from lmtier.server.commands import PAUSE, Argument, Caller, Refused, Waiting
+from lmtier.server.commands import OK, PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
     read_asker,
@@ -29,7 +29,7 @@ from lmtier.server.engines.arguments import (
     read_shard,
     read_text,
 )
-from lmtier.server.engines.sessions import OK, Session, Sessions, session_of
+from lmtier.server.engines.sessions import Session, Sessions, session_of
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
 from lmtier.wire.resp import Error

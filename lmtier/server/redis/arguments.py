@@ -6,9 +6,8 @@ import re
 
 from lmtier.server.commands import Argument, Refused
 from lmtier.server.values import MAX_NAME, now_ms
-from lmtier.wire.resp import Error, Simple
+from lmtier.wire.resp import Error
 
-OK = Simple("OK")
 SYNTAX = Error("ERR syntax error")
 NOT_AN_INTEGER = Error("ERR value is not an integer or out of range")
 TIMES = ("EX", "PX", "EXAT", "PXAT")

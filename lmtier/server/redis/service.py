@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lmtier.server.access import Role, Secrets, Wrong
-from lmtier.server.commands import Argument, Caller, Command, Refused, Table, Waiting
-from lmtier.server.redis.arguments import OK, SYNTAX, compile_glob, need_short, read_integer, read_word, shown
+from lmtier.server.commands import OK, Argument, Caller, Command, Refused, Table, Waiting
+from lmtier.server.redis.arguments import SYNTAX, compile_glob, need_short, read_integer, read_word, shown
 from lmtier.server.roster import Present
 from lmtier.wire.resp import Error, Simple, Verbatim
 

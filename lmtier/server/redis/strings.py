@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 from lmtier.format.layout import padded
-from lmtier.server.commands import PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting
+from lmtier.server.commands import NO_ROOM, OK, PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting
 from lmtier.server.redis.arguments import (
     NEVER,
-    OK,
     SYNTAX,
     TIMES,
     compile_glob,
@@ -22,7 +21,6 @@ from lmtier.server.redis.arguments import (
 from lmtier.server.values import Draft, Value, Values, now_ms
 from lmtier.wire.resp import Error, Simple, encode
 
-NO_ROOM = Error("OOM command not allowed when used memory > 'maxmemory'.")
 TRY_AGAIN = Error("TRYAGAIN a tier fails to delete the old value, which a restart might find")
 _CURSOR = re.compile(rb"0|[1-9][0-9]{0,18}")
 
