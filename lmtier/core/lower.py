@@ -27,7 +27,7 @@ from lmtier.format.keys import is_state, tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
 from lmtier.format.objects import NO_MARK, Header, Suspect
 from lmtier.observe.follower import Followers
-from lmtier.observe.metrics import Metrics
+from lmtier.observe.metrics import INTENDED_DROPS, Metrics
 from lmtier.rules.lifetimes import FOREVER, Stamps
 from lmtier.rules.shares import Share
 from lmtier.rules.worth import Speed
@@ -38,8 +38,6 @@ MAX_STORING = 12
 """The most chunks that are written to a tier at a time: enough to keep its threads busy, few to lose."""
 _LOG_PAUSE = 60.0
 """Seconds between two lines of the log about what is dropped."""
-_INTENDED = {"write_budget", "expired", "cleared"}
-"""Reasons that a setting or a user intends. The log does not mention chunks dropped for them."""
 _SUSPECTS = 16  # remembered after the searches for them have ended: a chunk may be written late
 
 LOST = {
@@ -592,7 +590,7 @@ class LowerTier(ABC):
     def _drop(self, entry: Entry, reason: str, *, is_lost: bool = True) -> None:
         """Count a chunk that should be written here and is not."""
         count_dropped(self._metrics, self.label, reason, [entry.form.at_rest], self._tokens(entry.key))
-        if reason not in _INTENDED:
+        if reason not in INTENDED_DROPS:
             self._dropped[reason] += 1
             self.lost += is_lost
         for hear in self._above.followers.not_stored:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypedDict
 
 from lmtier.config import read_price
-from lmtier.observe.metrics import MISS_GROUPS, SECONDS
+from lmtier.observe.metrics import INTENDED_DROPS, MISS_GROUPS, SECONDS
 
 GOOD, IDLE, WARN, BAD = "good", "idle", "warn", "bad"
 NORMAL = ("new", "chosen")
@@ -24,7 +24,6 @@ _NEAR, _LIMIT = 0.7, 0.9  # of a resource
 _SAVES = 0.02  # of the tokens asked: below that, a cache is not worth its memory
 _FITS, _SMALL = 0.01, 0.05  # points of the hit rate that twice the memory gives
 _FEW = 100  # loads: with fewer, one in a hundred has no meaning
-_INTENDED = {"write_budget", "expired", "cleared"}  # reasons not to store that a setting or a user chose
 
 
 class Verdict(TypedDict):
@@ -159,7 +158,7 @@ def _troubles(facts: Facts) -> Iterable[str]:
             yield f"{_plural(tier.faults, 'object')} failed in {tier.name}"
     for name, tokens in facts.dropped.items():
         tier_name, reason = name.split(" ")
-        if tokens and reason not in _INTENDED and tier_name not in back:
+        if tokens and reason not in INTENDED_DROPS and tier_name not in back:
             yield f"{_count(tokens)} tokens not stored in {tier_name} ({reason.replace('_', ' ')})"
 
 
