@@ -10,7 +10,7 @@ from itertools import repeat
 from lmtier.core.placement import Placement
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, Shard
-from lmtier.format.objects import Made
+from lmtier.format.objects import UNSAID
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
@@ -21,9 +21,6 @@ CPU = "cpu"
 EVICTED, DELETED, CLEARED, DIFFERED, REPLACED = "evicted", "deleted", "cleared", "differed", "replaced"
 EXPIRED = "expired"
 """Why a chunk left. A `Reason` stands there instead if it could not be read."""
-
-
-_UNSAID = Made()
 
 
 class State(IntEnum):
@@ -65,7 +62,7 @@ class Entry:
         """In the slab: the offset of each shard."""
         self.prints: tuple[bytes, ...] = ()
         """In the slab: the fingerprint of each shard, if its writer took one."""
-        self.made = _UNSAID
+        self.made = UNSAID
         """In the slab: who stored it, and when."""
         self.used = used
         """In a lower tier: the time of last use that the tier has recorded, in ns."""

@@ -80,9 +80,9 @@ _WORTH = 16
 """A payload is stored encoded if that saves one part in so many, because every reader must decode it."""
 
 __all__ = [
-    "PAGE", "CorruptObject", "Header", "Made", "Scratch", "Seal", "Suspect", "UnreadableObject",
-    "UnsealedObject", "authenticate", "check", "checksum", "describe", "encode", "mark_room", "padded",
-    "peek", "read_header", "seal", "unseal", "worth",
+    "PAGE", "UNSAID", "CorruptObject", "Header", "Made", "Scratch", "Seal", "Suspect",
+    "UnreadableObject", "UnsealedObject", "authenticate", "check", "checksum", "describe", "encode",
+    "mark_room", "padded", "peek", "read_header", "seal", "unseal", "worth",
 ]  # fmt: skip
 
 
@@ -94,7 +94,8 @@ class Made(NamedTuple):
     """In ms since the epoch, by the clock of the server that stored it; 0: unknown."""
 
 
-_UNSAID = Made()
+UNSAID = Made()
+"""Neither is known. This one object serves every entry without a maker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Header:
     """Payload bytes as stored, if they went through a codec."""
     expires: int = 0
     """When it expires, in ms since the epoch; 0: never. The cache that reads it checks this."""
-    made: Made = _UNSAID
+    made: Made = UNSAID
 
     @property
     def at_rest(self) -> int:
