@@ -121,6 +121,11 @@ class TierSpec:
     def __str__(self) -> str:
         return f"tier {without_login(self.url)!r}"
 
+    @property
+    def place(self) -> str:
+        """What two settings of one tier have in common."""
+        return f"{self.scheme}://{self.location}"
+
     @classmethod
     def parse(cls, url: str) -> TierSpec:
         head, _, query = url.partition("?")

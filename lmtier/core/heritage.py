@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmtier.config import TierSpec
 from lmtier.core.index import Index
 from lmtier.core.match import Entry, Match, Reservation, State
 from lmtier.core.owned import OwnedTier
@@ -58,11 +57,6 @@ class Forms:
         return [[part.decode() for part in write_form(form)] for form in self._forms]
 
 
-def place_of(spec: TierSpec) -> str:
-    """What two settings of one tier have in common."""
-    return f"{spec.scheme}://{spec.location}"
-
-
 # ---- telling
 
 
@@ -94,7 +88,7 @@ class Teller:
         for spec, tier in zip(self._cache.config.stores[1:], self._cache.lower, strict=True):
             if isinstance(tier, OwnedTier) and tier.is_warm and len(tier.index) <= MOST_BELOW:
                 order = dict.fromkeys(tier.index.order()) | dict.fromkeys(tier.index.entries_now())
-                self._tell_entries(place_of(spec), list(order), tier.index)
+                self._tell_entries(spec.place, list(order), tier.index)
         self.books.facts |= {"capacity": self._cache.slab.capacity, "pins": pins, "tiers": tiers}
 
     def _tell_entries(self, place: str, entries: list[Entry], index: Index) -> None:
@@ -170,7 +164,7 @@ class Heritage:
     presence: int | None = None
     """The descriptor of its table of presence, writable."""
     locks: Mapping[str, int] = field(default_factory=dict)
-    """The locked files of tiers, by `place_of`."""
+    """The locked files of tiers, by `TierSpec.place`."""
     forms: Forms = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
 
@@ -206,8 +200,8 @@ class Heritage:
         _resume(index, told_entries)
         cache.room.leaving.update(entry for entry, _, _ in told_entries if entry.state is State.GONE)
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
-            if isinstance(below, OwnedTier) and self.knows(place_of(spec)):
-                _resume(below.index, self._read(place_of(spec)))
+            if isinstance(below, OwnedTier) and self.knows(spec.place):
+                _resume(below.index, self._read(spec.place))
                 below.resume()
         for told in facts["tiers"]:
             tier = cache.lower.named.get(told["label"])

@@ -50,14 +50,13 @@ class LowerTiers(list[LowerTier]):
         left = dict(locks)
         try:
             for number, spec in enumerate(specs):
-                place = f"{spec.scheme}://{spec.location}"
-                tier = opened.get(spec.url) or open_tier(spec, left.pop(place, None))
+                tier = opened.get(spec.url) or open_tier(spec, left.pop(spec.place, None))
                 tier.wake = wake
                 twins = sum(each.scheme == spec.scheme for each in specs[:number])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
                 try:
                     if tier.keeps:
-                        self.owned.append(OwnedTier(label, spec, tier, above, scans=not is_known(place)))
+                        self.owned.append(OwnedTier(label, spec, tier, above, scans=not is_known(spec.place)))
                         self.append(self.owned[-1])
                     else:
                         self.shared.append(SharedTier(label, spec, tier, above))

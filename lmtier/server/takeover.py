@@ -29,7 +29,7 @@ from typing import Any
 from lmtier._version import __version__
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.heritage import Heritage, Teller, place_of
+from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.slab import SEALS, SHARED
 from lmtier.errors import ConfigError, log
 from lmtier.format.books import MAX_BYTES, VERSION, Books, BooksError
@@ -179,7 +179,7 @@ class Departure:
             files.append(("presence", presence.own))
         for spec, tier in zip(self._cache.config.stores[1:], self._cache.lower, strict=True):
             if tier.tier.lock is not None:
-                files.append((f"lock {place_of(spec)}", tier.tier.lock))
+                files.append((f"lock {spec.place}", tier.tier.lock))
         files += self._doors.files()
         facts = teller.books.facts
         facts["sessions"], numbers = self._engines.tell([each.caller for each in movable], teller)
