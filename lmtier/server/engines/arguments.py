@@ -11,12 +11,12 @@ import numpy as np
 
 from lmtier.format.keys import KEY_BYTES, VALUES, Identity, is_value
 from lmtier.format.layout import Shard
+from lmtier.rules.hints import MAX_NAME, is_name
 from lmtier.server.commands import Argument, Refused
 from lmtier.wire.verbs import MAX_KEYS, MAX_MS
 
 MAX_TOKENS = 1 << 40
 """The most tokens of one prompt. Larger numbers would spoil the counters."""
-MAX_NAME = 128
 MAX_IDENTITY = 1 << 14
 """The most bytes of an identity as JSON."""
 _IDENTITY = {each.name: type(each.default) if each.name != "model" else str for each in fields(Identity)}
@@ -47,7 +47,7 @@ def read_text(argument: Argument) -> str:
 
 
 def read_name(text: str) -> str:
-    if not text.isprintable() or not 0 < len(text) <= MAX_NAME:
+    if not is_name(text):
         raise Refused(f"ERR a name has 1 to {MAX_NAME} printable characters")
     return text
 
