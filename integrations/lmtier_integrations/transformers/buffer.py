@@ -24,11 +24,10 @@ from lmtier.format.keys import Identity, KeyChain
 from lmtier.format.layout import LayerShape, Layout
 from lmtier_integrations.transformers.model import DTYPES, Kept
 from lmtier_integrations.transformers.places import InCpuMemory, InGpuMemory, beside_the_gpu, place_for
-from lmtier_integrations.transformers.states import States, StateStore
+from lmtier_integrations.transformers.states import CANARY_BLOCKS, States, StateStore
 
 _FAILURES = torch.cuda.OutOfMemoryError, DeviceError
 """Failures of a GPU. Then a load is computed instead, and a save is dropped."""
-_CANARY_BLOCKS = 3  # source, target, and one that must not change
 
 
 @dataclass
@@ -88,11 +87,11 @@ class ChunkBuffer:
             cache, {plane.device for planes in probed for plane in planes}
         )
         try:
-            self._take(_CANARY_BLOCKS)
+            self._take(CANARY_BLOCKS)
         except DeviceError as error:
             self.place.close()
             self.place = beside_the_gpu(cache, self.place.device, error)
-            self._take(_CANARY_BLOCKS)
+            self._take(CANARY_BLOCKS)
         self.place.follow()
 
     def close(self) -> None:
@@ -115,7 +114,7 @@ class ChunkBuffer:
 
     def _take(self, blocks: int) -> None:
         """Blocks [H, C, K | V] for at least so many chunks."""
-        count = max(blocks, _CANARY_BLOCKS)
+        count = max(blocks, CANARY_BLOCKS)
         shapes = [(heads, self.chunk_tokens, k + v) for heads, k, v in self._layout.layers]
         sizes = [prod(shape) for shape in shapes]
         # A chunk's layers are contiguous, as in a payload, so it can be copied as one piece.
@@ -126,7 +125,7 @@ class ChunkBuffer:
             kv = self.place.kv(self._layout, taken)
             try:
                 mover = self.place.mover(kv, self._identity)
-                mover.prove(range(_CANARY_BLOCKS))
+                mover.prove(range(CANARY_BLOCKS))
             except BaseException:
                 self.place.give_back(kv)
                 raise

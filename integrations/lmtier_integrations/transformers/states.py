@@ -26,7 +26,8 @@ from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import Identity, state_key
 from lmtier.format.layout import LayerShape, Layout
 
-_CANARY_BLOCKS = 3  # source, target, and one that must not change
+CANARY_BLOCKS = 3
+"""Source, target, and one that must not change."""
 
 
 class StatePlace(NamedTuple):
@@ -78,9 +79,9 @@ class StateStore:
         size = cache.chunk_tokens
         layout = Layout((LayerShape(1, sum(self._sizes), 0),), "u8", size, size, self.packing)
         self._named = layout.to_json()
-        self._blocks = torch.empty(_CANARY_BLOCKS, 1, sum(self._sizes), dtype=torch.uint8)
+        self._blocks = torch.empty(CANARY_BLOCKS, 1, sum(self._sizes), dtype=torch.uint8)
         kv = PagedKV(layout, layout.whole, [self._blocks[:, None]])
-        self.mover = Mover(cache, kv, Identity(model=""), spare_blocks=range(_CANARY_BLOCKS))
+        self.mover = Mover(cache, kv, Identity(model=""), spare_blocks=range(CANARY_BLOCKS))
 
     def save(self, key: bytes, states: States) -> None:
         """Store the state after the chunk `key`, if it is not stored and there is room."""
