@@ -35,7 +35,7 @@ from lmtier.core.weighing import Weighing
 from lmtier.errors import ConfigError, MisuseError, log
 from lmtier.format.keys import NOBODY
 from lmtier.format.layout import ChunkForm, Shard
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import Suspect, now_ms
 from lmtier.observe.follower import Followers
 from lmtier.observe.metrics import Metrics
 from lmtier.observe.miss_curve import Outlook
@@ -420,7 +420,7 @@ class Cache:
         In lower tiers headers are read one by one to find them; `flush` waits for that. Until then lookups
         still find such chunks, but they are not loaded.
         """
-        suspect = replace(suspect, until=min(suspect.until, time.time_ns() // 1_000_000))
+        suspect = replace(suspect, until=min(suspect.until, now_ms()))
         for entry in self.index.entries():
             if suspect.covers(entry.key, entry.made) and (force or self.lower.only_lease(entry)):
                 self.room.take_out(entry, CLEARED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import wraps
 from itertools import count
@@ -15,7 +14,7 @@ from lmtier.core.room import Room
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm, Shard
-from lmtier.format.objects import NO_MARK, Made, mark_room
+from lmtier.format.objects import NO_MARK, Made, mark_room, now_ms
 from lmtier.observe.follower import Followers
 
 _STEP = 128
@@ -63,7 +62,7 @@ class Reservations:
 
         They live `ttl` seconds. If it is closed before its end, nothing stays reserved.
         """
-        made = Made(by, time.time_ns() // 1_000_000)
+        made = Made(by, now_ms())
         check_chain(keys)
         if form.layout is None or form.layout.chunk_tokens != self._gauges.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")

@@ -17,7 +17,7 @@ from lmtier.core.lower import LOST, Above, LowerTier, NoSpot, Spot, names_of
 from lmtier.core.match import DELETED, Entry
 from lmtier.errors import ConfigError
 from lmtier.format.layout import ChunkForm, Name
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import Suspect, now_ms
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.worth import Line, Speed
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
@@ -289,7 +289,7 @@ class SharedTier(LowerTier):
             self._drop(self._writes.take(key), "cleared")
 
     def forget(self, tenant: bytes) -> None:
-        self.purge(Suspect(tenant=tenant, until=time.time_ns() // 1_000_000))
+        self.purge(Suspect(tenant=tenant, until=now_ms()))
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)

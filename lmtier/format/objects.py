@@ -30,6 +30,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ _WORTH = 16
 __all__ = [
     "PAGE", "UNSAID", "CorruptObject", "Header", "Made", "Scratch", "Seal", "Suspect",
     "UnreadableObject", "UnsealedObject", "authenticate", "check", "checksum", "describe", "encode",
-    "mark_room", "padded", "peek", "read_header", "seal", "unseal", "worth",
+    "mark_room", "now_ms", "padded", "peek", "read_header", "seal", "unseal", "worth",
 ]  # fmt: skip
 
 
@@ -96,6 +97,11 @@ class Made(NamedTuple):
 
 UNSAID = Made()
 """Neither is known. This one object serves every entry without a maker."""
+
+
+def now_ms() -> int:
+    """In ms since the epoch, as in headers."""
+    return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

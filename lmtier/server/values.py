@@ -27,7 +27,7 @@ from lmtier.core.match import Match, Reservation, State
 from lmtier.errors import MisuseError
 from lmtier.format.keys import KEY_BYTES, VALUES, value_key
 from lmtier.format.layout import ChunkForm, LayerShape, Layout, Shard, form_of
-from lmtier.format.objects import MARK_ROOM
+from lmtier.format.objects import MARK_ROOM, now_ms
 from lmtier.server.commands import PAUSE
 
 _MARK = struct.Struct("<qQ")
@@ -429,10 +429,6 @@ class Values:
                     return False
                 yield None
         return True
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _position(key: bytes) -> int:

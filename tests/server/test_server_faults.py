@@ -25,7 +25,8 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.keys import is_value, value_key
-from lmtier.server.values import Values, now_ms
+from lmtier.format.objects import now_ms
+from lmtier.server.values import Values
 from lmtier.wire.resp import Error, bulk_header, command
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
 

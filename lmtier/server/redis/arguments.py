@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from lmtier.format.objects import now_ms
 from lmtier.server.commands import Argument, Refused
-from lmtier.server.values import MAX_NAME, now_ms
+from lmtier.server.values import MAX_NAME
 from lmtier.wire.resp import Error
 
 SYNTAX = Error("ERR syntax error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from lmtier.format.layout import padded
+from lmtier.format.objects import now_ms
 from lmtier.server.commands import NO_ROOM, OK, PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting
 from lmtier.server.redis.arguments import (
     NEVER,
@@ -18,7 +19,7 @@ from lmtier.server.redis.arguments import (
     read_word,
     shown,
 )
-from lmtier.server.values import Draft, Value, Values, now_ms
+from lmtier.server.values import Draft, Value, Values
 from lmtier.wire.resp import Error, Simple, encode
 
 TRY_AGAIN = Error("TRYAGAIN a tier fails to delete the old value, which a restart might find")
