@@ -63,10 +63,7 @@ class Login:
         return said
 
 
-NOBODY = Login()
-
-
-def dial(address: Address, until: float, login: Login = NOBODY, tls: ssl.SSLContext | None = None) -> Wire:
+def dial(address: Address, until: float, login: Login, tls: ssl.SSLContext | None) -> Wire:
     """A connection that is logged in. Raises OSError."""
     sock = connect(address, until, tls)
     try:
