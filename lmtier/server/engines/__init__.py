@@ -39,10 +39,10 @@ class Engines:
         self.cache = cache
         self.explain = Explain(cache)
         tenants = {tenant(share.salt): share.name for share in cache.config.shares}
-        cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._model_of))
         self._sessions = Sessions(cache, tracing)
         self._transfers = Transfers(cache, self._sessions, tracing, log)
         self._operating = Operating(cache, self.explain)
+        cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._operating.model_of))
         self._sourcing = Sourcing(cache)
         self.gone = self._sessions.gone
 
@@ -60,9 +60,6 @@ class Engines:
         self._operating.resume(facts.get("models", []), heritage.forms)
         self.explain.journal.begin_at(facts.get("journal", 0))
         return self._sessions.resume(facts, heritage)
-
-    def _model_of(self, prefix: bytes) -> str:
-        return self._operating.model_of(prefix)
 
     def table(self) -> Table:
         sessions, transfers, operating = self._sessions, self._transfers, self._operating
