@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -17,13 +17,12 @@ from vllm.config import VllmConfig
 
 from lmtier.client.client import Client
 from lmtier.config import TierSpec
-from lmtier.copy.blocks import BlockIds
 from lmtier.copy.crew import Crew
 from lmtier.copy.cuda.mover import CudaMover
 from lmtier.copy.cuda.page_lock import PageLock, PageLockingDevice
 from lmtier.copy.cuda.paging import CudaKV
 from lmtier.copy.cuda.streams import Event
-from lmtier.copy.mover import Blocks, Load, Mover, Save
+from lmtier.copy.mover import Blocks, Load, Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.match import Match, Reservation
 from lmtier.errors import ConfigError, LayoutError
@@ -83,9 +82,6 @@ class OnCpu:
     def can_save(self, reservation: Reservation) -> bool:
         """Whether a save does not delay the engine."""
         return True
-
-    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
-        return self.mover.fill(reservation, blocks)
 
     def follow(self, client: Client) -> None:
         """The client may see another slab than before."""
@@ -168,9 +164,6 @@ class OnGpu:
         number, nbytes = self.mover.number, self.mover.kv.nbytes
         last = max((entry.offsets[number] for entry in reservation.entries.values()), default=0)
         return self._page_lock is not None and self._page_lock.covers(last + nbytes)
-
-    def save(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
-        return self.mover.fill(reservation, blocks)
 
     def follow(self, client: Client) -> None:
         # Not before the first step: until then the engine may capture graphs, which page-locking disturbs.

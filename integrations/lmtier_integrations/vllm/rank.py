@@ -352,7 +352,7 @@ class RankSaves:
 
     def prepare(self, plan: SavePlan) -> None:
         rank = self._rank
-        mover, place = rank.mover_of(plan), rank.place
+        mover = rank.mover_of(plan)
         reservation = Reservation.elsewhere(plan.id, plan.chunks, plan.placement, {mover.kv.shard})
         if not rank.adopt(reservation):
             rank.stats.add("save_failures")
@@ -361,14 +361,13 @@ class RankSaves:
             rank.plan.names, plan.adapter, plan.since
         ):
             self._drop(plan, reservation)
-        elif not place.can_save(reservation):
+        elif not rank.place.can_save(reservation):
             self._drop(plan, reservation, "unpinned_saves")
         else:
             try:
                 tables = plan.block_ids if plan.is_state else rank.kernel_blocks(plan.block_ids)
                 blocks = dict(zip(plan.chunks, mover.kv.check(tables), strict=True))
-                fill = mover.fill if plan.is_state else place.save
-                save = fill(reservation, blocks)
+                save = mover.fill(reservation, blocks)
             except (LayoutError, DeviceError) as error:
                 log.error("lmtier: a save could not begin: %s", error)
                 self._drop(plan, reservation)
