@@ -225,13 +225,17 @@ class Connection(Channel):
     def _work(self) -> None:
         """Run commands and send their answers, as far as possible in this turn."""
         while self.is_open:
-            was_full = self._is_full
-            goes = not was_full and (self._resume() if self._waiting else self._next())
-            is_over = goes and self._is_over()
-            if not goes or is_over or self.waits >= _BATCH:
+            if self._is_full:
                 self.flush()
-                if is_over or (not goes and not (was_full and not self._is_full)):
+                if self._is_full:
                     break
+                continue
+            ran = self._resume() if self._waiting else self._next()
+            ends = not ran or self._is_over()
+            if ends or self.waits >= _BATCH:
+                self.flush()
+            if ends:
+                break
         if self.caller.closing and not self.waits and not self._waiting:
             self.close()
 
