@@ -43,7 +43,7 @@ class Occupancy(NamedTuple):
     pools: tuple[Pool, ...] = ()
 
 
-_AT_ONCE = 64  # the most entries that are evicted together when a place becomes smaller
+_AT_ONCE = 64  # the most entries that leave together because a place became smaller, or they expired
 
 
 def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
@@ -55,6 +55,14 @@ def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
             break
         yield victims
     index.come_down()
+
+
+def expire(index: Index, now: float, take_out: Callable[[Entry], None]) -> bool:
+    """Take out some of the expired entries. Returns whether there may be more."""
+    over = index.ends.over(now, _AT_ONCE)
+    for entry in over:
+        take_out(entry)
+    return len(over) == _AT_ONCE
 
 
 def limit(index: Index, end: float) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 
 from lmtier.config import TierSpec
-from lmtier.core.index import Index, Occupancy, evictions, limit
+from lmtier.core.index import Index, Occupancy, evictions, expire, limit
 from lmtier.core.lower import (
     LOST,
     Above,
@@ -31,7 +31,7 @@ from lmtier.format.keys import tenant_of
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded, stored_size
 from lmtier.format.objects import Header, Suspect
 from lmtier.rules.fullness import UNBOUNDED, Fullness
-from lmtier.rules.lifetimes import AT_ONCE, FOREVER
+from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.policy import make_policy
 from lmtier.rules.writing import Choice
 from lmtier.threads import collector_paused
@@ -128,12 +128,7 @@ class OwnedTier(LowerTier):
             self.index.touch([entry for key in keys if (entry := get(key))])
 
     def expire(self) -> bool:
-        if not self.index.ends:
-            return False
-        over = self.index.ends.over(self._clock(), AT_ONCE)
-        for entry in over:
-            self._expire(entry)
-        return len(over) == AT_ONCE
+        return expire(self.index, self._clock(), self._expire)
 
     def _expire(self, entry: Entry) -> None:
         self._metrics.expired.labels(self.label).inc()

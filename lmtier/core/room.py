@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lmtier.core.index import Index, evictions, limit
+from lmtier.core.index import Index, evictions, expire, limit
 from lmtier.core.match import CPU, DELETED, EXPIRED, Entry, State
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.observe.metrics import Metrics
-from lmtier.rules.lifetimes import AT_ONCE, FOREVER
+from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.shares import Pool
 
 _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at least
@@ -236,12 +236,7 @@ class Room:
 
     def expire(self) -> bool:
         """Remove some expired chunks. Returns whether there may be more."""
-        if not self.index.ends:
-            return False
-        over = self.index.ends.over(self.clock(), AT_ONCE)
-        for entry in over:
-            self._expire(entry)
-        return len(over) == AT_ONCE
+        return expire(self.index, self.clock(), self._expire)
 
     def _expire(self, entry: Entry) -> None:
         self._metrics.expired.labels(CPU).inc()

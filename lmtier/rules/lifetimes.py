@@ -24,8 +24,6 @@ MAX_TTL = 100 * 365 * 86400.0
 """Seconds."""
 MAX_PINS = 1024
 MAX_PINNED = 1 << 18
-AT_ONCE = 64
-"""The most expired chunks that are removed from one place in one step."""
 
 K = TypeVar("K", bound=Hashable)
 
