@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 
 from lmtier import forks
@@ -427,23 +427,15 @@ class Cache:
         for tier in self.lower:
             tier.purge(suspect)
 
-    def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
+    def clearing(self, namespace: bytes = b"", *, force: bool = False) -> Generator[None, None, None]:
         """Delete everything that is not leased; with `force` leased chunks too. Later releases are harmless.
 
         `namespace`, from `keys.namespace`, limits it to a model. Shared tiers are searched for its chunks,
         which are deleted for all users of the tier. `flush` waits for that; until then this cache finds none
         of them there.
-        """
-        for tier in self.lower:
-            tier.let_leave(namespace)
-        for entry in self.index.entries():
-            if entry.key.startswith(namespace) and (force or not entry.leases):
-                self.room.take_out(entry, CLEARED)
-        for tier in self.lower:
-            tier.clear(namespace, force=force)
 
-    def clearing(self, namespace: bytes = b"", *, force: bool = False) -> Iterator[None]:
-        """`clear` in small steps, so that the owner can serve others: a million chunks take seconds."""
+        Between its small steps the owner can serve others: a million chunks take seconds.
+        """
         for tier in self.lower:
             tier.let_leave(namespace)
         places: list[tuple[Index, Callable[[Entry], None]]] = [
@@ -457,7 +449,15 @@ class Cache:
                     clear_one(entry)
                 if not number % _CLEARED_AT_ONCE:
                     yield
-        self.clear(namespace, force=force)  # chunks that were stored again in the meantime
+        for tier in self.lower:  # at once: chunks that were stored again in the meantime
+            tier.let_leave(namespace)
+        for entry in self.index.entries():
+            if entry.key.startswith(namespace) and (force or not entry.leases):
+                self.room.take_out(entry, CLEARED)
+        for tier in self.lower:
+            tier.clear(namespace, force=force)
+
+    clear = at_once(clearing)
 
     def compared(self, chunks: int, differing: int) -> None:
         """Count the chunks whose fingerprints were compared after a load, and how many of them differed."""
