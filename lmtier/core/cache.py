@@ -101,8 +101,10 @@ class Cache:
             self.slab.capacity, make_policy(top.policy), shares=config.shares, is_record=is_record
         )
         self.index.label, self.index.followers = CPU, self.followers
+        self.indexes = {CPU: self.index}
+        """Of the slab and of owned tiers, by label."""
         self.lower = LowerTiers()
-        self._gauges = Gauges(self.metrics, self.index, self.lower, self.chunk_tokens)
+        self._gauges = Gauges(self.metrics, self.indexes, self.lower, self.chunk_tokens)
         self.room = Room(self.slab, self.index, self.metrics, self._gauges.evict, clock, top.ttl)
         above = Above(
             slab=self.index,
@@ -118,6 +120,7 @@ class Cache:
         )
         locks, is_known = (heritage.locks, heritage.knows) if heritage else ({}, lambda place: False)
         self.lower.open(lower, tiers or {}, self._woken, above, locks, is_known)
+        self.indexes |= {tier.label: tier.index for tier in self.lower.owned}
         of_both = self.room, self.lower, self._gauges, self.followers
         self._reservations = Reservations(*of_both)
         weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
@@ -126,13 +129,12 @@ class Cache:
         """The table that other processes read. It exists only if no tier must always be asked what it has."""
         if shared and all(tier.source for tier in self.lower.shared):
             self.presence = Presence(heritage.presence if heritage else None)
-        indexes = {CPU: self.index, **{tier.label: tier.index for tier in self.lower.owned}}
-        self.pinning = NamedPins(indexes, clock)
-        self.sessions = AgentSessions(indexes, self.metrics, self.chunk_tokens, clock)
+        self.pinning = NamedPins(self.indexes, clock)
+        self.sessions = AgentSessions(self.indexes, self.metrics, self.chunk_tokens, clock)
         self._hinting = Hinting(self, clock)
         self._inherited = heritage.presence if heritage is not None else None
         if heritage is None:
-            for index in indexes.values():
+            for index in self.indexes.values():
                 index.presence = self.presence
         else:
             heritage.enter(self)
@@ -594,11 +596,10 @@ class Cache:
 
     def taken(self) -> None:
         """This process owns the heritage now. Before, the other one may still need all of it unchanged."""
-        places = [self.index, *(tier.index for tier in self.lower.owned)]
         if self._inherited is not None:  # others look at it, also if it is of no more use here
             presence = self.presence or Presence(self._inherited)
-            presence.begin(entry.key for index in places for entry in index.entries_now())
-        for index in places:
+            presence.begin(entry.key for index in self.indexes.values() for entry in index.entries_now())
+        for index in self.indexes.values():
             index.presence = self.presence
 
     def leave(self) -> None:

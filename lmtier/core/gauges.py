@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lmtier.core.index import Index
@@ -20,8 +20,12 @@ from lmtier.rules.lifetimes import Pins
 class Gauges:
     """The metrics of the slab and of lookups. A lower tier has its own."""
 
-    def __init__(self, metrics: Metrics, index: Index, lower: LowerTiers, chunk_tokens: int) -> None:
-        self._metrics, self._index, self._lower, self.chunk_tokens = metrics, index, lower, chunk_tokens
+    def __init__(
+        self, metrics: Metrics, indexes: Mapping[str, Index], lower: LowerTiers, chunk_tokens: int
+    ) -> None:
+        """`indexes`: of the slab and, once they are open, of owned tiers, by label."""
+        self._metrics, self._indexes, self._lower, self.chunk_tokens = metrics, indexes, lower, chunk_tokens
+        self._index = indexes[CPU]
         self._stored = metrics.stored_tokens.labels(CPU)
         self._evicted = metrics.evictions.labels(CPU, "capacity")
         self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
@@ -94,7 +98,7 @@ class Gauges:
 
     def _why_missing(self, keys: Sequence[bytes]) -> list[str]:
         reasons = dict.fromkeys(keys, "never_stored")
-        for index in (self._index, *(tier.index for tier in self._lower.owned)):
+        for index in self._indexes.values():
             reasons |= index.gone(keys)
         for tier in reversed(self._lower.owned):
             here = "tier_down" if tier.up.is_open else "behind_a_gap"

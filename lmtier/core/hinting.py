@@ -119,7 +119,7 @@ class Hinting:
     def _end_in(self, keys: Sequence[bytes], seconds: float) -> None:
         """An end never moves to a later time."""
         end = self._clock() + seconds
-        for index in (self._cache.index, *(tier.index for tier in self._cache.lower.owned)):
+        for index in self._cache.indexes.values():
             for key in keys:
                 if (entry := index.get(key)) is not None and end < index.ends.end(entry):
                     index.ends.set(entry, end)

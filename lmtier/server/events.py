@@ -68,7 +68,6 @@ class Publisher(Follower):
         self._shared = [tier for tier in cache.lower.shared if not tier.source]
         self._where = _where_of(cache.lower)
         self._cleared = 0
-        self._places = {CPU: cache.index, **{tier.label: tier.index for tier in cache.lower.owned}}
         self._journal, self._position = journal, journal.end
         self._again: deque[Change] = deque()
         """Changes to send because the chunks were there before, or because some changes were missed."""
@@ -126,7 +125,7 @@ class Publisher(Follower):
         while self._again and len(changes) < _A_TURN:
             change = self._again.popleft()
             # The chunk may have left since, and that event was sent.
-            if change.key in self._places[change.tier]:
+            if change.key in self._cache.indexes[change.tier]:
                 changes.append(change)
         # States are no blocks of tokens, so routers need not know them.
         if chunks := [change for change in changes if not is_state(change.key)]:
@@ -143,9 +142,9 @@ class Publisher(Follower):
     def _announce(self) -> None:
         """Send the chunks that a tier had before it was followed, once they are known."""
         cold = {below.label for below in self._cache.lower if not below.is_warm}
-        for tier in self._places.keys() - self._announced - cold:
+        for tier in self._cache.indexes.keys() - self._announced - cold:
             self._announced.add(tier)
-            ready = (each.key for each in self._places[tier].entries() if each.state is State.READY)
+            ready = (each.key for each in self._cache.indexes[tier].entries() if each.state is State.READY)
             self._again += (Change(tier, True, key) for key in ready if not self._cache.index.is_record(key))
 
     def _in_order(self, changes: Sequence[Change]) -> Iterator[Change]:
@@ -155,7 +154,7 @@ class Publisher(Follower):
         for change in changes:
             yield change
             coming.discard(change)
-            place = self._places.get(change.tier)
+            place = self._cache.indexes.get(change.tier)
             if not change.came or place is None:
                 continue
             parents = [change.key]

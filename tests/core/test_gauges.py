@@ -28,7 +28,7 @@ def key(name: int) -> bytes:
 class Counted(Gauges):
     def __init__(self) -> None:
         self.metrics, self.index = Metrics(), Index(4 * FORM.room, make_policy("lru"), is_record=is_value)
-        super().__init__(self.metrics, self.index, LowerTiers(), C)
+        super().__init__(self.metrics, {CPU: self.index}, LowerTiers(), C)
 
     def fill(self, name: int, state: State = State.READY) -> None:
         self.index.add(key(name), FORM, FORM.room, state, None)

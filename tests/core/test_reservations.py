@@ -35,7 +35,7 @@ class Made(Reservations):
     def __init__(self) -> None:
         slab, self.metrics = Slab(PAGES * PAGE), Metrics()
         index = Index(slab.capacity, make_policy("lru"))
-        gauges = Gauges(self.metrics, index, LowerTiers(), LAYOUT.chunk_tokens)
+        gauges = Gauges(self.metrics, {CPU: index}, LowerTiers(), LAYOUT.chunk_tokens)
         self.room = Room(slab, index, self.metrics, gauges.evict, lambda: 0.0, FOREVER)
         super().__init__(self.room, [], gauges, Followers())
 

@@ -161,7 +161,7 @@ class Walk:
         self.clock.now += 0.05
 
     def check_shares(self) -> None:
-        for index in (self.cache.index, *(tier.index for tier in self.cache.lower.owned)):
+        for index in self.cache.indexes.values():
             if index.pools is not None:
                 index.evict = partial(_evict, index, index.evict)  # type: ignore[method-assign]
 
