@@ -16,7 +16,7 @@ from lmtier import forks
 from lmtier.config import Config, TierSpec
 from lmtier.core import ram
 from lmtier.core.gauges import Gauges, places
-from lmtier.core.heritage import Heritage, lease_all
+from lmtier.core.heritage import Heritage
 from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.lower import Above, LowerTier
@@ -591,8 +591,10 @@ class Cache:
 
     def resume(self, thing: Match | Reservation) -> None:
         """An engine holds this since a time when another process owned the slab."""
-        lease_all(self.index, thing)
-        (self._matches if isinstance(thing, Match) else self._reservations).resume(thing)  # type: ignore[arg-type]
+        if isinstance(thing, Match):
+            self._matches.resume(thing)
+        else:
+            self._reservations.resume(thing)
 
     def taken(self) -> None:
         """This process owns the heritage now. Before, the other one may still need all of it unchanged."""

@@ -275,11 +275,3 @@ def _resume(index: Index, told: Sequence[tuple[Entry, int, float]]) -> None:
         if entry.state is not State.GONE:
             index.link(entry, told[parent][0] if parent >= 0 else None)
             index.ends.set(entry, end)
-
-
-def lease_all(index: Index, thing: Match | Reservation) -> None:
-    """Each entry has a lease of the match, or one for each shard that is still to be written."""
-    times = len(thing.left) if isinstance(thing, Reservation) else 1
-    for entry in thing.entries.values() if isinstance(thing, Reservation) else thing.run:
-        for _ in range(times):
-            index.lease(entry)

@@ -45,9 +45,11 @@ class Matches:
         self._ids = count(1)
 
     def resume(self, match: Match) -> None:
-        """A match of another process goes on here. Answers that it waited for do not come."""
+        """A match of another process goes on here, with its leases. No answers that it waited for come."""
         match.id, match.asking, match.waiting = next(self._ids), 0, 0
         self.open[match.id] = match
+        for entry in match.run:
+            self._index.lease(entry)
 
     def begin(
         self,

@@ -51,9 +51,12 @@ class Reservations:
         self._ids = count(1)
 
     def resume(self, reservation: Reservation) -> None:
-        """A reservation of another process goes on here."""
+        """A reservation of another process goes on here, with a lease for each shard that is to come."""
         reservation.id = next(self._ids)
         self.open[reservation.id] = reservation
+        for entry in reservation.entries.values():
+            for _ in reservation.left:
+                self._index.lease(entry)
 
     def reserving(
         self, keys: Sequence[bytes], form: ChunkForm, first: int, ttl: float, by: str, most: int
