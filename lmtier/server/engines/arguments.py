@@ -140,5 +140,14 @@ def take_option(words: list[str], name: str) -> str | None:
     return None
 
 
+def take_wait(words: list[str]) -> float | None:
+    """Takes `WAIT ms` from the end of `words`; in seconds. Only there: elsewhere WAIT may be a name."""
+    if len(words) < 2 or words[-2].upper() != "WAIT":
+        return None
+    seconds = read_seconds(words[-1].encode(), "a timeout")
+    del words[-2:]
+    return seconds
+
+
 def _quoted(argument: Argument) -> str:
     return repr(bytes(argument[:32]))[1:]

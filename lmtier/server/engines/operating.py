@@ -31,6 +31,7 @@ from lmtier.server.engines.arguments import (
     read_seconds,
     read_text,
     take_option,
+    take_wait,
 )
 from lmtier.server.engines.sessions import Session, session_of
 from lmtier.server.explain import MAX_LOOKUPS, Explain
@@ -185,10 +186,8 @@ class Operating:
 
     def clear(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [read_text(each) for each in arguments[1:]]
-        until = None
-        if len(words) > 1 and words[-2].upper() == "WAIT":
-            until = time.monotonic() + read_seconds(arguments[-1], "a timeout")
-            del words[-2:]
+        patience = take_wait(words)
+        until = None if patience is None else time.monotonic() + patience
         force = bool(words) and words[-1].upper() == "FORCE"
         words = words[:-1] if force else words
         by, since = take_option(words, "STOREDBY"), take_option(words, "SINCE")
@@ -206,17 +205,23 @@ class Operating:
                     "ERR LMTIER.CLEAR takes [NAMESPACE model | PREFIX hex] [STOREDBY pattern] [SINCE ms] "
                     "[FORCE] [WAIT ms]"
                 )
-        if not self._cache.is_warm:
-            raise Refused("LOADING the tiers are still being scanned, so they cannot be cleared; try again")
-        full = [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]
+        self._need_warm("cleared")
         is_suspect = by is not None or since is not None
-        if full and (prefix or is_suspect):  # a clear of everything makes all others unnecessary
-            raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
+        if prefix or is_suspect:  # a clear of everything makes all others unnecessary
+            self._need_few_clears()
         if is_suspect:
             moment = 0 if since is None else read_number(since.encode(), "a time in milliseconds", 1 << 53)
             self._cache.purge(Suspect(prefix, by or "*", moment), force=force)
             return OK if until is None else self._cleared(until)
         return self._clearing(prefix, force, until)
+
+    def _need_warm(self, done: str) -> None:
+        if not self._cache.is_warm:
+            raise Refused(f"LOADING the tiers are still being scanned, so they cannot be {done}; try again")
+
+    def _need_few_clears(self) -> None:
+        if full := [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]:
+            raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
 
     def _clearing(self, prefix: bytes, force: bool, until: float | None) -> Waiting:
         for _ in self._cache.clearing(prefix, force=force):
@@ -235,10 +240,7 @@ class Operating:
 
     def forget(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [read_text(each) for each in arguments[1:]]
-        patience = _FORGETTING
-        if len(words) > 2 and words[-2].upper() == "WAIT":
-            patience = read_seconds(arguments[-1], "a timeout")
-            del words[-2:]
+        patience = take_wait(words)
         match words:
             case [option, name] if option.upper() == "SHARE":
                 salts = [share.salt for share in self._cache.config.shares if share.name == name]
@@ -251,13 +253,12 @@ class Operating:
                 who = tenant(salt)
             case _:
                 raise Refused("ERR LMTIER.FORGET takes ID hex | SALT text | SHARE name, and [WAIT ms]")
-        if not self._cache.is_warm:
-            raise Refused("LOADING the tiers are still being scanned, so they cannot be searched; try again")
-        if full := [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]:
-            raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
+        self._need_warm("searched")
+        self._need_few_clears()
         asks = f"{caller.kind} {caller.name} at {caller.address}"
         need_tenant(who)
-        return self._forgetting(forgetting(self._cache, who, patience, asks), who)
+        steps = forgetting(self._cache, who, _FORGETTING if patience is None else patience, asks)
+        return self._forgetting(steps, who)
 
     def _forgetting(self, steps: Steps, who: bytes) -> Waiting:
         self._explain.prompts.forget(who)
