@@ -107,6 +107,14 @@ def tls_context(scheme: str, ca: str, cert: str, key: str, check_hostname: bool)
     return context
 
 
+def advance(rest: list[memoryview], count: int) -> None:
+    """Drop the first `count` bytes of `rest`, which were sent or have come."""
+    while rest and count >= len(rest[0]):
+        count -= len(rest.pop(0))
+    if count:
+        rest[0] = rest[0][count:]
+
+
 class TimedSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -130,11 +138,7 @@ class TimedSocket:
     def send(self, pieces: Sequence[Buffer], until: float) -> None:
         rest = [memoryview(piece) for piece in _joined(pieces)]
         while rest:
-            sent = self._send(rest, until)
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if sent:
-                rest[0] = rest[0][sent:]
+            advance(rest, self._send(rest, until))
 
     def _send(self, rest: list[memoryview], until: float) -> int:
         if self._is_tls:

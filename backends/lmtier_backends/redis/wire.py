@@ -20,7 +20,7 @@ from lmtier.wire.resp import (
     pieces,
     to_bytes,
 )
-from lmtier_backends.sockets import Address, BadReply, TimedSocket, connect
+from lmtier_backends.sockets import Address, BadReply, TimedSocket, advance, connect
 
 T = TypeVar("T")
 _BUFFER = 64 << 10
@@ -140,9 +140,6 @@ class Wire(TimedSocket):
         rest = [view for view in views if view]
         while rest:
             got = self._replies.take(rest[0]) if self._replies.has_more else self.receive_all(rest, until)
-            while rest and got >= len(rest[0]):
-                got -= len(rest.pop(0))
-            if got:
-                rest[0] = rest[0][got:]
+            advance(rest, got)
         if bytes(self._crlf) != CRLF:
             raise BadReply(f"a string ends in {bytes(self._crlf)!r}")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lmtier.format.sealing import Buffer
-from lmtier_backends.sockets import BadReply, TimedSocket
+from lmtier_backends.sockets import BadReply, TimedSocket, advance
 
 _HEAD = 64 << 10
 """The most bytes of a reply before its body."""
@@ -119,10 +119,7 @@ class HttpWire(TimedSocket):
                 rest -= len(part)
         while targets:
             got = self._take(targets[0]) if self._ahead else self.receive_all(targets, until)
-            while targets and got >= len(targets[0]):
-                got -= len(targets.pop(0))
-            if got:
-                targets[0] = targets[0][got:]
+            advance(targets, got)
         if rest:
             self.close()
         return reply.length
