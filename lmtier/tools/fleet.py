@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from lmtier.errors import ConfigError
 from lmtier.threads import start_thread
 from lmtier.tools.console import Address, Unreachable
 from lmtier.tools.terminal import Screen, bar, table
-from lmtier.tools.top import MINUTES, Totals, Watched, hit_rate, since_then
+from lmtier.tools.top import MINUTES, NOW, Totals, Watched, ago, hit_rate, since_then
 from lmtier.tools.views import percent
 
 _PATIENCE = 2.0  # seconds in which a server has to answer
@@ -80,12 +80,7 @@ class Host:
 def look_at(name: str, watched: Watched) -> Sighting:
     now, line = watched.now, watched.line
     working = now["verdicts"][0]
-    times = [each.time for each in line]
-
-    def ago(seconds: float) -> Totals:
-        return line[max(0, bisect_right(times, line[-1].time - seconds) - 1)]
-
-    recent, past = since_then(line[-1], ago(1.5)), since_then(line[-1], ago(MINUTES * 60))
+    recent, past = (since_then(line[-1], ago(line, seconds)) for seconds in (NOW, MINUTES * 60))
     memory = now["tiers"][0]
     return Sighting(
         name,
@@ -154,12 +149,7 @@ def fleet(addresses: Sequence[Address], every: float) -> None:
     try:
         looks = ask_all(hosts)
         with Screen() as screen, suppress(KeyboardInterrupt):
-            while True:
-                due = time.monotonic() + every
-                while (left := due - time.monotonic()) > 0:
-                    screen.draw(lines_of(looks, *screen.size))
-                    if screen.key(left) in ("q", "Q"):
-                        return
+            while screen.show(partial(lines_of, looks), every):
                 looks = ask_all(hosts)
     finally:
         for host in hosts:

@@ -8,8 +8,9 @@ import shutil
 import signal
 import sys
 import termios
+import time
 import tty
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -177,6 +178,15 @@ class Screen:
     def draw(self, lines: Sequence[str]) -> None:
         """Show these lines and nothing else. Too many or too long lines would scroll: check `size` before."""
         self._write("\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+
+    def show(self, lines: Callable[[int, int], Sequence[str]], seconds: float) -> bool:
+        """Show `lines(columns, rows)` for so long, also when the size changes. False: the user typed q."""
+        due = time.monotonic() + seconds
+        while (left := due - time.monotonic()) > 0:
+            self.draw(lines(*self.size))
+            if self.key(left) in ("q", "Q"):
+                return False
+        return True
 
     def key(self, seconds: float) -> str:
         """The typed characters. Empty after `seconds`, or if the size of the terminal has changed."""

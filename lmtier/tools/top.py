@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from operator import attrgetter
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from lmtier.tools.views import breaker, bytes_text, clients_table, curve_table, 
 
 MINUTES = 15.0
 """The minutes of history that a server remembers and `top` shows."""
-
-
+NOW = 1.5
+"""Seconds that count as now."""
 _APART = 10.0  # seconds between rows of a history without a gap
+_time_of = attrgetter("time")
 
 
 class Totals(NamedTuple):
@@ -69,24 +71,25 @@ def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals
     return [began, *rows, present]
 
 
+def ago(line: Sequence[Totals], seconds: float) -> Totals:
+    """The counters that were known so long before the present."""
+    return line[max(0, bisect_right(line, line[-1].time - seconds, key=_time_of) - 1)]
+
+
 def frame(
     now: Snapshot, line: Sequence[Totals], name: str, columns: int, rows: int, trouble: str = ""
 ) -> list[str]:
     """The screen of `top` on a terminal of this size. It answers five questions in a fixed order."""
-    present, times = line[-1], [each.time for each in line]
-
-    def at(ago: float) -> Totals:
-        return line[max(0, bisect_right(times, present.time - ago) - 1)]
-
-    latest, past = at(1.5), at(MINUTES * 60)
+    latest, past, present = ago(line, NOW), ago(line, MINUTES * 60), line[-1]
     since = span(present.time - past.time)
     quits = "  q quits"
     title = headline(now, name)[: max(0, columns - len(quits))] + quits
     head = [
         *(wrap(trouble, columns, max_lines=2) if trouble else [title]),
-        f"saves?   hit rate   now {_hit_rate(latest, present)}   last {since} {_hit_rate(past, present)}   "
-        f"since the start {_hit_rate(line[0], present)}",
-        spark(_levels(line, times, max(10, columns))),
+        f"saves?   hit rate   now {hit_rate(since_then(present, latest))}   "
+        f"last {since} {hit_rate(since_then(present, past))}   "
+        f"since the start {hit_rate(since_then(present, line[0]))}",
+        spark(_levels(line, max(10, columns))),
     ]
     sources = _sources(latest, past, present, since, columns)
     tiers = _tier_lines(now, latest, present)
@@ -113,19 +116,14 @@ def _bare(table: str) -> list[str]:
     return [headers, *lines]
 
 
-def _hit_rate(before: Totals, after: Totals) -> str:
-    hit = sum(after.hit.values()) - sum(before.hit.values())
-    return percent(hit, after.asked - before.asked)
-
-
-def _levels(line: Sequence[Totals], times: Sequence[float], columns: int) -> list[float | None]:
+def _levels(line: Sequence[Totals], columns: int) -> list[float | None]:
     """The hit rate in equal intervals of the last minutes, or since the start. None: no lookups.
 
     Between two close rows the counters are on a straight line: an interval may be shorter than that.
     """
 
     def at(moment: float) -> tuple[float, float]:
-        i = min(max(1, bisect_right(times, moment)), len(line) - 1)
+        i = min(max(1, bisect_right(line, moment, key=_time_of)), len(line) - 1)
         before, after = line[i - 1], line[i]
         length = after.time - before.time
         part = max(0.0, (moment - before.time) / length) if 0 < length <= _APART else 0.0
@@ -134,8 +132,8 @@ def _levels(line: Sequence[Totals], times: Sequence[float], columns: int) -> lis
         hits = sum(before.hit.values()), sum(after.hit.values())
         return before.asked + part * (after.asked - before.asked), hits[0] + part * (hits[1] - hits[0])
 
-    end = times[-1]
-    length = min(MINUTES * 60, max(60.0, end - times[0]))
+    end = line[-1].time
+    length = min(MINUTES * 60, max(60.0, end - line[0].time))
     marks = [at(end - length * (columns - i) / columns) for i in range(columns + 1)]
     return [
         (hit - old_hit) / (asked - old_asked) if asked - old_asked > 1e-6 else None
@@ -192,19 +190,15 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
 
 def plain(now: Snapshot, line: Sequence[Totals]) -> str:
     """The present state in one line, for a log."""
-    present = line[-1]
-    latest = line[max(0, bisect_right([each.time for each in line], present.time - 1.5) - 1)]
-    seconds = max(present.time - latest.time, 1e-3)
+    counted = since_then(line[-1], ago(line, NOW))
+    seconds = max(counted.time, 1e-3)
     parts = [
         time.strftime("%H:%M:%S", time.localtime(now["time"])),
-        f"hit {_hit_rate(latest, present)} of {(present.asked - latest.asked) / seconds:,.0f} tokens/s",
+        f"hit {hit_rate(counted)} of {counted.asked / seconds:,.0f} tokens/s",
     ]
     for tier in now["tiers"]:
         name = tier["tier"]
-        up, down = (
-            (after.get(name, 0) - before.get(name, 0)) / seconds
-            for after, before in ((present.up, latest.up), (present.down, latest.down))
-        )
+        up, down = (moved.get(name, 0) / seconds for moved in (counted.up, counted.down))
         parts.append(
             f"{name} {percent(tier['used'], tier['capacity'])} full, up {size(round(up))}/s, down "
             f"{size(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
@@ -241,14 +235,13 @@ def top(address: Address, every: float = 2.0) -> None:
     """A live view until the user types q."""
     watched = Watched(address, timeout=2.0)  # an error here is printed before the screen changes
     trouble = ""
+
+    def lines(columns: int, rows: int) -> list[str]:
+        return frame(watched.now, watched.line, str(address), columns, rows, trouble)
+
     try:
         with Screen() as screen, suppress(KeyboardInterrupt):
-            while True:
-                due = time.monotonic() + every
-                while (left := due - time.monotonic()) > 0:
-                    screen.draw(frame(watched.now, watched.line, str(address), *screen.size, trouble))
-                    if screen.key(left) in ("q", "Q"):
-                        return
+            while screen.show(lines, every):
                 try:
                     watched.look()
                     trouble = ""
