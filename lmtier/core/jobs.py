@@ -49,8 +49,6 @@ class Jobs:
         """The number of the last submitted job."""
         self._overdue: set[int] = set()
         """The late jobs that were counted as failures."""
-        self._heard = time.monotonic()
-        """When the tier last finished something."""
         self._came: dict[tuple[Breaker, bool], float] = {}
         """When a job of each kind last came back: by its breaker, and whether it is a lookup. Lookups may go
         on while reads hang, and reads while writes hang."""
@@ -68,7 +66,9 @@ class Jobs:
     def is_silent(self) -> bool:
         """Whether it has jobs, and has finished nothing for too long."""
         oldest = next(iter(self._jobs.values()), None)
-        return oldest is not None and time.monotonic() - max(oldest.since, self._heard) >= self._patience
+        if oldest is None:
+            return False
+        return time.monotonic() - max([oldest.since, *self._came.values()]) >= self._patience
 
     def submit(
         self,
@@ -90,11 +90,10 @@ class Jobs:
     def poll(self) -> int:
         """Apply the results of the tier. Returns the number of jobs."""
         finished = self._tier.poll()
-        if finished:
-            self._heard = time.monotonic()
+        now = time.monotonic()
         for done in finished:
             job = self._jobs.pop(done.id)
-            self._came[job.breaker, job.op is Op.LOOKUP] = self._heard
+            self._came[job.breaker, job.op is Op.LOOKUP] = now
             self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
                 for name in job.names:  # a name that is not ok is a miss, also if the tier gave no reason

@@ -293,7 +293,8 @@ def test_a_tier_that_may_not_write_now_is_waited_for(tmp_path: Path):
         values = Values(cache)
         until(lambda: cache.step() or cache.is_warm)
         cache.pause(True)
-        cache.lower[0]._jobs._heard = float("-inf")  # a long time ago
+        jobs = cache.lower[0]._jobs
+        jobs._came = dict.fromkeys(jobs._came, float("-inf"))  # a long time ago
         for number in count():
             draft = values.draft(20_000)
             assert draft is not None
