@@ -14,21 +14,21 @@ import errno
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from lmtier.errors import ConfigError, TierError, log
+from lmtier.errors import TierError, log
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, Suspect, padded
 from lmtier.threads import start_thread
 from lmtier.tiers.base import Item, Stat
-from lmtier.tiers.blocking import BlockingTier
 from lmtier_backends.mooncake.lanes import CallLane, Lanes
+from lmtier_backends.options import TimedTier, need, need_common
 
 PORT = 50051
 METADATA_PORT = 8080
@@ -40,6 +40,8 @@ _ATTEMPTS = 3
 _PAUSE = 0.5
 """Seconds between two attempts to reach a master."""
 
+_need = partial(need, "mooncake")
+
 
 class MooncakeError(OSError):
     def __init__(self, what: str, code: int) -> None:
@@ -47,10 +49,8 @@ class MooncakeError(OSError):
         super().__init__(number, f"Mooncake: {what} failed with code {code}")
 
 
-class MooncakeTier(BlockingTier):
+class MooncakeTier(TimedTier):
     """mooncake://master[:port]?metadata=http://host:8080/metadata"""
-
-    keeps = False
 
     def __init__(
         self,
@@ -72,13 +72,8 @@ class MooncakeTier(BlockingTier):
         self._master = (found[1], int(found[2] or PORT))
         _need(0 < self._master[1] < 65536, f"{location!r} is not a host and port")
         _need(protocol in ("tcp", "rdma"), f"protocol={protocol!r}: tcp or rdma")
-        _need(connections >= 1, f"connections={connections}: must be 1 or more")
+        need_common("mooncake", namespace, connections, deadline)
         _need(replicas >= 1, f"replicas={replicas}: must be 1 or more")
-        _need(deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
-        _need(
-            re.fullmatch(r"[A-Za-z0-9._-]{1,64}", namespace) is not None,
-            f"namespace={namespace!r}: up to 64 letters, digits and . _ -",
-        )
         try:
             self._library: Any = import_module("mooncake.store")
         except ImportError as error:
@@ -211,9 +206,6 @@ class MooncakeTier(BlockingTier):
     def _key(self, name: Name) -> str:
         return f"{self._prefix}{name}"
 
-    def _by(self) -> float:
-        return time.monotonic() + self._deadline
-
     def _connected(self) -> Any:
         if (store := self._store) is None:
             raise ConnectionError("Mooncake: no master was reached yet")
@@ -273,8 +265,3 @@ def _often(call: Callable[[], int]) -> int:
 def _copy(target: memoryview, source: memoryview) -> None:
     """Without the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _need(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise ConfigError(f"mooncake tier: {otherwise}")

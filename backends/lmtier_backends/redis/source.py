@@ -6,7 +6,6 @@ like one from Redis. What is deleted there is a miss here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from lmtier.format.compression import RAW
@@ -61,7 +60,7 @@ class SourceTier(RedisTier):
     # ---- the functions of a tier
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        until = time.monotonic() + self._deadline
+        until = self._by()
         found: dict[Name, Stat] = {}
         for at in range(0, len(names), _MOST):
             some = names[at : at + _MOST]
@@ -72,7 +71,7 @@ class SourceTier(RedisTier):
         return found
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until = time.monotonic() + self._deadline
+        until = self._by()
         ask = Question.of("LMTIER.READ", str(item.name).encode())
         got = self._asker.fetch(ask, buffers, PAGE + len(item.payload), until)
         if got is None:

@@ -29,13 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmtier.errors import ConfigError, TierError, log
+from lmtier.errors import TierError, log
 from lmtier.format.keys import NAMESPACE_BYTES
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
-from lmtier.tiers.blocking import BlockingTier
 from lmtier.wire.resp import Argument, Buffer, Error, pieces
+from lmtier_backends.options import TimedTier, need, need_common
 from lmtier_backends.redis.homes import Cluster, Homes, Sentinels
 from lmtier_backends.redis.pool import Asker, Connections, Question
 from lmtier_backends.redis.wire import ErrorReply, Login, accepted, dial
@@ -84,10 +84,9 @@ class Card(NamedTuple):
         return [b"%s:%s:%d" % (key, self.nonce.hex().encode(), n) for n in range(len(self.spans()))]
 
 
-class RedisTier(BlockingTier):
+class RedisTier(TimedTier):
     """redis://[user[:password]@]host[:port][/db]"""
 
-    keeps = False
     scheme = "redis"
     is_encrypted = False
     port = PORT
@@ -113,14 +112,9 @@ class RedisTier(BlockingTier):
         sentinel_username: str = "",
         sentinel_password_file: str = "",
     ) -> None:
-        self._need(connections >= 1, f"connections={connections}: must be 1 or more")
-        self._need(deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
+        need_common(self.scheme, namespace, connections, deadline)
         self._need(part >= PAGE and part % PAGE == 0, f"part={part}: must be whole pages of {PAGE} bytes")
         self._need(part <= 256 << 20, f"part={part}: a server takes values of 512 MiB; 1MiB is fastest")
-        self._need(
-            re.fullmatch(r"[A-Za-z0-9._-]{1,64}", namespace) is not None,
-            f"namespace={namespace!r}: up to 64 letters, digits and . _ -",
-        )
         is_tls = ssl or self.is_encrypted
         self._need(
             is_tls or not (ssl_ca_certs or ssl_certfile or ssl_keyfile),
@@ -177,7 +171,7 @@ class RedisTier(BlockingTier):
     # ---- the functions of a tier
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until = time.monotonic() + self._deadline
+        until = self._by()
         key = self._key(item.name)
         written = memoryview(bytearray(CARD_BYTES))
         payload = buffers[1] if len(buffers) > 1 else None
@@ -219,7 +213,7 @@ class RedisTier(BlockingTier):
             self._unlink([key], until)
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        until = time.monotonic() + self._deadline
+        until = self._by()
         page, payload = buffers
         key = self._key(item.name)
         if item.replaces is not None:
@@ -244,10 +238,10 @@ class RedisTier(BlockingTier):
                 self._unlink_parts([before.names(key)], until)
 
     def delete(self, names: Sequence[Name]) -> None:
-        self._unlink([self._key(name) for name in names], time.monotonic() + self._deadline)
+        self._unlink([self._key(name) for name in names], self._by())
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        until = time.monotonic() + self._deadline
+        until = self._by()
         found = {}
         for name, reply in zip(
             names, self._asker.ask([_card_of(self._key(n)) for n in names], until), strict=True
@@ -327,9 +321,6 @@ class RedisTier(BlockingTier):
         stem, _, _ = key[len(self._prefix) + 1 :].partition(b"}")
         return Name.parse(stem.decode(errors="replace"))
 
-    def _by(self) -> float:
-        return time.monotonic() + self._deadline
-
     def close(self) -> None:
         super().close()
         self._connections.close()
@@ -369,7 +360,7 @@ class RedisTier(BlockingTier):
                     self._tidy_after = time.monotonic() + self._deadline
 
     def _try_first(self) -> None:
-        until = time.monotonic() + self._deadline
+        until = self._by()
         try:
             accepted(self._asker.ask([_card_of(self._prefix + b"{}")], until)[0])
         except OSError as error:
@@ -408,8 +399,7 @@ class RedisTier(BlockingTier):
         return [self._address(each, port) for each in text.split(",")]
 
     def _need(self, condition: bool, otherwise: str) -> None:
-        if not condition:
-            raise ConfigError(f"{self.scheme} tier: {otherwise}")
+        need(self.scheme, condition, otherwise)
 
 
 # ---- the other schemes

@@ -17,13 +17,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 from lmtier.errors import ConfigError, TierError, log
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
-from lmtier.tiers.blocking import BlockingTier
+from lmtier_backends.options import TimedTier, need, need_common
 from lmtier_backends.s3.bucket import MOST_DELETED, Bucket, Place
 from lmtier_backends.s3.catalogue import Catalogue
 from lmtier_backends.s3.credentials import Credentials, profile_of
@@ -34,12 +35,11 @@ _HEADERS = 16  # read in one step of a search, so that it can be stopped
 _FOREVER = float("inf")
 _MOST = 5 << 30
 """Bytes in one PUT, the most that S3 takes."""
+_need = partial(need, "s3")
 
 
-class S3Tier(BlockingTier):
+class S3Tier(TimedTier):
     """s3://bucket[/prefix]?endpoint=https://host[:port]&region=…"""
-
-    keeps = False
 
     def __init__(
         self,
@@ -63,13 +63,8 @@ class S3Tier(BlockingTier):
         _need(
             re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket) is not None, f"{bucket!r} is no bucket"
         )
-        _need(connections >= 1, f"connections={connections}: must be 1 or more")
-        _need(deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
+        need_common("s3", namespace, connections, deadline)
         _need(style in ("", "path", "host"), f"style={style!r}: path or host")
-        _need(
-            re.fullmatch(r"[A-Za-z0-9._-]{1,64}", namespace) is not None,
-            f"namespace={namespace!r}: up to 64 letters, digits and . _ -",
-        )
         try:
             settings = profile_of(profile)
         except OSError as error:
@@ -144,9 +139,6 @@ class S3Tier(BlockingTier):
 
     def _key(self, name: Name) -> str:
         return f"{self._prefix}{name}"
-
-    def _by(self) -> float:
-        return time.monotonic() + self._deadline
 
     def _delete(self, names: Sequence[Name], until: float) -> None:
         self._bucket.delete([self._key(name) for name in names], until)
@@ -234,8 +226,3 @@ def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, 
     address = (host, port or (443 if is_tls else 80))
     base = "/" if by_host else f"/{bucket}/"
     return Place(address, f"{host}:{port}" if port else host, base, region, context)
-
-
-def _need(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise ConfigError(f"s3 tier: {otherwise}")
