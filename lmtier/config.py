@@ -86,6 +86,19 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
 
 
+def first_line(option: str, file: str | Path) -> str:
+    """The secret in the first line of a file, without the line's end. `option` named the file, for errors."""
+    try:
+        line = Path(file).read_text("utf-8").partition("\n")[0]  # reads the ends of other systems as \n too
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{option} {file}: it is not text in UTF-8") from None
+    if not line.strip():
+        raise ConfigError(f"{option} {file}: its first line is empty; write the secret there")
+    return line
+
+
 def without_login(url: str) -> str:
     """A tier's URL for messages: logins and secrets become ***, also if they stand in the wrong place."""
     return re.sub(r"((?:password|token|secret|\bkey)=)[^&]*", r"\1***", re.sub(r"(?<=://).*@", "***@", url))

@@ -12,6 +12,7 @@ from lmtier.config import (
     Config,
     Serving,
     TierSpec,
+    first_line,
     host_and_port,
     load,
     load_serving,
@@ -79,6 +80,21 @@ def test_durations_read_as_people_write_them(text, seconds):
 def test_what_is_not_a_duration_says_how_to_write_one(text):
     with pytest.raises(ConfigError, match="200ms"):
         parse_seconds(text)
+
+
+@pytest.mark.parametrize("rest", [b"", b"\n", b"\r\n", b"\r\nwhat it is for\r\n"])
+def test_a_secret_is_the_first_line_of_its_file_without_the_lines_end(tmp_path, rest):
+    (tmp_path / "salt").write_bytes(" ein Gewürz ".encode() + rest)
+    assert first_line("--salt-file", tmp_path / "salt") == " ein Gewürz "
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b" \r\n", b"\r\na secret\r\n"])
+def test_a_file_whose_first_line_is_empty_is_refused(tmp_path, content):
+    (tmp_path / "salt").write_bytes(content)
+    with pytest.raises(ConfigError) as refusal:
+        first_line("--salt-file", tmp_path / "salt")
+    path = tmp_path / "salt"
+    assert str(refusal.value) == f"--salt-file {path}: its first line is empty; write the secret there"
 
 
 def test_a_suggestion_is_close_or_lists_everything():

@@ -13,9 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from itertools import pairwise
-from pathlib import Path
 
-from lmtier.config import TOKEN_VARIABLE, Serving
+from lmtier.config import TOKEN_VARIABLE, Serving, first_line
 from lmtier.errors import ConfigError, MisuseError, audit, log
 from lmtier.observe.metrics import Metrics
 
@@ -95,13 +94,7 @@ def read_token(serving: Serving, role: Role = Role.ENGINE) -> str | None:
     file = getattr(serving, name)
     if not file:
         return (os.environ.get(TOKEN_VARIABLE) or None) if role is Role.ENGINE else None
-    try:
-        lines = Path(file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"serve: {name} {file}: {error}") from None
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"serve: {name} {file} is empty; put a long random word in it")
-    return lines[0].strip()
+    return first_line(f"serve: {name}", file).strip()
 
 
 def own_token(serving: Serving) -> str | None:

@@ -11,7 +11,6 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
@@ -103,17 +102,6 @@ def own_address(serving: Serving) -> Address:
 def _reachable(host: str) -> str:
     """The address to connect to if a server listens on every address."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def first_line(file: str) -> str:
-    """Reads a token from its file."""
-    try:
-        line = Path(file).read_text().partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file}: {error}") from None
-    if not line:
-        raise ConfigError(f"--token-file {file} is empty")
-    return line
 
 
 # ---- one question, one answer

@@ -118,7 +118,7 @@ def test_without_a_server_the_tiers_of_the_settings_forget(tmp_path, tiers, caps
         assert main(["forget", "alice", "-t", tiers[1]]) == 2
         assert f"is open in process {server.process.pid}" in capsys.readouterr().err
     salt = tmp_path / "salt"
-    salt.write_text("alice\n")
+    salt.write_bytes(b"alice\r\n")
     assert main(["forget", "--salt-file", str(salt), "-t", tiers[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tiers"] == [{"tier": "disk", "sealed": "tenant", "chunks": 3, "keys": 1, "problem": ""}]

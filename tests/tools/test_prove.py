@@ -47,6 +47,8 @@ class ToyEngine:
         self.lock = threading.Lock()
         self.rounds = 0
         """Each answer rounds in another way."""
+        self.key = ""
+        """The API key that it asks for."""
 
     def name(self, salt: str, tokens: tuple[int, ...]) -> tuple[Any, ...]:
         """Of the prefix that ends here."""
@@ -172,6 +174,14 @@ def running(engine: ToyEngine) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            may = not engine.key or self.headers["Authorization"] == f"Bearer {engine.key}"
+            if not may:
+                self.reply({}, 401)
+            return may
+
         def do_GET(self) -> None:
             match self.path:
                 case "/v1/models":
@@ -254,6 +264,14 @@ def test_an_engine_that_is_right_is_not_accused(how, capsys):
     assert status == 0, said
     assert "RIGHT: " in said
     assert "Not tested: images" in said
+
+
+def test_the_key_of_an_engine_is_the_first_line_of_a_file_however_that_ends(tmp_path, capsys):
+    (tmp_path / "key").write_bytes(b"the-key\r\nwhat it is for\r\n")
+    engine = ToyEngine()
+    engine.key = "the-key"
+    status, said = prove(engine, capsys, "--key-file", str(tmp_path / "key"))
+    assert status == 0, said
 
 
 @pytest.mark.parametrize("wrong", [StaleBelow, NoSaltBelow, NamedByLength, NamedWithoutParents])
@@ -389,9 +407,11 @@ def test_what_does_not_answer_is_one_sentence(capsys):
 
 def test_a_file_that_cannot_be_used_is_one_sentence_before_anything_is_asked(tmp_path, capsys):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").touch()
     for option, path, why in (
         ("--key-file", tmp_path / "missing", "No such file or directory"),
         ("--key-file", tmp_path / "binary", "it is not text in UTF-8"),
+        ("--key-file", tmp_path / "empty", "its first line is empty; write the secret there"),
         ("--html", tmp_path / "missing" / "report.html", "No such file or directory"),
         ("--html", tmp_path, "Is a directory"),
     ):

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 
-from lmtier.config import parse_seconds
+from lmtier.config import first_line, parse_seconds
 from lmtier.errors import ConfigError, TierError
 from lmtier.tools.commands.command import Subcommand, json_option, made
 from lmtier.tools.terminal import Progress, complain, say, size, table
@@ -156,15 +156,6 @@ def _prove_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _first_line(file: Path) -> str:
-    try:
-        return file.read_text("utf-8").partition("\n")[0]
-    except OSError as error:
-        raise ConfigError(f"--key-file {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--key-file {file}: it is not text in UTF-8") from None
-
-
 def _try_to_write(option: str, file: Path) -> None:
     is_new = not file.exists()
     try:
@@ -187,7 +178,7 @@ def _prove(args: Namespace) -> int:
     from lmtier.tools.prove.asking import Endpoint, NoAnswer
     from lmtier.tools.prove.proof import Effort, Proof
 
-    key = _first_line(args.key_file) if args.key_file else ""
+    key = first_line("--key-file", args.key_file) if args.key_file else ""
     if args.html:
         _try_to_write("--html", args.html)  # before hours of asking
     engines = [

@@ -93,7 +93,7 @@ def _access_options(parser: ArgumentParser) -> None:
 
 def address_in(args: Namespace) -> Address:
     from lmtier.server.access import own_token
-    from lmtier.tools.console import address_of, first_line, own_address
+    from lmtier.tools.console import address_of, own_address
 
     if args.address:
         address = address_of(args.address)
@@ -103,7 +103,7 @@ def address_in(args: Namespace) -> Address:
         address = own_address(serving)
         token = None if args.token_file or address.unix else own_token(serving)
     if args.token_file:
-        token = first_line(args.token_file)
+        token = config.first_line("--token-file", args.token_file).strip()
     address = replace(address, token=token)
     if args.ca:
         address = replace(address, ca=args.ca, is_pinned=False)

@@ -93,10 +93,7 @@ def _id(args: Namespace) -> bytes:
         return digits
     salt = args.tenant
     if args.salt_file is not None:
-        try:
-            salt = args.salt_file.read_text().partition("\n")[0]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--salt-file {args.salt_file}: {error}") from None
+        salt = config.first_line("--salt-file", args.salt_file)
     if not salt:
         raise ConfigError("requests without a salt belong to no tenant; `lmtier clear` deletes their KV")
     return tenant(salt)
