@@ -553,7 +553,7 @@ class Cache:
 
     def is_leaving(self, key: bytes) -> bool:
         """Whether a restart now could still find an old value under this key."""
-        return any(tier.is_leaving(key) for tier in self.lower)
+        return any(tier.is_leaving(key) for tier in self.lower.owned)  # shared tiers never got it
 
     def close(self, timeout: float = 30.0) -> None:
         """Write the waiting chunks to the tiers and release everything, within `timeout`. Idempotent."""

@@ -176,10 +176,6 @@ class LowerTier(ABC):
         `form`."""
         return key in self._writes
 
-    def is_leaving(self, key: bytes) -> bool:
-        """Whether a restart now could find a chunk that was discarded under this key."""
-        return key in self._going
-
     # ---- unfinished work
 
     @property

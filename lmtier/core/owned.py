@@ -117,7 +117,11 @@ class OwnedTier(LowerTier):
         return self.index.occupancy(self.deleting)
 
     def is_leaving(self, key: bytes) -> bool:
-        return super().is_leaving(key) or self._is_unwanted(key)
+        """Whether a restart now could find a chunk that was discarded under this key.
+
+        Not if another one is written there: that began when the discarded one was gone.
+        """
+        return (key in self._going and key not in self.index) or self._is_unwanted(key)
 
     def _is_unwanted(self, key: bytes) -> bool:
         return key in self._unwanted or key.startswith(self._unwanted_prefixes)
