@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
+from lmtier.errors import log
 from lmtier.server.access import Role, note
 from lmtier.wire.commands import Argument as Argument
 from lmtier.wire.resp import Error, Simple
@@ -66,6 +67,14 @@ class Refused(Exception):
     def __init__(self, error: str) -> None:
         super().__init__(error)
         self.error = Error(error)
+
+
+def error_of(failure: Refused | OSError) -> Error:
+    """The answer of a command that has failed. A call of the system that fails must not end the server."""
+    if isinstance(failure, Refused):
+        return failure.error
+    log.error("lmtier: a command failed: %s", failure)
+    return Error(f"ERR {failure.strerror or failure}")
 
 
 @dataclass(eq=False, slots=True)

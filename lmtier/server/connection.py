@@ -19,7 +19,7 @@ from itertools import islice, takewhile
 from types import GeneratorType
 from typing import Any, NamedTuple
 
-from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor
+from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor, error_of
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.http import Conversation, Reply
 from lmtier.wire.commands import Commands
@@ -271,9 +271,9 @@ class Connection(Channel):
             self._waiting = None
             self._end(stop.value)
             return True
-        except Refused as refused:
+        except (Refused, OSError) as failure:
             self._waiting = None
-            self._end(refused.error)
+            self._end(error_of(failure))
             return True
         if part is None:
             return False

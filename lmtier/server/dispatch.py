@@ -7,7 +7,7 @@ from typing import Any
 from lmtier.core.cache import Cache
 from lmtier.errors import log
 from lmtier.server.access import Role
-from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table
+from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table, error_of
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.wire.commands import DROP
@@ -73,8 +73,8 @@ class Dispatch:
             self._transactions.gone(caller)
         try:
             return self._transactions.run(caller, command, args)
-        except Refused as error:
-            return error.error
+        except (Refused, OSError) as failure:
+            return error_of(failure)
 
     def _refusal(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> Error | None:
         """Why a command is refused before it runs."""

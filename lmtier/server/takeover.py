@@ -95,7 +95,10 @@ class Departure:
             raise Refused("ERR another server is taking over now")
         if self._is_over:
             raise Refused("ERR this server stops")
-        self._cord, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._cord, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise Refused(f"ERR no file can be opened for a takeover: {error.strerror}") from None
         self._cord.setblocking(False)
         self.pid, self._since = caller.peer[0], time.monotonic()
         self._watch(self._cord.fileno())

@@ -32,6 +32,7 @@ from lmtier.server.commands import (
     Refused,
     Table,
     Waiting,
+    error_of,
 )
 from lmtier.server.values import Draft, Values, Watch
 from lmtier.wire.commands import DROP
@@ -366,8 +367,8 @@ class Transactions:
                         yield part
                     else:
                         said.append(part)
-        except Refused as refused:
-            answer = refused.error
+        except (Refused, OSError) as failure:
+            answer = error_of(failure)
         except GeneratorExit:
             _let_go(said)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -24,8 +25,13 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.format.books import VERSION
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.objects import now_ms
+from lmtier.server.commands import Argument, Caller, Command, Waiting
+from lmtier.server.connection import Connection as ServerSide
+from lmtier.server.dispatch import Dispatch
+from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.wire.resp import Error, bulk_header, command
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
@@ -578,6 +584,75 @@ def test_values_that_expire_together_are_deleted_some_at_a_time():
             assert 0 < left - len(values) <= 100
             left, turns = len(values), turns + 1
         assert (len(values), turns) == (0, 15)
+
+
+# ---- no file can be opened
+
+
+@contextlib.contextmanager
+def no_free_files(server: Served) -> Iterator[None]:
+    """As many files are open as the server may have."""
+    pid = server.process.pid
+    taken = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_a_free_file_commands_are_answered_and_the_server_goes_on(tmp_path: Path):
+    path = tmp_path / "socket"
+    with (
+        served(tmp_path, "cpu://?capacity=4MiB", unix=str(path)) as server,
+        server.connect() as other,
+        Wire(server.where["unix"]) as wire,
+    ):
+        for each in (wire, other):
+            each.expect("PONG", "PING")  # they were accepted
+        with no_free_files(server):
+            assert b"\r\nused_memory_rss:0\r\n" in wire.ask("INFO")
+            refused = wire.ask("LMTIER.TAKEOVER", VERSION)
+            assert isinstance(refused, Error)
+            assert refused == "ERR no file can be opened for a takeover: Too many open files"
+            for each in (wire, other):
+                each.expect("OK", "SET", "k", "v")
+        assert b"\r\nused_memory_rss:0\r\n" not in wire.ask("INFO")
+        assert not isinstance(wire.ask("LMTIER.TAKEOVER", VERSION), Error), "nothing of it was left"
+
+
+def failing(caller: Caller, args: list[Argument]) -> object:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def failing_later(caller: Caller, args: list[Argument]) -> Waiting:
+    yield None
+    return failing(caller, args)
+
+
+def test_a_call_of_the_system_that_fails_in_a_command_is_its_answer():
+    with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False), is_record=is_value) as cache:
+        values = Values(cache)
+        transactions = Transactions(values)
+        commands = {b"NOW": Command(failing, 1), b"LATER": Command(failing_later, 1)}
+        dispatch = Dispatch(cache, values, transactions, {**transactions.table(), **commands})
+        ours, theirs = socket.socketpair()
+        connection = ServerSide(dispatch, ours, Caller(1, "here"))
+        with theirs:
+
+            def said(*words: bytes) -> bytes:
+                theirs.send(b"".join(command(word) for word in words))
+                connection.hear()
+                while connection.is_waiting:
+                    transactions.turn()
+                    connection.go_on()
+                return theirs.recv(1 << 16)
+
+            refused = b"-ERR Too many open files\r\n"
+            assert said(b"NOW") == said(b"LATER") == refused
+            assert said(b"MULTI", b"NOW", b"LATER", b"EXEC").endswith(b"*2\r\n" + 2 * refused)
+        connection.close()
 
 
 # ---- a server that is killed

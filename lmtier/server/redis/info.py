@@ -63,8 +63,12 @@ def info(
 
 
 def resident_bytes() -> int:
-    """The memory of this process, the slab included as far as it was touched."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """The memory of this process, the slab included as far as it was touched. 0: not known now."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:  # as many files are open as may be
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def settings(cache: Cache, serving: Serving) -> Mapping[str, str]:
