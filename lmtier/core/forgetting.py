@@ -176,4 +176,4 @@ def _is_left(tier: LowerTier, tenant: bytes) -> bool:
 
 def _is_hopeless(tier: LowerTier) -> bool:
     """Whether waiting does not help: the tier fails."""
-    return tier.down.is_open or tier.cannot_clear
+    return tier.down.is_open or tier.cannot_clear or tier.cannot_delete

@@ -43,6 +43,8 @@ class Jobs:
         self._patience = patience
         self._is_excused = is_excused
         self.up, self.down, self.clearing, self.searching = Breaker(), Breaker(), Breaker(), Breaker()
+        self.deleting_again = Breaker()
+        """Of deletions that failed before. Some objects can never go, which tells nothing of others."""
         self._jobs = OrderedDict[int, _Unfinished]()
         """By number, the oldest first."""
         self.last = 0
@@ -78,11 +80,13 @@ class Jobs:
         deadline: float | None = None,
         prefix: bytes = b"",
         suspect: Suspect | None = None,
+        is_again: bool = False,
     ) -> None:
         self.last += 1
         job = Job(self.last, op, items, deadline, prefix, suspect)
         names = tuple(item.name for item in items)
         breaker = self._breaker(op) if suspect is None else self.searching
+        breaker = self.deleting_again if is_again else breaker
         self._jobs[job.id] = _Unfinished(op, names, then, time.monotonic(), breaker)
         breaker.sent()
         self._tier.submit(job)

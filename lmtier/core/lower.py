@@ -104,6 +104,7 @@ class LowerTier(ABC):
         self._has_codec = spec.codec != RAW
         self._jobs = Jobs(label, tier, above.metrics, above.patience, self._is_excused)
         self.up, self.down, self.clearing = self._jobs.up, self._jobs.down, self._jobs.clearing
+        self.deleting_again = self._jobs.deleting_again
         self.speed = Speed()
         """The speed of loads."""
         self.is_warm = True
@@ -116,8 +117,8 @@ class LowerTier(ABC):
         """Unfinished deletion jobs."""
         self._undeleted = deque[tuple[list[Name], int]]()
         """Deletions that failed, to be tried again in turn: some objects can never be deleted."""
-        self._deleted_last = False
-        """Nothing was written since one of them was tried."""
+        self._is_deleting_again = False
+        """One of them is tried now."""
         self._going: set[bytes] = set()
         """Chunks that are being written, deleted or overwritten. A name is in one such job at a time."""
         self.storing: set[Entry] = set()
@@ -203,9 +204,14 @@ class LowerTier(ABC):
         return self.clearing.is_open
 
     @property
+    def cannot_delete(self) -> bool:
+        """Whether what is still to be deleted only fails now."""
+        return self.deleting_again.is_open and not self._deletions
+
+    @property
     def _is_stuck(self) -> bool:
         """A tier behind an open breaker gets nothing done."""
-        return self.down.is_open
+        return self.down.is_open or (self.cannot_delete and self.backlog == len(self._undeleted))
 
     @property
     def leased_bytes(self) -> int:
@@ -323,19 +329,16 @@ class LowerTier(ABC):
         to those that are leased now.
         """
         self._look_after()
-        # In turn, because one kind may always fail, and take each probe of the breaker from the other.
-        if not self._deleted_last:
-            self._delete_again()
         if not self.is_paused:
             self._submit_writes(spare)
         self._delete_again()
 
     def _delete_again(self) -> None:
-        if self._undeleted and self.down.allows():
+        if self._undeleted and not self._is_deleting_again and self.deleting_again.allows():
             names, nbytes = self._undeleted.popleft()
             self.deleting -= nbytes
+            self._is_deleting_again = True
             self._delete(names, nbytes, is_again=True)
-            self._deleted_last = True
 
     def _submit_writes(self, spare: float) -> None:
         slab, writes, postponed = self._above.slab, self._writes, 0
@@ -384,7 +387,6 @@ class LowerTier(ABC):
 
     def _store(self, entry: Entry, spot: Spot) -> None:
         form = entry.form
-        self._deleted_last = False
         self._going.update((entry.key, *(name.key for name in spot.replaces if name)))
         assert form.layout is not None  # every chunk in the slab was declared, or loaded with its header
         prints = entry.prints or (NO_MARK,) * len(form.shards)
@@ -545,11 +547,14 @@ class LowerTier(ABC):
             self._going.update(name.key for name in names)
             self._deletions += 1
             items = tuple(Item(name) for name in names)
-            self._jobs.submit(Op.DELETE, items, partial(self._end_delete, names, nbytes, is_again))
+            end_delete = partial(self._end_delete, names, nbytes, is_again)
+            self._jobs.submit(Op.DELETE, items, end_delete, is_again=is_again)
 
     def _end_delete(self, names: list[Name], nbytes: int, is_again: bool, done: Done) -> None:
         self._deletions -= 1
-        self.undeletable -= nbytes if is_again else 0
+        if is_again:
+            self._is_deleting_again = False
+            self.undeletable -= nbytes
         if done.failed:
             self.undeletable += nbytes
             self._undeleted.append((names, nbytes))

@@ -302,7 +302,8 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
         clock=lambda: now[0],
     ) as cache:
         below = cache.lower[0]
-        below.down._clock = lambda: now[0]
+        for breaker in (below.down, below.deleting_again):
+            breaker._clock = lambda: now[0]
         store(cache, names)
         settle(cache, tier)
         for name in names:
@@ -325,6 +326,38 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
         now[0] += 4.1
         settle(cache, tier)
         assert not tier.kept
+
+
+def test_an_object_that_can_never_be_deleted_pauses_no_writes(now):
+    """Values that come too fast would be dropped instead of held back while writes are paused."""
+    tier, url = HandTier({}, keeps=True), "near://?capacity=1GiB"
+    config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        (below,) = cache.lower
+        for breaker in (below.down, below.deleting_again):
+            breaker._clock = lambda: now[0]
+        names = keys(3)
+        store(cache, names)
+        settle(cache, tier)
+        below.discard(names[2], ())
+        tries = 0
+        for _ in range(100):
+            now[0] += 0.3
+            cache.step()
+            while tier.waiting:
+                tries += tier.waiting[0].op is Op.DELETE
+                tier.fault = Reason.ERROR if tier.waiting[0].op is Op.DELETE else None
+                tier.finish(0)
+            assert not below.down.is_open
+            cache.step()
+        assert 8 < tries < 30, "it is tried again, but not all the time"
+        assert not below.is_busy, "waiting changes nothing"
+        assert not cache.flush(timeout=0)
+        tier.fault = None
+        now[0] += 4.1
+        settle(cache, tier)
+        assert cache.flush(timeout=0)
+        assert {name.key for name in tier.kept} == set(names[:2])
 
 
 def test_a_tier_that_may_not_be_used_so_is_closed_again(make):

@@ -139,7 +139,13 @@ class Walk:
         self.cache = Cache(config, tiers=tiers, wait_until_warm=False, clock=self.clock.monotonic)
         self.cache._wait = self.wait  # type: ignore[method-assign]
         for below in self.cache.lower:
-            for breaker in (below.up, below.down, below.clearing, below._jobs.searching):
+            for breaker in (
+                below.up,
+                below.down,
+                below.clearing,
+                below._jobs.searching,
+                below.deleting_again,
+            ):
                 breaker._clock = self.clock.monotonic
         self.near = self.cache.lower.owned[0]
         self.stays = {}
