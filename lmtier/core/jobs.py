@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from lmtier.errors import log
 from lmtier.format.layout import Name
@@ -19,11 +19,13 @@ _OLDEST = 64
 """Only this many of the oldest jobs are checked for being late: there may be a deletion for every chunk."""
 
 
-class _Unfinished(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Unfinished:
     op: Op
     names: tuple[Name, ...]
     then: Callable[[Done], None]
     since: float
+    """When it was submitted, or one before it in the queue last came back: until then it may have waited."""
     breaker: Breaker
 
 
@@ -51,9 +53,9 @@ class Jobs:
         """The number of the last submitted job."""
         self._overdue: set[int] = set()
         """The late jobs that were counted as failures."""
-        self._came: dict[tuple[Breaker, bool], float] = {}
-        """When a job of each kind last came back: by its breaker, and whether it is a lookup. Lookups may go
-        on while reads hang, and reads while writes hang."""
+        self._came: dict[tuple[Breaker, Op], float] = {}
+        """When a job of each kind last came back. Lookups may go on while reads hang, and deletions while
+        stores hang."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -95,9 +97,11 @@ class Jobs:
         """Apply the results of the tier. Returns the number of jobs."""
         finished = self._tier.poll()
         now = time.monotonic()
+        first: dict[Breaker, int] = {}
         for done in finished:
             job = self._jobs.pop(done.id)
-            self._came[job.breaker, job.op is Op.LOOKUP] = now
+            first[job.breaker] = min(done.id, first.get(job.breaker, done.id))
+            self._came[job.breaker, job.op] = now
             self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
                 for name in job.names:  # a name that is not ok is a miss, also if the tier gave no reason
@@ -105,17 +109,21 @@ class Jobs:
                         done.failed.setdefault(name, Reason.ERROR)
             self._record(job, done)
             job.then(done)
+        for number, job in islice(self._jobs.items(), _OLDEST if finished else 0):
+            if number > first.get(job.breaker, number):
+                job.since = now
         return len(finished)
 
     def blame_late_ones(self) -> None:
         """Each late job counts as a failure of the tier, once.
 
-        A job that waits while others of its kind come back is not late: lmtier itself has queued so many.
+        A job that waits while others of its kind, or before it, come back is not late: lmtier itself has
+        queued so many.
         """
         now = time.monotonic()
         for number, job in islice(self._jobs.items(), _OLDEST):
             if now - job.since < self._patience:
-                break
+                continue
             times = 1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10  # a large write may take longer
             late = self._silence(job) > self._patience * times
             if late and number not in self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
@@ -124,8 +132,8 @@ class Jobs:
                 self._judge(job, False, "jobs do not come back")
 
     def _silence(self, job: _Unfinished) -> float:
-        """Seconds of this job in which no job of its kind has come back."""
-        came = self._came.get((job.breaker, job.op is Op.LOOKUP), job.since)
+        """Seconds of this job in which none of its kind has come back, and none before it."""
+        came = self._came.get((job.breaker, job.op), job.since)
         return time.monotonic() - max(job.since, came)
 
     def _breaker(self, op: Op) -> Breaker:

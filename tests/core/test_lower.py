@@ -254,6 +254,31 @@ def test_reads_that_come_back_do_not_hide_writes_that_hang(now):
     assert (jobs.up.is_open, jobs.down.is_open) == (False, True)
 
 
+def test_deletions_that_come_back_do_not_hide_stores_that_hang(now):
+    """With more threads than stores in flight there is always one for a deletion."""
+    tier = HandTier({}, keeps=True)
+    jobs = queued(now, tier, Op.STORE, 12)
+    for _ in range(21):
+        now[0] += 1.0
+        ask(now, jobs, Op.DELETE, 1)
+        one_comes_back(jobs, tier, -1)
+    assert (jobs.down.outage is not None, jobs.is_moving) == (True, False)
+    assert jobs._metrics.value("lmtier_tier_failures_total", tier="near", op="store", reason="overdue") == 12
+    tier.waiting.clear()
+
+
+def test_stores_that_wait_behind_deletions_that_come_back_are_not_late(now):
+    """A clear deletes more than a disk can in a while, and what is stored next has its turn afterwards."""
+    tier = HandTier({}, keeps=True)
+    jobs = queued(now, tier, Op.DELETE, 50)
+    ask(now, jobs, Op.STORE, 6)
+    for _ in range(50):
+        now[0] += 0.5
+        one_comes_back(jobs, tier)
+    assert jobs.down.outage is None
+    tier.waiting.clear()
+
+
 def test_a_probe_that_only_waited_ends_too(now):
     """Otherwise no other would be sent, and the tier stay paused."""
     tier = HandTier({}, keeps=True)
