@@ -148,7 +148,8 @@ class Jobs:
         be the probe, which has to end.
         """
         for reason in done.failed.values():
-            self._metrics.tier_failures.labels(self._label, job.op.value, reason).inc()
+            label = "waited" if reason is Reason.DEADLINE and done.has_waited else reason
+            self._metrics.tier_failures.labels(self._label, job.op.value, label).inc()
         if done.has_waited and not job.breaker.is_open:
             return
         faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())

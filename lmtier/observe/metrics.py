@@ -289,7 +289,13 @@ class Metrics:
         self.share_evictions = counter(
             "share_evictions", "Chunks that left a tier to make room, by tenant.", "tier", "tenant"
         )
-        self.tier_failures = counter("tier_failures", "Objects that failed.", "tier", "op", "reason")
+        self.tier_failures = counter(
+            "tier_failures",
+            "Objects that failed. `waited`: more were asked for than the tier could begin in time.",
+            "tier",
+            "op",
+            "reason",
+        )
         self.verify_failures = counter(
             "verify_failures", "Chunks whose raw blocks in the engine differ from those saved."
         )

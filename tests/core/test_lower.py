@@ -18,6 +18,7 @@ from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import Name
 from lmtier.format.objects import Suspect
 from lmtier.observe.metrics import Metrics
+from lmtier.server.report import Report
 from lmtier.testing import FlakyTier, Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Done, Item, Op, Reason
 from tests.core.test_cache import (
@@ -317,6 +318,28 @@ def test_a_prompt_that_takes_longer_than_its_deadline_pauses_no_healthy_disk(now
         cache.release(match)
         assert cache.lower[0].up.outage is None
         assert cache.lower[0].supplies(names[-1], ONE)
+
+
+def test_what_only_waited_is_no_fault_in_the_report(now):
+    """A verdict would say that objects failed in a disk that gave all that it was asked for in time."""
+    tier, url, names = HandTier({}, keeps=True), "near://?capacity=1MiB", keys(5)
+    config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        store(cache, names)
+        settle(cache, tier)
+        for entry in cache.index.entries():  # the slab forgets, the tier does not
+            cache.room.take_out(entry)
+        match = cache.match(names, ONE)
+        cache.prefetch(match)
+        tier.finish(0)
+        now[0] += 2.1
+        settle(cache, tier)
+        assert (match.chunks, match.cut) == (1, "deadline")
+        cache.release(match)
+        failures = partial(cache.metrics.value, "lmtier_tier_failures_total", tier="near", op="load")
+        assert (failures(reason="waited"), failures(reason="deadline")) == (4, 0)
+        (_, told) = Report(cache, list, 0.0).snapshot()["tiers"]
+        assert (told["failures"], told["faults"]) == (4, 0)
 
 
 def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
