@@ -25,13 +25,15 @@ from lmtier.core.slab import Slab
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import LayerShape, Layout, Name
 from lmtier.rules.hints import envelope
-from lmtier.server.commands import PAUSE, Caller
+from lmtier.server.commands import PAUSE, Caller, Nothing
 from lmtier.server.connection import Connection
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import Engines
+from lmtier.server.redis.strings import Strings
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import ANY, Values
 from lmtier.tiers.base import Item, Stat
+from lmtier.wire.replies import Replies
 from lmtier.wire.resp import Error, bulk_header, command
 from lmtier_backends.disk import DiskTier
 from tests.certificates import certify
@@ -94,6 +96,32 @@ def test_many_names_at_once_are_not_in_the_way_of_others(tmp_path: Path, frame: 
                 assert not isinstance(greedy.reply(), Error)
             sender.join(PATIENCE)
         assert other.longest < max(0.1, (time.monotonic() - began) / 6)
+
+
+def test_the_names_of_all_values_are_sent_some_at_a_time():
+    """A million of them would take half a second to encode, and nobody else had a turn."""
+    config = Config(tiers=("cpu://?capacity=16MiB",), prefault=False)
+    with Cache(config, is_record=is_value) as cache:
+        values = Values(cache)
+        names = {b"name:%d" % number for number in range(2500)}
+        for name in names:
+            draft = values.draft(1)
+            assert draft is not None
+            for _ in values.put(draft, name):
+                pass
+        ends: list[object] = []
+
+        def going() -> Generator[Any, None, None]:
+            ends.append((yield from Strings(values).keys(Caller(1, "here"), [b"KEYS", b"name:*"])))
+
+        parts = list(going())
+        assert ends == [Nothing]
+        assert max(part.count(b"name:") for part in parts) <= 1000
+        replies = Replies()
+        replies.feed(b"".join(parts))
+        found = replies.next()
+        assert isinstance(found, list)
+        assert (len(found), set(found)) == (2500, names)
 
 
 @pytest.mark.alone

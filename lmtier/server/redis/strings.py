@@ -23,6 +23,7 @@ from lmtier.server.values import Draft, Value, Values
 from lmtier.wire.resp import Error, Simple, encode
 
 TRY_AGAIN = Error("TRYAGAIN a tier fails to delete the old value, which a restart might find")
+_AT_ONCE = 1000  # names
 _CURSOR = re.compile(rb"0|[1-9][0-9]{0,18}")
 
 
@@ -120,13 +121,17 @@ class Strings:
     def keys(self, caller: Caller, args: list[Argument]) -> Waiting:
         need_short(args[1:])
         matches = compile_glob(bytes(args[1]))
-        cursor, found = 0, []
+        cursor, found = 0, list[bytes]()
         while True:
-            cursor, names = yield from self._values.scan(cursor, 1000)
+            cursor, names = yield from self._values.scan(cursor, _AT_ONCE)
             found += [name for name in names if matches.match(name)]
             if not cursor:
-                return found
+                break
             yield PAUSE
+        yield b"*%d\r\n" % len(found)
+        for first in range(0, len(found), _AT_ONCE):
+            yield b"".join(encode(name, caller.resp3) for name in found[first : first + _AT_ONCE])
+        return Nothing
 
     # ---- writing
 
