@@ -348,7 +348,8 @@ class Cache:
         if self.presence is not None and self.is_warm:
             self.presence.trust()
         self._end_lifetimes()
-        self.sessions.step()
+        if self.sessions.step():
+            self._woken()
         self._hinting.step()
         self._come_down()
         if self.lower:

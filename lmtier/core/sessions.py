@@ -20,6 +20,8 @@ from lmtier.observe.metrics import Metrics
 from lmtier.rules.foretold import Gaps
 from lmtier.rules.sessions import ASKING, OVER, WAITING, Agent, Book
 
+_AT_ONCE = 16  # sessions that end in one step: each end looks at all others
+
 
 class SessionNow(TypedDict):
     """A session, for display."""
@@ -166,13 +168,15 @@ class AgentSessions:
             agent.state = ASKING
             self._slab.refresh(self._run(self._slab, self._with_states(agent)))
 
-    def step(self) -> None:
-        """End those that have waited for longer than hardly any comes back after."""
-        while self._waiting:
-            agent, since = next(iter(self._waiting.items()))
-            if self._clock() - since <= self.gaps.longest:
-                return
+    def step(self) -> bool:
+        """End some that have waited for longer than hardly any comes back after. Returns whether there may be
+        more."""
+        for _ in range(_AT_ONCE):
+            agent, since = next(iter(self._waiting.items()), (None, 0.0))
+            if agent is None or self._clock() - since <= self.gaps.longest:
+                return False
             self.end(agent)
+        return bool(self._waiting)
 
     @staticmethod
     def _run(index: Index, keys: Sequence[bytes]) -> list[Entry]:

@@ -21,6 +21,8 @@ MAX_SESSIONS = 4096
 MAX_NAMELESS = 1024
 MAX_KEYS = 1 << 19
 """The most keys in the book: some 40 MB."""
+MAX_ANCESTORS = 8
+"""Of a session: each of its requests refreshes the prompts of all of them."""
 _LOOK_BACK = 256
 """How many chunks a request can be longer than the one that it continues, if it has no name."""
 
@@ -39,6 +41,8 @@ class Agent:
     """The session that started this one and lives as long as it."""
     children: int = 0
     """Sessions that it has started and that are not over."""
+    below: int = 0
+    """Generations of children below it, at most."""
     state: str = ASKING
     chain: tuple[bytes, ...] = ()
     """The keys of its last prompt."""
@@ -104,9 +108,13 @@ class Book:
                 self._named.move_to_end((each.tenant, each.name))
         if parent and agent.parent is None and parent != name:
             found = self.named(tenant, parent)
-            if agent not in _ancestors(found):  # otherwise both would wait for the other's end
+            line = [*_ancestors(found)]
+            # Otherwise both would wait for the other's end, or one would have too many ancestors.
+            if agent not in line and len(line) + agent.below <= MAX_ANCESTORS:
                 agent.parent = found
                 found.children += 1
+                for generation, each in enumerate(line, agent.below + 1):
+                    each.below = max(each.below, generation)
         return agent
 
     def nameless(self, keys: Sequence[bytes]) -> Agent:
@@ -163,6 +171,8 @@ class Book:
             del self._nameless[agent.number]
         if agent.parent is not None:
             agent.parent.children -= 1
+            if not agent.parent.children:
+                agent.parent.below = 0
             agent.parent = None
         for each in self if agent.children else ():
             if each.parent is agent:
@@ -194,6 +204,8 @@ class Book:
         assert agents.issuperset(parents), "a forgotten session has a child"
         for each in agents:
             assert each.children == parents.count(each), f"{each!r} has {parents.count(each)}"
+            for generation, above in enumerate(_ancestors(each)):
+                assert generation <= min(above.below, MAX_ANCESTORS), f"{above!r} has more generations"
 
 
 def _ancestors(agent: Agent | None) -> Iterator[Agent]:

@@ -164,6 +164,26 @@ def test_who_comes_back_no_more_is_over(make, time):
     assert cache.sessions.get(NOBODY, "one") is None
 
 
+def test_of_many_who_come_back_no_more_a_step_ends_some(make, time):
+    """Each end looks at all other sessions, and others have to get their turns."""
+    woken = []
+    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
+    cache._tell = lambda: woken.append(len(cache.sessions.book))
+    for _ in range(Gaps.ENOUGH):
+        cache.sessions.gaps.add(1)
+    for number in range(40):
+        ask(cache, named(1, "one"), f"session {number}")
+        wait(cache, f"session {number}")
+    time.pass_by(100)
+    left = []
+    while len(cache.sessions.book):
+        cache.step()
+        cache.check()
+        left.append(len(cache.sessions.book))
+    assert left == [24, 8, 0]
+    assert woken == [24, 8], "the next step comes at once"
+
+
 def test_hits_are_counted_for_the_session(cache):
     ask(cache, named(4, "one"), "one")
     ask(cache, named(4, "one"), "one")

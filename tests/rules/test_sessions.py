@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.rules.sessions import MAX_NAMELESS, Agent, Book
+from lmtier.rules.sessions import MAX_ANCESTORS, MAX_NAMELESS, Agent, Book
 
 TENANT = bytes(4)
 
@@ -110,6 +110,25 @@ def test_a_forgotten_parent_leaves_no_trace_in_its_children():
     book.drop(parent)
     book.check()
     assert child.parent is None
+
+
+def depth(agent: Agent) -> int:
+    return 0 if agent.parent is None else 1 + depth(agent.parent)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["the first parent first", "the last child first"])
+def test_a_session_has_few_ancestors_however_its_family_grows(order):
+    """Each request of a child refreshes the prompts of all of them."""
+    book = Book()
+    names = [f"{number}" for number in range(40)]
+    for parent, child in list(itertools.pairwise(names))[::order]:
+        asks(book, child, child, parent)
+    assert max(map(depth, book)) == MAX_ANCESTORS
+    assert sum(agent.parent is None for agent in book) <= 40 / MAX_ANCESTORS
+    for name in names:  # whose children have left
+        if (agent := book.get(TENANT, name)) is not None and not agent.children:
+            book.drop(agent)
+            book.check()
 
 
 @pytest.mark.parametrize("path", [["a", "a"], ["a", "b", "a"], ["a", "b", "c", "a"]])
