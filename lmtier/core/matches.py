@@ -33,6 +33,8 @@ class Matches:
         self, room: Room, lower: LowerTiers, gauges: Gauges, followers: Followers, weighing: Weighing
     ) -> None:
         self.open: dict[int, Match] = {}
+        self._pending: dict[Match, None] = {}
+        """Those that ask tiers or wait for loads, the first one first, and some that have ended since."""
         self.waiters: dict[Entry, list[Match]] = {}
         """The matches that wait for each chunk that is being loaded."""
         self.loading = 0
@@ -105,6 +107,8 @@ class Matches:
             add(entry)
             parent = entry
         index.leased_bytes += leased
+        if match.waiting:
+            self._pending[match] = None
         match.sources.extend([CPU] * (len(run) - len(match.sources)))
 
     def _find_below(self, match: Match) -> None:
@@ -134,6 +138,8 @@ class Matches:
             names += [Name(key, shard) for key in states for shard in match.ends.shards]
         for tier in asked if names else ():
             match.asking += tier.lookup(names, match.deadline, partial(self._answered, match, tier, first))
+        if match.asking:
+            self._pending[match] = None
 
     def _answered(self, match: Match, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
         """A tier has answered which of the keys from `first` on it has."""
@@ -240,6 +246,7 @@ class Matches:
         self._index.lease(started)
         match.run.append(started)
         match.waiting += 1
+        self._pending[match] = None
         self.waiters[started] = [match]
 
     def _load(self, key: bytes, form: ChunkForm, tier: LowerTier, parent: Entry | None) -> Entry | None:
@@ -358,8 +365,11 @@ class Matches:
     def expire(self) -> None:
         """End the waits whose deadlines have passed. Those requests compute the rest instead."""
         now = time.monotonic()
-        for match in [match for match in self.open.values() if now > match.deadline]:
+        for match in list(self._pending):
             if match.released or not (match.waiting or match.asking):
+                del self._pending[match]
+                continue
+            if now <= match.deadline:
                 continue
             if match.asking and match.ends is not None:
                 match.asking, match.cut, match.found = 0, match.cut or "deadline", match.chunks
@@ -390,6 +400,7 @@ class Matches:
         for match in self.open.values():
             waiting = sum(match in waiters for waiters in self.waiters.values())
             assert match.waiting == waiting, f"{match!r} waits for {waiting}"
+            assert match in self._pending or not (waiting or match.asking), f"{match!r} would wait for ever"
             assert len(match.run) <= match.chunks, f"{match!r} lost count"
 
 

@@ -99,6 +99,40 @@ def test_what_is_late_is_cut_at_its_deadline(cache: Cache, gate: Gate) -> None:
     cache._matches.release(match)
 
 
+def test_the_work_of_a_step_does_not_grow_with_the_matches_that_are_held(cache: Cache, gate: Gate) -> None:
+    looked = []
+
+    class Deadline(float):
+        def __lt__(self, now: float) -> bool:
+            looked.append(self)
+            return float(self) < now
+
+        def __ge__(self, now: float) -> bool:
+            looked.append(self)
+            return float(self) >= now
+
+    held = []
+    for _ in range(100):
+        held.append(cache._matches.begin(KEYS[:1], FORM, 0, time.monotonic() + 30))
+        held[-1].deadline = Deadline(held[-1].deadline)
+    gate.hold()
+    waiting = begin(cache._matches)
+    cache._matches.prefetch(waiting, None, 0)
+    waiting.deadline = Deadline(waiting.deadline)
+    for _ in range(5):
+        cache.step()
+        cache.check()
+    assert looked == [waiting.deadline] * 5
+    gate.open()
+    arrive(cache, waiting)
+    cache.step()
+    looked.clear()
+    cache.step()
+    assert not looked
+    for match in (waiting, *held):
+        cache._matches.release(match)
+
+
 def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_deleted(
     cache: Cache, gate: Gate
 ) -> None:
