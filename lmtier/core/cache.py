@@ -348,8 +348,6 @@ class Cache:
         if self.presence is not None and self.is_warm:
             self.presence.trust()
         self._end_lifetimes()
-        if self.sessions.step():
-            self._woken()
         self._hinting.step()
         self._come_down()
         if self.lower:
@@ -417,18 +415,20 @@ class Cache:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def purge(self, suspect: Suspect, *, force: bool = False) -> None:
+    def purging(self, suspect: Suspect, *, force: bool = False) -> Generator[None, None, None]:
         """Delete the chunks that `suspect` covers, except those in use; with `force` those too.
 
         In lower tiers headers are read one by one to find them; `flush` waits for that. Until then lookups
-        still find such chunks, but they are not loaded.
+        still find such chunks, but from the first step on they are not loaded.
         """
         suspect = replace(suspect, until=min(suspect.until, now_ms()))
-        for entry in self.index.entries():
-            if suspect.covers(entry.key, entry.made) and (force or self.lower.only_lease(entry)):
-                self.room.take_out(entry, CLEARED)
+        for tier in self.lower:
+            tier.doubt(suspect)
+        yield from self.room.purging(suspect, None if force else self.lower.only_lease)
         for tier in self.lower:
             tier.purge(suspect)
+
+    purge = at_once(purging)
 
     def clearing(self, namespace: bytes = b"", *, force: bool = False) -> Generator[None, None, None]:
         """Delete everything that is not leased; with `force` leased chunks too. Later releases are harmless.
@@ -484,9 +484,9 @@ class Cache:
     # ---- lifetimes
 
     def _end_lifetimes(self) -> None:
-        """Delete some expired chunks in every tier; the next step continues."""
+        """Delete some expired chunks in every tier, and end some sessions; the next step continues."""
         self.pinning.expire()
-        more = self.room.expire()
+        more = self.room.expire() | self.sessions.step()
         for tier in self.lower:
             more |= tier.expire()
         if more:

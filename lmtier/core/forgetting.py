@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CLEARED, State
-from lmtier.core.owned import OwnedTier
 from lmtier.errors import LMTierError, MisuseError, audit, log
 from lmtier.format.keys import NOBODY, TENANT_BYTES, tenant_of
 
@@ -110,9 +109,12 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     until = time.monotonic() + patience
     found = {told.tier: told for told in report.tiers}
     for owned in cache.lower.owned:
-        yield from _leave_owned(owned, tenant, found[owned.label])
-    for tier in cache.lower:
-        tier.forget(tenant)  # also what was stored meanwhile; and no other host brings it back
+        found[owned.label].chunks = 0
+    for tiers in (cache.lower.owned, cache.lower):
+        for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
+            for chunks in tier.forget(tenant):
+                found[tier.label].chunks = (found[tier.label].chunks or 0) + chunks
+                yield False
     while time.monotonic() < until and any(
         _is_left(tier, tenant) and not _is_hopeless(tier) for tier in cache.lower.ours
     ):
@@ -157,16 +159,6 @@ def _leave_slab(cache: Cache, tenant: bytes, report: TenantReport) -> Generator[
             done += entry.nbytes
         if not number % _AT_ONCE or done > _BYTES_AT_ONCE:
             done = 0
-            yield False
-
-
-def _leave_owned(tier: OwnedTier, tenant: bytes, told: Forgotten) -> Generator[bool, None, None]:
-    told.chunks = 0
-    for number, entry in enumerate(tier.index.entries(), 1):
-        if tenant_of(entry.key) == tenant and entry.state is not State.GONE:
-            tier.clear_one(entry)
-            told.chunks += 1
-        if not number % _AT_ONCE:
             yield False
 
 

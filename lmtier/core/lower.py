@@ -524,12 +524,19 @@ class LowerTier(ABC):
         self._writes.forget_missing()
 
     @abstractmethod
-    def forget(self, tenant: bytes) -> None:
-        """Delete all chunks of this tenant. From now on this cache finds none of them."""
+    def forget(self, tenant: bytes) -> Iterable[int]:
+        """Delete all chunks of this tenant, in small steps: how many in each, if that is known."""
 
     def is_moving(self, tenant: bytes) -> bool:
         """Whether chunks of this tenant are being written or deleted now."""
         return any(tenant_of(key) == tenant for key in self._going)
+
+    def doubt(self, suspect: Suspect) -> None:
+        """Load no chunk that `suspect` covers. `purge` follows."""
+        if suspect not in self._suspects:
+            if self.is_clear:
+                del self._suspects[: 1 - _SUSPECTS]
+            self._suspects.append(suspect)
 
     def purge(self, suspect: Suspect) -> None:
         """Delete the chunks that `suspect` covers.
@@ -537,9 +544,7 @@ class LowerTier(ABC):
         Their headers must be read first; until then none is loaded.
         """
         self._writes.forget_missing()
-        if self.is_clear:
-            del self._suspects[: 1 - _SUSPECTS]
-        self._suspects.append(suspect)
+        self.doubt(suspect)
 
     def _delete(self, names: list[Name], nbytes: int = 0, *, is_again: bool = False) -> None:
         if names:

@@ -7,8 +7,8 @@ time. At its start it scans the storage.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -38,6 +38,7 @@ from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
 _FAILED = 4096  # chunks whose first error is remembered
+_AT_ONCE = 1024  # entries that are looked at in one step
 _HEADERS = 8  # read at once in a search for suspect chunks, so that loads continue
 
 
@@ -63,6 +64,8 @@ class OwnedTier(LowerTier):
         """
         self._failed: dict[bytes, Entry] = {}
         """Chunks that could not be read once."""
+        self._searches = deque[tuple[Suspect, Iterator[Entry]]]()
+        """The searches for suspect chunks, and the entries that each has still to look at."""
         self._unread = OrderedDict[bytes, None]()
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
@@ -142,7 +145,7 @@ class OwnedTier(LowerTier):
 
     @property
     def backlog(self) -> int:
-        unread = len(self._unread) + self._reading + self._unsearched
+        unread = len(self._searches) + len(self._unread) + self._reading + self._unsearched
         return super().backlog + len(self._unwanted) + len(self._unwanted_prefixes) + unread
 
     @property
@@ -151,7 +154,8 @@ class OwnedTier(LowerTier):
 
     @property
     def is_clear(self) -> bool:
-        return not (self._unwanted_prefixes or self._unread or self._reading or self._unsearched)
+        unread = self._searches or self._unread or self._reading or self._unsearched
+        return not (self._unwanted_prefixes or unread)
 
     @property
     def _unsearched(self) -> int:
@@ -160,6 +164,7 @@ class OwnedTier(LowerTier):
 
     def _look_after(self) -> None:
         super()._look_after()
+        self._search_on()
         self._read_headers()
         if not self.is_warm and not self._jobs and self.up.allows():
             self._scan()
@@ -435,21 +440,35 @@ class OwnedTier(LowerTier):
         if not self.is_warm and namespace not in self._unwanted_prefixes:
             self._unwanted_prefixes += (namespace,)
 
-    def forget(self, tenant: bytes) -> None:
+    def forget(self, tenant: bytes) -> Iterator[int]:
         self._writes.forget_missing()
-        for entry in self.index.entries():
-            if tenant_of(entry.key) == tenant:
+        entries = iter(self.index.entries())
+        while some := list(islice(entries, _AT_ONCE)):
+            mine = [each for each in some if tenant_of(each.key) == tenant and each.state is not State.GONE]
+            for entry in mine:
                 self.clear_one(entry)
+            yield len(mine)
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
         self._search(suspect)
 
     def _search(self, suspect: Suspect) -> None:
-        for entry in self.index.entries():
-            if suspect.concerns(entry.key):
-                self._unread[entry.key] = None
+        self._searches.append((suspect, iter(self.index.entries())))
+        self._search_on()
         self._read_headers()
+
+    def _search_on(self) -> None:
+        """Look for suspect chunks among some more entries; the next step continues."""
+        if not self._searches:
+            return
+        suspect, entries = self._searches[0]
+        some = list(islice(entries, _AT_ONCE))
+        self._unread.update((entry.key, None) for entry in some if suspect.concerns(entry.key))
+        if len(some) < _AT_ONCE:
+            self._searches.popleft()
+        if self._searches:
+            self.tier.wake()
 
     def _read_headers(self) -> None:
         """Read the headers of chunks that may be suspect, a few at a time, so that loads continue."""

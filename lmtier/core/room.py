@@ -7,13 +7,14 @@ nothing about lower tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lmtier.core.index import Index, evictions, expire, limit
-from lmtier.core.match import CPU, DELETED, EXPIRED, Entry, State
+from lmtier.core.match import CLEARED, CPU, DELETED, EXPIRED, Entry, State
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, padded
+from lmtier.format.objects import Suspect
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.shares import Pool
@@ -22,6 +23,7 @@ _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at
 _TRIES = 4  # evictions for one chunk before its room is given up as too fragmented
 _SLID = 4  # bytes that may be moved for a chunk, as a multiple of its size; or
 _SLID_BYTES = 32 << 20
+_PURGED_AT_ONCE = 1024  # chunks that are looked at
 _COMPACTING = 0.05  # seconds that compaction may take in a step; a single move may take longer
 
 
@@ -175,6 +177,15 @@ class Room:
             self._free([entry])
         else:
             self.leaving.add(entry)
+
+    def purging(self, suspect: Suspect, may_go: Callable[[Entry], bool] | None) -> Iterator[None]:
+        """Take out the chunks that `suspect` covers, in small steps. None: also those in use."""
+        for number, entry in enumerate(self.index.entries(), 1):
+            is_there = entry.state is not State.GONE and suspect.covers(entry.key, entry.made)
+            if is_there and (may_go is None or may_go(entry)):
+                self.take_out(entry, CLEARED)
+            if not number % _PURGED_AT_ONCE:
+                yield
 
     def erase(self, entry: Entry, why: str) -> None:
         """`take_out`, and overwrite its bytes once they are free."""

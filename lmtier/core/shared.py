@@ -288,8 +288,9 @@ class SharedTier(LowerTier):
         for key in self._writes.under(self._uncleared):
             self._drop(self._writes.take(key), "cleared")
 
-    def forget(self, tenant: bytes) -> None:
+    def forget(self, tenant: bytes) -> Iterable[int]:
         self.purge(Suspect(tenant=tenant, until=now_ms()))
+        return ()
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)

@@ -11,10 +11,10 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.forgetting import BY_TENANT, BY_TIER, NOT, forget
+from lmtier.core.forgetting import BY_TENANT, BY_TIER, NOT, forget, forgetting
 from lmtier.core.match import State
 from lmtier.errors import MisuseError
-from lmtier.format.keys import NOBODY, tenant
+from lmtier.format.keys import NOBODY, tenant, tenant_of
 from lmtier.format.layout import Layout, form_of
 from lmtier.observe.prompts import Origin, Prompts
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -101,6 +101,29 @@ def test_one_tenant_goes_from_everywhere_and_the_others_stay(tmp_path):
         assert found(cache, keys(B, 3)) == ["cpu"] * 3
     with cache_over(sealed_disk(tmp_path)) as cache:
         assert found(cache, keys(B, 3, b"othr")) == ["disk"] * 3
+
+
+def test_a_tenant_leaves_a_tier_in_small_steps(monkeypatch):
+    """Others have to get their turns."""
+    url, looked = "near://?capacity=1GiB", []
+
+    def look(key: bytes) -> bytes:
+        looked.append(key)
+        return tenant_of(key)
+
+    with cache_over(url, tiers={url: MemoryTier()}) as cache:
+        save(cache, keys(A, 30))
+        for first in range(0, 1500, 30):
+            save(cache, keys(B, 1500)[first : first + 30])
+        for module in ("forgetting", "owned", "lower"):
+            monkeypatch.setattr(f"lmtier.core.{module}.tenant_of", look)
+        steps = forgetting(cache, A, 20.0, "a test")
+        while (must_wait := next(steps, None)) is not None:
+            assert len(looked) <= 1024 + 100
+            if must_wait:
+                cache.wait_for_tiers()
+            looked.clear()
+        assert [entry.key for entry in cache.lower.owned[0].index.entries()] == keys(B, 1500)
 
 
 def test_a_backup_gives_nothing_of_who_was_forgotten(tmp_path):

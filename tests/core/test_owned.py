@@ -590,6 +590,46 @@ def test_no_suspect_is_forgotten_before_its_search_has_ended(keeps):
         cache.check()
 
 
+def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch):
+    """Others have to get their turns. From its beginning on none is loaded."""
+    url, looked = "near://?capacity=1GiB", []
+    objects: dict[Name, bytes] = {}
+    cache = make(cpu(2600), url, opened={url: MemoryTier(objects)}, queue_length=3000)
+    bad, good = keys(2500, "bad"), keys(10, "good")
+    store(cache, bad, by="bad")
+    store(cache, good, by="good")
+    assert cache.flush()
+    assert len(objects) == 2510
+    concerns, covers = Suspect.concerns, Suspect.covers
+    monkeypatch.setattr(Suspect, "concerns", lambda *what: looked.append(what) or concerns(*what))
+    monkeypatch.setattr(Suspect, "covers", lambda *what: looked.append(what) or covers(*what))
+
+    def looks(work) -> int:
+        """How often `work` looks; at a chunk of the slab, and at a header, twice."""
+        looked.clear()
+        work()
+        return len(looked)
+
+    for entry in cache.index.entries()[:5]:  # the slab forgets, the tier does not
+        cache.room.take_out(entry)
+    steps = cache.purging(Suspect(by="bad"))
+    assert looks(lambda: next(steps)) <= 2 * 1024
+    match = cache.wait(cache.match(bad[:5], ONE))
+    assert (match.chunks, match.cut) == (0, "cleared")
+    cache.release(match)
+    turns = 0
+    while looks(lambda: next(steps, "ended")):
+        assert len(looked) <= 2 * 1024
+        turns += 1
+    assert turns == 2
+    (below,) = cache.lower
+    assert not below.is_clear
+    while not below.is_clear:
+        assert looks(cache.step) <= 2 * 1024
+    assert cache.flush()
+    assert {name.key for name in objects} == set(good)
+
+
 def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
     url = f"near://?capacity={9 * AT_REST}"
     tier = HandTier({}, keeps=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -211,9 +212,8 @@ class Operating:
             self._need_few_clears()
         if is_suspect:
             moment = 0 if since is None else read_number(since.encode(), "a time in milliseconds", 1 << 53)
-            self._cache.purge(Suspect(prefix, by or "*", moment), force=force)
-            return OK if until is None else self._cleared(until)
-        return self._clearing(prefix, force, until)
+            return self._clearing(self._cache.purging(Suspect(prefix, by or "*", moment), force=force), until)
+        return self._clearing(self._cache.clearing(prefix, force=force), until)
 
     def _need_warm(self, done: str) -> None:
         if not self._cache.is_warm:
@@ -223,8 +223,8 @@ class Operating:
         if full := [each.label for each in self._cache.lower if each.uncleared >= MAX_CLEARINGS]:
             raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
 
-    def _clearing(self, prefix: bytes, force: bool, until: float | None) -> Waiting:
-        for _ in self._cache.clearing(prefix, force=force):
+    def _clearing(self, steps: Iterator[None], until: float | None) -> Waiting:
+        for _ in steps:
             yield PAUSE
         return OK if until is None else (yield from self._cleared(until))
 
