@@ -355,11 +355,13 @@ class HttpConnection(Channel):
         self._last = False  # nothing more will be answered
         self._late: Reply | None = None
 
-    is_cut = False
+    @property
+    def is_cut(self) -> bool:
+        return self._conversation.is_answering
 
     @property
     def wants_input(self) -> bool:
-        return not (self.waits or self._late)
+        return self.is_idle
 
     @property
     def is_waiting(self) -> bool:
@@ -368,7 +370,7 @@ class HttpConnection(Channel):
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waits or self._late)
+        return not (self.waits or self._late or self.is_cut)
 
     def is_in_the_middle(self) -> bool:
         return True  # a browser's connection may be idle for as long as a transfer
@@ -377,7 +379,7 @@ class HttpConnection(Channel):
     """A browser connects before it asks, and keeps its connection afterwards: no reason for a warning."""
 
     def hear(self) -> None:
-        count = self.read(self._input)
+        count = 0 if self.is_cut else self.read(self._input)
         if count and not self._last:
             self._conversation.feed(self._input[:count])
         self.go_on()

@@ -12,7 +12,7 @@ import binascii
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
@@ -22,7 +22,7 @@ from lmtier._version import __version__
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.format.keys import tenant
-from lmtier.rules.hints import actions_of
+from lmtier.rules.hints import Action, actions_of
 from lmtier.server.access import Role, Secrets
 from lmtier.server.explain import Explain
 from lmtier.server.report import Report
@@ -72,7 +72,10 @@ class Response(NamedTuple):
 
 
 Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
-Forms: TypeAlias = "Mapping[str, Callable[[bytes], Response]]"
+Answering: TypeAlias = "Generator[None, None, Response]"
+"""A response that takes long. It yields where other connections may have their turns."""
+Form: TypeAlias = "Callable[[bytes], Response | Answering]"
+Forms: TypeAlias = "Mapping[str, Form]"
 
 
 class Reply(NamedTuple):
@@ -150,7 +153,7 @@ class Http:
             return sentence(404, f"no such page; there are {', '.join(sorted(self._pages))}")
         return self._pages[path]()
 
-    def form(self, request: _Request) -> Callable[[bytes], Response] | None:
+    def form(self, request: _Request) -> Form | None:
         """What takes the body of this request; None: `answer` answers it."""
         if request.method != "POST" or request.path not in self._forms:
             return None
@@ -208,9 +211,16 @@ class Conversation:
         self._http = http
         self._address = address
         self._input = bytearray()
-        self._form: tuple[_Request, Callable[[bytes], Response]] | None = None
+        self._form: tuple[_Request, Form] | None = None
         """A request whose body has not come yet, and what takes it."""
+        self._answering: tuple[_Request, Answering] | None = None
+        """A request whose response takes long."""
         self._over = False
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the next reply takes more turns: call `next` again, and read nothing until then."""
+        return self._answering is not None
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes. After the last reply they are ignored."""
@@ -224,6 +234,8 @@ class Conversation:
         """
         if self._over:
             return None
+        if self._answering is not None:
+            return self._answer_on(*self._answering)
         try:
             if self._form is None:
                 head = self._head()
@@ -244,14 +256,26 @@ class Conversation:
             response = sentence(413, "requests have no body here")
         return self._reply(response, request.method != "HEAD", request.keep and not has_body)
 
-    def _fill(self, request: _Request, form: Callable[[bytes], Response]) -> Reply | None:
+    def _fill(self, request: _Request, form: Form) -> Reply | None:
         """Give the form its body, once all of it is here."""
         if len(self._input) < request.length:
             return None
         self._form = None
         body = bytes(self._input[: request.length])
         del self._input[: request.length]
-        return self._reply(form(body), with_body=True, keep=request.keep)
+        answer = form(body)
+        if isinstance(answer, Response):
+            return self._reply(answer, with_body=True, keep=request.keep)
+        self._answering = request, answer
+        return self._answer_on(request, answer)
+
+    def _answer_on(self, request: _Request, answering: Answering) -> Reply | None:
+        try:
+            next(answering)
+        except StopIteration as end:
+            self._answering = None
+            return self._reply(end.value, with_body=True, keep=request.keep)
+        return None
 
     def _head(self) -> bytes | None:
         """Take the next request's line and headers out of the input."""
@@ -325,21 +349,27 @@ def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ())
     return Response(status, JSON, json.dumps({"error": error}).encode() + b"\n", headers)
 
 
-def forms(cache: Cache) -> dict[str, Callable[[bytes], Response]]:
+def forms(cache: Cache) -> dict[str, Form]:
     """What takes a body, by path."""
 
-    def hints(body: bytes) -> Response:
+    def executing(actions: list[Action], of: bytes, session: str) -> Answering:
+        outcomes = []
+        for action in actions:
+            outcomes += [outcome._asdict() for outcome in cache.hint([action], of, session)]
+            yield
+        return Response(200, JSON, json.dumps(outcomes).encode())
+
+    def hints(body: bytes) -> Response | Answering:
         try:
             said = json.loads(body)
             salt, session = (said.pop(name, "") for name in ("salt", "session")) if said else ("", "")
             if not isinstance(salt, str) or not isinstance(session, str):
                 raise MisuseError("salt and session are text")
-            outcomes = cache.hint(actions_of(said), tenant(salt), session)
+            return executing(actions_of(said), tenant(salt), session)
         except (ValueError, RecursionError, AttributeError, TypeError):
             return sentence(400, "the body is an envelope of hints: a JSON object")
         except MisuseError as error:
             return sentence(400, str(error))
-        return Response(200, JSON, json.dumps([outcome._asdict() for outcome in outcomes]).encode())
 
     return {"/api/hints": hints}
 

@@ -4,15 +4,19 @@ import base64
 import json
 import random
 import re
+import socket
 
 import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
+from lmtier.rules.hints import envelope
 from lmtier.server.access import Role, Secrets
+from lmtier.server.commands import Caller
+from lmtier.server.connection import HttpConnection
 from lmtier.server.explain import Explain
-from lmtier.server.http import MAX_HEAD, Http, Response, routes
+from lmtier.server.http import MAX_HEAD, Http, Reply, Response, forms, routes
 from lmtier.server.report import Report
 
 PAGES = {
@@ -396,3 +400,31 @@ def test_fifty_thousand_mutated_requests_break_nothing():
                 keep = reply.keep
                 seen.add(reply.data[9:12])
     assert seen >= {b"200", b"400", b"401", b"404", b"405", b"413", b"503"}
+
+
+def test_of_many_hints_each_has_a_turn_of_its_own():
+    """As with LMTIER.HINT: one may look at every session, and other clients wait meanwhile."""
+    body = json.dumps(envelope("many", *[("release", {"session": "agent"})] * 5)).encode()
+    lines = "Host: x", "Authorization: Bearer sesame", "Content-Type: application/json"
+    head = get("/api/hints", *lines, f"Content-Length: {len(body)}").replace(b"GET", b"POST")
+    with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
+        http = Http(PAGES, tokens("sesame"), forms=forms(cache))
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        connection = HttpConnection(ours, http.conversation(), Caller(1, "here"))
+        theirs.send(head + body + get("/healthz", *lines))
+        done = []
+        connection.hear()
+        while connection.is_cut:
+            done.append(cache.metrics.value("lmtier_hints_total", action="release", result="done"))
+            assert (connection.wants_input, connection.is_idle) == (False, False)
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1)
+            connection.hear()
+        assert done == [1, 2, 3, 4, 5]
+        status, fields, said = taken_apart(Reply(theirs.recv(1 << 16), 0.0, True))
+        told, rest = said[: int(dict(fields)["Content-Length"])], said[int(dict(fields)["Content-Length"]) :]
+        assert (status, [each["result"] for each in json.loads(told)]) == (200, ["done"] * 5)
+        assert rest.endswith(b"ok\n"), "the next request has its answer"
+        connection.close()
+        theirs.close()
