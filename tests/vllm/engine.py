@@ -138,6 +138,10 @@ class Engine:
         """One after the other: of each the number, and how many embeddings it has instead of tokens."""
         return [Output(each) for each in self.ask("embed", prompts=prompts, tokens=tokens)]
 
+    def pool(self, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
+        """Of a pooling model: the embedding of each, and how many of its tokens were cached."""
+        return [(values, cached) for values, cached in self.ask("pool", prompts=prompts)]
+
     def seconds(self, prompt: list[int]) -> float:
         """Until the first token."""
         return float(self.ask("seconds", prompt=prompt))
@@ -278,7 +282,7 @@ def main() -> None:
 
     import torch
     from vllm import LLM, SamplingParams
-    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig, PoolerConfig
     from vllm.lora.request import LoRARequest
 
     options = json.loads(sys.stdin.readline())
@@ -287,6 +291,8 @@ def main() -> None:
     transfer = options.pop("transfer")
     if "kv_events_config" in options:
         options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
+    if "pooler_config" in options:
+        options["pooler_config"] = PoolerConfig(**options["pooler_config"])
     defaults = {
         "dtype": "float32",  # in bf16 vLLM's own prefix cache changes an answer here and there: near ties
         "max_model_len": 4096,
@@ -412,6 +418,11 @@ def main() -> None:
                 found = [llm.generate([each], greedy(given["tokens"]), use_tqdm=False)[0] for each in asked]
                 settle()
                 say([outcome(each) for each in found])
+            case "pool":
+                asked = [{"prompt_token_ids": each} for each in given["prompts"]]
+                found = llm.embed(asked, use_tqdm=False)
+                settle()
+                say([(each.outputs.embedding, each.num_cached_tokens) for each in found])
             case "seconds":
                 began = time.perf_counter()
                 generate([given["prompt"]], 1, "", "")

@@ -803,6 +803,23 @@ def test_an_engine_that_cannot_go_on_from_loaded_kv_saves_and_never_loads(models
     idle(server.path)
 
 
+@pytest.mark.parametrize(("kind", "saves"), [("MEAN", False), ("LAST", True)])
+def test_pooling_over_all_tokens_gets_all_of_them_computed(models, tmp_path, server, kind, saves):
+    """Where vLLM has no prefix caching for a pooling model, it also needs each prompt in one step."""
+    prompts = prompts_of(700, 513)
+    tokenizer = {"skip_tokenizer_init": False, "tokenizer": str(models / "blip2")}  # vLLM wants one here
+    options: dict[str, Any] = {"runner": "pooling", "pooler_config": {"seq_pooling_type": kind}, **tokenizer}
+    with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path)), **options) as engine:
+        cold = engine.pool(prompts)
+        engine.forget()
+        warm = engine.pool(prompts)
+        assert all(a == pytest.approx(b, abs=1e-4) for (a, _), (b, _) in zip(warm, cold, strict=True))
+        assert sum(each for _, each in warm) == (loadable(prompts) if saves else 0)
+        assert bool(engine.metrics()["lmtier:saved_tokens_total"]) == saves
+        assert engine.log.read_text().count("nothing is loaded or stored") == (not saves)
+    idle(server.path)
+
+
 def test_kv_of_two_ranks_serves_one_and_the_other_way(models, tmp_path, server):
     prompts = prompts_of(900, 1100, 1300)
     how = transfer(server=str(server.path), mode="layerwise")

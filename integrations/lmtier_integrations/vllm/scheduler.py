@@ -16,6 +16,7 @@ names       what KV is called, by weights, adapters and media
 doubts      whether ranks still have the weights that names say
 foreign     what another connector has loaded, which is not stored
 undoing     what the engine believed of blocks whose load has failed
+limits      what keeps an engine from loading
 steps       what vLLM says of a step
 """
 
@@ -40,6 +41,7 @@ from lmtier_integrations.vllm.followed import FollowedRequest, Parts
 from lmtier_integrations.vllm.foreign import Foreign
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
+from lmtier_integrations.vllm.limits import pools_whole_prompts
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
@@ -72,6 +74,12 @@ class Scheduler:
         """
         self._launcher = launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
+        if self._loads and pools_whole_prompts(config):
+            self._loads = self._saves = False
+            log.warning(
+                "lmtier: this pooling model needs all tokens of a prompt in one step, so vLLM has no prefix "
+                "caching for it: nothing is loaded or stored"
+            )
         self._block_tokens = config.cache_config.block_size
         self._ranks = config.parallel_config.world_size
         self._client = client = launcher.connect("vllm scheduler")
