@@ -339,6 +339,27 @@ def test_the_second_model_runner_answers_right_after_failed_loads(models, tmp_pa
     idle(server.path)
 
 
+def test_tokens_whose_experts_are_returned_are_computed(models, tmp_path, server):
+    """Which experts computed a token is known where it was computed, and nowhere else."""
+    prompts = prompts_of(600, 300)
+    with Engine(
+        tmp_path,
+        models / "llama4",
+        transfer=transfer(server=str(server.path)),
+        env={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        fresh=True,
+        enable_return_routed_experts=True,
+        **{**SMALL, "num_gpu_blocks_override": 200},
+    ) as engine:
+        cold = alone(engine, prompts)
+        engine.forget()
+        warm = alone(engine, prompts)
+        assert (tokens(warm), cached(warm)) == (tokens(cold), 0)
+        assert engine.metrics()["lmtier:saved_tokens_total"] >= loadable(prompts)
+        assert engine.log.read_text().count("returns experts of all tokens") == 1
+    idle(server.path)
+
+
 def test_another_connector_gets_no_block_that_is_being_copied(models, tmp_path, server):
     """It writes for a request that no step computes yet, and waits for none of our streams."""
     short, long = prompts_of(400, LONG + 300)

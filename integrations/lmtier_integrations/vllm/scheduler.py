@@ -41,7 +41,7 @@ from lmtier_integrations.vllm.followed import FollowedRequest, Parts
 from lmtier_integrations.vllm.foreign import Foreign
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.limits import pools_whole_prompts
+from lmtier_integrations.vllm.limits import pools_whole_prompts, returns_experts
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
@@ -79,6 +79,12 @@ class Scheduler:
             log.warning(
                 "lmtier: this pooling model needs all tokens of a prompt in one step, so vLLM has no prefix "
                 "caching for it: nothing is loaded or stored"
+            )
+        if self._loads and returns_experts(config):
+            self._loads = False
+            log.warning(
+                "lmtier: enable_return_routed_experts returns experts of all tokens, and those of loaded "
+                "tokens are not known: nothing is loaded; what is computed is still saved"
             )
         self._block_tokens = config.cache_config.block_size
         self._ranks = config.parallel_config.world_size
