@@ -761,6 +761,20 @@ def test_windows_and_full_attention_in_one_model(models, tmp_path, server, name,
     idle(server.path)
 
 
+def test_a_prompt_of_which_a_step_computes_less_than_its_room_is_stored(models, tmp_path, server):
+    """Room for all of it is asked for ahead. Another request takes a part of the step."""
+    short, long = prompts_of(20, 4 * CHUNK)
+    how = transfer(server=str(server.path))
+    with Engine(tmp_path, models / "gemma3", transfer=how, max_num_batched_tokens=len(long)) as engine:
+        alone(engine, prompts_of(40))  # the first request of an engine asks for nothing ahead
+        cold = engine.generate([short, long])
+        engine.forget()
+        warm = engine.generate([short, long])
+        assert tokens(warm) == tokens(cold)
+        assert cached(warm) == loadable([long])
+    idle(server.path)
+
+
 def test_a_failed_load_behind_a_window_starts_the_request_anew(models, tmp_path, server):
     """Computing goes on from block k only if the window before it was loaded; here it was not."""
     prompts = prompts_of(2000, 1700)

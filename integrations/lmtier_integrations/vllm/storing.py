@@ -126,11 +126,11 @@ class Storing:
         if (asked := known.asked) is not None:
             end = len(asked.keys) * self._chunk_tokens
             if asked.first != known.stored or (tokens < end and not will_be_back):
-                known.withdraw()  # it was preempted; or the step computes less of it
+                self._give_back(known)  # it was preempted; or the step computes less of it
             elif computed < end and will_be_back:
                 return
             elif not self._shows(tables, asked.first, len(asked.keys)):
-                known.withdraw()  # the engine had these itself, and some have left a window
+                self._give_back(known)  # the engine had these itself, and some have left a window
             else:
                 self._fill(plan, known, tables)
         if tokens < known.due:
@@ -147,6 +147,18 @@ class Storing:
             known.tell()
         if not will_be_back:
             self._fill(plan, known, tables)
+
+    def _give_back(self, known: FollowedRequest) -> None:
+        """Give back the room that was asked for, before room for the same chunks is asked for again.
+
+        Until it is given back, the server takes these chunks for known, and gives no room for them again.
+        `withdraw` would only give it back when the server's answer comes. So this waits for the answer.
+        """
+        asked = known.take_asked()
+        assert asked is not None
+        reservation = self._client.reserved(asked)
+        for shard in tuple(reservation.left):
+            self._client.abort(reservation, shard)
 
     def _will_be_back(self, known: FollowedRequest, tokens: int) -> bool:
         """Whether another step will probably compute this request in the same blocks."""
