@@ -775,6 +775,22 @@ def test_a_prompt_of_which_a_step_computes_less_than_its_room_is_stored(models, 
     idle(server.path)
 
 
+def test_what_follows_the_engines_own_prefix_behind_a_window_is_stored(models, tmp_path, server):
+    """It looks nothing up, so it does not know that the prefix is stored. A part of it has left a window."""
+    (prompt,) = prompts_of(1500)
+    longer = prompt + prompts_of(700, seed=2)[0]
+    fills = transfer("kv_producer", server=str(server.path))
+    with Engine(tmp_path, models / "gemma3", transfer=fills) as engine:
+        alone(engine, [prompt])
+        (cold,) = alone(engine, [longer])
+        assert cold.cached > 1024, "it shares what it has itself"
+        assert engine.metrics()["lmtier:saved_tokens_total"] == len(longer) // CHUNK * CHUNK
+    with Engine(tmp_path, models / "gemma3", transfer=transfer(server=str(server.path))) as engine:
+        (warm,) = alone(engine, [longer])
+        assert (warm.tokens, warm.cached) == (cold.tokens, loadable([longer]))
+    idle(server.path)
+
+
 def test_a_failed_load_behind_a_window_starts_the_request_anew(models, tmp_path, server):
     """Computing goes on from block k only if the window before it was loaded; here it was not."""
     prompts = prompts_of(2000, 1700)

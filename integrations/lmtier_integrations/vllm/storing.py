@@ -19,7 +19,7 @@ from lmtier.format.keys import state_key
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
 from lmtier_integrations.vllm.kv import tables_of_kv
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
-from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, states_of, tables_of
+from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, entered, states_of, tables_of
 
 _TOGETHER = 256  # generated tokens that are stored at once, unless blocks may leave a window
 
@@ -137,8 +137,13 @@ class Storing:
             return
         full = tokens // self._chunk_tokens
         if not self._shows(tables, known.stored, full):
-            self._stored_to(known, full, known.stored)
-            return
+            if any(each.request_id == known.request.request_id for each in entered(output)):
+                # The engine had the first ones itself, and they have left a window. They were stored, if at
+                # all, when it computed them.
+                known.stored = max(known.stored, min(full, computed // self._chunk_tokens))
+            if known.stored == full or not self._shows(tables, known.stored, full):
+                self._stored_to(known, full, known.stored)
+                return
         keys = known.keys(full * self._chunk_tokens).keys[:full]
         with self._client.together():
             known.asked = self._client.ask_to_reserve(
