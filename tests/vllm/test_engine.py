@@ -229,6 +229,20 @@ def test_generated_tokens_are_kept_unless_told_not_to(models, tmp_path, server):
                 assert again.cached == found
 
 
+def test_of_a_prompt_with_more_chunks_than_a_request_takes_the_first_are_kept(models, tmp_path, server):
+    (prompt,) = prompts_of(5 * CHUNK)
+    how = transfer(server=str(server.path))
+    how["kv_connector_module_path"] = "tests.vllm.few_keys"
+    with Engine(tmp_path, models / "qwen2", transfer=how, max_num_batched_tokens=2 * CHUNK) as engine:
+        cold = engine.generate([prompt], CHUNK + 8)
+        engine.forget()
+        warm = engine.generate([prompt], CHUNK + 8)
+        assert tokens(warm) == tokens(cold)
+        assert cached(warm) == 3 * CHUNK
+        assert engine.metrics()["lmtier:saved_tokens_total"] == 3 * CHUNK
+    idle(server.path)
+
+
 def test_salts_do_not_see_each_other(models, tmp_path, server):
     prompts = prompts_of(800, 1000)
     with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:

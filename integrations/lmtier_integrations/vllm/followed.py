@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from lmtier.client.client import Asked, Client
 from lmtier.core.match import Match
 from lmtier.format.keys import KeyChain
+from lmtier.wire.verbs import MAX_KEYS
 from lmtier_integrations.vllm.copying import Copying
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.identity import lora_of, ttl_of
@@ -82,6 +83,13 @@ class FollowedRequest:
         if tokens > chain.tokens:
             chain.extend(self.request.all_token_ids[chain.tokens : tokens])
         return chain
+
+    def covered(self, tokens: int) -> int:
+        """How many of its first `tokens` tokens may be stored and found: a request to a server has a limit.
+
+        Later chunks have no use without those before them, so a chain ends there.
+        """
+        return min(tokens, MAX_KEYS * self.client.chunk_tokens)
 
     @property
     def _lora(self) -> str:

@@ -61,7 +61,7 @@ class Reuse:
         assert form is not None
         known.looked_at = time.monotonic()
         tokens = known.request.num_tokens
-        whole = (tokens - 1) // self._chunk_tokens  # something is left to compute
+        whole = known.covered(tokens - 1) // self._chunk_tokens  # something is left to compute
         if not whole:
             return
         chain = known.keys(tokens)
@@ -106,7 +106,7 @@ class Reuse:
         is_short = match is None or (
             match.ready
             and match.cut not in ("deadline", "error")  # a tier that fails would be asked again for ever
-            and match.chunks < (request.num_tokens - 1) // self._chunk_tokens
+            and match.chunks < known.covered(request.num_tokens - 1) // self._chunk_tokens
         )
         if is_short and time.monotonic() - known.looked_at > _FRESH:
             self.look(known)

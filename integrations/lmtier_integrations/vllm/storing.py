@@ -56,7 +56,7 @@ class Storing:
         if self._ahead is not None and self._ahead[0].asked is self._ahead[1]:
             return
         tokens = known.request.num_prompt_tokens
-        keys = known.keys(tokens).keys[: tokens // self._chunk_tokens]
+        keys = known.keys(tokens).keys[: known.covered(tokens) // self._chunk_tokens]
         if keys and tokens <= self._step_tokens:
             known.asked = self._client.ask_to_reserve(keys, self._names.form, ttl=known.ttl)
             self._ahead = known, known.asked
@@ -112,7 +112,8 @@ class Storing:
     def _tokens(self, known: FollowedRequest, after: int) -> int:
         """How many tokens have KV after the step and may be stored. Speculative ones may be taken back."""
         request = known.request
-        return min(after, request.num_tokens if self._saves_decode else request.num_prompt_tokens)
+        most = request.num_tokens if self._saves_decode else request.num_prompt_tokens
+        return known.covered(min(after, most))
 
     def _plan_save(
         self, plan: Plan, output: SchedulerOutput, known: FollowedRequest, computed: int, tokens: int
