@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmtier.tools.console import Address, Remote
 from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine
 from tests.vllm.test_engine import idle
@@ -33,6 +34,28 @@ def test_it_saves_and_loads_beside_another(models, tmp_path, server, ours_is_fir
     with Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine:
         (first,) = engine.generate(prompts[:1])  # the very first request of an engine, too
         assert cached([first]) == loadable(prompts[:1])
+    idle(server.path)
+
+
+def test_a_prompt_that_another_engine_prefills_is_not_looked_up(models, tmp_path, server):
+    """vLLM asks all connectors. While one of them waits for a tier, the request waits too."""
+    prompts = prompts_of(300, 700)
+    ours = transfer(server=str(server.path))
+    both = {"connectors": [BESIDE, ours]}
+    how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
+    del how["kv_connector_module_path"]
+    with (
+        Engine(tmp_path, models / "qwen2", transfer=how) as engine,
+        Remote(Address(unix=str(server.path))) as remote,
+    ):
+        engine.generate(prompts)
+        engine.forget()
+        before = remote.snapshot()["lookups"]
+        assert cached(engine.generate(prompts, params={"do_remote_prefill": True})) == 0
+        assert remote.snapshot()["lookups"] == before
+        engine.forget()
+        assert cached(engine.generate(prompts, params={"do_remote_prefill": False})) == loadable(prompts)
+        assert remote.snapshot()["lookups"] > before
     idle(server.path)
 
 

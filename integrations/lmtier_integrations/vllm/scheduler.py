@@ -38,7 +38,7 @@ from lmtier_integrations.vllm.copying import Copying
 from lmtier_integrations.vllm.doubts import Doubts
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
-from lmtier_integrations.vllm.foreign import Foreign
+from lmtier_integrations.vllm.foreign import Foreign, comes_from_elsewhere
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.limits import pools_whole_prompts, returns_experts
@@ -180,6 +180,8 @@ class Scheduler:
     def _may_load(self, known: FollowedRequest) -> bool:
         if self.waits_for_loads and self._names.is_read_later(known.request, known.adapter):
             return False  # its files may change until then, and the load would be of those before
+        if comes_from_elsewhere(known.request):
+            return False
         return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
 
     # ---- requests
