@@ -117,6 +117,26 @@ def test_the_precision_of_states_is_in_the_keys_of_models_that_keep_some(key, mo
     assert key(models / name, mamba_cache_dtype="float32") != key(models / name)
 
 
+def test_the_scaling_of_attention_is_in_the_key_wherever_it_is_said(key, models, tmp_path):
+    """Llama 4 takes it from the generation config, and not from its own configuration."""
+    model = models / "llama4"
+    plain, scaled = key(model), key(model, override_generation_config={"attn_temperature_tuning": True})
+    assert plain != scaled
+    assert key(model, override_generation_config={"temperature": 0.5}) == plain
+    (tmp_path / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    assert key(model, generation_config=str(tmp_path)) == scaled
+    # the process that builds the model sees what its class writes there, and others do not
+    assert key(model, hf_overrides={"attn_temperature_tuning": False}) == plain
+
+
+def test_models_that_read_the_generation_config_are_known():
+    """Llama 4 scales its attention by it. The others suppress tokens, and diffusion is declined."""
+    folder = Path(vllm.__file__).parent / "model_executor"
+    found = {path.stem for path in folder.rglob("*.py") if "generation_config" in path.read_text()}
+    others = {"config", "diffusion_gemma", "gemma4_mm", "gemma4_mtp", "gemma4_unified"}
+    assert found - others == {"llama4"}
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -6,6 +6,7 @@ are private to this run of the engine: a cold start only costs time, but a wrong
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import os
@@ -38,6 +39,7 @@ _FROM_FILES = {
 """Load formats that read the weights in the model's folder, as we do."""
 _FOR_SPEED = {"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"}
 _DTYPE = "dtype of the model"
+_LONG = 32768  # tokens, above which Llama 4 scales its attention if nothing is said of it
 _SECRET = secrets.token_hex(16)
 
 
@@ -54,7 +56,7 @@ def identity_of(config: VllmConfig, name: str = "") -> Identity:
         weights = ""
         log.warning("lmtier: %s, so only this run of the engine finds the stored KV", why)
     attention = attention_of(
-        model.hf_config,
+        _as_built(model),
         length=str(model.max_model_len),
         dtype=str(model.dtype),
         kv=str(cache.cache_dtype),
@@ -90,6 +92,22 @@ def _weights(model: str, revision: str | None, config: Any) -> str:
         if commit and re.fullmatch(r"[0-9a-f]{40}", commit):
             return str(commit)
     return ""
+
+
+def _as_built(model: ModelConfig) -> Any:
+    """The model's configuration with what its class writes into it while it is built.
+
+    Llama 4 takes the scaling of its attention from the generation config. Only the process that builds the
+    model sees the change, and only where the configuration has no parts.
+    """
+    if not str(getattr(model.hf_text_config, "model_type", "")).startswith("llama4"):
+        return model.hf_config
+    said = model.try_get_generation_config() | model.override_generation_config
+    config = copy.deepcopy(model.hf_config)
+    config.get_text_config().attn_temperature_tuning = said.get(
+        "attn_temperature_tuning", model.max_model_len > _LONG
+    )
+    return config
 
 
 def _draft(config: VllmConfig) -> str:
