@@ -117,6 +117,18 @@ def test_the_precision_of_states_is_in_the_keys_of_models_that_keep_some(key, mo
     assert key(models / name, mamba_cache_dtype="float32") != key(models / name)
 
 
+def test_a_length_that_is_fitted_to_memory_is_in_no_key(models):
+    """vLLM lowers it after it has built the model, which rotates by its own length: 2048."""
+
+    def key(length: int, fitted: int) -> bytes:
+        config = EngineArgs(model=str(models / "phi3"), max_model_len=length).create_engine_config()
+        config.model_config.max_model_len = fitted
+        return identity_of(config, "model").digest()
+
+    assert key(-1, fitted=1024) == key(-1, fitted=3072) == key(2048, fitted=2048)
+    assert key(-1, fitted=1024) != key(1024, fitted=1024)
+
+
 def test_the_scaling_of_attention_is_in_the_key_wherever_it_is_said(key, models, tmp_path):
     """Llama 4 takes it from the generation config, and not from its own configuration."""
     model = models / "llama4"

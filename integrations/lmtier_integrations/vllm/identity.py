@@ -57,7 +57,7 @@ def identity_of(config: VllmConfig, name: str = "") -> Identity:
         log.warning("lmtier: %s, so only this run of the engine finds the stored KV", why)
     attention = attention_of(
         _as_built(model),
-        length=str(model.max_model_len),
+        length=str(_built_length(model)),
         dtype=str(model.dtype),
         kv=str(cache.cache_dtype),
         quantization=str(model.quantization),
@@ -105,9 +105,19 @@ def _as_built(model: ModelConfig) -> Any:
     said = model.try_get_generation_config() | model.override_generation_config
     config = copy.deepcopy(model.hf_config)
     config.get_text_config().attn_temperature_tuning = said.get(
-        "attn_temperature_tuning", model.max_model_len > _LONG
+        "attn_temperature_tuning", _built_length(model) > _LONG
     )
     return config
+
+
+def _built_length(model: ModelConfig) -> int:
+    """The maximal length with which the model is built.
+
+    With `--max-model-len auto` (-1) that is the model's own. Later vLLM lowers it to what fits into memory,
+    which differs from start to start.
+    """
+    fits = model.original_max_model_len == -1
+    return int(model.get_and_verify_max_len(-1) if fits else model.max_model_len)
 
 
 def _draft(config: VllmConfig) -> str:
