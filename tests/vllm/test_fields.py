@@ -104,6 +104,8 @@ CHANGING: list[dict[str, Any]] = [
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     {"environment": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}},
     {"environment": {"VLLM_MARLIN_INPUT_DTYPE": "int8"}},
+    {"environment": {"VLLM_B12X_MOE_FP4_FORCE_A16": "1"}},
+    {"environment": {"VLLM_DISABLED_KERNELS": "CutlassFP8ScaledMMLinearKernel"}},
 ]
 
 
