@@ -134,9 +134,11 @@ class Engine:
             )
         ]
 
-    def embed(self, prompts: list[tuple[int, int]], tokens: int = 8) -> list[Output]:
+    def embed(
+        self, prompts: list[tuple[int, int]], tokens: int = 8, *, params: dict[str, Any] | None = None
+    ) -> list[Output]:
         """One after the other: of each the number, and how many embeddings it has instead of tokens."""
-        return [Output(each) for each in self.ask("embed", prompts=prompts, tokens=tokens)]
+        return [Output(each) for each in self.ask("embed", prompts=prompts, tokens=tokens, params=params)]
 
     def pool(self, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
         """Of a pooling model: the embedding of each, and how many of its tokens were cached."""
@@ -415,7 +417,8 @@ def main() -> None:
                 say([outcome(each) for each in see(**given)])
             case "embed":
                 asked = [{"prompt_embeds": _embeds(llm, *each)} for each in given["prompts"]]
-                found = [llm.generate([each], greedy(given["tokens"]), use_tqdm=False)[0] for each in asked]
+                how = greedy(given["tokens"], given["params"])
+                found = [llm.generate([each], how, use_tqdm=False)[0] for each in asked]
                 settle()
                 say([outcome(each) for each in found])
             case "pool":

@@ -12,7 +12,7 @@ from lmtier.rules.hints import envelope
 from lmtier.tools.console import Address, Remote
 from lmtier_integrations.vllm.sessions import said_by
 from tests.server.process import served, until
-from tests.vllm.conftest import CHUNK, CacheServer, prompts_of, transfer
+from tests.vllm.conftest import CHUNK, CacheServer, alone, prompts_of, transfer
 from tests.vllm.engine import Engine
 
 
@@ -58,6 +58,23 @@ def test_sessions_and_hints_reach_the_server_in_both_ways(models, tmp_path, serv
         engine.ask_in_session(first, "one", envelope("m6", ("session_end", {})))
         until(lambda: not {"one", "two"} & listed(remote).keys())
         assert pins(remote) == []
+
+
+def test_hints_of_a_request_that_is_not_cached_reach_the_server(models, tmp_path, server: CacheServer):
+    """Its prompt is given as embeddings, which have no names. The session that it ends has other prompts."""
+    (prompt,) = prompts_of(600)
+    ends = {"lmtier_session": "one", "lmtier_hints": envelope("m1", ("session_end", {}))}
+    how = transfer(server=str(server.path))
+    options: dict[str, Any] = {"max_model_len": 2048, "enable_prompt_embeds": True}
+    with (
+        Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine,
+        Remote(Address(unix=str(server.path))) as remote,
+    ):
+        alone(engine, prompts_of(40))
+        engine.generate([prompt], params={"lmtier_session": "one"})
+        until(lambda: "one" in listed(remote))
+        engine.embed([(1, 300)], params=ends)
+        until(lambda: "one" not in listed(remote))
 
 
 def test_a_request_that_names_another_host_is_not_prefilled_again(models, tmp_path):

@@ -46,7 +46,7 @@ from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankR
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
 from lmtier_integrations.vllm.reuse import Reuse
-from lmtier_integrations.vllm.sessions import said_by
+from lmtier_integrations.vllm.sessions import Said, said_by
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log
 from lmtier_integrations.vllm.stats import Stats
 from lmtier_integrations.vllm.steps import blocks_taken, work_of
@@ -122,6 +122,8 @@ class Scheduler:
         self._foreign = Foreign(self._block_tokens)
         self._all: dict[str, Request] = {}
         """The engine's requests, also those that are not followed."""
+        self._said: dict[str, Said] = {}
+        """What those with hints say."""
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
@@ -189,6 +191,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
         self._all[request.request_id] = request
+        said = said_by(request)
+        if said.hints:
+            self._said[request.request_id] = said
         adapter = self._names.adapter_of(request)
         media = self._names.media.of(request, "" if adapter is None else adapter[1] or "unknown")
         if media is None:
@@ -199,7 +204,7 @@ class Scheduler:
             return  # the tokens do not identify the KV, or may still change
         if adapter is not None and not adapter[1]:
             return  # its adapter's content is not known
-        known = FollowedRequest(request, media, adapter, self._client, self._names, said_by(request))
+        known = FollowedRequest(request, media, adapter, self._client, self._names, said)
         self._requests[request.request_id] = known
         if self._may_load(known) and self._reuse.has_room(self._requests.values()):
             with self._client.together():
@@ -249,13 +254,12 @@ class Scheduler:
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Its hints are sent now: they are about what it has stored."""
-        known = self._requests.get(request.request_id)
         self.forget(request)
         self._all.pop(request.request_id, None)
         self._foreign.finished(request.request_id, request.num_computed_tokens, tables)
-        if known is not None:
-            for envelope in known.said.hints:
-                self._client.hint(envelope, salt=request.cache_salt or "", session=known.said.session)
+        if (said := self._said.pop(request.request_id, None)) is not None:
+            for envelope in said.hints:
+                self._client.hint(envelope, salt=request.cache_salt or "", session=said.session)
 
     def forget(self, request: Request) -> None:
         if (known := self._requests.pop(request.request_id, None)) is not None:
