@@ -244,7 +244,7 @@ def test_what_is_discarded_while_a_tier_is_still_being_scanned_does_not_come_bac
     gate.hold()
     config = Config(tiers=[cpu(20), url], chunk_tokens=C, prefault=False)
     cache = Cache(config, tiers={url: SlowTier(MemoryTier(objects), gate)}, wait_until_warm=False)
-    (below,) = cache.lower
+    (below,) = cache.lower.owned
     assert not cache.is_warm
     below.discard(chain[2], (ONE,))
     assert below.is_leaving(chain[2]), "a restart now would find it"
@@ -600,9 +600,16 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
     store(cache, good, by="good")
     assert cache.flush()
     assert len(objects) == 2510
-    concerns, covers = Suspect.concerns, Suspect.covers
-    monkeypatch.setattr(Suspect, "concerns", lambda *what: looked.append(what) or concerns(*what))
-    monkeypatch.setattr(Suspect, "covers", lambda *what: looked.append(what) or covers(*what))
+
+    def counted(look):
+        def counting(*what):
+            looked.append(what)
+            return look(*what)
+
+        return counting
+
+    monkeypatch.setattr(Suspect, "concerns", counted(Suspect.concerns))
+    monkeypatch.setattr(Suspect, "covers", counted(Suspect.covers))
 
     def looks(work) -> int:
         """How often `work` looks; at a chunk of the slab, and at a header, twice."""
@@ -655,6 +662,7 @@ def test_an_overwritten_value_is_acknowledged_once_the_old_one_is_gone(make):
 
     def put(data: bytes):
         draft = values.draft(len(data))
+        assert draft is not None
         draft.view[:] = data
         return values.put(draft, b"name")
 
