@@ -47,6 +47,7 @@ _KUBERNETES = re.compile(
     r"LMTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*"
     r"|LMTIER_(\w+_)?PORT=(tcp|udp|sctp)://.*"
 )
+_SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -99,9 +100,30 @@ def first_line(option: str, file: str | Path) -> str:
     return line
 
 
-def without_login(url: str) -> str:
-    """A tier's URL for messages: logins and secrets become ***, also if they stand in the wrong place."""
-    return re.sub(r"((?:password|token|secret|\bkey)=)[^&]*", r"\1***", re.sub(r"(?<=://).*@", "***@", url))
+def without_secrets(url: str) -> str:
+    """A tier's URL for people: the user, the password, and options with such names become ***.
+
+    Also if it cannot be read, because a password in it should have been quoted.
+    """
+    scheme = re.match(r"(?:[\w+.-]*://)?", url)
+    assert scheme is not None
+    rest = url[scheme.end() :]
+    location, _, query = rest.partition("?")
+    has_cut_login = "@" in query and (
+        re.search(r"^:|:(?!\d)", location) or any("@" in each.partition("=")[0] for each in query.split("&"))
+    )
+    login = rest if has_cut_login else location
+    if "@" in login and not rest.startswith("/"):  # a path contains no user
+        rest = f"***{rest[login.rindex('@') :]}"
+    return scheme[0] + "&".join(map(_without_secret, rest.split("&")))
+
+
+def _without_secret(option: str) -> str:
+    """The value may be a URL, with a login and with options."""
+    for found in re.finditer(r"([^/?=]*)=", option):
+        if _SECRET.search(unquote(found[1])):
+            return f"{option[: found.end()]}***"
+    return re.sub(r"(?<=://).*@", "***@", option)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +154,7 @@ class TierSpec:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"tier {without_login(self.url)!r}"
+        return f"tier {without_secrets(self.url)!r}"
 
     @property
     def place(self) -> str:
@@ -143,7 +165,7 @@ class TierSpec:
     def parse(cls, url: str) -> TierSpec:
         head, _, query = url.partition("?")
         scheme, separator, location = head.partition("://")
-        tier = f"tier {without_login(url)!r}"
+        tier = f"tier {without_secrets(url)!r}"
         if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
             raise ConfigError(f"{tier} is not a URL; write it like disk:///var/lib/lmtier?capacity=500GiB")
         try:
@@ -258,7 +280,7 @@ class Config:
             raise ConfigError(
                 "tiers: the list needs exactly one cpu:// tier, above every disk or remote one, and below a "
                 "gpu:// one if there is one; "
-                f"got {', '.join(map(without_login, self.tiers)) or 'an empty list'}"
+                f"got {', '.join(map(without_secrets, self.tiers)) or 'an empty list'}"
             )
         for spec in specs:
             if spec.scheme in ("cpu", "gpu", "disk") and spec.capacity is None:
@@ -275,7 +297,7 @@ class Config:
         gpu, (cpu, *_) = self.gpu, self.stores
         if gpu is not None and (gpu.capacity or 0) > (cpu.capacity or 0):
             raise ConfigError(
-                f"{gpu} is larger than {without_login(cpu.url)!r}: it holds copies "
+                f"{gpu} is larger than {without_secrets(cpu.url)!r}: it holds copies "
                 "of chunks of that tier, so a part of it would stay empty; choose a smaller capacity"
             )
 

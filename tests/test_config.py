@@ -19,6 +19,7 @@ from lmtier.config import (
     parse_seconds,
     parse_size,
     suggest,
+    without_secrets,
 )
 from lmtier.errors import ConfigError
 
@@ -272,6 +273,58 @@ def test_values_that_cannot_work_name_their_setting(wrong):
 
 
 # ---- a tier's URL
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("cpu://?capacity=1GiB", "cpu://?capacity=1GiB"),
+        ("disk:///data/a@b?capacity=1GiB", "disk:///data/a@b?capacity=1GiB"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://:hunter2@host:6379/0?ttl=7d", "redis://***@host:6379/0?ttl=7d"),
+        ("redis://user:hunter2@host", "redis://***@host"),
+        ("redis://user:hunt@er/2@host", "redis://***@host"),
+        ("redis://host?password=hunter2&ttl=7d", "redis://host?password=***&ttl=7d"),
+        ("redis://host?ttl=7d&Auth_Token=hunter2", "redis://host?ttl=7d&Auth_Token=***"),
+        ("s3://bucket?secret_access_key=hunter2", "s3://bucket?secret_access_key=***"),
+        ("redis://host?p%61ssword=hunter2", "redis://host?p%61ssword=***"),
+        ("rediss://host?ssl_keyfile=/etc/key.pem", "rediss://host?ssl_keyfile=/etc/key.pem"),
+        ("redis://host:6379?username=me@here&ttl=7d", "redis://host:6379?username=me@here&ttl=7d"),
+        ("s3://bucket?endpoint=http://u:hunter2@h:9&ttl=7d", "s3://bucket?endpoint=http://***@h:9&ttl=7d"),
+        ("far://host?auth=hunter2&cred=hunter2&size=2", "far://host?auth=***&cred=***&size=2"),
+        (
+            "mooncake://host?metadata=http://h/m?token=hunter2",
+            "mooncake://host?metadata=http://h/m?token=***",
+        ),
+    ],
+)
+def test_urls_are_shown_without_secrets(url, shown):
+    assert without_secrets(url) == shown
+    assert str(TierSpec.parse(url)) == f"tier {shown!r}"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:hunt?er2@host:6379/0?ttl=7d", "***@host:6379/0?ttl=7d"),
+        ("redis://:hunt?er=2@host", "***@host"),
+        ("redis://user:hunt?er=2&x@host", "***@host"),
+        ("redis://host&password=hunter?2&ttl=7d", "host&password=***&ttl=7d"),
+    ],
+)
+def test_a_secret_that_was_not_quoted_is_not_shown_either(url, shown):
+    assert without_secrets(url) == f"redis://{shown}"
+    for wrong in url.replace("://", ":"), url.replace("redis://", ""), url.replace("redis", "my redis"):
+        assert without_secrets(wrong).endswith(shown)
+        assert "hunt" not in without_secrets(wrong)
+
+
+@pytest.mark.parametrize("option", ["auth", "cred", "access_key", "pass%77ord"])
+@pytest.mark.parametrize("wrong", ["write=sometimes", "ttl=soon", "capacity=0", "capacity", "size=2&size=2"])
+def test_an_error_about_a_tier_does_not_show_its_secrets(option, wrong):
+    with pytest.raises(ConfigError) as refusal:
+        TierSpec.parse(f"far://host?{option}=hunter2&{wrong}")
+    assert f"tier 'far://host?{option}=***&{wrong}'" in str(refusal.value)
 
 
 def test_a_url_is_taken_apart():

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, TypedDict, cast
-from urllib.parse import unquote
 
 from lmtier._version import __version__
-from lmtier.config import TierSpec, read_price
+from lmtier.config import read_price, without_secrets
 from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU
@@ -36,7 +34,6 @@ _TOP = 10  # sessions
 _JUDGED = 300.0
 """Seconds that the verdicts are about."""
 _FAULTS = ("error", "deadline", "overdue")
-_SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
 class Tokens(TypedDict):
@@ -237,7 +234,7 @@ class Report:
         then = self.history.before(now - _JUDGED)
         if then is None or then["time"] > now:  # the clock was set back
             then = _start(now - uptime)
-        urls = [without_secrets(spec) for spec in cache.config.stores]
+        urls = [without_secrets(spec.url) for spec in cache.config.stores]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
             held = cache.index.occupancy() if below is None else below.occupancy()
@@ -517,19 +514,6 @@ def row_of(snapshot: Snapshot) -> Counters:
         "corrupt": snapshot["corrupt"],
         "busy": round(snapshot["busy"], 3),
     }
-
-
-def without_secrets(spec: TierSpec) -> str:
-    """The tier's URL without secrets: the user, the password, and options with such names become ***."""
-    head, mark, query = spec.url.partition("?")
-    scheme, _, location = head.partition("://")
-    if not location.startswith("/") and "@" in location:  # a path contains no user
-        location = "***@" + location.rpartition("@")[2]
-    options = [option.partition("=") for option in query.split("&")]
-    shown = "&".join(
-        f"{name}=***" if _SECRET.search(unquote(name)) else name + is_ + value for name, is_, value in options
-    )
-    return f"{scheme}://{location}{mark}{shown}"
 
 
 def _since(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:

@@ -117,7 +117,7 @@ def lookup_failure(tier: Any, name: Name) -> Any:
         ("s3://bucket?endpoint=localhost:9000", "https://host:9000"),
         ("s3://bucket?endpoint=ftp://host", "https://host:9000"),
         ("s3://bucket?endpoint=http://host:99999", "up to 65535"),
-        ("s3://bucket?endpoint=http://user:secret@host", "https://host:9000"),
+        ("s3://bucket?endpoint=http://user:hunter2@host", "https://host:9000"),
         ("s3://bucket?endpoint=http://host&ssl_ca_certs=/x", "https://"),
         ("s3://bucket?connections=0", "1 or more"),
         ("s3://bucket?deadline=0s", "more than 0"),

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.config import Config, TierSpec
+from lmtier.config import Config, TierSpec, without_secrets
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.keys import tenant
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.sealing import NoKey
-from lmtier.server.report import without_secrets
 from lmtier.testing import MemoryTier, load, replace_start, run, sample, store
 from lmtier.tiers import keyring as keyring_module
 from lmtier.tiers.base import Item, Job, Op, Reason, Tier
@@ -345,7 +344,7 @@ def test_files_that_others_may_change_are_refused_and_those_they_may_read_are_sa
 
 def test_the_place_of_keys_is_masked_where_settings_are_shown(tmp_path):
     spec = TierSpec.parse("disk:///x?capacity=1GiB&seal=aes-256-gcm&key=command:get --password hunter2")
-    assert "hunter2" not in f"{spec} {spec!r} {without_secrets(spec)}"
+    assert "hunter2" not in f"{spec} {spec!r} {without_secrets(spec.url)}"
 
 
 # ---- keys of tenants

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+from lmtier.config import without_secrets
 from lmtier.errors import ConfigError, TierError, log
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
@@ -206,12 +207,13 @@ def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, 
     url = urlsplit(endpoint or f"https://s3.{region}.amazonaws.com")
     _need(
         url.scheme in ("http", "https") and bool(url.hostname) and not url.username and url.path in ("", "/"),
-        f"endpoint={endpoint!r}: write it like https://host:9000",
+        f"endpoint={without_secrets(endpoint)!r}: write it like https://host:9000",
     )
     try:
         port = url.port
     except ValueError:
-        raise ConfigError(f"s3 tier: endpoint={endpoint!r}: the port is not a number up to 65535") from None
+        shown = without_secrets(endpoint)
+        raise ConfigError(f"s3 tier: endpoint={shown!r}: the port is not a number up to 65535") from None
     # A certificate for *.host covers no name with further dots.
     by_host = style == "host" or (not style and not endpoint and "." not in bucket)
     host = f"{bucket}.{url.hostname}" if by_host else str(url.hostname)

@@ -33,7 +33,7 @@ class InCpuMemory:
     def __init__(self, cache: lmtier.Cache | Client) -> None:
         if cache.config.gpu is not None:
             raise MisuseError(
-                f"tier {cache.config.gpu.url!r}: copies in GPU memory are for models whose KV is on one GPU, "
+                f"{cache.config.gpu}: copies in GPU memory are for models whose KV is on one GPU, "
                 "with cupy; leave that tier out"
             )
         self._cache = cache

@@ -49,7 +49,7 @@ class OnCpu:
         states: Declared | None = None,
     ) -> None:
         if gpu is not None:
-            raise ConfigError(f"tier {gpu.url!r}: this engine keeps its KV on a CPU; leave that tier out")
+            raise ConfigError(f"{gpu}: this engine keeps its KV on a CPU; leave that tier out")
         cores = _cores()
         self._crew = Crew(min(_HELPERS, len(cores) - 1), cores)
         self.mover = self._mover(client, declared, identity)

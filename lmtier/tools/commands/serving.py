@@ -154,13 +154,11 @@ def _config_options(parser: ArgumentParser) -> None:
 
 
 def _config(args: Namespace) -> int:
-    from lmtier.server.report import without_secrets
-
     ours, servers = _overrides(args.set)
     effective, origins = config.load(args.config, overrides=ours)
     serving, serving_origins = config.load_serving(args.config, overrides=servers)
     values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
-    values["tiers"] = [without_secrets(spec) for spec in effective.specs]
+    values["tiers"] = [config.without_secrets(spec.url) for spec in effective.specs]
     values["shares"] = " ".join(map(str, effective.shares))
     serve: dict[str, Any] = {name: getattr(serving, name) for name in serving_origins}
     tiers = [_described(spec) for spec in effective.specs]
@@ -213,13 +211,11 @@ def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _described(spec: config.TierSpec) -> Sequence[str]:
-    from lmtier.server.report import without_secrets
-
     if spec.scheme not in ("cpu", "gpu"):
         from lmtier.tiers.registry import load_tier
 
         load_tier(spec.scheme)  # an unknown scheme is an error here, not first when the engine starts
-    spec = config.TierSpec.parse(without_secrets(spec))
+    spec = config.TierSpec.parse(config.without_secrets(spec.url))
     capacity = "-" if spec.capacity is None else size(spec.capacity)
     options = " ".join(f"{name}={value}" for name, value in spec.options.items())
     return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"
