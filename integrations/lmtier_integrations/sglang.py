@@ -53,7 +53,8 @@ from lmtier_integrations.identity import preparing_files_in, weights_in, weights
 log = logging.getLogger("sglang.lmtier")
 
 _OURS = {"server", "model", "weights"}
-_SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
+_SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1", "allocator"}
+"""What SGLang reads of the extra config, and leaves in it."""
 _CHANGING = """
     json_model_override_args context_length speculative_algorithm speculative_enable_w4a4_mxfp4_megamoe
     rl_on_policy_target moe_runner_backend flashinfer_a2a_dispatch_type

@@ -194,10 +194,11 @@ def test_it_can_be_attached_and_detached_while_the_engine_runs(
 def test_two_engines_share_what_one_of_them_computed(
     tmp_path: Path, models: Path, server: CacheServer
 ) -> None:
-    prompts = prompts_of(400, 300)
+    """One has its host pool in shared memory, as SGLang offers to backends."""
+    prompts, shm = prompts_of(400, 300), {"allocator": "shm"}
     with (
         Engine(tmp_path, models / "qwen2", str(server.path)) as one,
-        Engine(tmp_path, models / "qwen2", str(server.path)) as other,
+        Engine(tmp_path, models / "qwen2", str(server.path), extra=shm) as other,
     ):
         cold = one.generate(prompts)
         one.forget()
