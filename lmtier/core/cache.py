@@ -424,9 +424,11 @@ class Cache:
         suspect = replace(suspect, until=min(suspect.until, now_ms()))
         for tier in self.lower:
             tier.doubt(suspect)
-        yield from self.room.purging(suspect, None if force else self.lower.only_lease)
-        for tier in self.lower:
-            tier.purge(suspect)
+        try:
+            yield from self.room.purging(suspect, None if force else self.lower.only_lease)
+        finally:  # also if the one who asked has left between two steps
+            for tier in self.lower:
+                tier.purge(suspect)
 
     purge = at_once(purging)
 

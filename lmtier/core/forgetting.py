@@ -116,7 +116,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
                 found[tier.label].chunks = (found[tier.label].chunks or 0) + chunks
                 yield False
     while time.monotonic() < until and any(
-        _is_left(tier, tenant) and not _is_hopeless(tier) for tier in cache.lower.ours
+        _is_left(tier, tenant) and not _is_hopeless(tier, tenant) for tier in cache.lower.ours
     ):
         yield True
     for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
@@ -166,6 +166,6 @@ def _is_left(tier: LowerTier, tenant: bytes) -> bool:
     return tier.is_moving(tenant) or not tier.is_clear
 
 
-def _is_hopeless(tier: LowerTier) -> bool:
+def _is_hopeless(tier: LowerTier, tenant: bytes) -> bool:
     """Whether waiting does not help: the tier fails."""
-    return tier.down.is_open or tier.cannot_clear or tier.cannot_delete
+    return tier.down.is_open or tier.cannot_clear or tier.fails_to_delete(tenant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from lmtier.errors import log
@@ -100,7 +100,8 @@ class Jobs:
         first: dict[Breaker, int] = {}
         for done in finished:
             job = self._jobs.pop(done.id)
-            first[job.breaker] = min(done.id, first.get(job.breaker, done.id))
+            queue = self._queue(job)
+            first[queue] = min(done.id, first.get(queue, done.id))
             self._came[job.breaker, job.op] = now
             self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
@@ -110,7 +111,7 @@ class Jobs:
             self._record(job, done)
             job.then(done)
         for number, job in islice(self._jobs.items(), _OLDEST if finished else 0):
-            if number > first.get(job.breaker, number):
+            if number > first.get(self._queue(job), number):
                 job.since = now
         return len(finished)
 
@@ -135,6 +136,10 @@ class Jobs:
         """Seconds of this job in which none of its kind has come back, and none before it."""
         came = self._came.get((job.breaker, job.op), job.since)
         return time.monotonic() - max(job.since, came)
+
+    def _queue(self, job: _Unfinished) -> Breaker:
+        """The breaker of the jobs with which it waits."""
+        return self.down if job.breaker is self.deleting_again else job.breaker
 
     def _breaker(self, op: Op) -> Breaker:
         if op is Op.CLEAR:  # a user may lack the permission for it
@@ -167,3 +172,5 @@ class Jobs:
             )
         elif was_open and not breaker.is_open:
             log.info("lmtier: tier %s: %s works again", self._label, op.value)
+        if ok and breaker is self.deleting_again and self.down.is_open:
+            self._judge(replace(job, breaker=self.down), True, "")  # so other deletions work too

@@ -210,8 +210,11 @@ class LowerTier(ABC):
 
     @property
     def _is_stuck(self) -> bool:
-        """A tier behind an open breaker gets nothing done."""
-        return self.down.is_open or (self.cannot_delete and self.backlog == len(self._undeleted))
+        """Nothing gets done: a breaker is open, or all that is left waits for objects that cannot be deleted."""
+        if self.down.is_open or not self.cannot_delete:
+            return self.down.is_open
+        held = sum(key in self._going for key in self.waiting_writes)
+        return self.backlog == len(self._undeleted) + held
 
     @property
     def leased_bytes(self) -> int:
@@ -239,7 +242,7 @@ class LowerTier(ABC):
     def is_behind(self, nbytes: int) -> bool:
         """Whether a record of so many bytes finds too many waiting, and their number is going down."""
         is_full = not self._writes.has_room_for_record(nbytes)
-        return is_full and not self.down.is_open and not self._jobs.is_silent
+        return is_full and not self._is_stuck and not self._jobs.is_silent
 
     @property
     def uncleared(self) -> int:
@@ -530,6 +533,13 @@ class LowerTier(ABC):
     def is_moving(self, tenant: bytes) -> bool:
         """Whether chunks of this tenant are being written or deleted now."""
         return any(tenant_of(key) == tenant for key in self._going)
+
+    def fails_to_delete(self, tenant: bytes) -> bool:
+        """Whether all that is still to be done for this tenant are deletions that fail."""
+        if not (self.cannot_delete and self.is_clear):
+            return False
+        failing = {name.key for names, _ in self._undeleted for name in names}
+        return all(key in failing for key in self._going if tenant_of(key) == tenant)
 
     def doubt(self, suspect: Suspect) -> None:
         """Load no chunk that `suspect` covers. `purge` follows."""

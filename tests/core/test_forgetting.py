@@ -18,7 +18,9 @@ from lmtier.format.keys import NOBODY, tenant, tenant_of
 from lmtier.format.layout import Layout, form_of
 from lmtier.observe.prompts import Origin, Prompts
 from lmtier.testing import Gate, MemoryTier, SlowTier
+from lmtier.tiers.base import Op, Reason
 from tests.memory_flags import memory_flags
+from tests.model.hand import HandTier
 from tests.redis_process import RedisServer, running
 from tests.sealed import key_file, keyring
 
@@ -124,6 +126,35 @@ def test_a_tenant_leaves_a_tier_in_small_steps(monkeypatch):
                 cache.wait_for_tiers()
             looked.clear()
         assert [entry.key for entry in cache.lower.owned[0].index.entries()] == keys(B, 1500)
+
+
+def test_what_cannot_be_deleted_of_another_tenant_ends_no_wait():
+    url, tier = "near://?capacity=1GiB", HandTier({}, keeps=True)
+
+    def finish(cache: Cache, fault: Reason | None = None) -> None:
+        tier.fault = fault
+        tier.finish(0)
+        cache.step()
+
+    with cache_over(url, tiers={url: tier}) as cache:
+        (below,) = cache.lower
+        save(cache, keys(B, 1), flushed=False)
+        cache.step()
+        finish(cache)
+        below.discard(keys(B, 1)[0], ())
+        while not below.deleting_again.is_open:
+            finish(cache, Reason.ERROR)
+        save(cache, keys(A, 1), flushed=False)
+        cache.step()
+        assert [job.op for job in tier.waiting] == [Op.STORE]
+        steps, waits = forgetting(cache, A, 20.0, "a test"), 0
+        while waits < 9:  # while that is being stored
+            waits += next(steps)
+        for _ in steps:
+            cache.step()
+            while tier.waiting:
+                finish(cache)
+        assert keys(A, 1)[0] not in {name.key for name in tier.kept}
 
 
 def test_a_backup_gives_nothing_of_who_was_forgotten(tmp_path):

@@ -401,11 +401,40 @@ def test_an_object_that_can_never_be_deleted_pauses_no_writes(now):
         assert 8 < tries < 30, "it is tried again, but not all the time"
         assert not below.is_busy, "waiting changes nothing"
         assert not cache.flush(timeout=0)
+        cache.room.take_out(cache.index.get(names[2]))
+        store(cache, names)
+        assert below.waiting == 1, "the name is still in use"
+        assert not below.is_busy, "nor for what waits behind it"
         tier.fault = None
         now[0] += 4.1
         settle(cache, tier)
         assert cache.flush(timeout=0)
-        assert {name.key for name in tier.kept} == set(names[:2])
+        assert {name.key for name in tier.kept} == set(names)
+
+
+def test_a_deletion_that_works_again_lets_writes_go_on(now):
+    """Else a quiet server would call its tier broken until the next write."""
+    tier, url, names = HandTier({}, keeps=True), "near://?capacity=1GiB", keys(6)
+    config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
+    with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
+        (below,) = cache.lower
+        for breaker in (below.down, below.deleting_again):
+            breaker._clock = lambda: now[0]
+        store(cache, names)
+        settle(cache, tier)
+        tier.fault = Reason.ERROR
+        for name in reversed(names):
+            below.discard(name, ())
+        while tier.waiting:
+            tier.finish(0)
+        cache.step()
+        assert below.down.is_open
+        tier.fault = None
+        for _ in range(9):
+            now[0] += 4.1
+            settle(cache, tier)
+        assert not tier.kept
+        assert not below.down.is_open
 
 
 def test_a_tier_that_may_not_be_used_so_is_closed_again(make):

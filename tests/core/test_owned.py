@@ -637,6 +637,19 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
     assert {name.key for name in objects} == set(good)
 
 
+def test_a_search_for_suspects_goes_on_without_the_one_who_asked(make):
+    url = "near://?capacity=1GiB"
+    objects: dict[Name, bytes] = {}
+    cache = make(cpu(1100), url, opened={url: MemoryTier(objects)}, queue_length=1200)
+    store(cache, keys(1090), by="bad")
+    assert cache.flush()
+    steps = cache.purging(Suspect(by="bad"))
+    next(steps)
+    steps.close()
+    assert cache.flush()
+    assert not objects
+
+
 def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
     url = f"near://?capacity={9 * AT_REST}"
     tier = HandTier({}, keeps=True)
