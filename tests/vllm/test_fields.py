@@ -145,8 +145,9 @@ def test_the_scaling_of_attention_is_in_the_key_wherever_it_is_said(key, models,
 
 def test_models_that_read_the_generation_config_are_known():
     """Llama 4 scales its attention by it. The others suppress tokens, and diffusion is declined."""
-    folder = Path(vllm.__file__).parent / "model_executor"
-    found = {path.stem for path in folder.rglob("*.py") if "generation_config" in path.read_text()}
+    folders = [Path(vllm.__file__).parent / name for name in ("model_executor", "models")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    found = {path.stem for path in files if "generation_config" in path.read_text()}
     others = {"config", "diffusion_gemma", "gemma4_mm", "gemma4_mtp", "gemma4_unified"}
     assert found - others == {"llama4"}
 

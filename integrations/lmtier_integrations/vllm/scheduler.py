@@ -74,11 +74,11 @@ class Scheduler:
         """
         self._launcher = launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
-        if self._loads and pools_whole_prompts(config):
+        if pools_whole_prompts(config):
             self._loads = self._saves = False
             log.warning(
-                "lmtier: this pooling model needs all tokens of a prompt in one step, so vLLM has no prefix "
-                "caching for it: nothing is loaded or stored"
+                "lmtier: vLLM has no prefix caching for this pooling model, which mostly means that it needs "
+                "all tokens of a prompt in one step: nothing is loaded or stored"
             )
         if self._loads and returns_experts(config):
             self._loads = False

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from lmtier.client.client import Asked
 from lmtier.format.keys import state_key
-from lmtier_integrations.vllm.followed import FollowedRequest, Parts
+from lmtier_integrations.vllm.followed import NEVER, FollowedRequest, Parts
 from lmtier_integrations.vllm.kv import tables_of_kv
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
 from lmtier_integrations.vllm.steps import SHOWS_TABLES, computed_before, entered, states_of, tables_of
@@ -138,9 +138,10 @@ class Storing:
             return
         full = tokens // self._chunk_tokens
         if not self._shows(tables, known.stored, full):
-            if any(each.request_id == known.request.request_id for each in entered(output)):
+            has_entered = any(each.request_id == known.request.request_id for each in entered(output))
+            if has_entered and known.looked_at == NEVER:
                 # The engine had the first ones itself, and they have left a window. They were stored, if at
-                # all, when it computed them.
+                # all, when it computed them. If a lookup has missed them, what follows would not be found.
                 known.stored = max(known.stored, min(full, computed // self._chunk_tokens))
             if known.stored == full or not self._shows(tables, known.stored, full):
                 self._stored_to(known, full, known.stored)
