@@ -100,7 +100,7 @@ test-vllm: engines
 test-sglang: $(SGLANG_ENGINE)
 	$(VLLM)/bin/python -m pytest tests/sglang --durations 5
 
-engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed) $(SGLANG_ENGINE)
+engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
 
 # `lmtier prove` whole, and RUNS times in short, on a vLLM with lmtier and with the caches of others: hours.
 RUNS := 20

@@ -210,7 +210,7 @@ class LowerTier(ABC):
 
     @property
     def _is_stuck(self) -> bool:
-        """Nothing gets done: a breaker is open, or all that is left waits for objects that cannot be deleted."""
+        """Nothing gets done: a breaker is open, or all waits for objects that cannot be deleted."""
         if self.down.is_open or not self.cannot_delete:
             return self.down.is_open
         held = sum(key in self._going for key in self.waiting_writes)

@@ -1,7 +1,7 @@
 """What SGLang takes from kernels and drivers of GPUs, for an engine on a CPU.
 
 SGLang publishes no kernels for CPUs. Its own native code computes the model. HiCache needs copies between its
-two pools besides, which are both CPU memory here. All else is SGLang.
+two pools besides, which are both CPU memory here, and need not be page-locked. All else is SGLang.
 """
 
 from __future__ import annotations

@@ -116,11 +116,14 @@ class CacheServer:
     are_shared = True
     """Several engines may use its tiers at the same time."""
 
-    def __init__(self, folder: Path, *tiers: str, worth: str = "always", chunk_tokens: int = CHUNK) -> None:
+    def __init__(
+        self, folder: Path, *tiers: str, worth: str = "always", chunk_tokens: int = CHUNK, patience: float = 2
+    ) -> None:
+        """`patience`: seconds until a load is late, and its chunks are computed."""
         self.path = folder / "lmtier.sock"
         self._command = [sys.executable, "-P", "-m", "lmtier", "serve", "--unix", str(self.path)]
         self._command += ["--listen", "", "--http", "", "--set", "verify=always", "--set", f"worth={worth}"]
-        self._command += ["--set", f"chunk_tokens={chunk_tokens}"]
+        self._command += ["--set", f"chunk_tokens={chunk_tokens}", "--set", f"load_deadline={patience}"]
         for tier in tiers or ("cpu://?capacity=256MiB",):
             self._command += ["--tier", tier]
         self._log = (folder / "server.log").open("ab")
