@@ -367,8 +367,7 @@ class LowerTier(ABC):
             if self.budget is not None and not self.budget.allows(
                 entry.form.at_rest, entry.seen, self._clock()
             ):
-                writes.take(key)
-                self._drop(entry, "write_budget")
+                self._skip(entry, "write_budget")
                 continue
             spot = self._spot_for(entry)
             if spot is NoSpot.LATER:
@@ -611,6 +610,12 @@ class LowerTier(ABC):
             self.lost += is_lost
         for hear in self._above.followers.not_stored:
             hear(self.label, (entry.key,), reason)
+
+    def _skip(self, entry: Entry, why: str) -> NoSpot:
+        """This chunk of the slab, whose turn it is, is not written here at all."""
+        self._writes.take(entry.key)
+        self._drop(entry, why)
+        return NoSpot.SKIPPED
 
     def _log_dropped(self) -> None:
         if self._dropped:

@@ -200,33 +200,27 @@ class OwnedTier(LowerTier):
             self._remove(there, REPLACED)
             return NoSpot.SKIPPED
         parent = self._nearest(entry)
-        replaces = self._room_for(key, form, parent)
-        if replaces is None:
-            return NoSpot.LATER
-        if isinstance(replaces, str):
-            self._writes.take(key)
-            self._drop(entry, replaces)
-            return NoSpot.SKIPPED
+        replaces = self._room_for(entry, parent)
+        if isinstance(replaces, NoSpot):
+            return replaces
         mine = self.index.add(key, form, form.at_rest, State.FILLING, parent)
         end = self._end_of(entry)
         self.index.ends.set(mine, end)
         self._added.append(mine)
         return Spot(mine, replaces, end)
 
-    def _room_for(
-        self, key: bytes, form: ChunkForm, parent: Entry | None
-    ) -> Sequence[Name | None] | str | None:
-        """The object that each shard may overwrite; or the reason why there is no room. None: wait."""
-        index, need = self.index, form.at_rest
+    def _room_for(self, entry: Entry, parent: Entry | None) -> Sequence[Name | None] | NoSpot:
+        """The object that each shard may overwrite, if any."""
+        key, form, index, need = entry.key, entry.form, self.index, entry.form.at_rest
         if need > index.capacity:
-            return "larger_than_tier"
+            return self._skip(entry, "larger_than_tier")
         room = min(index.capacity, self._fullness.nbytes)
         if need > room:
-            return "full"
+            return self._skip(entry, "full")
         leaving = self.deleting - self.undeletable
         short = need - (room - index.used - self.undeletable)
         if short <= 0:
-            return None if leaving > -short else (None,) * len(form.shards)
+            return NoSpot.LATER if leaving > -short else (None,) * len(form.shards)
         if self.choice is not None:
             self.choice.full()
         if (
@@ -234,17 +228,17 @@ class OwnedTier(LowerTier):
             and self.down.is_open
             and (leaving or not self._could_overwrite(key, form, parent, short))
         ):
-            return None  # deletions fail: what is evicted and not overwritten would leave for nothing
+            return NoSpot.LATER  # deletions fail: what leaves and is not overwritten would leave for nothing
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
         victims = index.evict(short, parent, index.pool(key), need)
         if victims is None:  # chunks that are being written can be evicted later
-            return None if self.storing else "no_room"
+            return NoSpot.LATER if self.storing else self._skip(entry, "no_room")
         self._evicted(victims)
         if len(victims) == 1 and not leaving and _rooms(victims[0].form) == _rooms(form):
             return names_of(victims[0])
         for victim in victims:
             self._delete(names_of(victim), victim.nbytes)
-        return None
+        return NoSpot.LATER
 
     def _could_overwrite(self, key: bytes, form: ChunkForm, parent: Entry | None, short: int) -> bool:
         """Whether the next to leave for this chunk is a single one of its size."""
