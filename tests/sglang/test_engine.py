@@ -181,7 +181,7 @@ def test_it_can_be_attached_and_detached_while_the_engine_runs(
 ) -> None:
     prompts = prompts_of(400)
     expected = plain(tmp_path, models / "qwen2", prompts)
-    none = {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
+    none: dict[str, Any] = {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
     with Engine(tmp_path, models / "qwen2", str(server.path), **none) as engine:
         for _ in range(2):
             engine.attach(str(server.path))
