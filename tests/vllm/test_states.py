@@ -13,13 +13,20 @@ from lmtier.client.client import Client
 from lmtier.format.keys import PREFIX_BYTES, STATE
 from lmtier.format.layout import PAGE
 from tests.server.process import until
-from tests.vllm.conftest import AVX512, CacheServer, alone, cached, prompts_of, tiers_of, tokens, transfer
+from tests.vllm.conftest import (
+    STATE_BLOCK,
+    CacheServer,
+    alone,
+    cached,
+    prompts_of,
+    tiers_of,
+    tokens,
+    transfer,
+)
 from tests.vllm.engine import Engine, EngineDied, Output
 from tests.vllm.test_engine import is_idle
 
-BLOCK = (
-    288 if AVX512 else 160
-)  # what vLLM makes of this model's blocks, so that a state fits into one: its kernels' steps differ
+BLOCK = STATE_BLOCK
 MODEL: dict[str, Any] = {"dtype": "bfloat16", "block_size": 32}
 STEP = 900  # tokens: steps end at multiples of whole blocks
 LENGTHS = (1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK + 1, 3100)
@@ -226,7 +233,7 @@ def test_aborted_requests_hold_nothing(running):
             "needs no speculative decoding",
         ),
         ({"prefix_match_unit": 32}, "needs no --prefix-match-unit"),
-        ({"transfer": transfer(chunk_tokens=576)}, f"is not one block of this engine.*choose {BLOCK}"),
+        ({"transfer": transfer(chunk_tokens=2 * BLOCK)}, f"is not one block of this engine.*choose {BLOCK}"),
     ],
 )
 def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, options, need):
@@ -253,7 +260,7 @@ def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path, opti
             },
         ),
         ("falcon-h1", 256, {"block_size": 256, "max_num_batched_tokens": 256}),
-        ("granite-hybrid", 288, {"block_size": 288, "max_num_batched_tokens": 288}),
+        ("granite-hybrid", BLOCK, {"block_size": BLOCK, "max_num_batched_tokens": BLOCK}),
         ("mamba2", 256, {"block_size": 256, "max_num_batched_tokens": 256, "enable_prefix_caching": True}),
     ],
 )

@@ -17,6 +17,7 @@ from lmtier.client.client import Client
 from tests.vllm.conftest import (
     AVX512,
     CHUNK,
+    STATE_BLOCK,
     CacheServer,
     alone,
     cached,
@@ -227,11 +228,13 @@ def test_windows_drop_what_has_left_them(windows):
 
 
 def test_layers_that_keep_a_state_and_after_a_restart(models, tmp_path):
-    block = 288  # in which a state of this model fits
     prompts = prompts_of(300, 577, 900, seed=21)
-    whole = sum((len(each) - 1) // block * block for each in prompts)
+    whole = sum((len(each) - 1) // STATE_BLOCK * STATE_BLOCK for each in prompts)
     tiers = ["cpu://?capacity=128MiB", f"disk://{tmp_path}/kv?capacity=1GiB"]
-    options: dict[str, Any] = {"transfer": transfer(tiers=tiers, chunk_tokens=block), "dtype": "bfloat16"}
+    options: dict[str, Any] = {
+        "transfer": transfer(tiers=tiers, chunk_tokens=STATE_BLOCK),
+        "dtype": "bfloat16",
+    }
     try:
         engine = Engine(tmp_path, models / "qwen3-next", **options)
     except EngineDied as died:
