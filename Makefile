@@ -37,10 +37,11 @@ SEED := 1
 # Tests beside each other, then those that measure time (the marker `alone`). These mostly wait: two at a time.
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
 tests = $(beside) 4 -m "$(1) and not alone" $(2) && $(beside) 2 -m "$(1) and alone" $(or $(2),$(call having,alone))
+in_engines = $(VLLM)/bin/python -m pytest --numprocesses 3 --dist worksteal --durations 15
 # Each process reads all test files that it is given: ten seconds for all. So it is given those with a mark.
 having = $(shell grep -rl --include='test_*.py' --exclude-dir=vllm --exclude-dir=sglang 'mark\.$(1)' tests)
 
-.PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm test-sglang prove compatibility lint bench docs dist programs clean
+.PHONY: demo test test-slow test-long test-sealed test-hosts walk engines test-vllm test-sglang test-engines prove compatibility lint bench docs dist programs clean
 
 demo: $(WITH_MODEL)
 	$(BIN)/lmtier demo
@@ -94,11 +95,13 @@ $(WITH_MODEL): $(INSTALLED)
 
 # A real vLLM on CPU, in an environment of its own: 3.5 GB. All tests on one version; what matters, on the others too.
 test-vllm: engines
-	$(VLLM)/bin/python -m pytest tests/vllm --ignore tests/vllm/test_versions.py \
-	  --numprocesses 3 --dist worksteal --durations 15
+	$(in_engines) tests/vllm --ignore tests/vllm/test_versions.py
 
 test-sglang: $(SGLANG_ENGINE)
 	$(VLLM)/bin/python -m pytest tests/sglang --durations 5
+
+test-engines: engines $(SGLANG_ENGINE)
+	$(in_engines) tests/sglang tests/vllm --ignore tests/vllm/test_versions.py
 
 engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
 
