@@ -101,7 +101,7 @@ test-sglang: $(SGLANG_ENGINE)
 	$(VLLM)/bin/python -m pytest tests/sglang --durations 5
 
 test-engines: engines $(SGLANG_ENGINE)
-	$(in_engines) tests/sglang tests/vllm --ignore tests/vllm/test_versions.py
+	$(in_engines) -m 'not thorough' tests/sglang tests/vllm --ignore tests/vllm/test_versions.py
 
 engines: $(VLLM_INSTALLED) $(VLLM_FOLDERS:%=%/installed)
 

@@ -15,9 +15,9 @@ from tests.vllm.conftest import CacheServer, prompts_of
 
 LAYOUTS = [
     ("page_first", "kernel"),
-    ("layer_first", "kernel"),
-    ("page_first_direct", "direct"),
     ("layer_first", "direct"),
+    pytest.param("layer_first", "kernel", marks=pytest.mark.thorough),
+    pytest.param("page_first_direct", "direct", marks=pytest.mark.thorough),
 ]
 _SAID: dict[str, list[list[int]]] = {}
 BUFFER_ONLY = {"hicache_host_memory_mode": "buffer_only"}
@@ -266,6 +266,7 @@ def test_two_ranks_store_and_load_each_its_part(tmp_path: Path, models: Path, se
         assert not stored(one.generate(prompts))  # of all heads
 
 
+@pytest.mark.thorough
 def test_an_engine_that_starts_as_its_users_start_it_has_the_same_names(
     tmp_path: Path, models: Path, server: CacheServer
 ) -> None:
