@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, without_secrets
 from lmtier.format.compression import CODECS, RAW, WORDS
 from lmtier.format.layout import PAGE
 from lmtier.format.sealing import SEALS
@@ -47,7 +47,6 @@ _KUBERNETES = re.compile(
     r"LMTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*"
     r"|LMTIER_(\w+_)?PORT=(tcp|udp|sctp)://.*"
 )
-_SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -98,32 +97,6 @@ def first_line(option: str, file: str | Path) -> str:
     if not line.strip():
         raise ConfigError(f"{option} {file}: its first line is empty; write the secret there")
     return line
-
-
-def without_secrets(url: str) -> str:
-    """A tier's URL for people: the user, the password, and options with such names become ***.
-
-    Also if it cannot be read, because a password in it should have been quoted.
-    """
-    scheme = re.match(r"(?:[\w+.-]*://)?", url)
-    assert scheme is not None
-    rest = url[scheme.end() :]
-    location, _, query = rest.partition("?")
-    has_cut_login = "@" in query and (
-        re.search(r"^:|:(?!\d)", location) or any("@" in each.partition("=")[0] for each in query.split("&"))
-    )
-    login = rest if has_cut_login else location
-    if "@" in login and not rest.startswith("/"):  # a path contains no user
-        rest = f"***{rest[login.rindex('@') :]}"
-    return scheme[0] + "&".join(map(_without_secret, rest.split("&")))
-
-
-def _without_secret(option: str) -> str:
-    """The value may be a URL, with a login and with options."""
-    for found in re.finditer(r"([^/?=]*)=", option):
-        if _SECRET.search(unquote(found[1])):
-            return f"{option[: found.end()]}***"
-    return re.sub(r"(?<=://).*@", "***@", option)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The exceptions, and the log. Only misuse and failures at start raise; a miss is a value.
+"""The exceptions, the log, and what both leave out. Only misuse and failed starts raise; a miss is a value.
 
 LMTierError
 ├── ConfigError     a setting is unknown, of the wrong type, or impossible
@@ -12,11 +12,14 @@ LMTierError
 from __future__ import annotations
 
 import logging
+import re
+from urllib.parse import unquote
 
 log = logging.getLogger("lmtier")
 """The log of lmtier. The adapters for vLLM and SGLang use loggers below those of the engine."""
 audit = logging.getLogger("lmtier.audit")
 """Who deleted, pinned or changed what. A server writes these lines at every level of its log."""
+_SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
 class LMTierError(Exception):
@@ -45,3 +48,29 @@ class MisuseError(LMTierError):
 
 class DeviceError(LMTierError):
     """A call of the GPU's driver has failed, or an earlier asynchronous call, which is reported only now."""
+
+
+def without_secrets(url: str) -> str:
+    """A tier's URL for people: the user, the password, and options with such names become ***.
+
+    Also if it cannot be read, because a password in it should have been quoted.
+    """
+    scheme = re.match(r"(?:[\w+.-]*://)?", url)
+    assert scheme is not None
+    rest = url[scheme.end() :]
+    location, _, query = rest.partition("?")
+    has_cut_login = "@" in query and (
+        re.search(r"^:|:(?!\d)", location) or any("@" in each.partition("=")[0] for each in query.split("&"))
+    )
+    login = rest if has_cut_login else location
+    if "@" in login and not rest.startswith("/"):  # a path contains no user
+        rest = f"***{rest[login.rindex('@') :]}"
+    return scheme[0] + "&".join(map(_without_secret, rest.split("&")))
+
+
+def _without_secret(option: str) -> str:
+    """The value may be a URL, with a login and with options."""
+    for found in re.finditer(r"([^/?=]*)=", option):
+        if _SECRET.search(unquote(found[1])):
+            return f"{option[: found.end()]}***"
+    return re.sub(r"(?<=://).*@", "***@", option)

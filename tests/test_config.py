@@ -19,9 +19,8 @@ from lmtier.config import (
     parse_seconds,
     parse_size,
     suggest,
-    without_secrets,
 )
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, without_secrets
 
 CPU = "cpu://?capacity=1GiB"
 

@@ -422,13 +422,11 @@ class Cache:
         still find such chunks, but from the first step on they are not loaded.
         """
         suspect = replace(suspect, until=min(suspect.until, now_ms()))
-        for tier in self.lower:
-            tier.doubt(suspect)
+        self.lower.doubt(suspect)
         try:
             yield from self.room.purging(suspect, None if force else self.lower.only_lease)
         finally:  # also if the one who asked has left between two steps
-            for tier in self.lower:
-                tier.purge(suspect)
+            self.lower.purge(suspect)
 
     purge = at_once(purging)
 
@@ -437,9 +435,7 @@ class Cache:
 
         `namespace`, from `keys.namespace`, limits it to a model. Shared tiers are searched for its chunks,
         which are deleted for all users of the tier. `flush` waits for that; until then this cache finds none
-        of them there.
-
-        Between its small steps the owner can serve others: a million chunks take seconds.
+        of them there. Between its small steps the owner can serve others: a million chunks take seconds.
         """
         for tier in self.lower:
             tier.let_leave(namespace)

@@ -12,6 +12,7 @@ from lmtier.core.match import Entry
 from lmtier.core.owned import OwnedTier
 from lmtier.core.shared import SharedTier
 from lmtier.errors import ConfigError
+from lmtier.format.objects import Suspect
 from lmtier.tiers.base import Tier
 from lmtier.tiers.registry import open_tier
 
@@ -83,6 +84,15 @@ class LowerTiers(list[LowerTier]):
     def asked(self, source: str) -> list[SharedTier]:
         """The tiers that a request with this source asks what they have."""
         return [tier for tier in self.shared if tier.source in ("", source)]
+
+    def doubt(self, suspect: Suspect) -> None:
+        """Load no chunk that `suspect` covers. `purge` follows."""
+        for tier in self:
+            tier.doubt(suspect)
+
+    def purge(self, suspect: Suspect) -> None:
+        for tier in self:
+            tier.purge(suspect)
 
     def see(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
         """A request asked for this prefix; the slab has `run` of it."""

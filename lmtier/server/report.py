@@ -16,11 +16,12 @@ from operator import itemgetter
 from typing import Any, TypedDict, cast
 
 from lmtier._version import __version__
-from lmtier.config import read_price, without_secrets
+from lmtier.config import read_price
 from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU
 from lmtier.core.sessions import SessionNow
+from lmtier.errors import without_secrets
 from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.rules.breaker import Outage

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.config import Config, TierSpec, without_secrets
+from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
-from lmtier.errors import ConfigError, TierError
+from lmtier.errors import ConfigError, TierError, without_secrets
 from lmtier.format.keys import tenant
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.sealing import NoKey

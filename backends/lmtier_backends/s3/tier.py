@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
-from lmtier.config import without_secrets
-from lmtier.errors import ConfigError, TierError, log
+from lmtier.errors import ConfigError, TierError, log, without_secrets
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat

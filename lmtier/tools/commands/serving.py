@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import config
 from lmtier._version import __version__
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, without_secrets
 from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
 from lmtier.tools.logs import write_log
 from lmtier.tools.terminal import say, size, table
@@ -158,7 +158,7 @@ def _config(args: Namespace) -> int:
     effective, origins = config.load(args.config, overrides=ours)
     serving, serving_origins = config.load_serving(args.config, overrides=servers)
     values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
-    values["tiers"] = [config.without_secrets(spec.url) for spec in effective.specs]
+    values["tiers"] = [without_secrets(spec.url) for spec in effective.specs]
     values["shares"] = " ".join(map(str, effective.shares))
     serve: dict[str, Any] = {name: getattr(serving, name) for name in serving_origins}
     tiers = [_described(spec) for spec in effective.specs]
@@ -215,7 +215,7 @@ def _described(spec: config.TierSpec) -> Sequence[str]:
         from lmtier.tiers.registry import load_tier
 
         load_tier(spec.scheme)  # an unknown scheme is an error here, not first when the engine starts
-    spec = config.TierSpec.parse(config.without_secrets(spec.url))
+    spec = config.TierSpec.parse(without_secrets(spec.url))
     capacity = "-" if spec.capacity is None else size(spec.capacity)
     options = " ".join(f"{name}={value}" for name, value in spec.options.items())
     return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"
