@@ -75,7 +75,7 @@ for each in "$@"; do
             stage transformers 240 "$PYTHON" bench/gpu_transformers.py --json "$OUT/transformers.json"
             ;;
         vllm)  # it ends by itself, because a timeout would leave its engines on the GPU
-            stage vllm 600 "$PYTHON" bench/gpu_vllm.py ttft equal --budget "$(($(within 560) - 20))" \
+            stage vllm 600 "$PYTHON" bench/gpu_vllm.py ttft graphs equal --budget "$(($(within 560) - 20))" \
                 --json "$OUT/vllm.json"
             ;;
         *) echo "no stage $each ${simulated[*]}; they are in this script's first lines" >&2; exit 2 ;;

@@ -1,10 +1,11 @@
 """lmtier in a real vLLM on a GPU: whether its answers are a plain engine's, and the time to the first token.
 
-    python3 bench/gpu_vllm.py equal ttft --json vllm.json --budget 540
+    python3 bench/gpu_vllm.py equal graphs ttft --json vllm.json --budget 540
 
     equal   a small Llama, greedy. A plain engine is asked twice, so that its own noise is known; then engines
-            with lmtier: cold, hit, restored from disk, preempted, spoilt bytes, failed loads. Eager and with
-            CUDA graphs, step by step and layer by layer.
+            with lmtier: cold, hit, restored from disk, preempted, spoilt bytes, failed loads. Step by step
+            and layer by layer.
+    graphs  the same with compiled layers and CUDA graphs.
     ttft    the shape of Llama-3.1-8B, random weights: prompts of 10,000 tokens, four requests a second,
             whether or not the ones before have been answered. Cold and hit; plain, lmtier, vLLM's offloading.
 
@@ -47,6 +48,7 @@ FAILS = "BENCH_LOADS_FAIL"  # names the file that makes the next load fail
 FAILS_BY = "BENCH_LOADS_FAILED"  # and the one that tells it has
 SETTLED = 0.4  # seconds without news until saves are taken to be stored
 PATIENCE = 60.0
+TO_END = 4.0  # seconds that an engine has to end, once it has done all; vLLM kills its core after 5
 TIE = 0.05  # in log probability: closer candidates may change places by the order of additions
 SEED = 7
 
@@ -714,6 +716,8 @@ GRAPHS: list[dict[str, Any]] = [
     {"compilation_config": {**SMALL_GRAPHS, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
 ]
 
+KINDS = ("equal", "ttft", "graphs")
+
 
 def _cases(wanted: Sequence[str], device: str) -> list[Case]:
     """Those of most value first."""
@@ -756,8 +760,8 @@ def _cases(wanted: Sequence[str], device: str) -> list[Case]:
     if device == "cpu":
         graphs = []  # there are none
         ttft = [each for each in ttft if each.transfer != "offloading"]  # it copies on GPUs only
-    kinds = {"equal": equal, "ttft": ttft}
-    chosen = [case for kind in wanted for case in kinds[kind]] + graphs * ("equal" in wanted)
+    kinds = {"equal": equal, "ttft": ttft, "graphs": graphs}
+    chosen = [case for kind in wanted for case in kinds[kind]]
     for case in chosen:
         if case.mode and not case.transfer:
             case.transfer = "lmtier"
@@ -1046,6 +1050,7 @@ class Child:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(Path(each).absolute()) for each in paths)),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
             "XDG_RUNTIME_DIR": str(folder),
             "VLLM_CACHE_ROOT": str(common / "cache"),
             "TORCHINDUCTOR_CACHE_DIR": str(common / "inductor"),
@@ -1078,13 +1083,21 @@ class Child:
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(spec).encode() + b"\n")
             self._process.stdin.close()
+        ends = time.monotonic() + limit
+        while self._process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.1)
+            if self._result().get("done"):  # some engines never end, and others wait for the GPU
+                limit, ends = TO_END, time.monotonic() + TO_END
+                break
         try:
-            if code := self._process.wait(limit):
+            if code := self._process.wait(max(0.0, ends - time.monotonic())):
                 outcome = f"FAILED, exit status {code}"
         except subprocess.TimeoutExpired:
-            outcome = f"FAILED, not done after {limit:.0f} s"
+            outcome = f"FAILED, did not end within {limit:.0f} s"
+            os.killpg(self._process.pid, signal.SIGABRT)  # every process of it says where it is
+            time.sleep(1.0)
         self.end()
-        result: dict[str, Any] = json.loads(self._out.read_text()) if self._out.exists() else {}
+        result = self._result()
         if result.get("done") and outcome != "done":
             outcome = f"done; then {outcome}"
         result["outcome"] = outcome
@@ -1096,6 +1109,9 @@ class Child:
                 say(f"  {line[:400]}")
             say("----")
         return result
+
+    def _result(self) -> dict[str, Any]:
+        return json.loads(self._out.read_text()) if self._out.exists() else {}
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
@@ -1125,7 +1141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="*", metavar="equal|ttft", help="both, if none is named")
+    parser.add_argument("what", nargs="*", metavar="|".join(KINDS), help="all, if none is named")
     parser.add_argument("--json", help="write all results to this file")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in all")
     parser.add_argument(
@@ -1137,15 +1153,15 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave logs and files where they are")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if unknown := set(given.what) - {"equal", "ttft"}:
-        parser.error(f"neither equal nor ttft: {', '.join(unknown)}")
+    if unknown := set(given.what) - set(KINDS):
+        parser.error(f"none of {', '.join(KINDS)}: {', '.join(unknown)}")
     if given.worker:
         _worker(given.worker)
         return 0
     with _bench(given) as bench:
         if given.keep:
             say(f"logs: {bench.folder}")
-        bench.run(_cases(given.what or ["equal", "ttft"], bench.device))
+        bench.run(_cases(given.what or KINDS, bench.device))
         bench._save()
         return bench.tell()
 
