@@ -210,6 +210,7 @@ def main() -> None:
         "context_length": 4096,
         "mem_fraction_static": 0.1,
         "random_seed": 0,
+        "sleep_on_idle": True,  # else each idle engine takes a core from all tests beside it
         "log_level": "info",
     }
     engine = sglang.Engine(**{**defaults, **options})
