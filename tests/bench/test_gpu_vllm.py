@@ -61,7 +61,7 @@ def run(*what: str) -> Any:
     return bench
 
 
-@pytest.mark.parametrize("what", [("ttft", "equal"), ("equal", "ttft"), ("ttft",)])
+@pytest.mark.parametrize("what", [("ttft", "equal"), ("equal", "ttft"), ("ttft",), ("graphs",)])
 def test_the_first_engine_finds_the_attention_that_all_the_others_use(machine, what):
     results = run(*what).results
     tried = [spec["attention"] for spec in machine.specs]
