@@ -36,7 +36,9 @@ SEED := 1
 
 # Tests beside each other, then those that measure time (the marker `alone`). These mostly wait: two at a time.
 beside = $(BIN)/pytest --dist worksteal --durations 30 --numprocesses
-tests = $(beside) 4 -m "$(1) and not alone" $(2) && $(beside) 2 -m "$(1) and alone" $(or $(2),$(call having,alone))
+# make test FIRST='nice -n -5': those before whatever else runs on the machine.
+FIRST :=
+tests = $(beside) 4 -m "$(1) and not alone" $(2) && $(FIRST) $(beside) 2 -m "$(1) and alone" $(or $(2),$(call having,alone))
 in_engines = $(VLLM)/bin/python -m pytest --numprocesses 3 --dist worksteal --durations 15
 # Each process reads all test files that it is given: ten seconds for all. So it is given those with a mark.
 having = $(shell grep -rl --include='test_*.py' --exclude-dir=vllm --exclude-dir=sglang 'mark\.$(1)' tests)
