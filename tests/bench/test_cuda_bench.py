@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,17 +98,35 @@ def test_what_enqueueing_takes_is_measured_anywhere(monkeypatch):
     assert all(row.ours > 0 for row in rows)
 
 
-@pytest.mark.alone
-def test_enqueueing_takes_a_small_part_of_the_buss_time(tmp_path):
-    """In the fastest of some rounds: what the others do to this machine is no matter of ours."""
-    fastest: dict[str, float] = {}
-    slow = set(bench.STUB_PATHS)
-    for path, ours, _ in stub.enqueueing(replace(bench._full(tmp_path, 1), rounds=30)):
-        fastest[path] = min(ours, fastest.get(path, ours))
-        slow = {each for each in slow if each not in fastest or fastest[each] > bench.STUB_PATHS[each].floor}
-        if not slow:
-            return
-    pytest.fail(f"slower than the floor: { {each: fastest.get(each) for each in slow} }")
+def test_enqueueing_takes_few_calls_of_python(tmp_path):
+    """Calls are the same on every machine; `lmtier bench --only enqueue` has their time."""
+    for what, rig in stub.rigs(bench._full(tmp_path, 1)):
+        calls: dict[tuple[str, bool], int] = {}
+        for by_layer in (False, True) * 2:  # the second time all that is made once is there
+            prompt, (ids, others) = rig.prompt(), rig.ids(2)
+            calls["save", by_layer] = _calls_of_python(rig.save(prompt, ids, by_layer=by_layer))
+            rig.mover.drain()
+            calls["load", by_layer] = _calls_of_python(rig.load(prompt, others, by_layer=by_layer))
+            rig.mover.drain()
+        for way in ("save", "load"):
+            whole = calls[way, False]
+            assert whole <= 300 + len(ids) * (10 if "apart" in what else 5), (what, way)
+            assert calls[way, True] <= 2 * whole, (what, way)
+
+
+def _calls_of_python(work: Callable[[], object]) -> int:
+    calls = 0
+
+    def see(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_without_a_gpu_the_command_says_what_is_missing(capsys):
