@@ -82,7 +82,6 @@ def test_vllm_alone_is_not_accused(models, tmp_path):
         right(prove(url))
 
 
-@pytest.mark.thorough
 def test_vllms_own_offloading_is_not_accused(models, tmp_path):
     how = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     spec = {"spec_name": "CpuSpec", "spec_module_path": "cpu_offload_spec", "cpu_bytes_to_use": 512 << 20}
@@ -92,7 +91,6 @@ def test_vllms_own_offloading_is_not_accused(models, tmp_path):
         assert stages[name]["reusing"], name
 
 
-@pytest.mark.thorough
 def test_vllms_example_is_found_to_ignore_the_salt(models, tmp_path):
     """It stores no more than the first step of a prompt, so all of a prompt is computed in one."""
     how = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
