@@ -77,6 +77,14 @@ def test_a_page_that_starts_without_a_command_fails_the_check(tmp_path):
     assert "no command or code to copy" in done.stdout
 
 
+def test_every_claim_names_tests_and_scripts_that_exist():
+    page = (ROOT / "docs" / "CLAIMS.md").read_text()
+    commands = re.findall(r"`((?:pytest|bench/)[^`]+)`", page)
+    named = {word for command in commands for word in re.findall(r"(?:tests|bench)/\S+", command)}
+    assert len(named) > 20
+    assert not [each for each in named if not (ROOT / each).exists()]
+
+
 def test_nobody_is_told_to_keep_kv_where_anybody_may_put_some():
     """Such a directory may be made by somebody else first, if its name is known before."""
     shared = re.compile(r"disk://(/var)?/(tmp|dev/shm)\b")
