@@ -73,11 +73,12 @@ def _serve_options(parser: ArgumentParser) -> None:
 
 
 def _serve(args: Namespace) -> int:
-    from lmtier.server.process import give_way
+    from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
     from lmtier.server.takeover import Predecessor
     from lmtier.tiers.registry import load_tier
 
+    leave_no_core()
     give_way()
     effective, serving, has_default_tiers = _settings(args)
     lines = write_log(serving.log_level, serving.log_format)
