@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import config
 from lmtier._version import __version__
-from lmtier.errors import ConfigError, without_secrets
+from lmtier.errors import ConfigError, excerpt, without_secrets
 from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
 from lmtier.tools.logs import write_log
 from lmtier.tools.terminal import say, size, table
@@ -203,7 +203,7 @@ def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise ConfigError(f"--set {pair}: write it as name=value")
+            raise ConfigError(f"--set {excerpt(pair)}: write it as name=value")
         if name.startswith("serve."):
             servers[name.removeprefix("serve.")] = value
         else:
