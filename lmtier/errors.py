@@ -19,6 +19,7 @@ log = logging.getLogger("lmtier")
 """The log of lmtier. The adapters for vLLM and SGLang use loggers below those of the engine."""
 audit = logging.getLogger("lmtier.audit")
 """Who deleted, pinned or changed what. A server writes these lines at every level of its log."""
+_SHOWN = 80  # letters of a wrong value in an error
 _SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
@@ -48,6 +49,15 @@ class MisuseError(LMTierError):
 
 class DeviceError(LMTierError):
     """A call of the GPU's driver has failed, or an earlier asynchronous call, which is reported only now."""
+
+
+def excerpt(value: object) -> str:
+    """A value as an error shows it: on one line, and not at length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python writes; tables in tables
+        return "…"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def without_secrets(url: str) -> str:

@@ -42,6 +42,7 @@ from lmtier.format.objects import (
     Scratch,
     Seal,
     UnsealedObject,
+    anonymous,
     check,
     padded,
     peek,
@@ -396,7 +397,7 @@ class _Checker:
 
     def __init__(self, home: int, direct: int, keys: Keyring | None) -> None:
         self._home, self._direct, self._keys = home, direct, keys
-        self._page, self._payload = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
+        self._page, self._payload = anonymous(PAGE), anonymous(PAGE)
         self._scratch = Scratch()
         self._header: Header | None = None
         self.key_id = b""
@@ -411,7 +412,7 @@ class _Checker:
         if size != PAGE + need:  # before memory is allocated for a size in a header
             raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
         if len(self._payload) < need:
-            self._payload = memoryview(mmap.mmap(-1, need))
+            self._payload = anonymous(need)
         got = _read(self._home, path, self._direct, (self._page, self._payload[:need]))
         if isinstance(proof, Seal):
             self.key_id = proof.key_id

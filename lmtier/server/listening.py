@@ -153,6 +153,8 @@ def _tcp(address: str) -> socket.socket:
         except BaseException:
             listener.close()
             raise
+    except UnicodeError:  # a part of a name has 63 letters at most
+        raise ConfigError(f"serve: cannot listen on {address}: {host!r} is not the name of a host") from None
     except OSError as error:
         raise ConfigError(f"serve: cannot listen on {address}: {error.strerror or error}") from None
     return listener

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from lmtier import forks
-from lmtier.errors import log
+from lmtier.errors import ConfigError, log
 from lmtier.format import objects
 from lmtier.format.autocodec import Auto
 from lmtier.format.compression import AUTO, RAW, Codec, find
@@ -31,6 +31,7 @@ from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 _CORES = os.cpu_count() or 1
 _GRACE = 0.25
 """The least time for `close`, in seconds. Idle threads need no more to end."""
+_MOST_THREADS = 1024
 
 Outcome: TypeAlias = "dict[Name, Header | Stat | None]"
 
@@ -85,6 +86,8 @@ class BlockingTier(Tier):
     """
 
     def __init__(self, name: str, readers: int = 4, writers: int = 4, askers: int = 0) -> None:
+        if (threads := readers + writers + askers) > _MOST_THREADS:
+            raise ConfigError(f"{name} tier: {threads} threads are too many; at most {_MOST_THREADS}")
         self._running: dict[int, _Running] = {}
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._reads: SimpleQueue[_Part | None] = SimpleQueue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lmtier._version import __version__
 from lmtier.errors import ConfigError, LMTierError, TierError
@@ -15,8 +16,8 @@ _GROUPS = (serving, asking, forgetting, prompts, checking, planning)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Exit status 2 is misuse; the subcommand defines the others."""
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         return int(args.run(args))
     except LMTierError as error:
         complain(str(error))
@@ -25,8 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence, as for each other mistake."""
+        raise ConfigError(f"{message}; {self.prog} --help shows the usage")
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
+    parser = _Parser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
     parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
     words = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (command for group in _GROUPS for command in group.COMMANDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -26,8 +27,9 @@ from lmtier.tiers.base import Item, Job, Op, Reason, Tier
 from lmtier.tiers.keyring import Keyring
 from lmtier.tiers.registry import open_tier
 from lmtier.tools.cli import main
-from lmtier_backends.disk import Fault, verify
+from lmtier_backends.disk import Fault, _Checker, verify
 from tests.kv_bytes import kv_sample
+from tests.memory_flags import memory_flags
 from tests.redis_process import RedisServer, running
 from tests.sealed import hex_key, key_file, keyring, sealed_at_rest
 from tests.tiers.test_encoding_tiers import ONE, C, fill, found, keys
@@ -506,3 +508,10 @@ def test_a_retired_key_opens_nothing_any_more_in_a_server_that_knew_it(tmp_path)
         assert ring.to_open(of(A), secret.id) is None
         with pytest.raises(NoKey, match="was destroyed"):
             secret.key(bytes(32))
+
+
+def test_what_verify_reads_is_in_no_core_dump():
+    checker = _Checker(-1, 0, None)
+    for buffer in (checker._page, checker._payload):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        assert "dd" in memory_flags(address), "the kernel's word for: do not dump"

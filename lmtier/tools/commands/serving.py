@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import config
 from lmtier._version import __version__
-from lmtier.errors import ConfigError, without_secrets
+from lmtier.errors import ConfigError, excerpt, without_secrets
 from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
 from lmtier.tools.logs import write_log
 from lmtier.tools.terminal import say, size, table
@@ -73,11 +73,12 @@ def _serve_options(parser: ArgumentParser) -> None:
 
 
 def _serve(args: Namespace) -> int:
-    from lmtier.server.process import give_way
+    from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
     from lmtier.server.takeover import Predecessor
     from lmtier.tiers.registry import load_tier
 
+    leave_no_core()
     give_way()
     effective, serving, has_default_tiers = _settings(args)
     lines = write_log(serving.log_level, serving.log_format)
@@ -202,7 +203,7 @@ def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise ConfigError(f"--set {pair}: write it as name=value")
+            raise ConfigError(f"--set {excerpt(pair)}: write it as name=value")
         if name.startswith("serve."):
             servers[name.removeprefix("serve.")] = value
         else:
