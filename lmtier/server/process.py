@@ -9,6 +9,8 @@ from contextlib import suppress
 
 from lmtier.errors import log
 
+_FILES = 256  # the tiers' files, and the files that Python has open
+
 
 def give_way() -> None:
     """Let an engine that wakes this server keep its core; the server takes a free one.
@@ -21,15 +23,17 @@ def give_way() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def allow_files(clients: int) -> None:
+def allow_files(clients: int) -> int:
+    """How many of so many clients may connect: each takes an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = clients + 256  # for the tiers' files, and the files that Python has open
+    need = clients + _FILES
     if soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(need, hard), hard))
         if hard < need:
             log.warning(
                 "lmtier: only %d files may be open, which is less than clients=%d need", hard, clients
             )
+    return max(1, min(clients, hard - _FILES))
 
 
 def tell_systemd(state: str) -> None:
