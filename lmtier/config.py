@@ -387,7 +387,7 @@ class Serving:
     listen: str = "127.0.0.1:6380"
     """For Redis clients and for engines on other hosts."""
     unix: str = ""
-    """For engines on this host, which also map the slab. The file's mode decides who may open it."""
+    """For engines on this host, which also map the slab. Its owner and root need no token."""
     http: str = "127.0.0.1:9470"
     """For browsers and Prometheus."""
     http_names: str = ""
@@ -403,7 +403,7 @@ class Serving:
     tls_ca: str = ""
     """Clients must present a certificate that is signed by this one."""
     insecure: bool = False
-    """Listen beyond this host without a token or client certificates."""
+    """Serve every user of this host, and beyond it if it listens there, without a token or certificate."""
     clients: int = 10_000
     """The most connections at a time."""
     patience: float = 30.0

@@ -89,6 +89,8 @@ class Caller:
     """On the Unix socket: its process and its user."""
     role: Role = Role.ADMIN
     """What it may do, by the token that it has sent."""
+    foreign: str = ""
+    """Why it may do nothing without a token: it is of another user of this host."""
     resp3: bool = False
     name: str = ""
     kind: str = "redis"

@@ -87,7 +87,7 @@ class Dispatch:
         if len(args) > command.most:
             return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
         if not caller.role and "no_auth" not in command.flags:
-            return _NO_AUTH
+            return Error(caller.foreign) if caller.foreign else _NO_AUTH
         if caller.role < command.role and "no_auth" not in command.flags:
             return _refuse(caller, command, args)
         if "loading" not in command.flags and not self._cache.is_warm and not name.startswith(b"LMTIER."):

@@ -16,6 +16,7 @@ from lmtier import forks
 from lmtier.config import Serving, host_and_port
 from lmtier.errors import ConfigError, log
 from lmtier.server.access import Secrets
+from lmtier.server.peers import why_foreign
 
 
 class Door(NamedTuple):
@@ -72,6 +73,12 @@ class Doors:
         forks.close_in_child(listener)
         self.by_fd[listener.fileno()] = Door(listener, kind)
         self.where.append((kind, written(listener.getsockname())))
+
+    def why_foreign(self, kind: str, sock: socket.socket) -> str:
+        """Why a new client may do nothing without a token. Empty: it may, or everybody needs one."""
+        serving = self._serving
+        is_asked = kind == "unix" or not (self.tokens.asks or serving.tls_ca)
+        return why_foreign(sock) if is_asked and not serving.insecure else ""
 
     def secured(self, sock: socket.socket) -> socket.socket:
         """Wrap a TCP connection in TLS, if it is configured."""

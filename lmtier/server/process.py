@@ -12,6 +12,7 @@ from contextlib import suppress
 from lmtier.errors import log
 
 _PR_SET_DUMPABLE = 4
+_FILES = 256  # the tiers' files, and the files that Python has open
 
 
 def give_way() -> None:
@@ -36,15 +37,17 @@ def leave_no_core() -> None:
     faulthandler.enable(file=2)
 
 
-def allow_files(clients: int) -> None:
+def allow_files(clients: int) -> int:
+    """How many of so many clients may connect: each takes an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = clients + 256  # for the tiers' files, and the files that Python has open
+    need = clients + _FILES
     if soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(need, hard), hard))
         if hard < need:
             log.warning(
                 "lmtier: only %d files may be open, which is less than clients=%d need", hard, clients
             )
+    return max(1, min(clients, hard - _FILES))
 
 
 def tell_systemd(state: str) -> None:

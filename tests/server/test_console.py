@@ -211,7 +211,10 @@ def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_p
     assert ["disk", str(disk), "1 GiB", "always", "lru"] in cells
     assert server.where["unix"] == str(tmp_path / "socket")
     assert f"http://{server.where['http']}/metrics" in server.screen
-    assert "Clients need no token; TLS is off." in server.screen
+    assert (
+        "Clients of this user and of root need no token, and others are not served; TLS is off."
+        in server.screen
+    )
     assert "default tiers" not in server.screen
     assert server.stop() == 0
     assert "INFO lmtier: stopping" in server.log
@@ -245,7 +248,7 @@ def test_it_starts_beside_a_kubernetes_service_of_its_name(serve, run, monkeypat
 
 
 def test_a_browser_that_connects_ahead_is_no_warning_and_a_full_house_is_one(serve):
-    server = serve(*ANY, "--log-format", "json", "--set", "serve.patience=0.2", "--set", "serve.clients=2")
+    server = serve(*ANY, "--log-format", "json", "--set", "serve.patience=0.2", "--set", "serve.clients=3")
     with Wire(address_in(server.where["http"])) as browser:
         assert browser.ends(), "its connection is needed for others"
     with Wire(address_in(server.redis)) as one, Wire(address_in(server.redis)) as two:

@@ -64,7 +64,7 @@ def _serve_options(parser: ArgumentParser) -> None:
         "--insecure",
         action="store_true",
         default=None,
-        help="allow addresses that other hosts can reach without a token",
+        help="serve every user of this host, and other hosts, without a token",
     )
     parser.add_argument("--gpu-hour", metavar="PRICE", help="of an engine's GPUs: stats say what hits save")
     parser.add_argument("--log-level", choices=config.LEVELS, help="default: info")
@@ -135,12 +135,14 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
     lines += [table(("listens", "address", "for"), rows), ""]
     tokens = Secrets.read(serving)
     token = "Clients must send the token" if tokens.asks else "Clients need no token"
+    if not (tokens.asks or serving.tls_ca or serving.insecure):
+        token = "Clients of this user and of root need no token, and others are not served"
     if Role.ADMIN in tokens:
         token += ", and another one for administration"
     tls = "TLS is on" if serving.tls_cert else "TLS is off"
     if serving.tls_ca:
         tls += ", and clients need a certificate"
-    unix = " The Unix socket needs no token: only its owner may open it." if serving.unix else ""
+    unix = " The Unix socket needs no token: only its owner and root may use it." if serving.unix else ""
     lines.append(f"{token}; {tls}.{unix}")
     return "\n".join(lines)
 
