@@ -67,8 +67,9 @@ class Asked:
 class Client:
     """The calls of a `Cache` in another process. If there is no server, only the constructor raises.
 
-    `engine` names the session that the ranks and the scheduler of one engine share. If it is empty, this
-    connection has its own session. `shard` is the shard of this process: if the process dies, others do not
+    `engine` is the secret that the ranks and the scheduler of one engine share, as `secrets.token_hex(16)`
+    makes one: with it they are one session. If it is empty, this connection has its own session.
+    `name` is what people see. `shard` is the shard of this process: if the process dies, others do not
     wait for it. `waits`: committed chunks are visible to all when `commit` returns, not some moments later.
     """
 

@@ -57,8 +57,9 @@ class Launcher:
 
     def __init__(self, settings: Settings, engine: str) -> None:
         self.settings = settings
-        digest = hashlib.sha256(engine.encode()).hexdigest()[:16]
-        self.session = f"vllm-{digest}"
+        # vLLM draws its id at random before it starts a process, and gives it to all of them. So the id is
+        # what they share before any of them is connected.
+        self.secret = hashlib.sha256(f"lmtier session {engine}".encode()).hexdigest()
         self.is_private = not settings.server
         self._variables = self._variables_of_server() if self.is_private else {}
         # Data-parallel ranks have engines of their own, but one server on a host. An engine that comes back
@@ -74,7 +75,7 @@ class Launcher:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
         address = str(self.path).removeprefix("unix:/")
-        return Client(address, engine=self.session, shard=shard, name=name, token=token, waits=False)
+        return Client(address, engine=self.secret, shard=shard, name=name, token=token, waits=False)
 
     def revive(self) -> None:
         """Restart the private server if it has died. Does not wait until it answers."""
