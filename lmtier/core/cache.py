@@ -15,6 +15,7 @@ from dataclasses import replace
 from lmtier import forks
 from lmtier.config import Config, TierSpec
 from lmtier.core import ram
+from lmtier.core.forgetting import Leaving
 from lmtier.core.gauges import Gauges, places
 from lmtier.core.heritage import Heritage
 from lmtier.core.hinting import Hinting
@@ -124,7 +125,8 @@ class Cache:
         of_both = self.room, self.lower, self._gauges, self.followers
         self._reservations = Reservations(*of_both)
         weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
-        self._matches = Matches(*of_both, weighing)
+        self.leaving = Leaving(self)
+        self._matches = Matches(*of_both, weighing, self.leaving.covers)
         self.presence: Presence | None = None
         """The table that other processes read. It exists only if no tier must always be asked what it has."""
         if shared and all(tier.source for tier in self.lower.shared):
@@ -482,9 +484,9 @@ class Cache:
     # ---- lifetimes
 
     def _end_lifetimes(self) -> None:
-        """Delete some expired chunks in every tier, and end some sessions; the next step continues."""
+        """Delete some chunks that expired or are forgotten, and end some sessions; the next step goes on."""
         self.pinning.expire()
-        more = self.room.expire() | self.sessions.step()
+        more = self.room.expire() | self.sessions.step() | self.leaving.step()
         for tier in self.lower:
             more |= tier.expire()
         if more:

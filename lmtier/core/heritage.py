@@ -90,6 +90,7 @@ class Teller:
                 order = dict.fromkeys(tier.index.order()) | dict.fromkeys(tier.index.entries_now())
                 self._tell_entries(spec.place, list(order), tier.index)
         self.books.facts |= {"capacity": self._cache.slab.capacity, "pins": pins, "tiers": tiers}
+        self.books.facts["dropped"] = self._cache.leaving.told()
 
     def _tell_entries(self, place: str, entries: list[Entry], index: Index) -> None:
         """`place`: of a tier; empty: the slab."""
@@ -199,6 +200,7 @@ class Heritage:
         self._entries = [entry for entry, _, _ in told_entries]
         _resume(index, told_entries)
         cache.room.leaving.update(entry for entry, _, _ in told_entries if entry.state is State.GONE)
+        cache.leaving.resume(facts["dropped"])
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
             if isinstance(below, OwnedTier) and self.knows(spec.place):
                 _resume(below.index, self._read(spec.place))

@@ -526,8 +526,8 @@ class LowerTier(ABC):
         self._writes.forget_missing()
 
     @abstractmethod
-    def forget(self, tenant: bytes) -> Iterable[int]:
-        """Delete all chunks of this tenant, in small steps: how many in each, if that is known."""
+    def forget(self, tenants: Collection[bytes]) -> Iterable[int]:
+        """Delete all chunks of these tenants, in small steps: how many in each, if that is known."""
 
     def is_moving(self, tenant: bytes) -> bool:
         """Whether chunks of this tenant are being written or deleted now."""

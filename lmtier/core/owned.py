@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -434,11 +434,11 @@ class OwnedTier(LowerTier):
         if not self.is_warm and namespace not in self._unwanted_prefixes:
             self._unwanted_prefixes += (namespace,)
 
-    def forget(self, tenant: bytes) -> Iterator[int]:
+    def forget(self, tenants: Collection[bytes]) -> Iterator[int]:
         self._writes.forget_missing()
         entries = iter(self.index.entries())
         while some := list(islice(entries, _AT_ONCE)):
-            mine = [each for each in some if tenant_of(each.key) == tenant and each.state is not State.GONE]
+            mine = [each for each in some if tenant_of(each.key) in tenants and each.state is not State.GONE]
             for entry in mine:
                 self.clear_one(entry)
             yield len(mine)

@@ -288,9 +288,15 @@ class SharedTier(LowerTier):
         for key in self._writes.under(self._uncleared):
             self._drop(self._writes.take(key), "cleared")
 
-    def forget(self, tenant: bytes) -> Iterable[int]:
-        self.purge(Suspect(tenant=tenant, until=now_ms()))
+    def forget(self, tenants: Collection[bytes]) -> Iterable[int]:
+        for tenant in tenants:
+            self.purge(Suspect(tenant=tenant, until=now_ms()))
         return ()
+
+    def doubt_all(self) -> None:
+        """Another server deletes a tenant's objects here: rely no longer on what was seen."""
+        self._writes.forget_missing()
+        self._there.clear()
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)

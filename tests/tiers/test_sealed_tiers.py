@@ -24,7 +24,7 @@ from lmtier.format.sealing import NoKey
 from lmtier.testing import MemoryTier, load, replace_start, run, sample, store
 from lmtier.tiers import keyring as keyring_module
 from lmtier.tiers.base import Item, Job, Op, Reason, Tier
-from lmtier.tiers.keyring import Keyring
+from lmtier.tiers.keyring import Keyring, Tenants
 from lmtier.tiers.registry import open_tier
 from lmtier.tools.cli import main
 from lmtier_backends.disk import Fault, _Checker, verify
@@ -365,6 +365,11 @@ def test_each_tenant_has_its_own_key_the_same_in_every_process_that_shares_the_d
     assert not any(secret_in(one, of(A)).hex() in text for text in texts)
 
 
+def of_tenants(ring: Keyring) -> Tenants:
+    assert ring.tenants is not None
+    return ring.tenants
+
+
 def secret_in(ring: Keyring, key: bytes) -> bytes:
     return bytes(ring.to_seal(key)._memory[:32])
 
@@ -392,7 +397,7 @@ def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_not
     kept = one.to_seal(of(B)).id
     path = tmp_path / A.hex()
     with path.open("rb") as file:  # the same blocks, as somebody who reads the disk sees them
-        assert one.forget(A) == 1
+        assert of_tenants(one).forget(A) == 1
         assert not any(file.read())
     assert not path.exists()
     assert not any(bytes(mine._memory))
@@ -400,7 +405,10 @@ def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_not
     with pytest.raises(NoKey, match="was destroyed"):
         theirs.key(bytes(32))
     assert two.to_seal(of(B)).id == kept
-    assert one.forget(A) == 0
+    assert of_tenants(one).forget(A) == 0
+    with pytest.raises(NoKey, match="what is from before is not stored again"):
+        one.to_seal(of(A))
+    of_tenants(one).dropped[A] = 2  # its owner has dropped what it held
     assert one.to_seal(of(A)).id != mine.id, "who comes back is a new tenant"
 
 
@@ -418,7 +426,7 @@ def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_one
     assert fresh.to_open(of(A), old) is None, "the key that wraps it is gone"
     key_file(tmp_path, 2, 1)
     assert fresh.to_open(of(A), old) is not None, "and back"
-    assert fresh.forget(A) == 2
+    assert of_tenants(fresh).forget(A) == 2
     assert fresh.to_open(of(A), old) is fresh.to_open(of(A), new) is None
 
 
@@ -451,7 +459,7 @@ def test_who_waits_for_another_process_stops_no_reader_and_ends(tmp_path, monkey
             assert ring.to_open(of(A), known) is not None
         storing.join()
         with pytest.raises(TierError, match="another process holds"):
-            ring.forget(A)
+            of_tenants(ring).forget(A)
     assert isinstance(failed[0], TimeoutError)
     assert ring.to_seal(of(B)) is not None
 
