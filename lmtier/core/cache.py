@@ -322,11 +322,14 @@ class Cache:
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
         before, after = self.config.stores, config.stores
-        if replace(config, tiers=self.config.tiers) != self.config or not all(
+        fitting = [
             replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
-            for old, new in zip(before, after, strict=True)
-        ):
+            for old, new in zip(before, after, strict=False)
+        ]
+        if replace(config, tiers=self.config.tiers) != self.config or not all(fitting):
             raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
+        if len(before) != len(after):
+            raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
         places = [*zip(before, after, (self.room, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
@@ -397,8 +400,7 @@ class Cache:
         since the last call some chunks were lost, because a tier failed, was full, or was too slow. As with
         fsync, a loss is reported once.
         """
-        before = self._lost_at_flush
-        ended = self._drain(timeout)
+        before, ended = self._lost_at_flush, self._drain(timeout)
         self._lost_at_flush = self.lost
         return ended and self._lost_at_flush == before
 
@@ -541,12 +543,14 @@ class Cache:
     def replace(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
         """Commit the one chunk of `reservation`, which was made under a temporary key, under `key`.
 
-        The old value is deleted first, so a restart finds the new one or none.
+        A tier overwrites the old value in its time. After a kill a restart finds either, or one between.
         """
         (entry,) = reservation.entries.values()
-        self.forget(key, reservation.form)
-        self.index.rekey(entry, key)
-        self.commit(reservation, prints={0: mark})
+        if (old := self.index.get(key)) is not None:
+            self.room.take_out(old)
+        with self.lower.replacing(key):
+            self.index.rekey(entry, key)
+            self.commit(reservation, prints={0: mark})
 
     def is_behind(self, nbytes: int) -> bool:
         """Whether a new value should wait: it could not be written now, but a little later it could."""
