@@ -200,7 +200,7 @@ class Heritage:
         self._entries = [entry for entry, _, _ in told_entries]
         _resume(index, told_entries)
         cache.room.leaving.update(entry for entry, _, _ in told_entries if entry.state is State.GONE)
-        cache.leaving.resume(facts["dropped"])
+        cache.leaving.resume(facts.get("dropped", {}))  # without: all leave once more
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
             if isinstance(below, OwnedTier) and self.knows(spec.place):
                 _resume(below.index, self._read(spec.place))

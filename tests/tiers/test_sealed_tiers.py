@@ -412,6 +412,54 @@ def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_not
     assert one.to_seal(of(A)).id != mine.id, "who comes back is a new tenant"
 
 
+def test_a_key_that_was_put_back_is_refused_and_the_next_one_replaces_it(tmp_path):
+    ring = keyring(1, tenants=str(tmp_path))
+    old, path = ring.to_seal(of(A)).id, tmp_path / A.hex()
+    backup = path.read_bytes()
+    of_tenants(ring).forget(A)
+    path.write_bytes(backup)
+    later = keyring(1, tenants=str(tmp_path))
+    assert ring.to_open(of(A), old) is later.to_open(of(A), old) is None
+    assert not path.exists(), "a server that starts destroys it"
+    path.write_bytes(backup)
+    new = later.to_seal(of(A)).id
+    assert new != old
+    assert len(path.read_text().splitlines()) == 1
+    assert ring.to_open(of(A), new) is not None
+    # Nobody can say that it is of a later generation.
+    path.write_text(backup.decode().replace("lmtier-tenant-2 0 ", "lmtier-tenant-2 1 "))
+    assert keyring(1, tenants=str(tmp_path)).to_open(of(A), old) is None
+
+
+def test_a_generation_never_goes_back_in_a_server_that_runs(tmp_path):
+    ring = keyring(1, tenants=str(tmp_path))
+    old, path = ring.to_seal(of(A)).id, tmp_path / A.hex()
+    backup = path.read_bytes()
+    of_tenants(ring).forget(A)
+    (tmp_path / "forgotten").unlink()
+    path.write_bytes(backup)
+    assert ring.to_open(of(A), old) is None
+    of_tenants(ring).forget(A)
+    assert of_tenants(keyring(1, tenants=str(tmp_path))).forgotten[A].generation == 2
+
+
+def test_a_tombstone_that_a_power_loss_tore_hides_no_other(tmp_path):
+    one = keyring(1, tenants=str(tmp_path))
+    of_tenants(one).forget(A)
+    stones = tmp_path / "forgotten"
+    stones.write_text(stones.read_text() + f"lmtier-forgotten-1 {B.hex()} ")
+    of_tenants(one).forget(B)
+    assert set(of_tenants(keyring(1, tenants=str(tmp_path))).forgotten) == {A, B}
+
+
+def test_an_object_costs_one_look_at_the_store_of_keys(tmp_path, monkeypatch):
+    ring, looked = keyring(1, tenants=str(tmp_path)), list[str]()
+    secret, real = ring.to_seal(of(A)), os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: looked.append(str(path)) or real(path, **more))
+    assert ring.to_seal(of(A)) is ring.to_open(of(A), secret.id) is secret
+    assert [path for path in looked if path.startswith(str(tmp_path))] == [f"{tmp_path}/forgotten"] * 2
+
+
 def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_ones(tmp_path):
     folder = str(tmp_path / "tenants")
     source = key_file(tmp_path, 1)
