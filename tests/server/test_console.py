@@ -345,8 +345,9 @@ def test_what_can_never_work_ends_the_server_at_once_said_once(tmp_path):
 
 
 def test_a_disk_smaller_than_its_capacity_is_said_in_one_line(serve, tmp_path):
-    log = serve(*ANY, "--tier", f"disk://{tmp_path}/kv?capacity=4000PiB").log
-    (line,) = (line for line in log.splitlines() if "capacity=" in line)
+    server = serve(*ANY, "--tier", f"disk://{tmp_path}/kv?capacity=4000PiB")
+    assert server.stop() == 0
+    (line,) = (line for line in server.log.splitlines() if "capacity=" in line)
     assert re.search(r"is more than the storage has: the tier uses \d+ bytes, and from then on chunks", line)
 
 
