@@ -114,7 +114,7 @@ def read_text(what: str, file: str | os.PathLike[str], *, is_secret: bool = Fals
                 raise ConfigError(f"{what}: it is a pipe, not a file")
             while len(data) <= _MOST_BYTES and not (is_secret and b"\n" in data):
                 if is_pipe and not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
-                    raise ConfigError(f"{what}: nobody wrote into this pipe for {_FILE_SECONDS:g} s")
+                    raise ConfigError(f"{what}: nothing came through this pipe for {_FILE_SECONDS:g} s")
                 if not (more := os.read(descriptor, _MOST_BYTES + 1)):
                     break
                 data += more

@@ -3,7 +3,8 @@
 LMTierError
 ├── ConfigError     a setting is unknown, of the wrong type, or impossible
 ├── LayoutError     tensors, token counts or block ids do not fit the declared layout
-├── TierError       a tier cannot be opened (locked, unwritable, unreachable at start)
+├── TierError       a tier cannot be opened (unwritable, unreachable at start)
+│   └── InUseError  another process has the directory or the address, and may end
 ├── CanaryError     save followed by load did not return the engine's own bytes
 ├── DeviceError     a call of the GPU's driver has failed
 └── MisuseError     a call that the contract forbids (commit twice, use after close)
@@ -37,6 +38,10 @@ class LayoutError(LMTierError):
 
 class TierError(LMTierError):
     """A tier cannot be opened. At run time a tier never raises: its failures are misses."""
+
+
+class InUseError(TierError):
+    """Another process has the directory or the address. It may end, so it is worth to try again later."""
 
 
 class CanaryError(LMTierError):

@@ -666,7 +666,8 @@ def _capacity(spec: TierSpec, tier: Tier) -> int:
         return UNBOUNDED
     if tier.most is not None and tier.most < spec.capacity:
         log.warning(
-            "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes",
+            "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes, and from then on "
+            "chunks leave for new ones",
             *(spec, spec.capacity, tier.most),
         )
         return max(1, tier.most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lmtier import forks
 from lmtier.config import Serving, host_and_port
-from lmtier.errors import ConfigError, log
+from lmtier.errors import ConfigError, InUseError, log
 from lmtier.server.access import Secrets
 from lmtier.server.peers import why_foreign
 
@@ -163,7 +164,8 @@ def _tcp(address: str) -> socket.socket:
     except UnicodeError:  # a part of a name has 63 letters at most
         raise ConfigError(f"serve: cannot listen on {address}: {host!r} is not the name of a host") from None
     except OSError as error:
-        raise ConfigError(f"serve: cannot listen on {address}: {error.strerror or error}") from None
+        refusal = InUseError if error.errno == errno.EADDRINUSE else ConfigError
+        raise refusal(f"serve: cannot listen on {address}: {error.strerror or error}") from None
     return listener
 
 
@@ -182,7 +184,7 @@ def _unix(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(f"serve: cannot listen on {path}: {error.strerror or error}") from None
-    except ConfigError:
+    except BaseException:
         listener.close()
         raise
     return listener
@@ -201,7 +203,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise ConfigError(f"serve: another server listens on {path}; stop it or choose another path")
+    raise InUseError(f"serve: another server listens on {path}; stop it or choose another path")
 
 
 def written(address: Any) -> str:

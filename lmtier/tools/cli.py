@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lmtier._version import __version__
-from lmtier.errors import ConfigError, LMTierError, TierError
+from lmtier.errors import ConfigError, InUseError, LMTierError, TierError
 from lmtier.tools.commands import asking, checking, forgetting, planning, prompts, serving
 from lmtier.tools.terminal import complain
 
@@ -15,12 +16,17 @@ _GROUPS = (serving, asking, forgetting, prompts, checking, planning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Exit status 2 is misuse; the subcommand defines the others."""
+    """Runs the command. The subcommand defines the exit statuses beside these:
+
+    2: misuse, or settings with which it can never work. 75, as in sysexits.h: worth to try again later.
+    """
     try:
         args = _parser().parse_args(argv)
         return int(args.run(args))
     except LMTierError as error:
         complain(str(error))
+        if isinstance(error, InUseError):
+            return os.EX_TEMPFAIL
         return 2 if isinstance(error, ConfigError | TierError) else 1
     except KeyboardInterrupt:
         return 130

@@ -305,13 +305,13 @@ def test_it_takes_no_core_from_an_engine_unless_it_was_told_to(serve):
     assert os.sched_getscheduler(other.process.pid) == os.SCHED_IDLE
 
 
-def refused(*argv: object, **env: object) -> str:
+def refused(*argv: object, code: int = 2, **env: object) -> str:
     """The one sentence of a server that does not start."""
     command = [sys.executable, "-W", "error", "-m", "lmtier", "serve", *map(str, argv)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(**env), timeout=PATIENCE, check=False
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (code, "")
     lines = [line for line in done.stderr.splitlines() if " WARNING " not in line]
     assert len(lines) == 1, done.stderr
     return lines[0]
@@ -320,14 +320,38 @@ def refused(*argv: object, **env: object) -> str:
 def test_an_address_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        said = refused(*SMALL, "--http", "", "--listen", address)
+        said = refused(*SMALL, "--http", "", "--listen", address, code=os.EX_TEMPFAIL)
     assert said == f"lmtier: serve: cannot listen on {address}: Address already in use"
 
 
 def test_a_disk_that_another_server_has_open_is_named(serve, tmp_path):
     tier = ("--tier", f"disk://{tmp_path}/kv?capacity=1GiB")
     serve(*ANY, *tier)
-    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier)
+    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier, code=os.EX_TEMPFAIL)
+
+
+def test_what_can_never_work_ends_the_server_at_once_said_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters").write_text("")
+    never = {
+        "cpu://?capacity=8000PiB": "it would be killed when the slab fills; choose a smaller capacity",
+        "disk:///?capacity=1GiB": "/ is the root of the whole system",
+        f"disk:///{'../' * 30}?capacity=1GiB": "/ is the root of the whole system",
+        f"disk://{tmp_path}/file?capacity=1GiB": f"cannot use {tmp_path}/file: File exists",
+        f"disk://{tmp_path}/home?capacity=1GiB": "holds other things, such as 'letters': name an empty",
+    }
+    for url, said in never.items():
+        tiers = ("--tier", url) if url.startswith("cpu") else (*SMALL, "--tier", url)
+        assert said in refused(*tiers, *ANY)
+    assert os.listdir(tmp_path / "home") == ["letters"]
+
+
+def test_a_disk_smaller_than_its_capacity_is_said_in_one_line(serve, tmp_path):
+    server = serve(*ANY, "--tier", f"disk://{tmp_path}/kv?capacity=4000PiB")
+    assert server.stop() == 0
+    (line,) = (line for line in server.log.splitlines() if "capacity=" in line)
+    assert re.search(r"is more than the storage has: the tier uses \d+ bytes, and from then on chunks", line)
 
 
 def test_other_hosts_are_not_let_in_without_a_token(serve):
