@@ -29,7 +29,7 @@ import xxhash
 from lmtier.errors import LayoutError, MisuseError
 
 KEY_BYTES = 32
-_BUFFER = 8 << 20
+_BUFFER = 256 << 10  # in a core's own cache a reading is twice as fast as through memory
 NAMESPACE_BYTES = 4
 TENANT_BYTES = 4
 PREFIX_BYTES = NAMESPACE_BYTES + TENANT_BYTES

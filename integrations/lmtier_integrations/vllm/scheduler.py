@@ -163,8 +163,8 @@ class Scheduler:
         if len({layout for layout, _ in states}) > 1:
             raise LayoutError(f"the workers disagree about the model's states: {sorted(states)}")
         ends = form_of(Layout.from_json(states[0][0]), (shard for _, shard in states)) if states else None
-        files = {facts.files for facts in ranks.values()}
-        self._names.meet(layout, form, files, ends, is_watched=self._doubts.sees_engine)
+        origins = {rank: facts.origin for rank, facts in ranks.items()}
+        self._names.meet(layout, form, origins, ends, is_watched=self._doubts.sees_engine)
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0
