@@ -25,6 +25,11 @@ _SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 class LMTierError(Exception):
     """The base of all exceptions that lmtier raises on purpose."""
 
+    def __init__(self, *what: object, in_use: bool = False) -> None:
+        super().__init__(*what)
+        self.in_use = in_use
+        """Whether another process has what is needed. When it ends, the same call may succeed."""
+
 
 class ConfigError(LMTierError):
     """A setting is unknown, of the wrong type, or impossible. The message names the key and its source."""

@@ -538,7 +538,8 @@ def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> 
         lock.close()
         raise TierError(
             f"disk tier: {root} is open in process {owner or 'unknown'}; a directory has one owner: "
-            "give this tier another, or stop that process"
+            "give this tier another, or stop that process",
+            in_use=True,
         ) from error
     except OSError as error:
         lock.close()

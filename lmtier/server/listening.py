@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -154,7 +155,10 @@ def _tcp(address: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"serve: cannot listen on {address}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"serve: cannot listen on {address}: {error.strerror or error}",
+            in_use=error.errno == errno.EADDRINUSE,
+        ) from None
     return listener
 
 
@@ -192,7 +196,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise ConfigError(f"serve: another server listens on {path}; stop it or choose another path")
+    raise ConfigError(f"serve: another server listens on {path}; stop it or choose another path", in_use=True)
 
 
 def written(address: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
@@ -14,12 +15,15 @@ _GROUPS = (serving, asking, forgetting, prompts, checking, planning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Exit status 2 is misuse; the subcommand defines the others."""
+    """Runs the command. Exit status 2 is misuse, 75 that another process has what is needed; the subcommand
+    defines the others."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
     except LMTierError as error:
         complain(str(error))
+        if error.in_use:
+            return os.EX_TEMPFAIL
         return 2 if isinstance(error, ConfigError | TierError) else 1
     except KeyboardInterrupt:
         return 130

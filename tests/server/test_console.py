@@ -302,13 +302,13 @@ def test_it_takes_no_core_from_an_engine_unless_it_was_told_to(serve):
     assert os.sched_getscheduler(other.process.pid) == os.SCHED_IDLE
 
 
-def refused(*argv: object, **env: object) -> str:
-    """The one sentence of a server that does not start."""
+def refused(*argv: object, code: int = 2, **env: object) -> str:
+    """The one sentence of a server that does not start. Code 75: another process has what it needs."""
     command = [sys.executable, "-W", "error", "-m", "lmtier", "serve", *map(str, argv)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(**env), timeout=PATIENCE, check=False
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (code, "")
     lines = [line for line in done.stderr.splitlines() if " WARNING " not in line]
     assert len(lines) == 1, done.stderr
     return lines[0]
@@ -317,14 +317,14 @@ def refused(*argv: object, **env: object) -> str:
 def test_an_address_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        said = refused(*SMALL, "--http", "", "--listen", address)
+        said = refused(*SMALL, "--http", "", "--listen", address, code=75)
     assert said == f"lmtier: serve: cannot listen on {address}: Address already in use"
 
 
 def test_a_disk_that_another_server_has_open_is_named(serve, tmp_path):
     tier = ("--tier", f"disk://{tmp_path}/kv?capacity=1GiB")
     serve(*ANY, *tier)
-    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier)
+    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier, code=75)
 
 
 def test_other_hosts_are_not_let_in_without_a_token(serve):
