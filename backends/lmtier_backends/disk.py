@@ -570,7 +570,7 @@ def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> 
         lock.close()
         raise InUseError(
             f"disk tier: {root} is open in process {owner or 'unknown'}; a directory has one owner: "
-            "give this tier another, or stop that process"
+            "give this tier another, or stop that process",
         ) from error
     except OSError as error:
         lock.close()

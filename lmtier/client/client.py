@@ -31,7 +31,7 @@ from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.observe.journal import Change
 from lmtier.observe.prompts import MAX_ORIGIN, Origin
-from lmtier.rules.hints import MAX_BYTES
+from lmtier.rules.hints import MAX_BYTES, MAX_NAME, is_name
 from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.worth import Cost
 from lmtier.wire.resp import Error
@@ -512,6 +512,13 @@ class Client:
         )
         return read or {}
 
+    def report(self) -> dict[str, Any]:
+        """The server's own report: its tiers, its load. Empty if no server answers."""
+        reply = self._server.call("LMTIER.REPORT")
+        if reply is None:
+            return {}
+        return self._server.understood(lambda: dict(json.loads(reply))) or {}
+
     def check(self) -> None:
         """As Cache.check: AssertionError if an invariant of the server does not hold."""
         reply = self._server.call("LMTIER.CHECK", errors=True)
@@ -552,6 +559,9 @@ class Client:
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
     """Those of the words before the keys that are given, and that the server knows."""
+    for name in (session, parent, source):
+        if name and not is_name(name):
+            raise MisuseError(f"{name!r:.40} is no name: it has 1 to {MAX_NAME} printable characters")
     words: list[Argument] = []
     if session and "SESSION" in options:
         words += ("SESSION", session, *(("PARENT", parent) if parent else ()))

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -301,6 +301,39 @@ def test_wrong_uses_raise_as_a_caches_do(serve):
     client.close()
     with pytest.raises(MisuseError, match="closed"):
         client.match(keys(1), ONE)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "a\nb",
+        "a\r\n*1\r\n$4\r\nPING",
+        "a\0",
+        "x" * 129,
+        "x" * (64 << 10),
+        "x" * (2 << 20),
+        "\udc80",
+        "x\ud800",
+    ],
+    ids=["a line", "a command", "a NUL", "129", "64 KiB", "2 MiB", "a byte", "half a character"],
+)
+def test_odd_names_are_refused_in_a_sentence_and_the_connection_goes_on(serve, odd):
+    server = serve()
+    with Client(server.path) as client:
+        assert store(client, keys(2)) == 2
+        for words in ({"session": odd}, {"session": "s", "parent": odd}, {"source": odd}):
+            with pytest.raises(MisuseError, match="printable characters"):
+                client.match(keys(2), ONE, **words)
+        for call in (
+            lambda: client.pin(odd, keys(2)),
+            lambda: client.hint({}, session=odd),
+            lambda: client.hint({"actions": odd}, salt=odd),
+        ):
+            with suppress(MisuseError):
+                call()
+        assert look(client, keys(2)) == ["cpu", "cpu"]
+        assert (client.lost, client.pinned()) == (0, [])
+    server.check()
 
 
 # ---- several processes of one engine

@@ -24,10 +24,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.v1.request import Request
 
 from lmtier.format.keys import Identity
-from lmtier.rules.lifetimes import MAX_TTL
 from lmtier_integrations.identity import attention_of
 from lmtier_integrations.vllm.messages import Origin
-from lmtier_integrations.vllm.settings import log
 
 TABLE: dict[str, list[dict[str, Any]]] = tomllib.loads(
     files("lmtier_integrations.vllm").joinpath("fields.toml").read_text()
@@ -67,18 +65,6 @@ def lora_of(request: Request, content: str) -> str:
     """The adapter's part of the key. It includes the content, because the files may be replaced."""
     lora: LoRARequest | None = request.lora_request
     return "" if lora is None else f"{lora.lora_name}\0{content}"
-
-
-def ttl_of(request: Request) -> float | None:
-    """The request's `lmtier_ttl` in seconds, if it has one. A wrong value is logged and ignored."""
-    params = request.kv_transfer_params
-    seconds = params.get("lmtier_ttl") if isinstance(params, dict) else None
-    if seconds is None:
-        return None
-    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_TTL:
-        return float(seconds)
-    log.warning("lmtier: lmtier_ttl=%.40r of a request is no number of seconds and is ignored", seconds)
-    return None
 
 
 def _as_built(model: ModelConfig) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from lmtier.client.client import Client
@@ -81,6 +82,11 @@ class Names:
         self._identity = fill_identity(self._identity, layout, self._client.approximation)
         self._seeds.clear()
         self._client.declare(self._identity, form)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this run of the engine finds what it stores."""
+        return self._identity.is_private
 
     def seed(self, lora: str, salt: str) -> bytes:
         """The start of the key chains of requests with this adapter and salt."""
@@ -153,7 +159,7 @@ class Names:
         if lora is None:
             return None
         known = None if lora.load_inplace else self._adapters.get(lora.lora_int_id)
-        return lora.lora_int_id, adapter_of(lora, lora.lora_path) if known is None else known
+        return lora.lora_int_id, _content_of(lora) if known is None else known
 
     def learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:
         """Apply the adapters that ranks have reported."""
@@ -176,3 +182,11 @@ class Names:
     def is_current(self, adapter: Adapter | None) -> bool:
         """Whether no rank has another adapter under that number."""
         return adapter is None or self._adapters.get(adapter[0], adapter[1]) == adapter[1]
+
+
+def _content_of(lora: LoRARequest) -> str:
+    """A digest of an adapter's files. Empty: there are none, or they cannot be read here."""
+    try:
+        return adapter_of(lora, lora.lora_path)
+    except (OSError, ValueError, TypeError):  # a request names the place: it may be no path at all
+        return ""

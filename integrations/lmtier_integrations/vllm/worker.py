@@ -98,7 +98,7 @@ class Worker:
         for part, mover in ((declared, place.mover), (states, place.states)):
             if part is not None and mover is not None:
                 mover.prove(self._spare_blocks(part), block_bytes=part.block_bytes)
-                log.info(
+                log.debug(
                     "lmtier: rank %d serves %s as %s", number, part.shard, part.layout.to_json().decode()
                 )
 

@@ -88,6 +88,7 @@ def _serve(args: Namespace) -> int:
         predecessor = Predecessor(Path(args.takeover), effective) if args.takeover else None
         server = Server(effective, serving, predecessor)
         server.obey_signals()
+        lines.flush()  # warnings of its start are in the log before it answers
         say(_screen(server, has_default_tiers))
         server.run()
         return 0
