@@ -134,6 +134,9 @@ def _is_loopback(host: str) -> bool:
 def _tls(serving: Serving) -> ssl.SSLContext | None:
     if not serving.tls_cert:
         return None
+    for file in (serving.tls_cert, serving.tls_key, serving.tls_ca):
+        if os.path.exists(file) and not os.path.isfile(file):  # OpenSSL would read a device for ever
+            raise ConfigError(f"serve: TLS with {file}: it is not a file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

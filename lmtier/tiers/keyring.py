@@ -36,6 +36,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lmtier.config import read_text
 from lmtier.errors import ConfigError, TierError, log
 from lmtier.format.keys import tenant_of
 from lmtier.format.sealing import (
@@ -163,15 +164,14 @@ def _key_in(line: str, where: str) -> bytes:
 
 def _from_file(path: str, where: str) -> str:
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ConfigError(f"{where}: other users may write to {path}; chmod 600 it")
-            if mode & _OTHERS:
-                log.warning("lmtier: other users may read the keys in %s; chmod 600 it", path)
-            return file.read()
+        mode = os.stat(path).st_mode
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{where}: other users may write to {path}; chmod 600 it")
+    if mode & _OTHERS:
+        log.warning("lmtier: other users may read the keys in %s; chmod 600 it", path)
+    return read_text(f"{where}: {path}", path)
 
 
 def _from_command(command: str, where: str) -> str:

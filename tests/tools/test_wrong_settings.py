@@ -126,6 +126,14 @@ def test_what_is_no_file_of_settings_is_one_sentence(tmp_path: Path):
     secret = ["serve", "--tier", CPU, "--listen", "127.0.0.1:0", "--http", "", "--token-file"]
     said = run([([*secret, file], {}) for file in ("/dev/zero", tmp_path / "no", tmp_path / "latin.toml")])
     need_sentences(said, ["it has more than 256 KiB", "it is a directory", "it is not text in UTF-8"])
+    os.chmod(tmp_path / "pipe", 0o600)
+    keys = [
+        f"disk://{tmp_path}/kv?capacity=1MiB&seal=aes-256-gcm&key=file:{tmp_path}/{file}"
+        for file in ("pipe", "no")
+    ]
+    tls = ["serve", "--tier", CPU, "--set", "serve.tls_cert=/dev/zero", "--set", "serve.tls_key=/dev/zero"]
+    said = run([(tls, {}), *((["serve", "--tier", CPU, "--tier", url], {}) for url in keys)])
+    need_sentences(said, ["/dev/zero: it is not a file", "it is a pipe, not a file", "it is a directory"])
 
 
 OPTIONS = {
