@@ -266,6 +266,11 @@ class Metrics:
         # the server
         self.ready = gauge("ready", "1 while the server is up and knows what its tiers hold.")
         self.clients = gauge("clients", "Open connections to the server.", "kind")
+        self.clients_remember = gauge(
+            "clients_remember_bytes",
+            "Bytes that clients' requests make the server remember. Above 256 MiB it closes who takes most.",
+        )
+        self.clients_shed = counter("clients_shed", "Clients that were closed because they took most of it.")
         self.owner_seconds = counter(
             "owner_seconds",
             "CPU seconds of the thread that owns the cache. Near 1 per second it is the bottleneck.",

@@ -103,6 +103,8 @@ class Caller:
     """Its commands since MULTI."""
     watch: Any = None
     """The names that it watches until EXEC."""
+    transaction: Any = None
+    """Its transaction, until all answers of it are sent."""
     asked: int = 0
     """The number of its commands."""
     last: str = ""

@@ -10,7 +10,7 @@ from lmtier.server.access import Role
 from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table, error_of
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
-from lmtier.wire.commands import DROP
+from lmtier.wire.commands import DROP, new_buffer
 from lmtier.wire.resp import Error, ProtocolError
 
 _UNTRUSTED_ARGS = 10
@@ -28,6 +28,9 @@ class Dispatch:
         self._cache = cache
         self._values = values
         self._transactions = transactions
+        self.held = transactions.held
+        self.buffer = new_buffer()
+        """Where the bytes of each connection arrive. All have the same owner."""
         self._table = {
             name: _audited(command) if command.role is Role.ADMIN else command
             for name, command in table.items()

@@ -228,6 +228,11 @@ class Conversation:
         """Whether the next reply takes more turns: call `next` again, and read nothing until then."""
         return self._answering is not None
 
+    @property
+    def held(self) -> int:
+        """The bytes of the requests that it has not answered, about."""
+        return len(self._input) + (MAX_BODY if self.is_answering else 0)
+
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes. After the last reply they are ignored."""
         if not self._over:

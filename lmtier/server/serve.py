@@ -37,6 +37,7 @@ from lmtier.server.engines import Engines
 from lmtier.server.engines.arguments import read_shard
 from lmtier.server.engines.sessions import Session
 from lmtier.server.http import Http, forms, routes
+from lmtier.server.ledger import Ledger
 from lmtier.server.listening import Door, Doors, written
 from lmtier.server.peers import peer_of
 from lmtier.server.process import allow_files, tell_systemd
@@ -82,6 +83,7 @@ class Server:
         self._masks: dict[int, int] = {}
         self._waiting: set[Connection | HttpConnection] = set()
         """The connections whose answer has to wait, or whose turn was cut."""
+        self._ledger = Ledger()
         self._ids = count(1)
         self._stop_at: float | None = None
         self._expires = False
@@ -174,6 +176,7 @@ class Server:
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         if arrival is not None:
             self._resume(arrival, sessions)
+        metrics.clients_remember.set_function(lambda: self._ledger.total)
         for kind in ("redis", "engine", "http"):
             metrics.clients.labels(kind).set_function(partial(self._roster.of_kind, kind))
 
@@ -253,6 +256,8 @@ class Server:
                     timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
+                    if self._ledger.is_over:
+                        self._shed()
                 self.cache.step()
                 self._transactions.turn()
                 if self._expires:
@@ -262,6 +267,8 @@ class Server:
                 for connection in [each for each in self._waiting if each.is_open]:
                     connection.hear() if connection.is_cut else connection.go_on()
                     self._look(connection)
+                    if self._ledger.is_over:
+                        self._shed()
                 if self._departure.turn():
                     has_left = True
                     return
@@ -348,6 +355,9 @@ class Server:
             self._epoll.modify(fd, mask)
             self._masks[fd] = mask
         self._see(connection)
+        self._ledger.note(connection, connection.held)
+        if (session := connection.caller.session) is not None:
+            self._ledger.note(session, session.held)
         goes_on = connection.is_waiting or connection.is_cut
         (self._waiting.add if goes_on else self._waiting.discard)(connection)
 
@@ -355,26 +365,43 @@ class Server:
         del self._masks[fd]
         self._roster.left(connection)
         self._waiting.discard(connection)
+        self._ledger.note(connection, 0)
+        session: Session | None = connection.caller.session
         if isinstance(connection, Connection):
             self._transactions.gone(connection.caller)
             if not self._report.stopping:
                 # The server closes it, but the engine may still be copying. So its extents are not used
                 # again.
                 self._engines.gone(connection.caller)
+        if session is not None and not session.members:
+            self._ledger.note(session, 0)
+
+    def _shed(self) -> None:
+        """Close the clients for which most is remembered, until all of it is well below the bound."""
+        connections = {each.caller: each for each in self._roster}
+        for holder in self._ledger.largest():
+            if self._ledger.is_low:
+                return
+            callers = holder.members if isinstance(holder, Session) else (holder.caller,)  # type: ignore[attr-defined]
+            found = [connections[each] for each in callers if each in connections]
+            if any(map(_is_engine, found)):
+                continue
+            for each in found:
+                log.warning("lmtier: %s was closed: it makes the server remember most", each.caller.address)
+                each.close()
+                self._look(each)
+                self.cache.metrics.clients_shed.inc()
 
     def _look_after(self, now: float) -> None:
         patience = self.serving.patience
         if now - max(self.cache.room.no_room_at, self._values.no_room_at) < _HURRY:
             patience = min(patience, _HURRY)
         for connection in self._roster:
-            # Never an engine: its extents must stay until it releases them, and it closes its socket then.
-            # An engine that does not map the slab has no extents to release.
-            is_engine = connection.caller.session is not None and connection.caller.is_local
             # A client may pause in the middle of MULTI, as long as no request needs the room of its values.
             is_idle = patience > _HURRY or connection.caller.queue is None
             # A client without a token must not keep a place for ever that others need.
             is_busy = connection.is_in_the_middle() or not is_idle or connection.is_stranger
-            if not is_engine and connection.is_stuck(now, patience, is_busy):
+            if not _is_engine(connection) and connection.is_stuck(now, patience, is_busy):
                 address = connection.caller.address
                 if connection.has_begun:
                     log.warning("lmtier: %s stopped in the middle of a request and was closed", address)
@@ -542,3 +569,11 @@ class Server:
         caller = connection.caller
         has_shown = caller.role > self._doors.tokens.without(caller.foreign)
         self._roster.see(connection, is_known=bool(caller.role) and (caller.is_local or has_shown))
+
+
+def _is_engine(connection: Connection | HttpConnection) -> bool:
+    """Whether it must not be closed: its extents stay until it releases them, and it closes its socket then.
+
+    An engine that does not map the slab has no extents to release.
+    """
+    return connection.caller.session is not None and connection.caller.is_local
