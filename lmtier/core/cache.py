@@ -144,7 +144,7 @@ class Cache:
             self.room.live_for(top.ttl)
         self.outlook = Outlook(places(self.index, self.lower), self.chunk_tokens)
         self.followers.add(self.outlook)
-        self._gauges.declare(self.outlook, self.pinning.pins)
+        self._gauges.declare(self.outlook, self.pinning)
         forks.call_in_child(self)
         self._prefault = None
         if config.prefault:
@@ -637,7 +637,7 @@ class Cache:
         """Check every invariant; raises AssertionError. It is cheap enough to run after every test."""
         self.slab.check()
         self.index.check()
-        self.pinning.pins.check()
+        self.pinning.check()
         self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
         self.room.check()

@@ -143,8 +143,8 @@ class Server:
             **redis_table(self._values, service),
             **self._transactions.table(),
             **self._engines.table(),
-            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, role=Role.LOOK),
-            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1, role=Role.LOOK),
+            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1),
+            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1),
         }
         self._departure = Departure(
             self.cache,

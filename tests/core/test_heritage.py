@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.match import Match, Reservation
+from lmtier.errors import MisuseError
 from lmtier.format.books import Books, BooksError
 from lmtier.format.layout import Layout, form_of
 
@@ -49,7 +51,8 @@ def following(cache: Cache, books: Books, settings: Config) -> tuple[Cache, Heri
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(("save", "begin", "find", "pin", "discard", "ttl", "halves")), st.integers(0, 12)
+        st.sampled_from(("save", "begin", "find", "pin", "hint", "discard", "ttl", "halves")),
+        st.integers(0, 12),
     ),
     max_size=40,
 )
@@ -65,6 +68,9 @@ def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, 
                 held.append(cache.match(keys(prompt), FORM))
             elif what == "pin" and any(cache.index.get(key) for key in keys(prompt)):
                 cache.pin(f"pin {prompt % 2}", keys(prompt))
+            elif what == "hint":
+                with suppress(MisuseError):  # they have a quarter
+                    cache.pinning.pin(f"hint {prompt % 2}", keys(prompt), 60.0, hinted=True)
             elif what == "discard" and (entry := cache.index.get(keys(prompt)[1])) is not None:
                 cache.discard(entry)
             elif what in ("save", "begin", "ttl", "halves"):
@@ -88,6 +94,7 @@ def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, 
             assert after.index.used == cache.index.used
             assert after.index.leased_bytes == cache.index.leased_bytes
             assert after.pinning.pins.wanted == cache.pinning.pins.wanted
+            assert after.pinning.hinted.wanted == cache.pinning.hinted.wanted
             for entry in cache.index.entries():
                 mine = after.index.get(entry.key)
                 assert mine is not None

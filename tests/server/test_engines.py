@@ -19,6 +19,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.match import Match
 from lmtier.format.keys import namespace, state_key, value_key
 from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
+from lmtier.server.access import Role
 from lmtier.server.commands import PAUSE, Caller, WithDescriptor
 from lmtier.server.engines import Engines
 from lmtier.server.ledger import EACH, KEY
@@ -54,7 +55,7 @@ class Connection:
     def __init__(self, engines: Engines, *hello: str, is_local: bool = True) -> None:
         self.engines = engines
         Connection.numbers += 1
-        self.caller = Caller(Connection.numbers, "here", is_local=is_local)
+        self.caller = Caller(Connection.numbers, "here", is_local=is_local, role=Role.ADMIN)
         if hello:
             assert self.say("HELLO", 1, *hello) is not None
 
