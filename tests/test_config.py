@@ -525,3 +525,20 @@ def test_addresses_read_as_people_write_them(text, host, port):
 def test_what_is_no_address_says_how_to_write_one(text):
     with pytest.raises(ConfigError, match=r"listen=.* write it like 127\.0\.0\.1:6380"):
         host_and_port(text, "listen")
+
+
+def test_urls_are_parsed_once(monkeypatch):
+    parsed = []
+    parse = TierSpec.parse
+
+    def counted(url):
+        parsed.append(url)
+        return parse(url)
+
+    monkeypatch.setattr(TierSpec, "parse", counted)
+    config = Config(tiers=["cpu://?capacity=12345678", "null://once"])
+    for _ in range(10):
+        assert len(config.stores) == len(config.specs) == 2
+        assert config.gpu is None
+        assert config.approximation == ""
+    assert parsed == list(config.tiers)

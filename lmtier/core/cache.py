@@ -322,14 +322,10 @@ class Cache:
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
         before, after = self.config.stores, config.stores
-        fitting = [
-            replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
-            for old, new in zip(before, after, strict=False)
-        ]
-        if replace(config, tiers=self.config.tiers) != self.config or not all(fitting):
-            raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
         if len(before) != len(after):
             raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
+        if replace(config, tiers=self.config.tiers) != self.config or not _fit(before, after):
+            raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
         places = [*zip(before, after, (self.room, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
@@ -608,6 +604,7 @@ class Cache:
             presence.begin(entry.key for index in self.indexes.values() for entry in index.entries_now())
         for index in self.indexes.values():
             index.presence = self.presence
+        self.lower.taken()
 
     def leave(self) -> None:
         """Another process owns the slab and the tiers from now on: end, and change nothing."""
@@ -658,6 +655,14 @@ class Cache:
                 assert entry.leases == leases.get(entry, 0), f"{entry!r} has a lease without a holder"
         for tier in self.lower:
             tier.check()
+
+
+def _fit(before: Sequence[TierSpec], after: Sequence[TierSpec]) -> bool:
+    """Whether they differ in nothing that cannot change."""
+    return all(
+        replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
+        for old, new in zip(before, after, strict=True)
+    )
 
 
 def _resize(

@@ -182,12 +182,18 @@ class Heritage:
         return int(self.books.facts["capacity"])
 
     def enter(self, cache: Cache) -> None:
-        """Fill the empty slab and index of `cache`. BooksError: the books contradict themselves."""
+        """Fill the empty slab and index of `cache`. BooksError: the books contradict themselves.
+
+        If it fails, the cache has left: its tiers are closed, and the other process has all that it had.
+        """
         try:
             with collector_paused():
                 self._enter(cache)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BooksError(f"the books contradict themselves: {error!r}") from None
+        except BaseException as error:
+            cache.leave()
+            if isinstance(error, ValueError | KeyError | TypeError | IndexError):
+                raise BooksError(f"the books contradict themselves: {error!r}") from None
+            raise
 
     def _enter(self, cache: Cache) -> None:
         facts, index, taken = self.books.facts, cache.index, dict[int, int]()

@@ -10,7 +10,6 @@ Nothing here blocks. A turn is bounded in bytes, and only the caller that needs 
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import select
@@ -50,6 +49,7 @@ from lmtier.server.roster import Roster
 from lmtier.server.takeover import Arrival, Departure, Predecessor
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
+from lmtier.threads import RestingCollector
 
 if TYPE_CHECKING:
     from lmtier.server.events import Publisher
@@ -59,6 +59,7 @@ _SOON = 0.02  # seconds between steps while a command waits for a tier: deadline
 _ACCEPTS = 64  # new connections in one turn
 _KEPT = 16  # of so many places, one is kept for the Unix socket and for those who have shown a token
 _TO_SHOW = 1.0  # seconds that a stranger has at least to show a token, also if others need its place
+_RESTING = 0.005  # seconds of CPU in a tick: less is rest
 _HURRY = 1.0  # the patience in seconds with unfinished requests, if other requests find no room
 _TOO_MANY = b"-ERR max number of clients reached\r\n"
 
@@ -90,6 +91,7 @@ class Server:
         """Some values may have expired."""
         self._alone_since = self._started
         self._ran = 0.0
+        self._collector = RestingCollector()
         """The CPU seconds of this thread that are counted already."""
         self._reload = False
         self._log: RequestLog | None = None
@@ -247,6 +249,7 @@ class Server:
             self._epoll.register(fd, select.EPOLLIN)
         tell_systemd("READY=1")
         tick, has_left = 0.0, False
+        self._collector.begin(self._entries())
         self._ran = time.thread_time()
         try:
             while not self._is_done():
@@ -392,6 +395,9 @@ class Server:
                 self._look(each)
                 self.cache.metrics.clients_shed.inc()
 
+    def _entries(self) -> int:
+        return sum(map(len, self.cache.indexes.values()))
+
     def _look_after(self, now: float) -> None:
         patience = self.serving.patience
         if now - max(self.cache.room.no_room_at, self._values.no_room_at) < _HURRY:
@@ -415,8 +421,8 @@ class Server:
         # Here, because only the thread itself can read its CPU time.
         ran, self._ran = self._ran, time.thread_time()
         self.cache.metrics.owner_seconds.inc(self._ran - ran)
-        # The objects that exist now are no garbage. A search among a million entries takes a second.
-        gc.freeze()
+        if self._ran - ran < _RESTING:
+            self._collector.rest(self._entries())
         linger = self.serving.linger
         if linger <= 0 or self._roster.of_kind("engine"):  # to count thousands of clients takes a while
             self._alone_since = now

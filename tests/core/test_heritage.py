@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +16,10 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.match import Match, Reservation
-from lmtier.errors import MisuseError
+from lmtier.errors import MisuseError, TierError
 from lmtier.format.books import Books, BooksError
 from lmtier.format.layout import Layout, form_of
+from lmtier_backends.disk import DiskTier
 
 LAYOUT = Layout.uniform(
     layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=4, chunk_tokens=8, packing="token"
@@ -164,3 +167,45 @@ def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
         assert bytes(cache.presence._counts) == before
         for entry in cache.index.entries():  # the one before goes on
             cache.discard(entry)
+
+
+def with_disk(root: Path) -> Config:
+    return Config(tiers=["cpu://?capacity=128KiB", f"disk://{root}?capacity=1MiB"], prefault=False)
+
+
+def handed_over(cache: Cache) -> Heritage:
+    """What `cache` leaves, with duplicates of its descriptors, as another process would get them."""
+    assert cache.slab.fd is not None
+    assert cache.presence is not None
+    lock = cache.lower[0].tier.lock
+    assert lock is not None
+    locks = {cache.config.stores[1].place: os.dup(lock)}
+    books, _ = told(cache)
+    return Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+
+
+def test_a_directory_that_was_handed_over_can_be_opened_again_once_it_is_closed(tmp_path: Path):
+    cache = Cache(with_disk(tmp_path), shared=True)
+    after = Cache(cache.config, shared=True, heritage=handed_over(cache))
+    with pytest.raises(TierError, match="is open in process"):
+        DiskTier(tmp_path)
+    cache.leave()
+    after.taken()
+    with pytest.raises(TierError, match="is open in process"):
+        DiskTier(tmp_path)
+    after.close()
+    DiskTier(tmp_path).close()
+
+
+def test_a_handover_that_fails_leaves_no_thread_and_no_lock(tmp_path: Path):
+    cache = Cache(with_disk(tmp_path), shared=True)
+    heritage = handed_over(cache)
+    heritage.books.facts["pins"] = [["one", "abc", 0.0]]
+    before = set(threading.enumerate())
+    with pytest.raises(BooksError, match="contradict themselves"):
+        Cache(cache.config, shared=True, heritage=heritage)
+    assert set(threading.enumerate()) == before
+    with pytest.raises(TierError, match="is open in process"):
+        DiskTier(tmp_path)
+    cache.close()
+    DiskTier(tmp_path).close()
