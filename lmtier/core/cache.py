@@ -322,10 +322,7 @@ class Cache:
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
         before, after = self.config.stores, config.stores
-        if len(before) != len(after):
-            raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
-        if replace(config, tiers=self.config.tiers) != self.config or not _fit(before, after):
-            raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
+        _check_change(self.config, config)
         places = [*zip(before, after, (self.room, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
@@ -657,12 +654,15 @@ class Cache:
             tier.check()
 
 
-def _fit(before: Sequence[TierSpec], after: Sequence[TierSpec]) -> bool:
-    """Whether they differ in nothing that cannot change."""
-    return all(
+def _check_change(before: Config, after: Config) -> None:
+    """Raises MisuseError if they differ in what cannot change."""
+    if len(before.stores) != len(after.stores):
+        raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
+    if replace(after, tiers=before.tiers) != before or not all(
         replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
-        for old, new in zip(before, after, strict=True)
-    )
+        for old, new in zip(before.stores, after.stores, strict=True)
+    ):
+        raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
 
 
 def _resize(

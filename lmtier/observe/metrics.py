@@ -455,7 +455,7 @@ class Metrics:
 
 def need_fields(histogram: Histogram) -> None:
     """ConfigError: with this version of the library a takeover would lose the histograms."""
-    missing = [name for name in ("_upper_bounds", "_sum", "_buckets") if not hasattr(histogram, name)]
+    missing = [name for name in ("_upper_bounds", "_sum", "_buckets") if name not in vars(histogram)]
     if missing:
         raise ConfigError(
             f"prometheus_client {version('prometheus_client')} has no {', '.join(missing)} in its Histogram,"

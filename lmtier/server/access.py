@@ -76,10 +76,10 @@ RIGHTS: Final[Mapping[str, Right]] = {
         "LMTIER.CHECK LMTIER.TAKEOVER LMTIER.EXPLAIN:TOKENS hint:ttl:keys",
     ),
 }
-"""Each command, verb and page, and each action of hints. What a word of it changes has a row of its own."""
+"""Each command, verb and page, and each action of hints. What a word of it changes has a separate row."""
 
 _WORDS = {b"CLIENT": (1, b"KILL"), b"LMTIER.EXPLAIN": (-1, b"TOKENS")}
-"""Commands of which one word has a row of its own, and where that word is."""
+"""Commands of which one word has a separate row, and where that word is."""
 
 
 def right_to(name: bytes, arguments: Sequence[Argument] = ()) -> Right:
