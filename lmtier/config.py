@@ -4,6 +4,9 @@ A later source overrides an earlier one: the defaults, the file (an argument, or
 environment (`LMTIER_CHUNK_TOKENS=128`, `LMTIER_SERVE_HTTP=…`), the arguments of the caller. An unknown key
 is an error. `load` and `load_serving` also return the source of each value. In the file a server's settings
 are the table [serve].
+
+Whatever is given, the answer is settings or a ConfigError of one short sentence, soon: what is read, and each
+text and number in it, has a bound.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import select
+import stat
+import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
-from lmtier.errors import ConfigError, without_secrets
+from lmtier.errors import ConfigError, excerpt, without_secrets
 from lmtier.format.compression import CODECS, RAW, WORDS
 from lmtier.format.layout import PAGE
 from lmtier.format.sealing import SEALS
@@ -42,6 +48,18 @@ _SIZE_UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgtp", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+MAX_SIZE = (1 << 63) - 1
+_MOST_BYTES = 256 << 10  # of a file of settings, or of a secret's
+_MOST_LETTERS = 4096  # of the URL of a tier
+_MOST_TIERS = 32
+_LONGEST_NUMBER = 40  # letters
+_FILE_SECONDS = 10.0  # for who writes a secret into a pipe
+# TOML's parser takes a time that is quadratic in the dots of a key. No setting has more than two.
+_TEXTS = re.compile(
+    r'''"""(?s:.*?)(?:"""|\Z)|"(?:[^"\\\n]|\\.)*+(?:"|$)|#.*''' r"|'''(?s:.*?)(?:'''|\Z)|'[^'\n]*+(?:'|$)",
+    re.MULTILINE,
+)
+_DOTS = re.compile(r"(?:\.[^.\n,={}\[\]]*+){9}")
 # What Kubernetes puts into every container beside a Service whose name begins with lmtier.
 _KUBERNETES = re.compile(
     r"LMTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*"
@@ -52,18 +70,63 @@ _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0
 
 def parse_size(text: str | int) -> int:
     """Bytes: 4GiB, 4G, 1048576. The units GiB and G are powers of 1024, the units GB powers of 1000."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
-    if not found or found[2] not in _SIZE_UNITS:
-        raise ConfigError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 1048576")
-    return int(Decimal(found[1]) * _SIZE_UNITS[found[2]])
+    number, unit = _number(text)
+    if unit not in _SIZE_UNITS:
+        raise ConfigError(f"{excerpt(text)} is not a size; write it like 4GiB, 512MiB or 1048576")
+    if (nbytes := int(Decimal(number) * _SIZE_UNITS[unit])) > MAX_SIZE:
+        raise ConfigError(f"{excerpt(text)} is not a size; the largest is 8 EiB")
+    return nbytes
 
 
 def parse_seconds(text: str | float) -> float:
     """Seconds: 200ms, 2s, 7d."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
-    if not found or found[2] not in _TIME_UNITS:
-        raise ConfigError(f"{text!r} is not a time; write it like 200ms, 2s or 7d")
-    return float(found[1]) * _TIME_UNITS[found[2]]
+    number, unit = _number(text)
+    if unit not in _TIME_UNITS:
+        raise ConfigError(f"{excerpt(text)} is not a time; write it like 200ms, 30s or 7d, or as seconds")
+    if (seconds := float(number) * _TIME_UNITS[unit]) > MAX_TTL:
+        raise ConfigError(f"{excerpt(text)} is not a time; the longest is 100 years")
+    return seconds
+
+
+def _number(text: object) -> tuple[str, str]:
+    """A number and its unit. Two words that are no unit: it is none."""
+    try:
+        word = str(text).strip().lower()
+    except ValueError:  # a number of more digits than Python writes
+        word = ""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", word) if len(word) <= _LONGEST_NUMBER else None
+    return ("?", "?") if found is None else (found[1], found[2])
+
+
+def read_text(what: str, file: str | os.PathLike[str], *, is_secret: bool = False) -> str:
+    """A file of settings, or of a secret, which may be a pipe and is read to the end of its first line.
+
+    A pipe of settings is refused: it would be empty when the next ones are read from it.
+    """
+    until, data = time.monotonic() + _FILE_SECONDS, b""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISDIR(mode):
+                raise ConfigError(f"{what}: it is a directory, not a file")
+            if (is_pipe := stat.S_ISFIFO(mode)) and not is_secret:
+                raise ConfigError(f"{what}: it is a pipe, not a file")
+            while len(data) <= _MOST_BYTES and not (is_secret and b"\n" in data):
+                if is_pipe and not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
+                    raise ConfigError(f"{what}: nothing came through this pipe for {_FILE_SECONDS:g} s")
+                if not (more := os.read(descriptor, _MOST_BYTES + 1)):
+                    break
+                data += more
+        finally:
+            os.close(descriptor)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"{what}: it has more than {_MOST_BYTES >> 10} KiB")
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}") from None
+    except ValueError:  # or a NUL in the name, which is no file's
+        raise ConfigError(f"{what}: it is not text in UTF-8") from None
 
 
 def with_option(url: str, name: str, value: str) -> str:
@@ -75,25 +138,21 @@ def with_option(url: str, name: str, value: str) -> str:
 
 def read_price(text: str) -> tuple[str, float, str] | None:
     """A price, and what stands before and after the number: $2.50, 2.10 €. None: it is no price."""
-    found = re.fullmatch(r"\s*([^\d\s+-]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text)
-    return None if found is None else (found[1], float(found[2]), found[3])
+    found = re.fullmatch(r"\s*([^\d\s+-]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text[: _LONGEST_NUMBER + 1])
+    return None if found is None or len(text) > _LONGEST_NUMBER else (found[1], float(found[2]), found[3])
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` or `; known: a, b`, to end a sentence about an unknown word."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
+    close = difflib.get_close_matches(word[:_LONGEST_NUMBER], names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
 
 
 def first_line(option: str, file: str | Path) -> str:
     """The secret in the first line of a file, without the line's end. `option` named the file, for errors."""
-    try:
-        line = Path(file).read_text("utf-8").partition("\n")[0]  # reads the ends of other systems as \n too
-    except OSError as error:
-        raise ConfigError(f"{option} {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{option} {file}: it is not text in UTF-8") from None
+    text = read_text(f"{option} {file}", file, is_secret=True)
+    line = re.split(r"\r?\n|\r", text, maxsplit=1)[0]
     if not line.strip():
         raise ConfigError(f"{option} {file}: its first line is empty; write the secret there")
     return line
@@ -136,6 +195,8 @@ class TierSpec:
 
     @classmethod
     def parse(cls, url: str) -> TierSpec:
+        if len(url) > _MOST_LETTERS:  # before anything looks at it, to show it too
+            raise ConfigError(f"tier {url[:9]!r}…: its URL has more than {_MOST_LETTERS} letters")
         head, _, query = url.partition("?")
         scheme, separator, location = head.partition("://")
         tier = f"tier {without_secrets(url)!r}"
@@ -160,10 +221,9 @@ class TierSpec:
             if value not in known:
                 words = [word for word in known if word]
                 raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, words)}")
-        try:
-            size = None if capacity is None else parse_size(capacity)
-        except ConfigError as error:
-            raise ConfigError(f"{tier}: capacity={error}") from None
+        size = None if capacity is None else _size(tier, "capacity", capacity)
+        if not (place := unquote(location)).isprintable():
+            raise ConfigError(f"{tier}: the name of a place has no characters that cannot be printed")
         if size == 0:
             raise ConfigError(f"{tier}: capacity=0 holds nothing; leave the tier out instead")
         wear, (write, policy, codec, seal) = _wear(tier, size, options), rules
@@ -171,17 +231,24 @@ class TierSpec:
         if bool(seal) != bool(key) or (tenants and not seal):
             raise ConfigError(f"{tier}: seal= and key= go together, and tenants= goes with them")
         sealing = seal, key, tenants
-        return cls(url, scheme, unquote(location), size, write, policy, codec, *wear, ttl, *sealing, options)
+        return cls(url, scheme, place, size, write, policy, codec, *wear, ttl, *sealing, options)
+
+
+def _size(tier: str, name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{tier}: {name}={error}") from None
 
 
 def _ttl(tier: str, text: str) -> float:
     """0 means no limit, as in older URLs of Redis tiers."""
     try:
         seconds = parse_seconds(text)
-    except ConfigError:
-        seconds = -1.0
-    if seconds and not 0.001 <= seconds <= MAX_TTL:
-        raise ConfigError(f"{tier}: ttl={text!r} is not a time of 1 ms or more; write it like 7d")
+    except ConfigError as error:
+        raise ConfigError(f"{tier}: ttl={error}") from None
+    if 0 < seconds < 0.001:
+        raise ConfigError(f"{tier}: ttl={text!r} is less than 1 ms; write it like 7d")
     return seconds or FOREVER
 
 
@@ -189,9 +256,9 @@ def _wear(tier: str, capacity: int | None, options: dict[str, str]) -> tuple[int
     """The bytes that may be written in a day and in all. Removes the options that it reads from `options`."""
     given = {word: options.pop(word) for word in WEAR if word in options}
     times = given.pop("drive_writes_per_day", None)
-    if times is not None and not re.fullmatch(r"\d+(\.\d+)?", times):
-        raise ConfigError(f"{tier}: drive_writes_per_day={times} is not a number; write it like 0.5")
-    sizes = {word: parse_size(value) for word, value in given.items()}
+    if times is not None and not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", times):
+        raise ConfigError(f"{tier}: drive_writes_per_day={excerpt(times)} is not a number; write it like 0.5")
+    sizes = {word: _size(tier, word, value) for word, value in given.items()}
     if 0 in sizes.values() or (times is not None and not float(times)):
         raise ConfigError(
             f"{tier}: drive, endurance and the budgets must be more than 0; to write nothing, use write=never"
@@ -236,13 +303,15 @@ class Config:
     def __post_init__(self) -> None:
         for each in fields(self):  # people write a list of tiers, or "2s"
             object.__setattr__(self, each.name, _convert(each.name, getattr(self, each.name), "arguments"))
-        for name, least in (("chunk_tokens", 1), ("queue_length", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
+        for name, most in (("chunk_tokens", 1 << 20), ("queue_length", 1 << 40)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name}={excerpt(getattr(self, name))}: must be 1 to {most}")
+        if len(self.tiers) > _MOST_TIERS:
+            raise ConfigError(f"tiers: {len(self.tiers)} are too many; at most {_MOST_TIERS} are possible")
         if self.verify not in VERIFY:
-            raise ConfigError(f"unknown verify={self.verify!r}{suggest(self.verify, VERIFY)}")
+            raise ConfigError(f"unknown verify={excerpt(self.verify)}{suggest(self.verify, VERIFY)}")
         if self.worth not in WORTH:
-            raise ConfigError(f"unknown worth={self.worth!r}{suggest(self.worth, WORTH)}")
+            raise ConfigError(f"unknown worth={excerpt(self.worth)}{suggest(self.worth, WORTH)}")
         if self.load_deadline <= 0:
             raise ConfigError(f"load_deadline={self.load_deadline}: must be more than 0 seconds")
         specs = self.specs
@@ -318,7 +387,7 @@ class Serving:
     listen: str = "127.0.0.1:6380"
     """For Redis clients and for engines on other hosts."""
     unix: str = ""
-    """For engines on this host, which also map the slab. The file's mode decides who may open it."""
+    """For engines on this host, which also map the slab. Its owner and root need no token."""
     http: str = "127.0.0.1:9470"
     """For browsers and Prometheus."""
     http_names: str = ""
@@ -334,7 +403,7 @@ class Serving:
     tls_ca: str = ""
     """Clients must present a certificate that is signed by this one."""
     insecure: bool = False
-    """Listen beyond this host without a token or client certificates."""
+    """Serve every user of this host, and beyond it if it listens there, without a token or certificate."""
     clients: int = 10_000
     """The most connections at a time."""
     patience: float = 30.0
@@ -366,12 +435,15 @@ class Serving:
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
+        if self.clients > 1 << 20:
+            raise ConfigError(f"serve: clients={excerpt(self.clients)}: at most {1 << 20} are possible")
         for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in known:
                 word = getattr(self, name)
-                raise ConfigError(f"serve: unknown {name}={word!r}{suggest(word, known)}")
+                raise ConfigError(f"serve: unknown {name}={excerpt(word)}{suggest(word, known)}")
         if self.gpu_hour and read_price(self.gpu_hour) is None:
-            raise ConfigError(f"serve: gpu_hour={self.gpu_hour!r} is no price; write it like $2.50 or 2.10 €")
+            price = excerpt(self.gpu_hour)
+            raise ConfigError(f"serve: gpu_hour={price} is no price; write it like $2.50 or 2.10 €")
         if self.kv_events_replay and not self.kv_events:
             raise ConfigError("serve: kv_events_replay needs kv_events; set that too, or remove it")
         if not (self.listen or self.unix or self.http):
@@ -387,7 +459,9 @@ def host_and_port(address: str, what: str) -> tuple[str, int]:
     """Reads host:port, [::1]:port or :port. The last means every address of this host."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*)):(\d{1,5})", address)
     if not found or int(found[3]) > 65535:
-        raise ConfigError(f"{what}={address!r} is not an address; write it like 127.0.0.1:6380 or [::1]:6380")
+        raise ConfigError(
+            f"{what}={excerpt(address)} is not an address; write it like 127.0.0.1:6380 or [::1]:6380"
+        )
     return found[1] or found[2], int(found[3])
 
 
@@ -396,26 +470,38 @@ def _convert(name: str, value: Any, origin: str, cls: type = Config) -> Any:
     field = next(each for each in fields(cls) if each.name == name)
     if name == "shares":
         return parse(value)  # its error says more than "does not fit"
+    kind: type = type(field.default)
     try:
         if name == "tiers":
             urls = tuple(value.split() if isinstance(value, str) else value)
             if not all(isinstance(url, str) for url in urls):
                 raise TypeError
             return urls
-        kind: type = type(field.default)
         if kind is bool:
             words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
             return value if isinstance(value, bool) else words[str(value).lower()]
-        if kind is str and not isinstance(value, str):
+        if kind is str and not (isinstance(value, str) and value.isprintable()):
             raise TypeError
         if kind is float:
             return parse_seconds(value)
         if kind is int and (isinstance(value, (bool, float)) or not str(value).strip().isdigit()):
             raise ValueError
         return kind(value)
-    except (ValueError, TypeError, KeyError, ConfigError):
-        wanted = str(field.type)
-        raise ConfigError(f"{name}={value!r} from {origin} does not fit: expected {wanted}") from None
+    except (ValueError, TypeError, KeyError, ConfigError) as error:
+        shown = "…" if name == "tiers" else excerpt(value)  # a URL may hold a password
+        why = f"expected {_FORMS.get(name) or _FORMS.get(kind)}"
+        if isinstance(error, ConfigError):
+            why = f"it {str(error).removeprefix(shown).lstrip()}"
+        raise ConfigError(f"{name}={shown} from {origin} does not fit: {why}") from None
+
+
+_FORMS: dict[object, str] = {
+    "tiers": "a list of URLs, or one text with spaces between them",
+    bool: "true or false",
+    int: "a whole number",
+    str: "a text of characters that can be printed",
+}
+"""What a setting expects, by its name or its type."""
 
 
 Settings = TypeVar("Settings", Config, Serving)
@@ -457,19 +543,23 @@ def _load(
             if name not in names:
                 known = {_as_variable(cls, each) if origin == "environment" else each for each in names}
                 word = _as_variable(cls, name) if origin == "environment" else name
-                raise ConfigError(f"unknown setting {word!r} in {origin}{suggest(word, known)}")
+                raise ConfigError(f"unknown setting {excerpt(word)} in {origin}{suggest(word, known)}")
             values[name] = _convert(name, value, origin, cls)
             origins[name] = origin
     return cls(**values), origins
 
 
 def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str, Any]:
+    what = f"configuration file {file}"
+    text = read_text(what, file)
+    if _DOTS.search(_TEXTS.sub("", text)):
+        raise ConfigError(f"{what}: a key in it has too many dots")
     try:
-        table = tomllib.loads(Path(file).read_text())
-    except OSError as error:
-        raise ConfigError(f"configuration file {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {file}: {error}") from None
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what}: it is nested too deeply") from None
+    except ValueError as error:  # also a number of more digits than Python reads
+        raise ConfigError(f"{what}: {str(error).partition(';')[0]}") from None
     serve = table.pop("serve", {})
     if not isinstance(serve, dict):
         raise ConfigError(f"configuration file {file}: [serve] must be a table")

@@ -3,7 +3,8 @@
 LMTierError
 ├── ConfigError     a setting is unknown, of the wrong type, or impossible
 ├── LayoutError     tensors, token counts or block ids do not fit the declared layout
-├── TierError       a tier cannot be opened (locked, unwritable, unreachable at start)
+├── TierError       a tier cannot be opened (unwritable, unreachable at start)
+│   └── InUseError  another process has the directory or the address, and may end
 ├── CanaryError     save followed by load did not return the engine's own bytes
 ├── DeviceError     a call of the GPU's driver has failed
 └── MisuseError     a call that the contract forbids (commit twice, use after close)
@@ -19,6 +20,7 @@ log = logging.getLogger("lmtier")
 """The log of lmtier. The adapters for vLLM and SGLang use loggers below those of the engine."""
 audit = logging.getLogger("lmtier.audit")
 """Who deleted, pinned or changed what. A server writes these lines at every level of its log."""
+_SHOWN = 80  # letters of a wrong value in an error
 _SECRET = re.compile(r"pass|secret|token|auth|cred|key(?!file)", re.IGNORECASE)
 
 
@@ -38,6 +40,10 @@ class TierError(LMTierError):
     """A tier cannot be opened. At run time a tier never raises: its failures are misses."""
 
 
+class InUseError(TierError):
+    """Another process has the directory or the address. It may end, so it is worth to try again later."""
+
+
 class CanaryError(LMTierError):
     """Save followed by load did not return the engine's own bytes, so nothing may be served."""
 
@@ -48,6 +54,15 @@ class MisuseError(LMTierError):
 
 class DeviceError(LMTierError):
     """A call of the GPU's driver has failed, or an earlier asynchronous call, which is reported only now."""
+
+
+def excerpt(value: object) -> str:
+    """A value as an error shows it: on one line, and not at length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python writes; tables in tables
+        return "…"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def without_secrets(url: str) -> str:

@@ -566,12 +566,11 @@ class TierSuite(SeamSuite):
                 assert (done.ok, done.failed, done.error) == ({}, {}, "")
                 assert self.stored(tmp_path) == {each.name: each.at_rest() for each in left}
 
-    def test_a_store_may_be_repeated(self, tmp_path: Path) -> None:
-        each = sample(1)
+    def test_a_store_overwrites_what_has_its_name(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:
-            for _ in range(3):
+            for each in (sample(1), sample(1), sample(1, 9 * PAGE), sample(1, PAGE)):
                 assert store(tier, each).ok == {each.name: None}
-            assert self.stored(tmp_path) == {each.name: each.at_rest()}
+                assert self.stored(tmp_path) == {each.name: each.at_rest()}
 
     def test_a_store_takes_the_place_of_what_it_replaces(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:

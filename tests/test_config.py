@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 from hypothesis import given
@@ -208,6 +209,71 @@ def test_a_file_that_is_no_toml_is_named(tmp_path, text):
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
         load(tmp_path / "nowhere.toml", {})
+
+
+# What hypothesis makes of these is given as an argument, in the environment and in a file.
+NUMBERS = st.text("0123456789.e+- GiBsmhd", max_size=12)
+ODD = st.one_of(
+    *(st.text(max_size=9), st.floats(), st.booleans(), st.none(), st.dates(), NUMBERS),
+    st.integers(-(1 << 70), 1 << 70),
+    st.sampled_from(["9" * 5_000, 1 << 20_000]),
+    NUMBERS.map("cpu://?capacity={}".format),
+)
+ODDS = st.one_of(ODD, st.lists(ODD, max_size=3), st.dictionaries(st.text(max_size=3), ODD, max_size=2))
+NAMES = st.sampled_from([each.name for each in (*dataclasses.fields(Config), *dataclasses.fields(Serving))])
+
+
+def one_sentence(read) -> None:
+    """Whatever is given, it is settings or one short line."""
+    said = ""
+    try:
+        read()
+    except ConfigError as error:
+        said = str(error)
+    assert len(said.splitlines()) <= 1, said
+    assert len(said) < 5_000, said
+
+
+@given(st.dictionaries(NAMES, ODDS, max_size=3))
+def test_any_value_is_a_setting_or_one_sentence(given):
+    for cls, reads in ((Config, load), (Serving, load_serving)):
+        own = {each.name for each in dataclasses.fields(cls)} & given.keys()
+        one_sentence(lambda own=own, reads=reads: reads(None, {}, {name: given[name] for name in own}))
+        texts = {f"LMTIER_{name.upper()}": str(given[name]) for name in own if given[name] != 1 << 20_000}
+        one_sentence(lambda texts=texts, reads=reads: reads(None, texts))
+
+
+@given(st.lists(st.sampled_from([*"[]{}.=\"'#\n ,-1", "serve", "tiers", "inf"]), max_size=30).map("".join))
+def test_any_file_is_settings_or_one_sentence(tmp_path_factory, text):
+    file = tmp_path_factory.getbasetemp() / "any.toml"
+    file.write_text(text, "utf-8", "replace")
+    one_sentence(lambda: load(file, {}))
+    one_sentence(lambda: load_serving(file, {}))
+
+
+@pytest.mark.parametrize("read", [load, load_serving])
+def test_a_wrong_time_says_how_to_write_one(read):
+    name = "load_deadline" if read is load else "grace"
+    with pytest.raises(ConfigError) as error:
+        read(None, {}, {name: "soon"})
+    how = "it is not a time; write it like 200ms, 30s or 7d, or as seconds"
+    assert str(error.value) == f"{name}='soon' from arguments does not fit: {how}"
+
+
+def test_a_list_of_tiers_that_does_not_fit_shows_no_password():
+    with pytest.raises(ConfigError) as error:
+        load(None, {}, {"tiers": ["redis://:hunter2@host", 5]})
+    assert str(error.value) == (
+        "tiers=… from arguments does not fit: expected a list of URLs, or one text with spaces between them"
+    )
+
+
+def test_a_secret_comes_through_a_pipe_too(tmp_path):
+    reads, writes = os.pipe()
+    os.write(writes, b"a secret\nand what it is for")  # it stays open: only the first line is waited for
+    assert first_line("--token-file", f"/dev/fd/{reads}") == "a secret"
+    os.close(reads)
+    os.close(writes)
 
 
 # ---- combinations that cannot work

@@ -95,6 +95,7 @@ def test_the_units_filter_lets_through_what_the_server_calls():
         "recvmsg",
         "setrlimit",
         "prlimit64",
+        "prctl",
         "fallocate",
         "fsync",
         "rename",

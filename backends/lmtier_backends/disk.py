@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lmtier import forks
-from lmtier.errors import ConfigError, TierError, log
+from lmtier.errors import ConfigError, InUseError, TierError, log
 from lmtier.format.layout import Name, Shard
 from lmtier.format.objects import (
     PAGE,
@@ -42,6 +42,7 @@ from lmtier.format.objects import (
     Scratch,
     Seal,
     UnsealedObject,
+    anonymous,
     check,
     padded,
     peek,
@@ -57,6 +58,8 @@ LOCK = "lock"
 PARTIAL = "partial"
 _PROBE = "probe"
 _FANS = frozenset(f"{i:02x}" for i in range(256))
+_OURS = frozenset({LOCK, PARTIAL, *_FANS})
+_EMPTY = "lost+found"  # the only entry of a new file system
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -74,9 +77,12 @@ class DiskTier(BlockingTier):
         readers: int = 8,
         writers: int = 8,
         trust_others: bool = False,
+        adopt: bool = False,
         lock: int | None = None,
     ) -> None:
         """`trust_others`: other users may write to the directory, and all of them are trusted.
+
+        `adopt`: use the directory although it holds other things.
 
         `lock`: the locked file of a process that hands the directory over and does no more I/O in it.
         """
@@ -91,6 +97,12 @@ class DiskTier(BlockingTier):
         """Foreign entries of the directory that the last scan found. They are not touched."""
         self.is_left = lock is not None  # to close it must not end the lock, which the other one may need
         self._owners = None if trust_others else frozenset({0, os.geteuid()})
+        self._adopts = adopt
+        if os.path.realpath(self.root) == "/":
+            raise ConfigError(
+                "disk tier: / is the root of the whole system: name a directory in it, like "
+                "disk:///var/lib/lmtier?capacity=500GiB"
+            )
         try:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
             self._home = os.open(self.root, _DIRECTORY)
@@ -116,6 +128,11 @@ class DiskTier(BlockingTier):
         a mount point, or the wrong directory by mistake.
         """
         self._need_ours(self.root, os.fstat(self._home))
+        if not self._adopts and (others := _others_things(self._home)):
+            raise TierError(
+                f"disk tier: {self.root} holds other things, such as {others[0]!r}: name an empty "
+                "directory, which may be in it, or set adopt=yes in the tier's URL to use this one"
+            )
         for name in (PARTIAL, *sorted(_FANS)):
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._home)
@@ -353,6 +370,8 @@ def verify(
     except OSError as error:
         raise _unusable(root, error) from error
     try:
+        if _others_things(home):  # before the lock of another program is taken
+            raise TierError(f"disk tier: {root} is not the directory of a disk tier")
         with _take_lock(root, home, 0):
             try:
                 for path in _leftovers(home):
@@ -396,7 +415,7 @@ class _Checker:
 
     def __init__(self, home: int, direct: int, keys: Keyring | None) -> None:
         self._home, self._direct, self._keys = home, direct, keys
-        self._page, self._payload = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
+        self._page, self._payload = anonymous(PAGE), anonymous(PAGE)
         self._scratch = Scratch()
         self._header: Header | None = None
         self.key_id = b""
@@ -411,7 +430,7 @@ class _Checker:
         if size != PAGE + need:  # before memory is allocated for a size in a header
             raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
         if len(self._payload) < need:
-            self._payload = memoryview(mmap.mmap(-1, need))
+            self._payload = anonymous(need)
         got = _read(self._home, path, self._direct, (self._page, self._payload[:need]))
         if isinstance(proof, Seal):
             self.key_id = proof.key_id
@@ -518,6 +537,19 @@ def _object_stat(status: os.stat_result, owners: Owners) -> Stat | None:
 # ---- the directory
 
 
+def _others_things(home: int) -> list[str]:
+    """What is in a directory that is neither empty nor lmtier's.
+
+    It is lmtier's if all directories and the lock are there: then people may have put something beside them.
+    A start that was killed left some of them, `partial` first, and nothing else; one who deletes empty
+    directories left some too. Other programs keep files below two digits, or have a `lock` and a `partial`,
+    but not both.
+    """
+    names = set(os.listdir(home)) - {_EMPTY}
+    is_in_part = names <= {PARTIAL} or (names <= _OURS and names & _FANS and names - _FANS)
+    return [] if names >= _OURS or is_in_part else sorted(names - _OURS) or sorted(names)
+
+
 def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> FileIO:
     try:
         fd = (
@@ -536,9 +568,9 @@ def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> 
     except BlockingIOError as error:
         owner = os.pread(fd, 20, 0).decode("ascii", "replace")
         lock.close()
-        raise TierError(
+        raise InUseError(
             f"disk tier: {root} is open in process {owner or 'unknown'}; a directory has one owner: "
-            "give this tier another, or stop that process"
+            "give this tier another, or stop that process",
         ) from error
     except OSError as error:
         lock.close()
@@ -600,7 +632,7 @@ def _walk(home: int) -> Iterator[_Found]:
                             yield from _judged(file, f"{entry.name}/{file.name}")
                 except OSError as error:
                     yield entry.name, None, error
-            elif entry.name not in (LOCK, PARTIAL):
+            elif entry.name not in (LOCK, PARTIAL, _EMPTY):
                 yield from _judged(entry, entry.name)
 
 

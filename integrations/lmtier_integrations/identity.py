@@ -11,7 +11,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,47 +35,108 @@ _ON_TOKENS = ("chat_template", "generation_config", "tokenizer", "vocab", "added
 _IN_KEYS = "config.json"
 """The model's configuration. `attention_of` removes the fields that do not affect KV."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_INDEXES = "*.index.json"
 _SETTLED = 1.0  # seconds: a file that changed later than that may change again without another time stamp
 _TRIES = 3  # readings of files that change during the reading
 
-Stamps: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
-"""Path, inode, size, and when content and inode changed last in ns, of each file."""
+Stamp: TypeAlias = tuple[str, int, int, int, int]
+"""Path, inode, size, and when content and inode changed last in ns, of one file or folder."""
+Stamps: TypeAlias = tuple[Stamp, ...]
 
-_digests: dict[Stamps, str] = {}
+_digests: dict[Stamp, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files that weights are loaded from, in the order in which they are opened."""
+
+    folder: str
+    paths: tuple[str, ...]
+
+    def stamps(self) -> Stamps:
+        """The stamps that show a change of these files, or of their choice, without reading them.
+
+        A file that appears or disappears changes the stamp of its folder. Empty: a file is missing.
+        """
+        folders = {self.folder, *map(os.path.dirname, self.paths)}
+        indexes = (path for each in folders for path in glob(os.path.join(escape(each), _INDEXES)))
+        return stamps_of((*self.paths, *sorted(folders), *sorted(indexes)))
+
+    def digest(self) -> str:
+        """A digest of names and contents in this order. Two files may have the same tensor."""
+        named = ((os.path.relpath(path, self.folder), _content_of(path)) for path in self.paths)
+        return hashlib.sha256(json.dumps(list(named)).encode()).hexdigest()
+
+    def settled(self) -> tuple[Stamps, str]:
+        """Stamps and digest that belong together. Empty: the files are missing, or change all the time."""
+        for _ in range(_TRIES):
+            if not (stamps := self.stamps()):
+                break
+            with suppress(FileNotFoundError):
+                digest = self.digest()
+                if self.stamps() == stamps:
+                    return stamps, digest
+        return (), ""
+
+    def share_tensors(self) -> bool:
+        """Whether two of the files have, or may have, the same tensor. Then their order counts."""
+        if len(self.paths) < 2:
+            return False
+        seen: set[str] = set()
+        for path in self.paths:
+            if not path.endswith(".safetensors"):
+                return True
+            with open(path, "rb") as file:
+                try:
+                    names = set(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+                except (ValueError, OverflowError):
+                    return True
+            names.discard("__metadata__")
+            if not seen.isdisjoint(names):
+                return True
+            seen.update(names)
+        return False
+
+
+def _content_of(path: str) -> str:
+    """A digest of one file. It is read again when it has changed."""
+    (stamp,) = stamps_of((path,)) or ((),)
+    if stamp and (known := _digests.get(stamp)):
+        return known
+    began = time.time_ns()
+    digest = weights_digest((path,))
+    if stamp and stamps_of((path,)) == (stamp,) and began - newest((stamp,)) > _SETTLED * 1e9:
+        if len(_digests) >= 4096:
+            _digests.clear()
+        _digests[stamp] = digest
+    return digest
+
+
+def all_in(place: str, *beside: str) -> WeightFiles:
+    """All files of weights in a folder, or one file. `beside` names other files of a folder with weights."""
+    if os.path.isfile(place):
+        return WeightFiles(os.path.dirname(place), (place,))
+    found = sorted(path for each in _WEIGHT_FILES for path in glob(os.path.join(escape(place), each)))
+    found += [path for each in beside if found and os.path.isfile(path := os.path.join(place, each))]
+    return WeightFiles(place, tuple(found))
+
+
+def checkpoint_in(folder: str) -> WeightFiles:
+    """The files that transformers loads from a folder by itself."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if os.path.isfile(path := os.path.join(folder, name)):
+            return WeightFiles(folder, (path,))
+        if os.path.isfile(index := f"{path}.index.json"):
+            with open(index) as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+            return WeightFiles(folder, tuple(os.path.join(folder, each) for each in names))
+    return WeightFiles(folder, ())
 
 
 def weights_in(place: str, *beside: str) -> str:
-    """A digest of the weights in a folder or in one file, or nothing. Files are read again when they change.
-
-    `beside` names other files of the folder to include, if it has weights.
-    """
-    for _ in range(_TRIES):
-        stamps = stamps_of(place, *beside)
-        if not stamps:
-            return ""
-        if known := _digests.get(stamps):
-            return known
-        began = time.time_ns()
-        try:
-            digest = weights_digest(path for path, *_ in stamps)
-        except FileNotFoundError:
-            continue
-        if stamps_of(place, *beside) != stamps:
-            continue
-        if began - newest(stamps) > _SETTLED * 1e9:
-            if len(_digests) >= 256:
-                _digests.clear()
-            _digests[stamps] = digest
-        return digest
-    return ""
-
-
-def weights_of(model: str, revision: str | None = None) -> str:
-    """The digest of a folder with its configuration, or the commit of a hub; empty if neither is known."""
-    if not (weights := weights_in(model)):
-        return revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
-    config = Path(model, "config.json")
-    return hashlib.sha256(weights.encode() + (config.read_bytes() if config.is_file() else b"")).hexdigest()
+    """A digest of all weights in a folder or in one file, or nothing."""
+    files = all_in(place, *beside)
+    return files.settled()[1] if files.paths else ""
 
 
 def adapter_in(place: str) -> str:
@@ -81,18 +144,13 @@ def adapter_in(place: str) -> str:
     return weights_in(os.path.expanduser(place), "adapter_config.json")
 
 
-def stamps_of(place: str, *beside: str) -> Stamps:
-    """The stamps that show a change of these files without reading them."""
-    files = [place] if os.path.isfile(place) else []
-    files = files or sorted(
-        path for each in _WEIGHT_FILES for path in glob(os.path.join(escape(place), each))
-    )
-    files += [path for each in beside if files and os.path.isfile(path := os.path.join(place, each))]
+def stamps_of(paths: Iterable[str]) -> Stamps:
+    """The stamps of these files and folders. Empty: one is missing."""
     try:
         return tuple(
             (path, stat.st_ino, stat.st_size, stat.st_mtime_ns, max(stat.st_ctime_ns, link.st_ctime_ns))
-            for path in files
-            for stat, link in [(os.stat(path), os.lstat(path))]
+            for path in paths
+            for stat, link in [(os.stat(path or "."), os.lstat(path or "."))]
         )
     except FileNotFoundError:  # replaced just now
         return ()

@@ -48,7 +48,7 @@ from lmtier.core.match import Match
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
 from lmtier.format.layout import LayerShape, Layout, form_of
-from lmtier_integrations.identity import preparing_files_in, weights_in, weights_of
+from lmtier_integrations.identity import WeightFiles, all_in, preparing_files_in, weights_in
 
 log = logging.getLogger("sglang.lmtier")
 
@@ -72,6 +72,7 @@ _OF_THIS_RUN = """
 """
 """The fields that let weights, tokens or images differ from what files, order or names indicate."""
 _FROM_FILES = {"auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered"}
+_FOR_SPEED = {"enable_multithread_load", "num_threads"}
 _UPDATES = (
     "begin_weight_update",
     "load_weights_from_distributed",
@@ -191,7 +192,7 @@ class LMTierHiCache(HiCacheStorage):
         self._model = str(extra.get("model") or storage_config.model_name or given.model_path)
         self._engine = _changing_kv(given)
         named = str(extra.get("weights") or "")
-        self._weights = named or weights_of(given.model_path, given.revision)
+        self._weights = named or _weights_of(given.model_path, given.revision, given.load_format)
         why = "its weights are neither files nor named; name them with weights in the extra config"
         if not self._weights or (why := _why_private(given, is_named=bool(named))):
             self._weights = self._private_name()
@@ -534,10 +535,32 @@ def _changing_kv(given: Any) -> list[str]:
         found.append(weights_in(path))
     if path := getattr(given, "speculative_draft_model_path", None):
         revision = getattr(given, "speculative_draft_model_revision", None)
-        found.append(weights_of(path, revision) or f"{path} {revision}")
+        how = getattr(given, "speculative_draft_load_format", None) or given.load_format
+        found.append(_weights_of(path, revision, how) or f"{path} {revision}")
     # SGLang identifies these adapters by name and place, and those loaded later at random.
     found += [f"{name} {_adapter_in(place)}" for name, place in _adapters(given)]
     return [*found, preparing_files_in(given.model_path)]
+
+
+def _weights_of(place: str, revision: str | None, how: str) -> str:
+    """All weights in a folder with what chooses among them: configuration, indexes and the load format.
+
+    Or the commit of a hub with the load format. Empty if neither is known.
+    """
+    indexes = sorted(path.name for path in Path(place).glob("*.index.json"))
+    if not (weights := weights_in(place, "config.json", *indexes)):
+        return f"{revision} {how}" if re.fullmatch("[0-9a-f]{40}", revision or "") else ""
+    if how == "auto" and any(Path(place).glob("*.safetensors")):
+        how = "safetensors"  # which SGLang takes before all others
+    return f"{weights} {how}"
+
+
+def _indexed_in(place: str) -> WeightFiles:
+    """The .safetensors files that SGLang opens in a folder, in the order in which the folder lists them."""
+    index, found = Path(place, "model.safetensors.index.json"), all_in(place)
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
+    paths = (path for path in found.paths if path.endswith(".safetensors"))
+    return WeightFiles(place, tuple(path for path in paths if named is None or Path(path).name in named))
 
 
 def _text(value: Any) -> str:
@@ -566,6 +589,12 @@ def _why_private(given: Any, *, is_named: bool) -> str:
     for name in _OF_THIS_RUN.split():
         if getattr(given, name, None):
             return f"of {name}"
+    extra = getattr(given, "model_loader_extra_config", None) or {}
+    if other := set(json.loads(extra) if isinstance(extra, str) else extra) - _FOR_SPEED:
+        return f"model_loader_extra_config may name other weights with {', '.join(sorted(other))}"
+    has_shards = given.load_format == "sharded_state"  # of which each rank reads its own
+    if not is_named and not has_shards and _indexed_in(given.model_path).share_tensors():
+        return "two files have the same tensor, and SGLang loads them in the order of their folder"
     experts = getattr(given, "kt_weight_path", None)
     if experts and not is_named and not weights_in(experts):
         return "kt_weight_path has no weights that lmtier can read; set weights in the extra config"

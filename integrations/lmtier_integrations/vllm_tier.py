@@ -61,8 +61,9 @@ from lmtier.observe.follower import Follower, Followers
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.policy import make_policy
 from lmtier.tiers.base import Reason, Stat
-from lmtier_integrations.identity import preparing_files_in, weights_of
-from lmtier_integrations.vllm.memory import caller, files_of, wrap
+from lmtier_integrations.identity import preparing_files_in
+from lmtier_integrations.vllm.identity import name_of
+from lmtier_integrations.vllm.memory import caller, loaded_by, wrap
 
 log = logging.getLogger("vllm.lmtier")
 
@@ -473,13 +474,16 @@ def _identity(
 ) -> Identity:
     """vLLM's own digest for KV files, and the weights."""
     model = spec.config.model.name
-    weights = named or weights_of(model)
-    why = "" if weights else "its weights are neither files nor named; weights in the tier's entry names them"
+    weights, why = named, ""
     if core is None:
         why = "this vLLM does not show changes of its weights"
-    elif not named and not files_of(core.vllm_config):
-        why = "the files of its weights are newer than the engine, which may have loaded others"
-    elif core.vllm_config.lora_config is not None and not named:
+    elif not named:
+        loaded = core.model_executor.collective_rpc(loaded_by)
+        weights, why = name_of(dict(enumerate(loaded)), core.vllm_config)
+        if (config := Path(model, "config.json")).is_file():
+            weights = weights and hashlib.sha256(weights.encode() + config.read_bytes()).hexdigest()
+        why = why and f"{why}; weights in the tier's entry names them"
+    if core is not None and core.vllm_config.lora_config is not None and not named:
         why = "vLLM tells adapters apart by names of users; if the same name always means the same adapter, "
         why += "set weights in the tier's entry"
     if not trusts_media and _takes_media(model):

@@ -31,7 +31,7 @@ from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.observe.journal import Change
 from lmtier.observe.prompts import MAX_ORIGIN, Origin
-from lmtier.rules.hints import MAX_BYTES
+from lmtier.rules.hints import MAX_BYTES, MAX_NAME, is_name
 from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.worth import Cost
 from lmtier.wire.resp import Error
@@ -67,8 +67,9 @@ class Asked:
 class Client:
     """The calls of a `Cache` in another process. If there is no server, only the constructor raises.
 
-    `engine` names the session that the ranks and the scheduler of one engine share. If it is empty, this
-    connection has its own session. `shard` is the shard of this process: if the process dies, others do not
+    `engine` is the secret that the ranks and the scheduler of one engine share, as `secrets.token_hex(16)`
+    makes one: with it they are one session. If it is empty, this connection has its own session.
+    `name` is what people see. `shard` is the shard of this process: if the process dies, others do not
     wait for it. `waits`: committed chunks are visible to all when `commit` returns, not some moments later.
     """
 
@@ -511,6 +512,13 @@ class Client:
         )
         return read or {}
 
+    def report(self) -> dict[str, Any]:
+        """The server's own report: its tiers, its load. Empty if no server answers."""
+        reply = self._server.call("LMTIER.REPORT")
+        if reply is None:
+            return {}
+        return self._server.understood(lambda: dict(json.loads(reply))) or {}
+
     def check(self) -> None:
         """As Cache.check: AssertionError if an invariant of the server does not hold."""
         reply = self._server.call("LMTIER.CHECK", errors=True)
@@ -551,6 +559,9 @@ class Client:
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
     """Those of the words before the keys that are given, and that the server knows."""
+    for name in (session, parent, source):
+        if name and not is_name(name):
+            raise MisuseError(f"{name!r:.40} is no name: it has 1 to {MAX_NAME} printable characters")
     words: list[Argument] = []
     if session and "SESSION" in options:
         words += ("SESSION", session, *(("PARENT", parent) if parent else ()))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from lmtier import forks
 from lmtier.config import Config, TierSpec
 from lmtier.core import ram
+from lmtier.core.forgetting import Leaving
 from lmtier.core.gauges import Gauges, places
 from lmtier.core.heritage import Heritage
 from lmtier.core.hinting import Hinting
@@ -124,7 +125,8 @@ class Cache:
         of_both = self.room, self.lower, self._gauges, self.followers
         self._reservations = Reservations(*of_both)
         weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
-        self._matches = Matches(*of_both, weighing)
+        self.leaving = Leaving(self)
+        self._matches = Matches(*of_both, weighing, self.leaving.covers)
         self.presence: Presence | None = None
         """The table that other processes read. It exists only if no tier must always be asked what it has."""
         if shared and all(tier.source for tier in self.lower.shared):
@@ -320,11 +322,14 @@ class Cache:
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
         before, after = self.config.stores, config.stores
-        if replace(config, tiers=self.config.tiers) != self.config or not all(
+        fitting = [
             replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
-            for old, new in zip(before, after, strict=True)
-        ):
+            for old, new in zip(before, after, strict=False)
+        ]
+        if replace(config, tiers=self.config.tiers) != self.config or not all(fitting):
             raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
+        if len(before) != len(after):
+            raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
         places = [*zip(before, after, (self.room, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
@@ -395,8 +400,7 @@ class Cache:
         since the last call some chunks were lost, because a tier failed, was full, or was too slow. As with
         fsync, a loss is reported once.
         """
-        before = self._lost_at_flush
-        ended = self._drain(timeout)
+        before, ended = self._lost_at_flush, self._drain(timeout)
         self._lost_at_flush = self.lost
         return ended and self._lost_at_flush == before
 
@@ -482,9 +486,9 @@ class Cache:
     # ---- lifetimes
 
     def _end_lifetimes(self) -> None:
-        """Delete some expired chunks in every tier, and end some sessions; the next step continues."""
+        """Delete some chunks that expired or are forgotten, and end some sessions; the next step goes on."""
         self.pinning.expire()
-        more = self.room.expire() | self.sessions.step()
+        more = self.room.expire() | self.sessions.step() | self.leaving.step()
         for tier in self.lower:
             more |= tier.expire()
         if more:
@@ -539,12 +543,14 @@ class Cache:
     def replace(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
         """Commit the one chunk of `reservation`, which was made under a temporary key, under `key`.
 
-        The old value is deleted first, so a restart finds the new one or none.
+        A tier overwrites the old value in its time. After a kill a restart finds either, or one between.
         """
         (entry,) = reservation.entries.values()
-        self.forget(key, reservation.form)
-        self.index.rekey(entry, key)
-        self.commit(reservation, prints={0: mark})
+        if (old := self.index.get(key)) is not None:
+            self.room.take_out(old)
+        with self.lower.replacing(key):
+            self.index.rekey(entry, key)
+            self.commit(reservation, prints={0: mark})
 
     def is_behind(self, nbytes: int) -> bool:
         """Whether a new value should wait: it could not be written now, but a little later it could."""

@@ -1,21 +1,29 @@
 """Forgetting a tenant who leaves: its keys, its chunks in every tier, and its bytes in memory.
 
-The keys go first: from then on what is sealed with them is unreadable, wherever copies of it are. Stores that
-were on their way may still make a new key. So they are awaited, and that key goes too.
+The tombstone comes first, and then the keys go: from then on what is sealed with them is unreadable, wherever
+copies of it are. Other servers that share the store of keys read the tombstone, and forget the tenant too.
+Until a server has dropped all that it holds from before, it seals nothing of this tenant: bytes from before
+must not come back under a new key.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lmtier.core.cache import Cache
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CLEARED, State
+from lmtier.core.shared import SharedTier
 from lmtier.errors import LMTierError, MisuseError, audit, log
 from lmtier.format.keys import NOBODY, TENANT_BYTES, tenant_of
+from lmtier.format.sealing import TenantKeys
+from lmtier.tiers.blocking import LEARNED_WITHIN
+
+if TYPE_CHECKING:
+    from lmtier.core.cache import Cache
 
 _AT_ONCE = 1024  # chunks
 _BYTES_AT_ONCE = 8 << 20
@@ -50,6 +58,8 @@ class Forgotten:
 class TenantReport:
     tenant: str
     """In hexadecimal, as in its keys."""
+    since: int = 0
+    """When it was forgotten before, in ms since the epoch. 0: it was not, as far as tiers know."""
     chunks: int = 0
     """How many left the slab."""
     overwritten: int = 0
@@ -57,6 +67,8 @@ class TenantReport:
     in_use: int = 0
     """Chunks that engines are reading. They are overwritten as soon as that ends."""
     tiers: list[Forgotten] = field(default_factory=list)
+    others_within: float | None = None
+    """Seconds after which all servers that share the keys of tenants know it. None: no keys are shared."""
 
     @property
     def is_done(self) -> bool:
@@ -91,75 +103,233 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
 
     It yields True if the owner has to step the cache before it goes on. It waits at most `patience` seconds
     until tiers know what they hold, and as long until they have deleted it. `who` asked for it, for the
-    audit. Raises MisuseError.
+    audit. If it is closed before its end, the cache goes on by itself. Raises MisuseError.
     """
     need_tenant(tenant)
     until = time.monotonic() + patience
     report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
-    for tier in cache.lower.ours:
-        keys = tier.tier.keys
-        sealed = NOT if keys is None else BY_TENANT if keys.has_tenants else BY_TIER
-        report.tiers.append(Forgotten(tier.label, sealed))
-    _destroy_keys(cache, tenant, report)
-    yield from _leave_slab(cache, tenant, report)
-    while not cache.is_warm and time.monotonic() < until:
-        yield True  # a scan would bring its chunks back
-    yield from _leave_slab(cache, tenant, report)  # what was on its way up
-    until = time.monotonic() + patience
-    found = {told.tier: told for told in report.tiers}
-    for owned in cache.lower.owned:
-        found[owned.label].chunks = 0
-    for tiers in (cache.lower.owned, cache.lower):
-        for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
-            for chunks in tier.forget(tenant):
-                found[tier.label].chunks = (found[tier.label].chunks or 0) + chunks
-                yield False
-    while time.monotonic() < until and any(
-        _is_left(tier, tenant) and not _is_hopeless(tier, tenant) for tier in cache.lower.ours
-    ):
-        yield True
-    for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
-        if not tier.is_warm:
-            told.problem = told.problem or "what it holds is not known yet"
-        elif _is_left(tier, tenant):
-            told.problem = told.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
-    _destroy_keys(cache, tenant, report)
-    for nbytes in cache.slab.wipe_free():
-        report.overwritten += nbytes
-        yield False
+    with cache.leaving.in_hand(tenant) as stores:
+        stones = (store.forgotten.get(tenant) for store in stores)
+        report.since = max((stone.at for stone in stones if stone is not None), default=0)
+        report.others_within = LEARNED_WITHIN if stores else None
+        for tier in cache.lower.ours:
+            keys = tier.tier.keys
+            sealed = NOT if keys is None else BY_TIER if keys.tenants is None else BY_TENANT
+            report.tiers.append(Forgotten(tier.label, sealed))
+        _destroy_keys(cache, tenant, report)
+        known = cache.leaving.known((tenant,))
+        for hear in cache.followers.forgotten:
+            hear((tenant,))
+        yield from _leave_slab(cache, (tenant,), report)
+        while not cache.is_warm and time.monotonic() < until:
+            yield True  # a scan would bring its chunks back
+        yield from _leave_slab(cache, (tenant,), report)  # what was on its way up
+        until = time.monotonic() + patience
+        found = {told.tier: told for told in report.tiers}
+        for owned in cache.lower.owned:
+            found[owned.label].chunks = 0
+        for tiers in (cache.lower.owned, cache.lower):
+            for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
+                for chunks in tier.forget((tenant,)):
+                    found[tier.label].chunks = (found[tier.label].chunks or 0) + chunks
+                    yield False
+        while time.monotonic() < until and any(
+            _is_left(tier, tenant) and not _is_hopeless(tier, tenant) for tier in cache.lower.ours
+        ):
+            yield True
+        for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
+            if not tier.is_warm:
+                told.problem = told.problem or "what it holds is not known yet"
+            elif _is_left(tier, tenant):
+                told.problem = told.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
+        yield from _leave_slab(cache, (tenant,), report)  # what a tier gave before it had deleted it
+        is_storing = any(tenant_of(entry.key) == tenant for tier in cache.lower for entry in tier.storing)
+        if not (is_storing or cache.leaving.hears_of_others):  # otherwise `step` waits for that
+            cache.leaving.have_left(known)
+        yield from _wipe(cache, report)
     report.in_use = sum(tenant_of(entry.key) == tenant for entry in cache.room.erasing)
-    audit.info(
-        "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %d bytes overwritten",
-        *(report.tenant, report.chunks, report.in_use, report.overwritten),
-    )
-    for told in report.tiers:
-        audit.info("lmtier: tenant %s: %s", report.tenant, told)
+    _tell(report)
     return report
 
 
+class Leaving:
+    """The tenants whom another server has forgotten, and who leave this one.
+
+    A tombstone in a store of keys says so. From the moment that a thread of a tier has read it, their chunks
+    are not found, and no tier seals any of them. In small steps they leave the slab and the tiers. When that
+    is done, and no store from before is on its way, they may come back.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        found = [keys.tenants for tier in cache.lower.ours if (keys := tier.tier.keys) and keys.tenants]
+        self._stores: list[TenantKeys] = found
+        self._seen = [store.forgotten for store in found]
+        self._waiting: set[bytes] = set()
+        """Those who are still to leave."""
+        self._in_hand: set[bytes] = set()
+        """Those whom `forgetting` takes care of."""
+        self._steps: Generator[bool, None, None] | None = None
+        self.hears_of_others = any(not _seals_by_tenant(tier) for tier in cache.lower.shared)
+        """Whether a tier may give it what another server holds that has not read the tombstone yet."""
+        self._exposed = [tier for tier in cache.lower.owned if not _seals_by_tenant(tier)]
+        """Tiers whose content from before can still be read."""
+        if self._exposed:  # this server may not have run when a tenant was forgotten
+            gone = {tenant for store in found for tenant in store.forgotten}
+            for store in found:
+                store.dropped.clear()
+            self._steps = self._leave(gone, self._exposed) if gone else None
+
+    def covers(self, keys: Sequence[bytes]) -> bool:
+        """Whether these are of a tenant who leaves."""
+        return bool(self._stores and keys) and self._is_here(tenant_of(keys[0]))
+
+    def _is_here(self, tenant: bytes) -> bool:
+        return any(
+            (stone := store.forgotten.get(tenant)) is not None
+            and store.dropped.get(tenant, 0) < stone.generation
+            for store in self._stores
+        )
+
+    def step(self) -> bool:
+        """Go on. Returns whether the next step should follow at once."""
+        for number, store in enumerate(self._stores):
+            if store.forgotten is not self._seen[number]:
+                self._seen[number] = store.forgotten
+                self._waiting.update(store.forgotten)
+        if self._waiting and self._steps is None:
+            self._waiting = {tenant for tenant in self._waiting if self._is_here(tenant)}
+            if news := self._waiting - self._in_hand:
+                self._waiting -= news
+                self._steps = self._leave(news, self._cache.lower.ours)
+        if self._steps is None:
+            return False
+        must_wait = next(self._steps, None)
+        if must_wait is None:
+            self._steps = None
+        return not must_wait
+
+    def _leave(self, tenants: set[bytes], tiers: Sequence[LowerTier]) -> Generator[bool, None, None]:
+        """They leave the slab and these tiers."""
+        cache, report = self._cache, TenantReport(" ".join(sorted(tenant.hex() for tenant in tenants)))
+        known, began = self.known(tenants), time.monotonic()
+        audit.info("lmtier: %s: forgotten, says the store of keys", report.tenant)
+        for hear in cache.followers.forgotten:
+            hear(tenants)
+        yield from _leave_slab(cache, tenants, report)
+        while any(tier in tiers and not tier.is_warm for tier in self._exposed):
+            yield True
+        for tier in tiers:
+            if isinstance(tier, SharedTier) and _seals_by_tenant(tier):
+                tier.doubt_all()  # who wrote the tombstone searches it, and its objects cannot be read
+                continue
+            told = Forgotten(tier.label, BY_TENANT if _seals_by_tenant(tier) else NOT)
+            report.tiers.append(told)
+            for chunks in tier.forget(tenants):
+                told.chunks = (told.chunks or 0) + chunks
+                yield False
+        while self.hears_of_others and time.monotonic() < began + LEARNED_WITHIN:
+            yield True
+        yield from _leave_slab(cache, tenants, report)  # what was on its way up
+        before = {entry for tier in cache.lower for entry in tier.storing if tenant_of(entry.key) in tenants}
+        while any(not before.isdisjoint(tier.storing) for tier in cache.lower):
+            yield True
+        self.have_left(known)
+        yield from _wipe(cache, report)
+        _tell(report)
+
+    @contextmanager
+    def in_hand(self, tenant: bytes) -> Iterator[list[TenantKeys]]:
+        """The caller sees to it that this tenant leaves. If it does not, `step` does."""
+        self._in_hand.add(tenant)
+        try:
+            yield self._stores
+        finally:
+            self._in_hand.discard(tenant)
+
+    def known(self, tenants: Collection[bytes]) -> list[tuple[TenantKeys, bytes, int]]:
+        """The generation that each has now, for `have_left`."""
+        return [
+            (store, tenant, stone.generation)
+            for store in self._stores
+            for tenant in tenants
+            if (stone := store.forgotten.get(tenant)) is not None
+        ]
+
+    def have_left(self, known: Iterable[tuple[TenantKeys, bytes, int]]) -> None:
+        """Nothing from before these generations is here."""
+        for store, tenant, generation in known:
+            store.dropped[tenant] = generation
+
+    # ---- to and from another process
+
+    def told(self) -> dict[str, dict[str, int]]:
+        """What this process has dropped, for one that takes over its memory."""
+        return {
+            store.place: {tenant.hex(): number for tenant, number in store.dropped.items()}
+            for store in self._stores
+        }
+
+    def resume(self, told: Mapping[str, Mapping[str, int]]) -> None:
+        """The memory of another process is here, which had dropped this."""
+        for store in self._stores:
+            store.dropped.clear()
+            for digits, generation in told.get(store.place, {}).items():
+                store.dropped[bytes.fromhex(digits)] = generation
+            self._waiting.update(store.forgotten)
+        self._steps = None
+
+
+def _seals_by_tenant(tier: LowerTier) -> bool:
+    return tier.tier.keys is not None and tier.tier.keys.tenants is not None
+
+
 def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
+    places = set[str]()
     for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
-        if tier.tier.keys is not None:
+        store = None if tier.tier.keys is None else tier.tier.keys.tenants
+        if store is not None:
             try:
-                told.keys += tier.tier.keys.forget(tenant)
-            except LMTierError as error:  # the others go nevertheless
+                if store.place in places:
+                    store.look()
+                else:
+                    places.add(store.place)
+                    told.keys += store.forget(tenant)
+            except (LMTierError, OSError) as error:  # the others go nevertheless
                 log.error("lmtier: %s", error)
                 told.problem = str(error)
 
 
-def _leave_slab(cache: Cache, tenant: bytes, report: TenantReport) -> Generator[bool, None, None]:
+def _leave_slab(
+    cache: Cache, tenants: Collection[bytes], report: TenantReport
+) -> Generator[bool, None, None]:
     # What was deleted for another reason, while an engine reads it.
-    cache.room.erasing.update(entry for entry in cache.room.leaving if tenant_of(entry.key) == tenant)
+    cache.room.erasing.update(entry for entry in cache.room.leaving if tenant_of(entry.key) in tenants)
     done = 0
     for number, entry in enumerate(cache.index.entries(), 1):
-        if tenant_of(entry.key) == tenant and entry.state is not State.GONE:
+        if tenant_of(entry.key) in tenants and entry.state is not State.GONE:
             cache.room.erase(entry, CLEARED)
             report.chunks += 1
             done += entry.nbytes
         if not number % _AT_ONCE or done > _BYTES_AT_ONCE:
             done = 0
             yield False
+
+
+def _wipe(cache: Cache, report: TenantReport) -> Generator[bool, None, None]:
+    for nbytes in cache.slab.wipe_free():
+        report.overwritten += nbytes
+        yield False
+
+
+def _tell(report: TenantReport) -> None:
+    audit.info(
+        "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %d bytes overwritten",
+        *(report.tenant, report.chunks, report.in_use, report.overwritten),
+    )
+    for told in report.tiers:
+        audit.info("lmtier: tenant %s: %s", report.tenant, told)
 
 
 def _is_left(tier: LowerTier, tenant: bytes) -> bool:

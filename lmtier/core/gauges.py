@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lmtier.core.index import Index
-from lmtier.core.lower import count_dropped, count_shares
+from lmtier.core.lower import count_shares
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.core.match import CPU, Entry, Match, State
 from lmtier.format.keys import is_state
@@ -61,7 +61,7 @@ class Gauges:
         self._metrics.skipped_tokens.inc(chunks * self.chunk_tokens)
 
     def drop(self, keys: Sequence[bytes], why: str, form: ChunkForm) -> None:
-        count_dropped(self._metrics, CPU, why, [form.room] * len(keys), self.tokens(keys))
+        self._metrics.drop(CPU, why, [form.room] * len(keys), self.tokens(keys))
 
     def evict(self, entries: Sequence[Entry]) -> None:
         """Count chunks that leave the slab to make room for others."""

@@ -88,8 +88,9 @@ class Teller:
         for spec, tier in zip(self._cache.config.stores[1:], self._cache.lower, strict=True):
             if isinstance(tier, OwnedTier) and tier.is_warm and len(tier.index) <= MOST_BELOW:
                 order = dict.fromkeys(tier.index.order()) | dict.fromkeys(tier.index.entries_now())
-                self._tell_entries(spec.place, list(order), tier.index)
+                self._tell_entries(spec.place, [*tier.outdated.copies(), *order], tier.index)
         self.books.facts |= {"capacity": self._cache.slab.capacity, "pins": pins, "tiers": tiers}
+        self.books.facts["dropped"] = self._cache.leaving.told()
 
     def _tell_entries(self, place: str, entries: list[Entry], index: Index) -> None:
         """`place`: of a tier; empty: the slab."""
@@ -199,6 +200,7 @@ class Heritage:
         self._entries = [entry for entry, _, _ in told_entries]
         _resume(index, told_entries)
         cache.room.leaving.update(entry for entry, _, _ in told_entries if entry.state is State.GONE)
+        cache.leaving.resume(facts.get("dropped", {}))  # without: all leave once more
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
             if isinstance(below, OwnedTier) and self.knows(spec.place):
                 _resume(below.index, self._read(spec.place))
@@ -207,7 +209,11 @@ class Heritage:
             tier = cache.lower.named.get(told["label"])
             for key in _keys(told["writes"]) if tier is not None else ():
                 waiting = index.get(key)
-                if tier is not None and waiting is not None and waiting.state is State.READY:
+                if tier is None or waiting is None or waiting.state is not State.READY:
+                    continue
+                if isinstance(tier, OwnedTier) and index.is_record(key):
+                    tier.write_on(waiting)
+                else:
                     tier.offer(waiting)
 
     def knows(self, place: str) -> bool:

@@ -124,7 +124,7 @@ class LowerTier(ABC):
         self.storing: set[Entry] = set()
         """Chunks of the slab that are being written, each leased for that."""
         self._storing_bytes = 0
-        self._writes = Writes(above.slab, above.release, above.queue_length)
+        self._writes = Writes(above.slab, above.release, self._given_up, above.queue_length)
         self._suspects: list[Suspect] = []
         """A chunk that one of these covers is not loaded. It is deleted as soon as its header is read."""
         self.why_uncleared = ""
@@ -321,6 +321,10 @@ class LowerTier(ABC):
         """Whether the chunk must still be written here, as far as is known."""
         return not self.has(key, form)
 
+    @abstractmethod
+    def _given_up(self, key: bytes) -> None:
+        """What waited under this key will not be written."""
+
     def let_leave(self, prefix: bytes) -> None:
         """Waiting chunks whose keys begin with `prefix` may leave the slab before they are written."""
         self._writes.let_leave(prefix)
@@ -360,7 +364,7 @@ class LowerTier(ABC):
             if entry is None or entry.state is not State.READY:
                 why = slab.why_gone(key)
                 reason = EXPIRED if why == EXPIRED else "evicted_before_write"
-                self._drop(writes.take(key), reason, is_lost=why == EVICTED)
+                self._drop(writes.give_up(key), reason, is_lost=why == EVICTED)
                 continue
             if not entry.leases and entry.nbytes > spare:
                 break  # writes that hang must not take all of the slab
@@ -526,8 +530,8 @@ class LowerTier(ABC):
         self._writes.forget_missing()
 
     @abstractmethod
-    def forget(self, tenant: bytes) -> Iterable[int]:
-        """Delete all chunks of this tenant, in small steps: how many in each, if that is known."""
+    def forget(self, tenants: Collection[bytes]) -> Iterable[int]:
+        """Delete all chunks of these tenants, in small steps: how many in each, if that is known."""
 
     def is_moving(self, tenant: bytes) -> bool:
         """Whether chunks of this tenant are being written or deleted now."""
@@ -604,7 +608,7 @@ class LowerTier(ABC):
 
     def _drop(self, entry: Entry, reason: str, *, is_lost: bool = True) -> None:
         """Count a chunk that should be written here and is not."""
-        count_dropped(self._metrics, self.label, reason, [entry.form.at_rest], self._tokens(entry.key))
+        self._metrics.drop(self.label, reason, [entry.form.at_rest], self._tokens(entry.key))
         if reason not in INTENDED_DROPS:
             self._dropped[reason] += 1
             self.lost += is_lost
@@ -613,7 +617,7 @@ class LowerTier(ABC):
 
     def _skip(self, entry: Entry, why: str) -> NoSpot:
         """This chunk of the slab, whose turn it is, is not written here at all."""
-        self._writes.take(entry.key)
+        self._writes.give_up(entry.key)
         self._drop(entry, why)
         return NoSpot.SKIPPED
 
@@ -658,13 +662,6 @@ class LowerTier(ABC):
         """Check every invariant; raises AssertionError."""
         self._writes.check()
         assert self.budget is None or self.budget.left(self._clock()) >= -1, "over budget"
-
-
-def count_dropped(metrics: Metrics, tier: str, reason: str, nbytes: Collection[int], tokens: int) -> None:
-    """Count objects that should have been written to a tier and were not. `nbytes` has the size of each."""
-    metrics.dropped_tokens.labels(tier, reason).inc(tokens)
-    metrics.dropped_objects.labels(tier, reason).inc(len(nbytes))
-    metrics.dropped_bytes.labels(tier, reason).inc(sum(nbytes))
 
 
 def count_shares(metrics: Metrics, tier: str, index: Index) -> None:

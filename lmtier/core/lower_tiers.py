@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from lmtier.config import TierSpec
 from lmtier.core.lower import Above, LowerTier
@@ -93,6 +94,15 @@ class LowerTiers(list[LowerTier]):
     def purge(self, suspect: Suspect) -> None:
         for tier in self:
             tier.purge(suspect)
+
+    @contextmanager
+    def replacing(self, key: bytes) -> Iterator[None]:
+        """Within it a newer value comes under this key."""
+        for tier in self.owned:  # shared tiers never got it
+            tier.outdate(key)
+        yield
+        for tier in self.owned:
+            tier.settle(key)
 
     def see(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
         """A request asked for this prefix; the slab has `run` of it."""

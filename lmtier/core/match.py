@@ -71,6 +71,15 @@ class Entry:
         return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.kids}>"
 
 
+def ancestry(entry: Entry | None) -> list[Entry]:
+    """An entry and those of its ancestors that still exist, head first."""
+    run: list[Entry] = []
+    while entry is not None and entry.state is not State.GONE:
+        run.append(entry)
+        entry = entry.parent
+    return run[::-1]
+
+
 def entries_of(placement: Placement, state: State, made: list[Entry] | None = None) -> list[Entry]:
     """Entries made from a placement, in another process. `made` holds the leading ones that exist already."""
     if placement.others:

@@ -6,6 +6,7 @@ A match whose reader needs a state ends at the last chunk after which a tier has
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
@@ -30,8 +31,15 @@ _LOADING_SHARE = 7 / 8
 
 class Matches:
     def __init__(
-        self, room: Room, lower: LowerTiers, gauges: Gauges, followers: Followers, weighing: Weighing
+        self,
+        room: Room,
+        lower: LowerTiers,
+        gauges: Gauges,
+        followers: Followers,
+        weighing: Weighing,
+        is_leaving: Callable[[Sequence[bytes]], bool],
     ) -> None:
+        """`is_leaving`: these are of a tenant who was forgotten and has not left yet."""
         self.open: dict[int, Match] = {}
         self._pending: dict[Match, None] = {}
         """Those that ask tiers or wait for loads, the first one first, and some that have ended since."""
@@ -40,6 +48,7 @@ class Matches:
         self.loading = 0
         """Bytes of extents that wait for lower tiers."""
         self.weighing = weighing
+        self._is_leaving = is_leaving
         self._room, self._index, self._slab = room, room.index, room.slab
         self._lower = lower
         self._gauges = gauges
@@ -72,6 +81,8 @@ class Matches:
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
             match.cut, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
+        elif self._is_leaving(keys):
+            match.cut = "cleared"
         else:
             if is_weighed and cost is not None:
                 self.weighing.begin(match, cost, began)

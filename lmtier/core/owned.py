@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -25,11 +25,14 @@ from lmtier.core.lower import (
     names_of,
     worst,
 )
-from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State
+from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State, ancestry
+from lmtier.core.outdated import Outdated
+from lmtier.core.placement import form_of_parts
 from lmtier.errors import log
 from lmtier.format.keys import tenant_of
-from lmtier.format.layout import ChunkForm, Name, Shard, form_of, overlapping, padded, stored_size
+from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded, stored_size
 from lmtier.format.objects import Header, Suspect
+from lmtier.observe.metrics import Metrics
 from lmtier.rules.fullness import UNBOUNDED, Fullness
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.policy import make_policy
@@ -69,9 +72,11 @@ class OwnedTier(LowerTier):
         self._unread = OrderedDict[bytes, None]()
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
+        self.outdated = Outdated()
+        """What no job uses of it is in `deleting` too."""
         self._added: list[Entry] = []
         """The entries that this `pump` added."""
-        self._declare_index()
+        _declare(self, above.metrics, above.clock)
         self.is_warm = False
         if scans:
             self._scan()
@@ -184,7 +189,7 @@ class OwnedTier(LowerTier):
         super().pump(spare)
         added, self._added = self._added, []
         for tail in set(added) - {entry.parent for entry in added}:
-            self.index.refresh(_ancestry(tail))
+            self.index.refresh(ancestry(tail))
 
     def _must_wait(self, key: bytes) -> bool:
         self._live(key)  # if it has expired, its deletion has to end first
@@ -194,7 +199,7 @@ class OwnedTier(LowerTier):
         key, form = entry.key, entry.form
         there = self.index.get(key)
         if there is not None and there.form.serves(form) and not self._is_unreadable(there):
-            self._writes.take(key)
+            self._writes.give_up(key)
             return NoSpot.SKIPPED
         if there is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
             self._remove(there, REPLACED)
@@ -207,6 +212,7 @@ class OwnedTier(LowerTier):
         end = self._end_of(entry)
         self.index.ends.set(mine, end)
         self._added.append(mine)
+        self.outdated.begin(key)
         return Spot(mine, replaces, end)
 
     def _room_for(self, entry: Entry, parent: Entry | None) -> Sequence[Name | None] | NoSpot:
@@ -217,8 +223,9 @@ class OwnedTier(LowerTier):
         room = min(index.capacity, self._fullness.nbytes)
         if need > room:
             return self._skip(entry, "full")
-        leaving = self.deleting - self.undeletable
-        short = need - (room - index.used - self.undeletable)
+        staying = self.undeletable + self.outdated.nbytes
+        leaving = self.deleting - staying
+        short = need - (room - index.used - staying)
         if short <= 0:
             return NoSpot.LATER if leaving > -short else (None,) * len(form.shards)
         if self.choice is not None:
@@ -231,6 +238,10 @@ class OwnedTier(LowerTier):
             return NoSpot.LATER  # deletions fail: what leaves and is not overwritten would leave for nothing
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
         victims = index.evict(short, parent, index.pool(key), need)
+        if victims is None and self.outdated.nbytes:  # there is no room for both
+            for old in self.outdated.pop_all():
+                self._delete_outdated(old)
+            return NoSpot.LATER
         if victims is None:  # chunks that are being written can be evicted later
             return NoSpot.LATER if self.storing else self._skip(entry, "no_room")
         self._evicted(victims)
@@ -276,6 +287,8 @@ class OwnedTier(LowerTier):
             if old is not None and old in done.failed
         }
         self._delete(list(stuck), sum(stuck.values()))
+        if (old := self.outdated.end(mine.key)) is not None:
+            self.deleting -= old.nbytes
         if not done.failed:
             self._fullness.fit()
         if not done.failed and mine.state is not State.GONE:
@@ -284,12 +297,22 @@ class OwnedTier(LowerTier):
             self.index.shrink(mine, nbytes)
             self.index.ready(mine)
             return
+        is_deleted = mine.state is State.GONE and mine not in self.outdated
+        self.outdated.pop(mine.key)
         if mine.state is not State.GONE:
             self.index.remove(mine)
         self.index.release(mine)
-        self._delete(list(done.ok), bytes_at_rest(mine.form, done.ok))  # delete the parts that were written
         if Reason.FULL in done.failed.values():
             self._note_full(entry, done)
+        if not done.failed:
+            mine.nbytes = nbytes
+        left = old if done.failed else mine
+        if left is not None and mine.key in self._writes and not is_deleted:
+            self._keep(left)
+        elif left is not None:
+            self._delete(names_of(left), left.nbytes)
+        else:
+            self._delete(list(done.ok), bytes_at_rest(mine.form, done.ok))  # the parts that were written
 
     def _note_full(self, entry: Entry, done: Done) -> None:
         """The storage has less room than the capacity.
@@ -357,8 +380,12 @@ class OwnedTier(LowerTier):
     def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
         if mine is None:
             return
-        if self.index.release(mine):  # discarded while it was read
-            self._delete(names_of(mine), mine.nbytes)
+        if self.index.release(mine):  # discarded or outdated while it was read
+            if mine in self.outdated:
+                self._going.remove(mine.key)
+                self._keep(mine)
+            else:
+                self._delete(names_of(mine), mine.nbytes)
         elif self.index.get(mine.key) is mine:
             if lost := reasons & LOST:  # the other parts of a chunk that lost one are useless
                 self._remove(mine, worst(lost).value)
@@ -407,11 +434,61 @@ class OwnedTier(LowerTier):
         else:
             then(reason)
 
+    # ---- values that replace others
+
+    def came(self, entry: Entry, source: LowerTier | None = None) -> None:
+        if source in (None, self) or not self.index.is_record(entry.key):
+            super().came(entry, source)
+            return
+        # A scan found both. After a kill one of them may be older, and only the one that was read counts.
+        mine = self.index.get(entry.key)
+        if mine is not None and not mine.prints:
+            self.outdate(entry.key)
+        super().came(entry, source)
+        self.settle(entry.key)
+
+    def outdate(self, key: bytes) -> None:
+        """A newer value comes under this key. What is stored stays until the new one overwrites it."""
+        if key in self._writes:
+            self._writes.take(key)
+        if (old := self.index.get(key)) is not None:
+            self._forget_faults(key)
+            if self.index.remove(old, REPLACED):
+                self._keep(old)
+            else:
+                self._going.add(key)
+                self.outdated.add(old)
+
+    def settle(self, key: bytes) -> None:
+        """The newer value has come. If it does not wait to be written, what it outdated is deleted."""
+        if key not in self._writes:
+            self._given_up(key)
+
+    def write_on(self, entry: Entry) -> None:
+        """This value waited to be written when another process owned the tier."""
+        self.outdate(entry.key)
+        self._writes.add(entry)
+
+    def _keep(self, old: Entry) -> None:
+        """No job uses it, and the value that waits under its key will overwrite it."""
+        self.outdated.add(old)
+        self.deleting += old.nbytes
+
+    def _given_up(self, key: bytes) -> None:
+        if not self.is_warm and self.index.is_record(key):
+            self._unwanted.add(key)
+        if (old := self.outdated.pop(key)) is not None:  # otherwise a job that uses it deletes it at its end
+            self._delete_outdated(old)
+
+    def _delete_outdated(self, old: Entry) -> None:
+        self.deleting -= old.nbytes
+        self._delete(names_of(old), old.nbytes)
+
     # ---- deleting
 
     def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
         if key in self._writes and self.index.is_record(key):
-            self._writes.take(key)
+            self._writes.give_up(key)
         if not self.is_warm:
             self._unwanted.add(key)
         elif (entry := self.index.get(key)) is not None:
@@ -434,11 +511,11 @@ class OwnedTier(LowerTier):
         if not self.is_warm and namespace not in self._unwanted_prefixes:
             self._unwanted_prefixes += (namespace,)
 
-    def forget(self, tenant: bytes) -> Iterator[int]:
+    def forget(self, tenants: Collection[bytes]) -> Iterator[int]:
         self._writes.forget_missing()
         entries = iter(self.index.entries())
         while some := list(islice(entries, _AT_ONCE)):
-            mine = [each for each in some if tenant_of(each.key) == tenant and each.state is not State.GONE]
+            mine = [each for each in some if tenant_of(each.key) in tenants and each.state is not State.GONE]
             for entry in mine:
                 self.clear_one(entry)
             yield len(mine)
@@ -501,22 +578,25 @@ class OwnedTier(LowerTier):
                     others = parts.get(key, ())
                     parts[key] = (*others, (shard, stat.nbytes))
                     used[key] = max(stat.used, used[key]) if others else stat.used
-            forms = {cut: _form_of_parts(cut) for cut in set(parts.values())}
+            forms = {cut: form_of_parts(cut) for cut in set(parts.values())}
             now = self._clock()
             lost: list[bytes] = []
             for key in sorted(parts, key=used.__getitem__):
                 form = forms[parts[key]]
                 if form is None or form.at_rest > index.capacity or self._is_unwanted(key):
                     lost.append(key)
+                    continue
+                entry = Entry(key, form, form.at_rest, State.READY, used[key])
+                if key in self._writes and index.is_record(key):
+                    self._keep(entry)
                 else:
-                    entry = Entry(key, form, form.at_rest, State.READY, used[key])
                     index.adopt(entry)
                     if self.ttl < FOREVER:  # an upper limit, because it was stored before its last use
                         last = min(now, self.stamps.end(used[key] // 1_000_000))
                         index.ends.set(entry, last + self.ttl)
         for key in lost:
             self._delete([Name(key, shard) for shard, _ in parts[key]])
-        self._found = index.used
+        self._found = index.used + self.outdated.nbytes
         if index.used > index.capacity:
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
@@ -548,21 +628,11 @@ class OwnedTier(LowerTier):
         if items and not self.down.is_open:
             self._jobs.submit(Op.TOUCH, tuple(items), lambda done: None)
 
-    # ---- books
+    def close(self, timeout: float = 5.0) -> None:
+        super().close(timeout)
+        self.outdated = Outdated()  # the next start finds it
 
-    def _declare_index(self) -> None:
-        metrics, label, index = self._metrics, self.label, self.index
-        metrics.written_bytes_per_day.labels(label).set_function(lambda: self.pace.per_day(self._clock()))
-        for rule in Choice.RULES if self.choice is not None else ():
-            metrics.write_rule.labels(label, rule).set_function(
-                lambda rule=rule: float(self.rule == rule)  # type: ignore[misc]  # mypy: lambdas
-            )
-        if index.capacity < UNBOUNDED:
-            metrics.capacity_bytes.labels(label).set_function(lambda: index.target)
-        metrics.used_bytes.labels(label).set_function(lambda: index.used + self.deleting)
-        metrics.pinned_bytes.labels(label).set_function(lambda: index.pinned_bytes)
-        metrics.chunks.labels(label).set_function(lambda: len(index))
-        count_shares(metrics, label, index)
+    # ---- books
 
     def check(self) -> None:
         super().check()
@@ -570,8 +640,24 @@ class OwnedTier(LowerTier):
         assert self.index.used <= self.index.capacity, "over capacity"
         for key, entry in (self._failed | self._unreadable).items():
             assert self.index.get(key) is entry, "a fault of a chunk that has left"
+        self.outdated.check(self.index, self._writes, self._going)
         most = max(self.index.capacity, self._found)
         assert self.index.used + self.deleting <= most, "over capacity, with the bytes being deleted"
+
+
+def _declare(tier: OwnedTier, metrics: Metrics, clock: Callable[[], float]) -> None:
+    label, index = tier.label, tier.index
+    metrics.written_bytes_per_day.labels(label).set_function(lambda: tier.pace.per_day(clock()))
+    for rule in Choice.RULES if tier.choice is not None else ():
+        metrics.write_rule.labels(label, rule).set_function(
+            lambda rule=rule: float(tier.rule == rule)  # type: ignore[misc]  # mypy: lambdas
+        )
+    if index.capacity < UNBOUNDED:
+        metrics.capacity_bytes.labels(label).set_function(lambda: index.target)
+    metrics.used_bytes.labels(label).set_function(lambda: index.used + tier.deleting)
+    metrics.pinned_bytes.labels(label).set_function(lambda: index.pinned_bytes)
+    metrics.chunks.labels(label).set_function(lambda: len(index))
+    count_shares(metrics, label, index)
 
 
 def _capacity(spec: TierSpec, tier: Tier) -> int:
@@ -580,29 +666,13 @@ def _capacity(spec: TierSpec, tier: Tier) -> int:
         return UNBOUNDED
     if tier.most is not None and tier.most < spec.capacity:
         log.warning(
-            "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes",
+            "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes, and from then on "
+            "chunks leave for new ones",
             *(spec, spec.capacity, tier.most),
         )
         return max(1, tier.most)
     return spec.capacity
 
 
-def _form_of_parts(cut: Iterable[tuple[Shard, int]]) -> ChunkForm | None:
-    """The form of a chunk whose parts a scan found. None: they overlap, so no part can be trusted."""
-    shards, sizes = zip(*sorted(cut), strict=True)
-    if overlapping(shards) is not None:
-        return None
-    return form_of(None, shards, sizes)
-
-
 def _rooms(form: ChunkForm) -> list[int]:
     return [padded(size) for size in form.sizes]
-
-
-def _ancestry(entry: Entry | None) -> list[Entry]:
-    """An entry and those of its ancestors that still exist, head first."""
-    run: list[Entry] = []
-    while entry is not None and entry.state is not State.GONE:
-        run.append(entry)
-        entry = entry.parent
-    return run[::-1]

@@ -9,7 +9,7 @@ from itertools import chain, groupby, islice, repeat
 from typing import Any, TypeAlias
 
 from lmtier.format.keys import KEY_BYTES
-from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
+from lmtier.format.layout import ChunkForm, Layout, Shard, form_of, overlapping
 
 Fields: TypeAlias = "Mapping[str, Any]"
 
@@ -141,3 +141,11 @@ def read_ranges(text: bytes) -> list[int]:
         first, _, last = part.partition(b"-")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
+
+
+def form_of_parts(cut: Iterable[tuple[Shard, int]]) -> ChunkForm | None:
+    """The form of a chunk whose parts a scan found. None: they overlap, so no part can be trusted."""
+    shards, sizes = zip(*sorted(cut), strict=True)
+    if overlapping(shards) is not None:
+        return None
+    return form_of(None, shards, sizes)

@@ -201,6 +201,9 @@ class SharedTier(LowerTier):
             end(Name(key, shard), 0.0) > now for shard in form.shards
         )
 
+    def _given_up(self, key: bytes) -> None:
+        """It holds no records, so nothing here is older than what waited."""
+
     def _must_wait(self, key: bytes) -> bool:
         return super()._must_wait(key) or key.startswith(self._uncleared)
 
@@ -286,11 +289,17 @@ class SharedTier(LowerTier):
             return
         # Other writes must not wait behind writes that may wait for ever.
         for key in self._writes.under(self._uncleared):
-            self._drop(self._writes.take(key), "cleared")
+            self._drop(self._writes.give_up(key), "cleared")
 
-    def forget(self, tenant: bytes) -> Iterable[int]:
-        self.purge(Suspect(tenant=tenant, until=now_ms()))
+    def forget(self, tenants: Collection[bytes]) -> Iterable[int]:
+        for tenant in tenants:
+            self.purge(Suspect(tenant=tenant, until=now_ms()))
         return ()
+
+    def doubt_all(self) -> None:
+        """Another server deletes a tenant's objects here: rely no longer on what was seen."""
+        self._writes.forget_missing()
+        self._there.clear()
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)

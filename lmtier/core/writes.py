@@ -19,10 +19,16 @@ class Writes:
     other chunk may leave the slab before its turn; then it is not written.
     """
 
-    def __init__(self, slab: Index, release: Callable[[Entry], None], most: int) -> None:
-        """`release` ends a lease in the slab. At most `most` chunks wait; records are not counted."""
+    def __init__(
+        self, slab: Index, release: Callable[[Entry], None], given_up: Callable[[bytes], None], most: int
+    ) -> None:
+        """`release` ends a lease in the slab. `given_up` is told which chunk will not be written.
+
+        At most `most` chunks wait; records are not counted.
+        """
         self._slab = slab
         self._release = release
+        self._given_up = given_up
         self._most = most
         self._waiting = OrderedDict[bytes, Entry]()
         """A dict finds its first key only after it has skipped the places of all keys that have left. With a
@@ -61,9 +67,15 @@ class Writes:
             self.leased_bytes += entry.nbytes
 
     def take(self, key: bytes) -> Entry:
-        """Remove the chunk from the queue."""
+        """Remove the chunk from the queue: it is written now, or another one comes in its place."""
         entry = self._waiting.pop(key)
         self._unlease(entry)
+        return entry
+
+    def give_up(self, key: bytes) -> Entry:
+        """Remove the chunk from the queue: it will not be written."""
+        entry = self.take(key)
+        self._given_up(key)
         return entry
 
     def postpone(self, key: bytes) -> None:
@@ -78,7 +90,7 @@ class Writes:
     def forget_missing(self) -> None:
         """Remove the chunks that the slab no longer has."""
         for key in [key for key in self._waiting if key not in self._slab]:
-            self.take(key)
+            self.give_up(key)
 
     def close(self) -> None:
         for entry in list(self.leased):

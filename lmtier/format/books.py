@@ -22,7 +22,7 @@ import xxhash
 
 from lmtier.errors import LMTierError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4 << 30
 """The most bytes of books. A million chunks take some 100 MB."""
 _MAGIC = b"LMTBOOKS"

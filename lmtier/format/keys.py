@@ -29,7 +29,7 @@ import xxhash
 from lmtier.errors import LayoutError, MisuseError
 
 KEY_BYTES = 32
-_BUFFER = 8 << 20
+_BUFFER = 256 << 10  # in a core's own cache a reading is twice as fast as through memory
 NAMESPACE_BYTES = 4
 TENANT_BYTES = 4
 PREFIX_BYTES = NAMESPACE_BYTES + TENANT_BYTES
@@ -115,7 +115,7 @@ def tenant(salt: str) -> bytes:
     """The 4 bytes of a tenant in its keys. They are for accounting; all of H separates the contents."""
     if not salt:
         return NOBODY
-    digest = hashlib.sha256(_pack(b"tenant", salt.encode())).digest()[:TENANT_BYTES]
+    digest = hashlib.sha256(_pack(b"tenant", _utf8(salt, "salt"))).digest()[:TENANT_BYTES]
     return digest if digest != NOBODY else b"\1" * TENANT_BYTES
 
 
@@ -143,6 +143,15 @@ def is_state(key: bytes) -> bool:
     return key.startswith(STATE, PREFIX_BYTES) and not is_value(key)
 
 
+def _utf8(text: str, what: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # JSON can name one
+        raise MisuseError(
+            f"the {what} {text!r:.40} has half of a character: it is no text in UTF-8"
+        ) from None
+
+
 def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "") -> bytes:
     """key[-1]: where a chain of chunks begins."""
     digest = hashlib.sha256(
@@ -151,8 +160,8 @@ def seed(identity: Identity, chunk_tokens: int, *, lora: str = "", salt: str = "
             FORMAT,
             struct.pack("<I", chunk_tokens),
             identity.digest(),
-            lora.encode(),
-            salt.encode(),
+            _utf8(lora, "adapter"),
+            _utf8(salt, "salt"),
         )
     ).digest()
     return namespace(identity.model) + tenant(salt) + digest[: KEY_BYTES - PREFIX_BYTES]

@@ -17,7 +17,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, Protocol, TypeAlias
@@ -140,6 +140,36 @@ class Secret:
             self._memory[:] = bytes(len(self._memory))
 
 
+class Tombstone(NamedTuple):
+    """A tenant was forgotten."""
+
+    generation: int
+    """How often. Keys of the tenant that are of an earlier generation open and seal nothing."""
+    at: int
+    """When, in ms since the epoch, by the clock of who wrote it. For people: nothing compares it."""
+
+
+class TenantKeys(Protocol):
+    """A store with keys for each tenant, which servers share, and what one server knows of it."""
+
+    forgotten: Mapping[bytes, Tombstone]
+    """By tenant, as last read. It never changes: what is read later is another mapping."""
+    dropped: dict[bytes, int]
+    """By tenant, the generation before which the owner of the tier holds nothing any more. The owner writes
+    it. Until it is that of the tombstone, nothing of the tenant is sealed: it could be from before."""
+    place: str
+    """Where it is: two tiers of a server may have the same one."""
+
+    def look(self) -> bool:
+        """Read what was forgotten since. Returns whether anything was. It may take as long as the storage."""
+
+    def forget(self, tenant: bytes) -> int:
+        """Write a tombstone, and destroy the keys of a tenant. Returns how many there were.
+
+        Raises TierError.
+        """
+
+
 class Keys(Protocol):
     """The keys of one tier. Called by several threads at once."""
 
@@ -150,11 +180,8 @@ class Keys(Protocol):
         """The key with this id, if an object under this name may be sealed with it."""
 
     @property
-    def has_tenants(self) -> bool:
-        """Whether each tenant has its own key."""
-
-    def forget(self, tenant: bytes) -> int:
-        """Destroy the keys of a tenant. Returns how many there were. Raises TierError."""
+    def tenants(self) -> TenantKeys | None:
+        """The keys of tenants. None: one key seals for all."""
 
 
 def new_salt() -> bytes:

@@ -46,6 +46,9 @@ class Follower:
     def not_stored(self, tier: str, keys: Collection[bytes], why: str) -> None:
         """These should have been stored in the tier and were not. `why` is one of metrics.DROP_REASONS."""
 
+    def forgotten(self, tenants: Collection[bytes]) -> None:
+        """These tenants were forgotten, here or by another server."""
+
     def stepped(self) -> None:
         """The owner has time for postponed work."""
 
@@ -60,6 +63,7 @@ class Followers:
         self.changed: tuple[Callable[[str, bool, Collection[bytes], str], None], ...] = ()
         self.changed_elsewhere: tuple[Callable[[str, bool, Collection[bytes]], None], ...] = ()
         self.not_stored: tuple[Callable[[str, Collection[bytes], str], None], ...] = ()
+        self.forgotten: tuple[Callable[[Collection[bytes]], None], ...] = ()
         self.stepped: tuple[Callable[[], None], ...] = ()
 
     def add(self, follower: Follower) -> None:

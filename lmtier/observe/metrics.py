@@ -9,6 +9,7 @@ A lookup does not wait for its counters: it is noted, and counted when the cache
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -327,6 +328,12 @@ class Metrics:
         self._settled.append((asked, hits, missed, saved))
         if len(self._settled) >= _LATER:
             self.count()
+
+    def drop(self, tier: str, reason: str, nbytes: Collection[int], tokens: int) -> None:
+        """Count objects that should be written to a tier and are not. `nbytes` has the size of each."""
+        self.dropped_tokens.labels(tier, reason).inc(tokens)
+        self.dropped_objects.labels(tier, reason).inc(len(nbytes))
+        self.dropped_bytes.labels(tier, reason).inc(sum(nbytes))
 
     def count(self) -> None:
         """Count the noted lookups."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from lmtier.errors import LayoutError
@@ -153,9 +153,9 @@ class Prompts:
             del self._users[id(chunk.origin)], self._origins[chunk.origin]
             self._bytes -= chunk.origin.nbytes
 
-    def forget(self, tenant: bytes) -> None:
-        """Drop the tokens of one tenant."""
-        for key in [key for key in self._chunks if tenant_of(key) == tenant]:
+    def forget(self, tenants: Collection[bytes]) -> None:
+        """Drop the tokens of these tenants."""
+        for key in [key for key in self._chunks if tenant_of(key) in tenants]:
             self._forget(key, self._chunks.pop(key))
 
     def same(self, key: bytes) -> list[bytes]:

@@ -8,13 +8,14 @@ to others. So a flood of one tenant evicts that tenant's own chunks first.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
 
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, excerpt
 from lmtier.format.keys import tenant, tenant_of
 from lmtier.rules.foretold import Foretold
 from lmtier.rules.policy import Keyed, Policy
@@ -51,8 +52,14 @@ def parse(given: object) -> tuple[Share, ...]:
     elif isinstance(given, Mapping):
         shares = tuple(_share(name, value) for name, value in given.items())
     else:
-        raise ConfigError(f"shares={given!r}: write them as a table, or like tenant-a=0.3 tenant-b=20%")
+        raise ConfigError(
+            f"shares={excerpt(given)}: write them as a table, or like tenant-a=0.3 tenant-b=20%"
+        )
     names = [share.name for share in shares]
+    try:
+        "".join(share.name + share.salt for share in shares).encode()
+    except UnicodeEncodeError:
+        raise ConfigError("shares: a name or a salt is not text in UTF-8") from None
     if "" in names or not all(share.salt for share in shares):
         raise ConfigError("shares: a share belongs to a salt; write it like tenant-a=0.3")
     if OTHER in names:
@@ -70,19 +77,23 @@ def parse(given: object) -> tuple[Share, ...]:
 def _share(name: str, value: Any) -> Share:
     if isinstance(value, Mapping):
         if value.keys() != {"salt", "share"} or not isinstance(value["salt"], str):
-            raise ConfigError(f'shares: {name} as a table is written {{salt = "…", share = 0.3}}')
+            raise ConfigError(f'shares: {excerpt(name)} as a table is written {{salt = "…", share = 0.3}}')
         return Share(name, value["salt"], _part(name, value["share"]))
     return Share(name, name, _part(name, value))
 
 
 def _part(name: str, value: object) -> Fraction:
-    text = "" if isinstance(value, bool) else str(value).strip()
     try:
+        text = "" if isinstance(value, bool) else str(value).strip()
+        if not re.fullmatch(r"[\d.]{1,20}(/\d{1,20}|e-\d\d)?%?", text):  # Fraction would compute 1e9999999999
+            raise ValueError
         part = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
         part = Fraction(-1)
     if not 0 <= part <= 1:
-        raise ConfigError(f"shares: {name}={value}: a share is a part of the room, like 0.3 or 30%")
+        raise ConfigError(
+            f"shares: {excerpt(name)}={excerpt(value)}: a share is a part of the room, like 0.3 or 30%"
+        )
     return part
 
 

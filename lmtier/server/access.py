@@ -71,9 +71,12 @@ class Secrets:
         """Whether a client needs a token to be served at all."""
         return Role.ENGINE in self
 
-    @property
-    def without(self) -> Role:
-        """The role of a client that has sent no token."""
+    def without(self, foreign: str = "", *, is_local: bool = False) -> Role:
+        """The role of a client that has sent no token. `foreign`: why it is not this user's; empty: it is."""
+        if foreign:
+            return Role.NONE
+        if is_local:
+            return Role.ADMIN
         if self.asks:
             return Role.NONE
         return Role.ENGINE if Role.ADMIN in self else Role.ADMIN

@@ -89,6 +89,8 @@ class Caller:
     """On the Unix socket: its process and its user."""
     role: Role = Role.ADMIN
     """What it may do, by the token that it has sent."""
+    foreign: str = ""
+    """Why it may do nothing without a token: it is of another user of this host."""
     resp3: bool = False
     name: str = ""
     kind: str = "redis"
@@ -112,6 +114,11 @@ class Caller:
         """As in the audit."""
         return f"{self.kind} {self.name or 'client'!r} at {self.address} ({self.role.name.lower()})"
 
+    @property
+    def user(self) -> int | None:
+        """On the Unix socket: the user of its process."""
+        return None if self.peer is None else self.peer[1]
+
     def administers(self, arguments: Sequence[Argument]) -> None:
         """Only an administrator may do this. It is written to the audit, also if it is refused."""
         may = self.role >= Role.ADMIN
@@ -132,6 +139,8 @@ class Command(NamedTuple):
     """Which arguments are values: their bytes go straight into the slab."""
     role: Role = Role.ENGINE
     """The least role that may use it. What needs ADMIN is written to the audit."""
+    needs_slab: bool = False
+    """It is about extents: only who maps the slab may use it."""
     is_of_all: bool = False
     """It may write any value."""
     most: int = MOST

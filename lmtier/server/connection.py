@@ -53,9 +53,10 @@ class _Out(NamedTuple):
 class Channel:
     """A non-blocking socket with its output queue."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, caller: Caller) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.caller = caller
         self.fd = sock.fileno()
         self.is_open = True
         self.received = 0
@@ -143,6 +144,13 @@ class Channel:
         too_slow = now - since > _FIRST and rate < _SLOWEST * (now - since)
         return now - max(self.moved, since) > patience or too_slow
 
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it may do nothing yet: it has shown no token, or has not finished its handshake."""
+        if isinstance(self.sock, ssl.SSLSocket) and self.sock.version() is None:
+            return True
+        return not self.caller.role
+
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
@@ -157,8 +165,7 @@ class Connection(Channel):
     """A client that speaks RESP: a Redis client, or an engine."""
 
     def __init__(self, host: Dispatch, sock: socket.socket, caller: Caller) -> None:
-        super().__init__(sock)
-        self.caller = caller
+        super().__init__(sock, caller)
         self._host = host
         # No part of a connection refers back to it: long-lived objects are not searched for cycles.
         self._commands = Commands(partial(host.place, caller))
@@ -317,6 +324,7 @@ class Connection(Channel):
             "address": caller.address,
             "is_local": caller.is_local,
             "role": int(caller.role),
+            "foreign": caller.foreign,
             "resp3": caller.resp3,
             "name": caller.name,
             "kind": caller.kind,
@@ -348,8 +356,7 @@ class HttpConnection(Channel):
     """A browser, or Prometheus."""
 
     def __init__(self, sock: socket.socket, conversation: Conversation, caller: Caller) -> None:
-        super().__init__(sock)
-        self.caller = caller
+        super().__init__(sock, caller)
         self._conversation = conversation
         self._input = memoryview(bytearray(16 << 10))
         self._last = False  # nothing more will be answered

@@ -17,6 +17,7 @@ _UNTRUSTED_ARGS = 10
 _UNTRUSTED_BYTES = 16 << 10
 
 _NO_AUTH = Error("NOAUTH Authentication required.")
+_NO_SLAB = Error("MISUSE only who maps the slab may do this: connect to the server's Unix socket")
 _LOADING = Error("LOADING lmtier is still scanning its tiers; try again")
 
 
@@ -87,9 +88,11 @@ class Dispatch:
         if len(args) > command.most:
             return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
         if not caller.role and "no_auth" not in command.flags:
-            return _NO_AUTH
+            return Error(caller.foreign) if caller.foreign else _NO_AUTH
         if caller.role < command.role and "no_auth" not in command.flags:
             return _refuse(caller, command, args)
+        if command.needs_slab and not caller.is_local:
+            return _NO_SLAB
         if "loading" not in command.flags and not self._cache.is_warm and not name.startswith(b"LMTIER."):
             return _LOADING
         return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias, TypedDict
@@ -107,6 +107,9 @@ class Explain(Follower):
         self.prompts = Prompts(cache.chunk_tokens)
         cache.followers.add(self.journal)
         cache.followers.add(self)
+
+    def forgotten(self, tenants: Collection[bytes]) -> None:
+        self.prompts.forget(tenants)
 
     def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
         lookups = self._lookups

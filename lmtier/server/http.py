@@ -33,6 +33,8 @@ MAX_BODY = 256 << 10
 """Bytes of a form."""
 OPEN = frozenset({"/healthz", "/health", "/readyz"})
 """The pages that need no token, because Kubernetes has none. They answer with one word."""
+FOR_ALL = frozenset({"/metrics"})
+"""The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -128,17 +130,21 @@ class Http:
         self._wrong = wrong
         self._names = {name.lower() for name in names}
 
-    def conversation(self, address: str = "") -> Conversation:
-        """A new conversation, for one connection."""
-        return Conversation(self, address)
+    def conversation(self, address: str = "", foreign: str = "") -> Conversation:
+        """A new conversation, for one connection. `foreign`: why its client is not this user's."""
+        return Conversation(self, address, foreign)
 
-    def answer(self, method: str, path: str, headers: Mapping[str, str], address: str) -> Response:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], address: str, foreign: str = ""
+    ) -> Response:
         """The answer to a request without a body."""
         if path not in OPEN:
             tokens, authorization = self._tokens(), headers.get("authorization", "")
             shown = _token_in(authorization) if authorization else None
             if shown is None or not tokens.role(shown):
-                if not tokens.without or (path in self._forms and tokens):
+                if foreign and tokens.without() and path not in FOR_ALL:
+                    return sentence(403, foreign.partition(" ")[2])
+                if not tokens.without() or (path in self._forms and tokens):
                     late = self._wrong(address) if authorization else 0.0
                     why = "send the token as Authorization: Bearer, or as the password"
                     return sentence(401, why, _CHALLENGE)._replace(at=late)
@@ -207,9 +213,9 @@ class Conversation:
     It holds at most one head or body, and the bytes after it.
     """
 
-    def __init__(self, http: Http, address: str = "") -> None:
+    def __init__(self, http: Http, address: str = "", foreign: str = "") -> None:
         self._http = http
-        self._address = address
+        self._address, self._foreign = address, foreign
         self._input = bytearray()
         self._form: tuple[_Request, Form] | None = None
         """A request whose body has not come yet, and what takes it."""
@@ -248,11 +254,13 @@ class Conversation:
                 return self._fill(*self._form)
         except _Refusal as refusal:
             return self._reply(sentence(refusal.status, str(refusal)), with_body=True, keep=False)
-        response = self._http.answer(request.method, request.path, request.headers, self._address)
+        response = self._http.answer(
+            request.method, request.path, request.headers, self._address, self._foreign
+        )
         has_body = (
             request.headers.get("content-length", "0").strip("0") or "transfer-encoding" in request.headers
         )
-        if has_body and response.status not in (401, 405, 421):
+        if has_body and response.status not in (401, 403, 405, 421):
             response = sentence(413, "requests have no body here")
         return self._reply(response, request.method != "HEAD", request.keep and not has_body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 
 from lmtier import forks
 from lmtier.config import Serving, host_and_port
-from lmtier.errors import ConfigError, log
+from lmtier.errors import ConfigError, InUseError, log
 from lmtier.server.access import Secrets
+from lmtier.server.peers import why_foreign
 
 
 class Door(NamedTuple):
@@ -73,6 +75,12 @@ class Doors:
         self.by_fd[listener.fileno()] = Door(listener, kind)
         self.where.append((kind, written(listener.getsockname())))
 
+    def why_foreign(self, kind: str, sock: socket.socket) -> str:
+        """Why a new client may do nothing without a token. Empty: it may, or everybody needs one."""
+        serving = self._serving
+        is_asked = kind == "unix" or not (self.tokens.asks or serving.tls_ca)
+        return why_foreign(sock) if is_asked and not serving.insecure else ""
+
     def secured(self, sock: socket.socket) -> socket.socket:
         """Wrap a TCP connection in TLS, if it is configured."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,6 +134,9 @@ def _is_loopback(host: str) -> bool:
 def _tls(serving: Serving) -> ssl.SSLContext | None:
     if not serving.tls_cert:
         return None
+    for file in (serving.tls_cert, serving.tls_key, serving.tls_ca):
+        if os.path.exists(file) and not os.path.isfile(file):  # OpenSSL would read a device for ever
+            raise ConfigError(f"serve: TLS with {file}: it is not a file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -153,8 +164,11 @@ def _tcp(address: str) -> socket.socket:
         except BaseException:
             listener.close()
             raise
+    except UnicodeError:  # a part of a name has 63 letters at most
+        raise ConfigError(f"serve: cannot listen on {address}: {host!r} is not the name of a host") from None
     except OSError as error:
-        raise ConfigError(f"serve: cannot listen on {address}: {error.strerror or error}") from None
+        refusal = InUseError if error.errno == errno.EADDRINUSE else ConfigError
+        raise refusal(f"serve: cannot listen on {address}: {error.strerror or error}") from None
     return listener
 
 
@@ -173,7 +187,7 @@ def _unix(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(f"serve: cannot listen on {path}: {error.strerror or error}") from None
-    except ConfigError:
+    except BaseException:
         listener.close()
         raise
     return listener
@@ -192,7 +206,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise ConfigError(f"serve: another server listens on {path}; stop it or choose another path")
+    raise InUseError(f"serve: another server listens on {path}; stop it or choose another path")
 
 
 def written(address: Any) -> str:

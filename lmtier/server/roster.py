@@ -28,6 +28,10 @@ class Present(NamedTuple):
 class Roster:
     def __init__(self) -> None:
         self.by_fd: dict[int, Connection | HttpConnection] = {}
+        self.unknown: set[int] = set()
+        """The descriptors of those who came over TCP and have shown no token."""
+        self._strangers: dict[int, Connection | HttpConnection] = {}
+        """Those who may do nothing yet, the first one first."""
         self.accepted = 0
         """All connections so far, including refused ones."""
         self._asked = 0  # by closed connections
@@ -43,8 +47,23 @@ class Roster:
     def came(self, connection: Connection | HttpConnection) -> None:
         self.by_fd[connection.fd] = connection
 
+    def see(self, connection: Connection | HttpConnection, *, is_known: bool) -> None:
+        """What it has shown may have changed."""
+        (self.unknown.discard if is_known else self.unknown.add)(connection.fd)
+        if connection.is_stranger:
+            self._strangers.setdefault(connection.fd, connection)
+        else:
+            self._strangers.pop(connection.fd, None)
+
+    @property
+    def stranger(self) -> Connection | HttpConnection | None:
+        """The first of those who may do nothing yet."""
+        return next(iter(self._strangers.values()), None)
+
     def left(self, connection: Connection | HttpConnection) -> None:
         del self.by_fd[connection.fd]
+        self.unknown.discard(connection.fd)
+        self._strangers.pop(connection.fd, None)
         self._asked += connection.caller.asked
 
     @property

@@ -38,6 +38,7 @@ from lmtier.server.engines.arguments import read_shard
 from lmtier.server.engines.sessions import Session
 from lmtier.server.http import Http, forms, routes
 from lmtier.server.listening import Door, Doors, written
+from lmtier.server.peers import peer_of
 from lmtier.server.process import allow_files, tell_systemd
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.info import info, settings
@@ -45,7 +46,7 @@ from lmtier.server.redis.service import Service
 from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.roster import Roster
-from lmtier.server.takeover import Arrival, Departure, Predecessor, peer_of
+from lmtier.server.takeover import Arrival, Departure, Predecessor
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 _TICK = 0.25
 _SOON = 0.02  # seconds between steps while a command waits for a tier: deadlines and breakers send no event
 _ACCEPTS = 64  # new connections in one turn
+_KEPT = 16  # of so many places, one is kept for the Unix socket and for those who have shown a token
+_TO_SHOW = 1.0  # seconds that a stranger has at least to show a token, also if others need its place
 _HURRY = 1.0  # the patience in seconds with unfinished requests, if other requests find no room
 _TOO_MANY = b"-ERR max number of clients reached\r\n"
 
@@ -68,7 +71,7 @@ class Server:
         self._doors = Doors(serving)
         self.where = self._doors.where
         """The kind and the address of each listener."""
-        allow_files(serving.clients)
+        self._places = allow_files(serving.clients)
         self._tracing = tracing.start()
         self._started = time.monotonic()
         self._epoll = select.epoll()
@@ -207,6 +210,7 @@ class Server:
             forks.close_in_child(sock)
             caller = Caller(next(self._ids), told["address"], told["is_local"], role=Role(told["role"]))
             caller.resp3, caller.name, caller.kind = told["resp3"], told["name"], told["kind"]
+            caller.foreign = told["foreign"]
             caller.asked, caller.peer = told["asked"], told["peer"] and (told["peer"][0], told["peer"][1])
             if told["session"] is not None:
                 caller.session = sessions[told["session"]]
@@ -343,6 +347,7 @@ class Server:
         if mask != self._masks[fd]:
             self._epoll.modify(fd, mask)
             self._masks[fd] = mask
+        self._see(connection)
         goes_on = connection.is_waiting or connection.is_cut
         (self._waiting.add if goes_on else self._waiting.discard)(connection)
 
@@ -368,7 +373,7 @@ class Server:
             # A client may pause in the middle of MULTI, as long as no request needs the room of its values.
             is_idle = patience > _HURRY or connection.caller.queue is None
             # A client without a token must not keep a place for ever that others need.
-            is_busy = connection.is_in_the_middle() or not is_idle or not connection.caller.role
+            is_busy = connection.is_in_the_middle() or not is_idle or connection.is_stranger
             if not is_engine and connection.is_stuck(now, patience, is_busy):
                 address = connection.caller.address
                 if connection.has_begun:
@@ -454,6 +459,9 @@ class Server:
 
     def _accept(self, door: Door) -> None:
         for _ in range(_ACCEPTS):
+            if self._must_wait(door.kind):
+                self._epoll.unregister(door.listener.fileno())  # until the next tick
+                return
             try:
                 sock, address = door.listener.accept()
             except OSError as error:
@@ -462,11 +470,11 @@ class Server:
                     self._epoll.unregister(door.listener.fileno())  # until the next tick
                 return
             self._roster.accepted += 1
-            if len(self._roster) >= self.serving.clients:
+            if not self._find_place(door.kind):
                 log.warning(
                     "lmtier: %s was refused, because %d clients are connected: close some, or raise "
                     "serve.clients",
-                    *(written(address) or "a client", self.serving.clients),
+                    *(written(address) or "a client", len(self._roster)),
                 )
                 with suppress(OSError):
                     sock.setblocking(False)
@@ -479,20 +487,58 @@ class Server:
                 log.debug("lmtier: %s disconnected before it was served: %s", address, error)
                 sock.close()
 
+    def _is_full(self, kind: str) -> bool:
+        """Whether all places are taken.
+
+        Some are kept for the Unix socket and for those who have shown a token.
+        """
+        places, unknown = self._places, len(self._roster.unknown)
+        kept = max(places > 1, places // _KEPT)
+        return len(self._roster) >= places or (kind != "unix" and unknown >= places - kept)
+
+    def _must_wait(self, kind: str) -> bool:
+        """Whether new clients wait in the kernel's queue, so that those before them can show their tokens."""
+        stranger = self._roster.stranger
+        if kind == "unix" or stranger is None or not self._is_full(kind):
+            return False
+        return time.monotonic() - stranger.began < _TO_SHOW
+
+    def _find_place(self, kind: str) -> bool:
+        """Whether a new client gets a place. If all are taken, the stranger that came first loses its own."""
+        if not self._is_full(kind):
+            return True
+        stranger = self._roster.stranger
+        if stranger is None:
+            return False
+        log.warning(
+            "lmtier: %s was closed, because others need its place and it has shown no token",
+            stranger.caller.address,
+        )
+        stranger.close()
+        self._look(stranger)
+        return True
+
     def _welcomed(self, kind: str, sock: socket.socket, address: str) -> Connection | HttpConnection:
-        caller = Caller(next(self._ids), address)
+        caller = Caller(next(self._ids), address, foreign=self._doors.why_foreign(kind, sock))
         if kind == "unix":
             caller.address, caller.is_local, caller.peer = address or kind, True, peer_of(sock)
         else:
             sock = self._doors.secured(sock)
         forks.close_in_child(sock)
         if kind == "http":
-            caller.kind = kind
-            return HttpConnection(sock, self._http.conversation(address), caller)
-        caller.role = Role.ADMIN if caller.is_local else self._doors.tokens.without
+            caller.kind, caller.role = kind, Role.NONE  # its token comes with each request
+            return HttpConnection(sock, self._http.conversation(address, caller.foreign), caller)
+        caller.role = self._doors.tokens.without(caller.foreign, is_local=caller.is_local)
         return Connection(self._dispatch, sock, caller)
 
     def _begin(self, connection: Connection | HttpConnection) -> None:
         self._roster.came(connection)
         self._masks[connection.fd] = select.EPOLLIN
+        self._see(connection)
         self._epoll.register(connection.fd, select.EPOLLIN)
+
+    def _see(self, connection: Connection | HttpConnection) -> None:
+        """Note what the client has shown until now."""
+        caller = connection.caller
+        has_shown = caller.role > self._doors.tokens.without(caller.foreign)
+        self._roster.see(connection, is_known=bool(caller.role) and (caller.is_local or has_shown))

@@ -17,7 +17,6 @@ import fcntl
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -371,12 +370,6 @@ def _sorted(books: Books, names: Sequence[str], fds: Sequence[int]) -> Arrival:
     clients = by_kind.get("client", {})
     told = [(clients[str(number)], each) for number, each in enumerate(books.facts["clients"])]
     return Arrival(heritage, by_kind.get("door", {}), told)
-
-
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end of a Unix socket."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
 
 
 def count(metrics: Metrics, facts: dict[str, Any]) -> float:

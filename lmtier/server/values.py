@@ -169,10 +169,11 @@ class Values:
         self._drafting -= draft.reservation.form.room
         self._cache.abort(draft.reservation)
 
-    def put(self, draft: Draft, name: bytes, expires: int = 0) -> Waiting[bool]:
-        """Give a complete draft its name, and replace an older value. True: no restart can find the old one.
+    def put(self, draft: Draft, name: bytes, expires: int = 0) -> Waiting[None]:
+        """Give a complete draft its name, and replace an older value.
 
-        False: the new value can be read, but a tier keeps failing to delete the old one.
+        It waits only while too many values wait to be written. Of values that follow each other under one
+        name a tier writes the newest, and at a kill a restart finds the one that was written last.
         """
         cache, key = self._cache, value_key(name)
         try:
@@ -194,7 +195,6 @@ class Values:
         if expires:
             self._will_expire(expires, key)
         self._count.labels("set").inc()
-        return (yield from self._gone([key]))
 
     # ---- reading
 
@@ -348,7 +348,8 @@ class Values:
                 self.release(value)
                 return False
             if (yield from self._copy(value, draft)):
-                return (yield from self.put(draft, name, expires))
+                yield from self.put(draft, name, expires)
+                return True
             self.drop(draft)
         return None
 

@@ -118,8 +118,9 @@ class Tier(ABC):
     The tier guarantees:
 
     - `poll` returns each job exactly once, also if it failed.
-    - A LOAD is only ok if `codec.unseal` accepted the object. The payload of a failed or missing item may
+    - A LOAD is only ok if `objects.unseal` accepted the object. The payload of a failed or missing item may
       hold anything.
+    - A STORE of a name that is stored overwrites that object as a whole. If it fails, either may be there.
     - `wake` is called, from any thread, after a result became available to `poll`.
     - A job that is submitted after `close` fails with Reason.CLOSED.
     """

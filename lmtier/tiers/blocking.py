@@ -18,19 +18,24 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from lmtier import forks
-from lmtier.errors import log
+from lmtier.errors import ConfigError, log
 from lmtier.format import objects
 from lmtier.format.autocodec import Auto
 from lmtier.format.compression import AUTO, RAW, Codec, find
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header, Scratch, Suspect, anonymous
-from lmtier.format.sealing import Keys, NoKey
+from lmtier.format.sealing import Keys, NoKey, TenantKeys
 from lmtier.threads import collector_paused, start_thread
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 
 _CORES = os.cpu_count() or 1
+LEARNED_WITHIN = 2.0
+"""Seconds after which no server that shares a store of tenants' keys serves anything of a tenant whom one has
+forgotten. It takes longer if the store does not answer."""
+_LOOKS = 1.0  # seconds between two looks for that
 _GRACE = 0.25
 """The least time for `close`, in seconds. Idle threads need no more to end."""
+_MOST_THREADS = 1024
 
 Outcome: TypeAlias = "dict[Name, Header | Stat | None]"
 
@@ -85,6 +90,8 @@ class BlockingTier(Tier):
     """
 
     def __init__(self, name: str, readers: int = 4, writers: int = 4, askers: int = 0) -> None:
+        if (threads := readers + writers + askers) > _MOST_THREADS:
+            raise ConfigError(f"{name} tier: {threads} threads are too many; at most {_MOST_THREADS}")
         self._running: dict[int, _Running] = {}
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._reads: SimpleQueue[_Part | None] = SimpleQueue()
@@ -170,6 +177,8 @@ class BlockingTier(Tier):
         # Encryption takes several times what a checksum takes: half of the cores would be too slow for the
         # storage.
         self._sealing = threading.Semaphore(_CORES)
+        if keys.tenants is not None:  # not a thread that reads: it may wait for the storage
+            self._threads.append(start_thread("lmtier-tenants", self._watch, keys.tenants))
 
     @property
     def codec(self) -> str:
@@ -232,6 +241,19 @@ class BlockingTier(Tier):
             self._results.put(self._attempt(part, desk))
             self.wake()
 
+    def _watch(self, tenants: TenantKeys) -> None:
+        """Notice who was forgotten by another server, also while nothing is stored or read."""
+        is_failing = False
+        while not self._closing.wait(_LOOKS):
+            try:
+                if tenants.look():
+                    self.wake()
+                is_failing = False
+            except OSError as error:
+                if not is_failing:
+                    log.error("lmtier: tenants=%s: who was forgotten is not known: %s", tenants.place, error)
+                is_failing = True
+
     def _attempt(self, part: _Part, desk: _Desk) -> _Result:
         result = self._try(part, desk)
         victims = [item.replaces for item in part.items if item.replaces is not None]
@@ -261,6 +283,8 @@ class BlockingTier(Tier):
             _warn_once(str(error))
             return self._fail(job, names, Reason.FOREIGN, str(error))
         except NoKey as error:  # it is not deleted: the key may come back
+            if job.op is Op.STORE:  # the tenant was forgotten
+                return self._fail(job, names, Reason.CLEARED, str(error))
             _warn_once(str(error))
             return self._fail(job, names, Reason.SEALED, str(error))
         except objects.UnsealedObject as error:  # anyone can have written it, and anyone can read it

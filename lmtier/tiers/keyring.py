@@ -8,11 +8,14 @@ The first key seals new objects. The others only open what was sealed with them 
 an object is sealed with a key of its tenant, and these keys only wrap the keys of tenants:
 
     DIR/lock           held (flock) while a file is changed
-    DIR/<8 hex>        the tenant, as in its keys; one line for each key: FORMAT, id of the key that wraps it,
-                       salt, wrapped key, all in hexadecimal, the newest last
+    DIR/<8 hex>        the tenant, as in its keys; one line for each key, the newest last: FORMAT, generation,
+                       id of the key that wraps it, salt, wrapped key; all but the generation in hexadecimal
+    DIR/forgotten      tombstones, one line for each: TOMBSTONE, the tenant, its generation from then on, the
+                       time; it only grows
 
-So a tenant whose file is destroyed cannot be read by anyone, also not from a backup of the tier. No key is
-ever part of a message.
+So a tenant whose file is destroyed cannot be read by anyone, also not from a backup of the tier. The
+tombstone comes first: from then on a key of an earlier generation is refused, also if its file is still there
+or was put back. No key is ever part of a message.
 """
 
 from __future__ import annotations
@@ -28,17 +31,30 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lmtier.config import read_text
 from lmtier.errors import ConfigError, TierError, log
 from lmtier.format.keys import tenant_of
-from lmtier.format.sealing import SECRET_BYTES, BadSeal, Keys, Secret, library, new_salt
+from lmtier.format.sealing import (
+    SECRET_BYTES,
+    BadSeal,
+    Keys,
+    NoKey,
+    Secret,
+    TenantKeys,
+    Tombstone,
+    library,
+    new_salt,
+)
 
-FORMAT = "lmtier-tenant-1"
+FORMAT = "lmtier-tenant-2"
+TOMBSTONE = "lmtier-forgotten-1"
 LOCK = "lock"
+FORGOTTEN = "forgotten"
 _COMMAND_SECONDS = 30.0
 _LOCK_SECONDS = 5.0
 _AGAIN = 60.0
@@ -70,9 +86,8 @@ class Keyring(Keys):
         return f"<Keyring {', '.join(each.hex() for each in self._secrets)}>"
 
     @property
-    def has_tenants(self) -> bool:
-        """Whether each tenant has its own key."""
-        return self._tenants is not None
+    def tenants(self) -> Tenants | None:
+        return self._tenants
 
     # ---- for the threads of tiers
 
@@ -93,10 +108,6 @@ class Keyring(Keys):
         return secret
 
     # ---- for people
-
-    def forget(self, tenant: bytes) -> int:
-        """Destroy the keys of a tenant. Returns how many there were. Raises TierError."""
-        return 0 if self._tenants is None else self._tenants.forget(tenant)
 
     def is_current(self, key: bytes, key_id: bytes) -> bool:
         """Whether new objects under this name are sealed with this key."""
@@ -153,15 +164,14 @@ def _key_in(line: str, where: str) -> bytes:
 
 def _from_file(path: str, where: str) -> str:
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ConfigError(f"{where}: other users may write to {path}; chmod 600 it")
-            if mode & _OTHERS:
-                log.warning("lmtier: other users may read the keys in %s; chmod 600 it", path)
-            return file.read()
+        mode = os.stat(path).st_mode
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{where}: other users may write to {path}; chmod 600 it")
+    if mode & _OTHERS:
+        log.warning("lmtier: other users may read the keys in %s; chmod 600 it", path)
+    return read_text(f"{where}: {path}", path)
 
 
 def _from_command(command: str, where: str) -> str:
@@ -209,14 +219,25 @@ class _Wrapped(NamedTuple):
 class _File(NamedTuple):
     stamp: Stamp
     keys: tuple[_Wrapped, ...]
+    """Those of the tenant's generation."""
     known: frozenset[bytes]
     """The ids of all wrapping keys when it was read: what a retired one wraps is not kept."""
 
 
-class Tenants:
+class _Line(NamedTuple):
+    """A line of a tenant's file."""
+
+    generation: int
+    by: bytes
+    salt: bytes
+    wrapped: bytes
+
+
+class Tenants(TenantKeys):
     """A file of wrapped keys for each tenant. Several processes and hosts may share the directory.
 
-    A file only grows, so overwriting it reaches the bytes of all of its keys.
+    A file only grows, so overwriting it reaches the bytes of all of its keys. Who makes or destroys a key, or
+    writes a tombstone, holds the lock: no key is made between a tombstone and the destruction of the file.
     """
 
     def __init__(self, root: Path, known: Callable[[], dict[bytes, Secret]]) -> None:
@@ -225,37 +246,125 @@ class Tenants:
         self._known = known
         self._lock = threading.Lock()
         self._files: dict[bytes, _File] = {}
+        self.forgotten: Mapping[bytes, Tombstone] = {}
+        self._forgotten_stamp: Stamp | None = None
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.place = str(root.resolve())
             status = root.stat()
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ConfigError(f"tenants={root}: other users may write there; chown it, and chmod 700 it")
+            os.close(os.open(root / FORGOTTEN, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self.look()
         except OSError as error:
             raise ConfigError(f"tenants={root}: {error.strerror}") from None
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(f"tenants={root}: other users may write there; chown it, and chmod 700 it")
+        self.dropped = {tenant: each.generation for tenant, each in self.forgotten.items()}
 
     def to_seal(self, tenant: bytes, wrapping: Secret) -> Secret:
         """The tenant's key that is wrapped with `wrapping`, made now if there is none."""
         with self._lock:
+            self._notice()
+            self._refuse(tenant)
             if (secret := self._wrapped_by(tenant, wrapping)) is not None:
                 return secret
         with self._alone(), self._lock:  # in this order: readers wait for no other process
+            self._read_forgotten()  # it may have been forgotten while this thread waited
+            self._refuse(tenant)
+            self._destroy_leftovers(tenant)
             if (secret := self._wrapped_by(tenant, wrapping)) is None:  # or another one made it
                 secret = self._make(tenant, wrapping)
             return secret
 
     def to_open(self, tenant: bytes, key_id: bytes) -> Secret | None:
         with self._lock:
-            file = self._look(tenant)
-            found = (each.secret for each in file.keys if each.secret is not None) if file else ()
-            return next((secret for secret in found if secret.id == key_id), None)
+            self._notice()
+            if (secret := self._with_id(self._kept(tenant), key_id)) is None:
+                secret = self._with_id(self._read(tenant), key_id)
+            return secret
+
+    @staticmethod
+    def _with_id(file: _File | None, key_id: bytes) -> Secret | None:
+        found = (each.secret for each in file.keys if each.secret is not None) if file else ()
+        return next((secret for secret in found if secret.id == key_id), None)
+
+    # ---- tombstones
 
     def forget(self, tenant: bytes) -> int:
-        """Overwrite and delete the tenant's file."""
         try:
             with self._alone(), self._lock:
+                self._read_forgotten()
+                self._bury(tenant)
+                self._read_forgotten()
                 return self._destroy(tenant)
         except OSError as error:
             raise TierError(f"tenants={self._root}: {tenant.hex()} stays: {error.strerror}") from None
+
+    def look(self) -> bool:
+        with self._lock:
+            before = self.forgotten
+            if not self._read_forgotten():
+                return False
+            news = [tenant for tenant, each in self.forgotten.items() if before.get(tenant) != each]
+        try:
+            for tenant in news:
+                if self._path(tenant).exists():
+                    with self._alone(), self._lock:
+                        self._destroy_leftovers(tenant)
+        except OSError as error:  # they are refused nevertheless
+            log.error("lmtier: tenants=%s: keys of a forgotten tenant stay: %s", self._root, error)
+        return True
+
+    def _destroy_leftovers(self, tenant: bytes) -> None:
+        """Who wrote the tombstone died before the keys were destroyed, or an administrator put them back."""
+        file = self._read(tenant)
+        if tenant in self.forgotten and file is not None and not file.keys:
+            self._destroy(tenant)
+
+    def _notice(self) -> None:
+        """Read the tombstones if there are new ones. All that an object costs here is this look."""
+        with suppress(FileNotFoundError):  # what is known stays
+            if _stamp(os.stat(self._root / FORGOTTEN)) != self._forgotten_stamp:
+                self._read_forgotten()
+
+    def _read_forgotten(self) -> bool:
+        """Returns whether there are new ones. A generation never goes back, whatever became of the file."""
+        try:
+            # Opened, because a network file system asks its server then.
+            with open(self._root / FORGOTTEN, encoding="ascii", errors="replace") as file:
+                stamp = _stamp(os.fstat(file.fileno()))
+                if stamp == self._forgotten_stamp:
+                    return False
+                text = file.read()
+        except FileNotFoundError:
+            return False
+        found = dict(self.forgotten)
+        for line in text.splitlines():
+            if re.fullmatch(rf"{TOMBSTONE} [0-9a-f]{{8}} [0-9]+ [0-9]+", line):
+                _, digits, generation, at = line.split()
+                told, tenant = Tombstone(int(generation), int(at)), bytes.fromhex(digits)
+                if tenant not in found or told.generation > found[tenant].generation:
+                    found[tenant] = told
+        self._forgotten_stamp = stamp
+        if found == self.forgotten:
+            return False
+        news = [tenant for tenant in found if found[tenant] != self.forgotten.get(tenant)]
+        self.forgotten = found
+        for tenant in news:
+            self._drop(tenant)
+        return True
+
+    def _generation(self, tenant: bytes) -> int:
+        stone = self.forgotten.get(tenant)
+        return 0 if stone is None else stone.generation
+
+    def _refuse(self, tenant: bytes) -> None:
+        if self.dropped.get(tenant, 0) < self._generation(tenant):
+            raise NoKey(f"tenant {tenant.hex()} was forgotten, and what is from before is not stored again")
+
+    def _bury(self, tenant: bytes) -> None:
+        line = f"{TOMBSTONE} {tenant.hex()} {self._generation(tenant) + 1} {time.time_ns() // 1_000_000}"
+        os.close(self._append(self._root / FORGOTTEN, line))
+        self._sync()
 
     # ---- files
 
@@ -263,15 +372,22 @@ class Tenants:
         return self._root / tenant.hex()
 
     def _wrapped_by(self, tenant: bytes, wrapping: Secret) -> Secret | None:
-        """The newest key of the tenant that `wrapping` wraps.
+        """The newest key of the tenant that `wrapping` wraps, as far as is known.
 
         Hosts change their keys one by one, so another host may have made the last line.
         """
-        file = self._look(tenant)
+        file = self._kept(tenant)
         lines = reversed(file.keys) if file is not None else ()
         return next((each.secret for each in lines if each.by == wrapping.id and each.secret), None)
 
-    def _look(self, tenant: bytes) -> _File | None:
+    def _kept(self, tenant: bytes) -> _File | None:
+        """The tenant's file as it was read, unless the wrapping keys are others now."""
+        file = self._files.get(tenant)
+        if file is None or file.known != self._known().keys():
+            file = self._read(tenant)
+        return file
+
+    def _read(self, tenant: bytes) -> _File | None:
         """The tenant's file as it is now. What has left it is erased from memory."""
         known, before = self._known(), self._files.get(tenant)
         try:
@@ -284,10 +400,9 @@ class Tenants:
         lines = self._path(tenant).read_text("ascii", "replace").splitlines()
         had = {each.line: each.secret for each in before.keys if each.by in known} if before else {}
         keys = tuple(
-            _Wrapped(by, line, had.get(line) or _unwrapped(rest, by, tenant, known))
+            _Wrapped(parts.by, line, had.get(line) or _unwrapped(parts, tenant, known))
             for line in lines
-            if (found := _parts(line)) is not None
-            for by, *rest in (found,)
+            if (parts := _parts(line)) is not None and parts.generation >= self._generation(tenant)
         )
         kept = {each.secret for each in keys}
         for each in before.keys if before else ():
@@ -297,18 +412,12 @@ class Tenants:
         return file
 
     def _make(self, tenant: bytes, wrapping: Secret) -> Secret:
-        secret, salt = Secret(os.urandom(SECRET_BYTES)), new_salt()
-        wrapped = secret.wrapped_by(wrapping, salt, _about(tenant, wrapping.id))
-        line = " ".join((FORMAT, wrapping.id.hex(), salt.hex(), wrapped.hex()))
-        fd = os.open(self._path(tenant), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            size = os.fstat(fd).st_size
-            is_torn = size and os.pread(fd, 1, size - 1) != b"\n"  # by a kill or a power loss
-            os.write(fd, ("\n" if is_torn else "").encode() + line.encode() + b"\n")
-            os.fsync(fd)
-            stamp = _stamp(os.fstat(fd))
-        finally:
-            os.close(fd)
+        secret, salt, generation = Secret(os.urandom(SECRET_BYTES)), new_salt(), self._generation(tenant)
+        wrapped = secret.wrapped_by(wrapping, salt, _about(tenant, generation, wrapping.id))
+        line = f"{FORMAT} {generation} {wrapping.id.hex()} {salt.hex()} {wrapped.hex()}"
+        fd = self._append(self._path(tenant), line)
+        stamp = _stamp(os.fstat(fd))
+        os.close(fd)
         self._sync()
         before = self._files.get(tenant)
         before = before or _File(stamp, (), frozenset(self._known()))
@@ -316,6 +425,20 @@ class Tenants:
             stamp=stamp, keys=(*before.keys, _Wrapped(wrapping.id, line, secret))
         )
         return secret
+
+    @staticmethod
+    def _append(path: Path, line: str) -> int:
+        """Write the line to the disk. Returns the open file."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            is_torn = size and os.pread(fd, 1, size - 1) != b"\n"  # by a kill or a power loss
+            os.write(fd, ("\n" if is_torn else "").encode() + line.encode() + b"\n")
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def _destroy(self, tenant: bytes) -> int:
         self._drop(tenant)
@@ -370,27 +493,23 @@ def _locked(fd: int) -> bool:
     return True
 
 
-def _parts(line: str) -> tuple[bytes, bytes, bytes] | None:
-    """The id of the key that wraps, the salt, and the wrapped key. None: it is not such a line."""
-    if not re.fullmatch(rf"{FORMAT} [0-9a-f]{{16}} [0-9a-f]{{64}} [0-9a-f]{{96}}", line):
+def _parts(line: str) -> _Line | None:
+    """None: it is no line of a tenant's file."""
+    if not re.fullmatch(rf"{FORMAT} [0-9]{{1,18}} [0-9a-f]{{16}} [0-9a-f]{{64}} [0-9a-f]{{96}}", line):
         return None
-    _, *parts = line.split()
-    by, salt, wrapped = map(bytes.fromhex, parts)
-    return by, salt, wrapped
+    _, generation, *parts = line.split()
+    return _Line(int(generation), *map(bytes.fromhex, parts))
 
 
-def _about(tenant: bytes, by: bytes) -> bytes:
-    return FORMAT.encode() + tenant + by
+def _about(tenant: bytes, generation: int, by: bytes) -> bytes:
+    return FORMAT.encode() + tenant + generation.to_bytes(8, "big") + by
 
 
-def _unwrapped(
-    parts: Sequence[bytes], by: bytes, tenant: bytes, known: Mapping[bytes, Secret]
-) -> Secret | None:
-    if (wrapping := known.get(by)) is None:
+def _unwrapped(parts: _Line, tenant: bytes, known: Mapping[bytes, Secret]) -> Secret | None:
+    if (wrapping := known.get(parts.by)) is None:
         return None
-    salt, wrapped = parts
     try:
-        return wrapping.unwrap(wrapped, salt, _about(tenant, by))
+        return wrapping.unwrap(parts.wrapped, parts.salt, _about(tenant, parts.generation, parts.by))
     except BadSeal:
         log.error("lmtier: a key of tenant %s is damaged; what it sealed cannot be read", tenant.hex())
         return None

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from lmtier.config import WEAR, TierSpec, parse_seconds, parse_size, suggest
-from lmtier.errors import ConfigError, TierError
+from lmtier.errors import ConfigError, TierError, excerpt
 from lmtier.format.compression import CODECS, find
 from lmtier.tiers.base import Tier
 from lmtier.tiers.keyring import Keyring
@@ -67,9 +67,10 @@ def open_tier(spec: TierSpec, lock: int | None = None) -> Tier:
             raise ConfigError(f"{spec}: unknown option {name!r}{suggest(name, known)}")
         try:
             values[name] = _READERS[hints[name]](text)
-        except (ValueError, KeyError, ConfigError):
-            wanted = getattr(hints[name], "__name__", hints[name])
-            raise ConfigError(f"{spec}: {name}={text!r} is not of type {wanted}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{spec}: {name}={error}") from None
+        except KeyError:
+            raise ConfigError(f"{spec}: {name}={excerpt(text)} is not true or false") from None
     if spec.codec in CODECS:
         find(spec.codec)  # before anything is opened
     keys = Keyring(spec.key, spec.tenants, str(spec)) if spec.seal else None

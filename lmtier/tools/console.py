@@ -132,6 +132,8 @@ class Remote:
         timeout = timeout or self._timeout
         reply = self._exchange(words, timeout)
         if isinstance(reply, Error) and self._asks_for_token(reply):
+            if self.address.token is None and reply.code == "FOREIGN":
+                raise ConfigError(f"{self.address} refuses you: {printable(reply.partition(' ')[2])}")
             if self.address.token is None:
                 raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
             self._is_known = True
@@ -147,7 +149,7 @@ class Remote:
     def _asks_for_token(self, reply: Error) -> bool:
         """A server may want one for all commands, or only for those of administrators."""
         may_do_more = self.address.token is not None and not self._is_known
-        return reply.code == "NOAUTH" or (reply.code == "NOPERM" and may_do_more)
+        return reply.code in ("NOAUTH", "FOREIGN") or (reply.code == "NOPERM" and may_do_more)
 
     def snapshot(self) -> Snapshot:
         """The server's report about itself."""

@@ -55,6 +55,12 @@ class Aside(logging.Handler):
         with suppress(Full):
             self._lines.put_nowait(self.format(record))
 
+    def flush(self) -> None:
+        """Wait until the lines so far are written, but not for ever."""
+        until = time.monotonic() + _LAST_LINES
+        while self._thread.is_alive() and self._lines.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.001)
+
     def close(self) -> None:
         with suppress(Full):
             self._lines.put_nowait(None)
@@ -65,6 +71,7 @@ class Aside(logging.Handler):
         while (line := self._lines.get()) is not None:
             with suppress(OSError):  # not print: its lock, held for ever, would end the process with an abort
                 os.write(2, f"{line}\n".encode("utf-8", "backslashreplace"))
+            self._lines.task_done()
 
 
 class _Text(logging.Formatter):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmtier.config import suggest
-from lmtier.errors import ConfigError
+from lmtier.config import read_text, suggest
+from lmtier.errors import ConfigError, excerpt
 from lmtier.format.layout import DTYPE_BYTES, ChunkForm, LayerShape, Layout, form_of
 from lmtier.rules.money import GIB, HOUR, Worth
 from lmtier.tools.terminal import number, size, table
@@ -26,6 +26,7 @@ _PACKED_MLA_BYTES = 512 + 4 * 4 + 64 * 2  # a token and layer: fp8 latent, its s
 _FULL = ("full_attention", "attention", "global", "*")
 _WINDOWED = ("sliding_attention", "chunked_attention", "local_sliding")
 _BLOCK_TOKENS = 16
+_MOST_LAYERS = 10_000
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}  # every n-th layer is full, if the file lacks it
 
 
@@ -86,16 +87,14 @@ def read(path: Path, kv_dtype: str = "auto") -> Model:
     """The model of a `config.json`, or of the folder that it is in."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        fields = json.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"model {file}: {error.strerror}") from None
-    except ValueError as error:
+        fields = json.loads(read_text(f"model {file}", file))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model {file}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"model {file}: not a model's configuration")
     try:
         return model_of(fields, kv_dtype, name=str(fields.get("_name_or_path") or file.parent.name))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, ArithmeticError, ValueError) as error:
         raise ConfigError(f"model {file}: not a configuration of a language model: {error}") from None
 
 
@@ -142,6 +141,8 @@ def _window(config: Mapping[str, Any]) -> int:
 def _layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """The numbers of layers with full attention, with a window, and without attention."""
     count = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    if count > _MOST_LAYERS:
+        raise ValueError(f"{excerpt(count)} layers")
     kinds = _kinds(config, count)
     kinds = kinds[: len(kinds) - int(config.get("num_kv_shared_layers") or 0)]
     full = sum(kind in _FULL for kind in kinds)

@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+_LONG = 1000  # letters of an error
+
 
 def say(text: str = "") -> None:
     print(text, flush=True)
 
 
 def complain(text: str) -> None:
-    print(f"lmtier: {text}", file=sys.stderr, flush=True)
+    """One line, which is not long: what a user gave is quoted in it."""
+    line = " ".join(text.splitlines())
+    print(f"lmtier: {line if len(line) <= _LONG else f'{line[:_LONG]}…'}", file=sys.stderr, flush=True)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

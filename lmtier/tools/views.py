@@ -71,6 +71,10 @@ _COPIES = {
 """What becomes of copies elsewhere, by who seals."""
 
 
+NOT_YET = "is not forgotten yet: something is left, see below; ask again"
+NOT_KNOWN = "is not known: nothing of it was found"
+
+
 def forgotten(report: Mapping[str, Any]) -> str:
     """What became of a tenant who was forgotten, and what of copies that are out of reach."""
     rows = [("cpu", f"{report['chunks']:,}", "-", f"{size(report['overwritten'])} of memory overwritten")]
@@ -78,14 +82,45 @@ def forgotten(report: Mapping[str, Any]) -> str:
         deleted = "all that was found" if tier["chunks"] is None else f"{tier['chunks']:,}"
         rows.append((tier["tier"], deleted, f"{tier['keys']:,}", _COPIES[tier["sealed"]]))
     parts = [
-        f"tenant {report['tenant']} is forgotten",
+        f"tenant {report['tenant']} {outcome(report)}",
         table(("tier", "chunks deleted", "keys destroyed", "copies elsewhere"), rows),
     ]
     if report["in_use"]:
         parts.append(f"{report['in_use']:,} chunks are in use; they are overwritten as soon as that ends")
     parts += [f"{tier['tier']}: left: {tier['problem']}" for tier in report["tiers"] if tier["problem"]]
+    parts += [
+        f"{tier}: what it had is not counted; a server that shares no keys can write its copies again"
+        for tier in _uncounted(report)
+    ]
+    within = report["others_within"]
+    parts.append(
+        "Other servers do not learn of it: no tier has tenants=. Ask each of them."
+        if within is None
+        else f"Not reached yet: other servers that share these keys. They learn within {within:g} s."
+    )
     parts.append("Engines keep KV in their own memory until they need the room, or end.")
     return "\n".join(parts)
+
+
+def outcome(report: Mapping[str, Any]) -> str:
+    """The first line after the tenant: what a hurried reader takes along."""
+    if any(tier["problem"] for tier in report["tiers"]):
+        return NOT_YET
+    if any(
+        [report["chunks"], report["in_use"], *(tier["chunks"] or tier["keys"] for tier in report["tiers"])]
+    ):
+        return "is forgotten"
+    if report["since"]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(report["since"] / 1000))
+        return f"was forgotten at {at} UTC, and nothing of it has come since"
+    if uncounted := _uncounted(report):
+        return f"is forgotten, if {' and '.join(uncounted)} had anything of it; nothing else did"
+    return NOT_KNOWN
+
+
+def _uncounted(report: Mapping[str, Any]) -> list[str]:
+    """The tiers of which nothing shows whether they had anything of a tenant."""
+    return [t["tier"] for t in report["tiers"] if t["chunks"] is None and t["sealed"] != "tenant"]
 
 
 def stats(now: Snapshot, name: str) -> str:

@@ -86,12 +86,19 @@ def pieces(*args: Argument) -> list[Buffer]:
         if isinstance(arg, bytes):  # the usual type in long commands
             found += (b"$%d\r\n" % len(arg), arg, CRLF)
         elif isinstance(arg, (str, int, float)):
-            text = str(arg).encode("utf-8", "surrogateescape")
+            text = _utf8(str(arg))
             found += (b"$%d\r\n" % len(text), text, CRLF)
         else:
             parts = arg if isinstance(arg, tuple) else (arg,)
             found += (bulk_header(sum(map(len, parts))), *parts, CRLF)
     return found
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # JSON can name one
+        raise MisuseError(f"{text!r:.40} has half of a character, which cannot be sent") from None
 
 
 def bulk_header(length: int) -> bytes:

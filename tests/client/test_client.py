@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from lmtier.wire.commands import Commands
 from lmtier.wire.resp import Error, encode
 from lmtier.wire.verbs import MAX_MODELS
 from tests.redis_process import running
-from tests.server.process import Served, until
+from tests.server.process import Served, secret, until
 from tests.stopping import stop
 from tests.stopwatch import Stopwatch
 
@@ -163,12 +163,12 @@ def test_what_one_process_saved_another_reads_and_no_payload_crosses_the_socket(
     server = serve(chunks=40)
 
     def saves(pipe: Connection) -> None:
-        with Client(server.path, engine="one") as client:
+        with Client(server.path, engine=secret("one")) as client:
             pipe.send((store(client, keys(32)), client.traffic))
 
     with child(saves) as (pipe, _):
         chunks, traffic = heard(pipe)
-    with Client(server.path, engine="other") as client:
+    with Client(server.path, engine=secret("other")) as client:
         assert chunks == 32
         assert look(client, keys(32)) == ["cpu"] * 32
         assert ROOM * 32 > 4_000_000 > 400 * max(traffic, client.traffic)
@@ -303,6 +303,39 @@ def test_wrong_uses_raise_as_a_caches_do(serve):
         client.match(keys(1), ONE)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "a\nb",
+        "a\r\n*1\r\n$4\r\nPING",
+        "a\0",
+        "x" * 129,
+        "x" * (64 << 10),
+        "x" * (2 << 20),
+        "\udc80",
+        "x\ud800",
+    ],
+    ids=["a line", "a command", "a NUL", "129", "64 KiB", "2 MiB", "a byte", "half a character"],
+)
+def test_odd_names_are_refused_in_a_sentence_and_the_connection_goes_on(serve, odd):
+    server = serve()
+    with Client(server.path) as client:
+        assert store(client, keys(2)) == 2
+        for words in ({"session": odd}, {"session": "s", "parent": odd}, {"source": odd}):
+            with pytest.raises(MisuseError, match="printable characters"):
+                client.match(keys(2), ONE, **words)
+        for call in (
+            lambda: client.pin(odd, keys(2)),
+            lambda: client.hint({}, session=odd),
+            lambda: client.hint({"actions": odd}, salt=odd),
+        ):
+            with suppress(MisuseError):
+                call()
+        assert look(client, keys(2)) == ["cpu", "cpu"]
+        assert (client.lost, client.pinned()) == (0, [])
+    server.check()
+
+
 # ---- several processes of one engine
 
 
@@ -329,7 +362,7 @@ def test_a_client_killed_while_it_saves_gives_everything_back(serve):
 
 def rank(pipe: Connection, address: str, shard: Shard) -> None:
     """Writes its shard of what the scheduler has reserved, when it is told to."""
-    client = Client(address, engine="e", shard=shard)
+    client = Client(address, engine=secret("e"), shard=shard)
     while True:
         number, places = pipe.recv()
         entries = {chunk: Entry(key, TWO, TWO.room, State.FILLING) for chunk, (key, _) in places.items()}
@@ -350,7 +383,11 @@ def plan(reservation: Reservation) -> tuple[int, dict[int, tuple[bytes, tuple[in
 def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_shard(serve):
     server = serve()
     left_rank, right_rank = (child(rank, server.path, shard) for shard in (LEFT, RIGHT))
-    with left_rank as (left, dies), right_rank as (right, _), Client(server.path, engine="e") as scheduler:
+    with (
+        left_rank as (left, dies),
+        right_rank as (right, _),
+        Client(server.path, engine=secret("e")) as scheduler,
+    ):
         whole, half = (scheduler.reserve(keys(3, name), TWO) for name in ("a", "b"))
         for reservation, ranks in ((whole, (left, right)), (half, (right,))):
             scheduler.disown(reservation)
@@ -367,7 +404,10 @@ def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_
 
 def test_what_another_process_reserved_is_used_only_where_its_slab_is_seen(serve):
     server = serve()
-    with Client(server.path, engine="e") as scheduler, Client(server.path, engine="e") as worker:
+    with (
+        Client(server.path, engine=secret("e")) as scheduler,
+        Client(server.path, engine=secret("e")) as worker,
+    ):
         reservation = scheduler.reserve(keys(2), ONE)
         with pytest.raises(MisuseError, match="adopt it before"):
             worker.commit(reservation)
@@ -469,8 +509,8 @@ def test_a_stalled_server_costs_one_timeout_and_what_it_grants_too_late_is_given
     caplog.set_level(logging.INFO, "lmtier")
     server = serve()
     with (
-        Client(server.path, timeout=0.3, engine="e") as client,
-        Client(server.path, engine="e") as other,
+        Client(server.path, timeout=0.3, engine=secret("e")) as client,
+        Client(server.path, engine=secret("e")) as other,
     ):
         store(client, keys(3))
         held = client.match(keys(3), ONE)
@@ -567,8 +607,8 @@ def test_a_commit_that_meets_a_stalled_server_is_not_lost(serve):
 def test_a_reservation_granted_too_late_is_given_back(serve):
     server = serve()
     with (
-        Client(server.path, timeout=0.3, engine="e") as client,
-        Client(server.path, engine="e") as other,
+        Client(server.path, timeout=0.3, engine=secret("e")) as client,
+        Client(server.path, engine=secret("e")) as other,
     ):
         store(client, keys(1, "form"))
         server.freeze()
@@ -597,7 +637,7 @@ def test_what_is_asked_for_ahead_is_read_later(serve):
 @pytest.mark.parametrize("is_answered", [False, True])
 def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered):
     server = serve()
-    with Client(server.path, engine="e") as client, Client(server.path, engine="e") as other:
+    with Client(server.path, engine=secret("e")) as client, Client(server.path, engine=secret("e")) as other:
         store(client, keys(1, "form"))
         if is_answered:
             asked = client.ask_to_reserve(keys(5), ONE)
@@ -634,7 +674,10 @@ def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in
 
 def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
     server = serve()
-    with Client(server.path, timeout=0.3, engine="e") as client, Client(server.path, engine="e") as other:
+    with (
+        Client(server.path, timeout=0.3, engine=secret("e")) as client,
+        Client(server.path, engine=secret("e")) as other,
+    ):
         store(client, keys(1, "form"))
         server.freeze()
         asked = [client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b")]
@@ -954,8 +997,8 @@ def test_what_ended_without_a_connection_is_heard_over_the_next_one(serve, waits
     """Its session goes on meanwhile: others of the engine are connected."""
     server = serve()
     with (
-        Client(server.path, engine="e", waits=waits) as client,
-        Client(server.path, engine="e"),
+        Client(server.path, engine=secret("e"), waits=waits) as client,
+        Client(server.path, engine=secret("e")),
         Client(server.path) as other,
     ):
         store(client, keys(3))
@@ -976,14 +1019,14 @@ def test_two_processes_that_save_one_shard_of_one_engine_are_two_engines(serve):
     """When one of them left, the server would give away what the other one fills."""
     server = serve()
     shard = LAYOUT.whole
-    with Client(server.path, engine="e", shard=shard) as first:
+    with Client(server.path, engine=secret("e"), shard=shard) as first:
         saving = first.reserve(keys(2), ONE)
-        with pytest.raises(TierError, match="each engine needs its own name"):
-            Client(server.path, engine="e", shard=shard)
+        with pytest.raises(TierError, match="each engine needs its own secret"):
+            Client(server.path, engine=secret("e"), shard=shard)
         write(first, saving)
         first.commit(saving)
         assert look(first, keys(2)) == ["cpu"] * 2
-    with Client(server.path, engine="e", shard=shard) as again:
+    with Client(server.path, engine=secret("e"), shard=shard) as again:
         assert again.stats()
 
 

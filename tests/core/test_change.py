@@ -189,6 +189,9 @@ def test_what_cannot_change_is_refused_and_nothing_changes(cache):
         changed(cache, 1, write="never")
     with pytest.raises(MisuseError, match="only capacity, policy and ttl"):
         cache.change(replace(cache.config, queue_length=1))
+    for tiers in (before.tiers[:1], (*before.tiers, "null://")):
+        with pytest.raises(MisuseError, match="tiers cannot come or go while the cache is open"):
+            cache.change(replace(before, tiers=tiers))
     store(cache, names := keys(4))
     cache.pin("system", names)
     with pytest.raises(MisuseError, match="are pinned, and pins get half of the capacity"):

@@ -363,8 +363,8 @@ def test_tokens_that_engines_sent_go_as_well():
     prompts = Prompts(1)
     for who in (A, B):
         prompts.tell(keys(who, 3), bytes(12), Origin.of({}, "", who.hex()))
-    prompts.forget(A)
+    prompts.forget([A])
     assert [prompts.get(key) is None for key in (*keys(A, 3), *keys(B, 3))] == [True] * 3 + [False] * 3
-    prompts.forget(B)
+    prompts.forget([B])
     assert not len(prompts)
     assert not prompts._bytes

@@ -15,8 +15,6 @@ from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
 from lmtier.format.objects import Suspect
 from lmtier.rules.fullness import FULL_PAUSE
-from lmtier.server.commands import PAUSE
-from lmtier.server.values import Values
 from lmtier.testing import FullTier, Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Done, Item, Op, Reason
 from tests.core.test_cache import (
@@ -664,40 +662,3 @@ def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
     settle(cache, tier)
     assert not owned.is_leaving(keys(3)[2])
     assert owned.occupancy()[:3] == (2, 2 * AT_REST, 9 * AT_REST)
-
-
-def test_an_overwritten_value_is_acknowledged_once_the_old_one_is_gone(make):
-    """The write of the new one may take longer than anybody waits: no restart finds the old one."""
-    url = "near://?capacity=1GiB"
-    tier = HandTier({}, keeps=True)
-    cache = make(cpu(9), url, opened={url: tier})
-    values = Values(cache)
-
-    def put(data: bytes):
-        draft = values.draft(len(data))
-        assert draft is not None
-        draft.view[:] = data
-        return values.put(draft, b"name")
-
-    with pytest.raises(StopIteration):
-        next(put(b"old"))
-    settle(cache, tier)
-    waiting = put(b"new")
-    assert next(waiting, "acknowledged") is None
-    assert [job.op for job in tier.waiting] == [Op.DELETE]
-    cache.step()
-    assert next(waiting, "acknowledged") is None, "a restart would find the old one"
-    assert finish(cache, tier) is Op.DELETE
-    assert not tier.kept
-    assert [job.op for job in tier.waiting] == [Op.STORE]
-    with pytest.raises(StopIteration) as end:
-        next(waiting)
-    assert end.value.value is True
-    deleted = values.forget(b"name")
-    assert next(deleted) is PAUSE
-    assert next(deleted, "acknowledged") is None, "what is being written now would be found"
-    settle(cache, tier)
-    assert not tier.kept
-    with pytest.raises(StopIteration) as end:
-        next(deleted)
-    assert end.value.value == 1

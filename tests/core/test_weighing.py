@@ -23,6 +23,7 @@ from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Job, Op, Tier
 from tests.memory_flags import memory_flags
 from tests.model.hand import HandTier
+from tests.server.process import secret
 from tests.server.test_engines import Connection
 from tests.stopwatch import Stopwatch
 
@@ -382,8 +383,11 @@ def test_an_engine_tells_what_computing_takes_and_its_own_lookups_are_decided_by
         at.tier._delay = 0.2
         at.ask(None)
         engines = Engines(at.cache)
-        knows, does_not = Connection(engines, "ENGINE", "a"), Connection(engines, "ENGINE", "b")
-        worker = Connection(engines, "ENGINE", "a")
+        knows, does_not = (
+            Connection(engines, "ENGINE", secret("a")),
+            Connection(engines, "ENGINE", secret("b")),
+        )
+        worker = Connection(engines, "ENGINE", secret("a"))
         assert worker.say("COST", "0.001", repr(1e-3), 0, 0) == "OK"
         found = {}
         for each in (knows, does_not):

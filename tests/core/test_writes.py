@@ -24,7 +24,7 @@ def slab() -> Index:
 
 @pytest.fixture
 def writes(slab):
-    writes = Writes(slab, slab.release, most=2)
+    writes = Writes(slab, slab.release, lambda key: None, most=2)
     yield writes
     writes.check()
     slab.check()
@@ -79,7 +79,7 @@ def test_a_turn_costs_the_same_however_many_wait():
     """A server that is behind has as many values here as a quarter of its memory holds."""
     count = 200_000
     slab = Index(count * 4096, make_policy("lru"))
-    writes = Writes(slab, lambda entry: None, most=count)
+    writes = Writes(slab, lambda entry: None, lambda key: None, most=count)
     for number in range(count):
         writes.add(stored(slab, b"%d" % number))
     watch = Stopwatch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import enum
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lmtier.client.client import Client
 from lmtier.errors import ConfigError, TierError
@@ -204,6 +206,7 @@ class Started:
     json_model_override_args: str = "{}"
     context_length: int | None = None
     load_format: str = "auto"
+    model_loader_extra_config: str = "{}"
     quantization_param_path: str | None = None
     moe_runner_backend: str = "auto"
     dllm_algorithm: str | None = None
@@ -340,6 +343,50 @@ def engine(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield start
     for each in engines:
         each.backend.close()
+
+
+def tensors(path: Path, *names: str, value: float = 1.0) -> None:
+    save_file({name: torch.full((2,), value) for name in names or ("a",)}, path)
+
+
+def exchange(one: Path, other: Path) -> None:
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+
+
+def test_pages_are_of_the_files_that_were_loaded_and_not_of_others_beside_them(served, engine, tmp_path):
+    """Another load format, an index that names other shards, two files that are exchanged."""
+    served()
+    folder, keys = tmp_path / "model", hashes(3)
+    tensors(folder / "model.safetensors")
+    tensors(folder / "stale.safetensors", value=2)
+    torch.save({"a": torch.zeros(2)}, folder / "model.pt")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    engine().save(keys)
+    assert engine(started=Started(load_format="safetensors")).backend.batch_exists(keys) == 3
+    assert engine(started=Started(load_format="pt")).backend.batch_exists(keys) == 0
+    exchange(folder / "model.safetensors", folder / "stale.safetensors")
+    assert engine().backend.batch_exists(keys) == 0
+    exchange(folder / "model.safetensors", folder / "stale.safetensors")
+    assert engine().backend.batch_exists(keys) == 3
+    index.write_text(json.dumps({"weight_map": {"a": "stale.safetensors"}}))
+    assert engine().backend.batch_exists(keys) == 0
+
+
+@pytest.mark.parametrize(("names", "found"), [(("a",), 0), (("b",), 3)])
+def test_files_with_the_same_tensor_have_no_name_since_their_order_is_that_of_the_folder(
+    served, engine, tmp_path, monkeypatch, names, found
+):
+    served()
+    tensors(tmp_path / "model" / "model.safetensors", "a")
+    tensors(tmp_path / "model" / "more.safetensors", *names)
+    keys = hashes(3)
+    engine().save(keys)
+    monkeypatch.setattr(sys.modules["lmtier_integrations.sglang"], "_PROCESS", "another run")
+    assert engine().backend.batch_exists(keys) == found
 
 
 def run_rank(folder: str, number: int) -> None:
@@ -538,6 +585,7 @@ def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(serve
         {"started": Started(moe_runner_backend="marlin")},
         {"started": Started(dllm_algorithm="LowConfidence")},
         {"started": Started(trust_mm_content_hashes=True)},
+        {"started": Started(model_loader_extra_config='{"qlora_adapter_name_or_path": "elsewhere"}')},
         {"started": Started(lora_paths=[{"lora_name": "a", "lora_path": "of/a/hub"}])},
         {"started": Started(mamba_ssm_dtype="float16")},
         {"started": Started(speculative_draft_model_path="draft")},
@@ -1038,7 +1086,7 @@ def test_the_arguments_that_are_read_are_those_of_sglang(sglang):
     known = set[str]().union(*(names(file) for file in (srt / "arg_groups" / "fields").glob("*.py")))
     needed = {"model_path", "revision", "load_format", "lora_paths", "hicache_storage_backend"}
     needed |= {"speculative_draft_model_path", "speculative_draft_model_revision", "kt_weight_path"}
-    needed |= {"quantization_param_path"}
+    needed |= {"quantization_param_path", "model_loader_extra_config", "speculative_draft_load_format"}
     assert needed | {*sglang.ours._CHANGING.split(), *sglang.ours._OF_THIS_RUN.split()} <= known
     assert names(srt / "lora" / "lora_registry.py") >= {"lora_name", "lora_path"}
     assert "SGLANG_PP_LAYER_PARTITION" in (srt / "distributed" / "utils.py").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from lmtier.errors import LayoutError, MisuseError
+from lmtier_integrations.identity import checkpoint_in
 from lmtier_integrations.transformers import PrefixCache
 from tests.engines.conftest import C
 from tests.engines.models import CONFIGS, ORIGINAL, SHAPE, WINDOW, answer, model_of, prompt_of
@@ -600,6 +603,34 @@ def test_a_server_has_its_own_tiers():
 def test_weights_that_are_not_where_they_are_said_to_be_are_no_weights(tmp_path):
     with pytest.raises(MisuseError, match="no folder with files of weights"):
         PrefixCache(model_of("llama"), weights=str(tmp_path))
+
+
+@pytest.mark.parametrize("how", [{"variant": "other"}, {"use_safetensors": False}, {"subfolder": "other"}])
+def test_a_model_of_other_files_of_the_folder_has_not_the_folders_name(tmp_path, how):
+    """Nothing in a model says with which options it was loaded. What it holds does."""
+    folder, other = tmp_path / "model", model_of("llama", seed=5)
+    model_of("llama").save_pretrained(folder)
+    other.save_pretrained(folder, variant="other")
+    other.save_pretrained(folder / "other")
+    torch.save(other.state_dict(), folder / "pytorch_model.bin")
+    PrefixCache(AutoModelForCausalLM.from_pretrained(folder).eval(), weights=str(folder)).close()
+    model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    with pytest.raises(MisuseError, match="loaded from other files"):
+        PrefixCache(model, weights=str(folder))
+
+
+def test_only_the_files_that_transformers_loads_are_in_the_name_with_their_names(tmp_path):
+    for name, value in (("model", 1.0), ("consolidated", 2.0), ("model-2", 3.0)):
+        save_file({"a": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    one = checkpoint_in(str(tmp_path)).digest()
+    (tmp_path / "consolidated.safetensors").unlink()
+    assert checkpoint_in(str(tmp_path)).digest() == one
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    index, found = tmp_path / "model.safetensors.index.json", set()
+    for names in ("model-1",), ("model-2",), ("model-1", "model-2"):
+        index.write_text(json.dumps({"weight_map": {each: f"{each}.safetensors" for each in names}}))
+        found.add(checkpoint_in(str(tmp_path)).digest())
+    assert len({one, *found}) == 4
 
 
 def test_engines_that_see_only_files_find_what_was_saved_under_a_name(opened, tmp_path):

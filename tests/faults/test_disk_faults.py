@@ -50,6 +50,71 @@ def assert_stored(tier: DiskTier, *objects: Sample) -> None:
         assert got == each.payload
 
 
+# ---- whose directory it is
+
+
+FULL = ("lock", "partial", *(f"{i:02x}" for i in range(256)))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ("letters",),
+        ("lost+found", ".snapshot"),
+        ("lock",),
+        ("lock", "partial"),  # as apt's
+        ("00", "7f", "ff"),  # as npm's and git's
+        (*FULL[2:], "index"),
+        (*FULL[1:], "index"),
+    ],
+)
+def test_a_directory_of_others_is_left_alone_unless_adopted(tmp_path: Path, entries: tuple[str, ...]):
+    root = tmp_path / "root"
+    for name in entries:
+        (root / name).mkdir(parents=True)
+    if "lock" in entries:
+        (root / "lock").rmdir()
+        (root / "lock").write_text("another program")
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with pytest.raises(TierError, match=r"holds other things, such as '.*': name .* or set adopt=yes"):
+        DiskTier(root)
+    with pytest.raises(TierError, match="is not the directory of a disk tier"):
+        verify(root)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    DiskTier(root, adopt=True).close()
+    DiskTier(root).close()  # it is ours now
+
+
+def test_a_directory_of_ours_stays_ours_whatever_is_put_beside_or_taken_away(tmp_path: Path):
+    (tmp_path / "lost+found").mkdir()
+    each = sample(1)
+    with closing(DiskTier(tmp_path)) as tier:
+        store(tier, each)
+    (tmp_path / "notes").write_text("")
+    with closing(DiskTier(tmp_path)) as tier:
+        assert_stored(tier, each)
+    (tmp_path / "notes").unlink()
+    for path in [tmp_path / "partial", *tmp_path.glob("??")]:  # as a program that deletes what is empty
+        if not os.listdir(path):
+            path.rmdir()
+    with closing(DiskTier(tmp_path)) as tier:
+        assert_stored(tier, each)
+
+
+@pytest.mark.parametrize("made", [0, 1, 7, 257])
+def test_a_start_that_was_killed_leaves_a_directory_of_ours(tmp_path: Path, made: int):
+    for name in FULL[1 : 1 + made]:
+        (tmp_path / name).mkdir()
+    DiskTier(tmp_path).close()
+
+
+@pytest.mark.parametrize("root", ["/", "//", "/../..", "/tmp/..", "link"])
+def test_the_root_of_the_system_is_refused_even_if_adopted(tmp_path: Path, root: str):
+    (tmp_path / "link").symlink_to("/")
+    with pytest.raises(ConfigError, match="/ is the root of the whole system: name a directory in it"):
+        DiskTier(tmp_path / root, adopt=True)
+
+
 # ---- a full disk
 
 
@@ -286,7 +351,7 @@ def test_a_second_opener_is_refused(tmp_path: Path):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         other = subprocess.run([sys.executable, "-c", script], capture_output=True, env=env, check=False)
         assert other.returncode == 1
-        assert f"TierError: disk tier: {tmp_path} is open in process {os.getpid()}".encode() in other.stderr
+        assert f"InUseError: disk tier: {tmp_path} is open in process {os.getpid()}".encode() in other.stderr
     DiskTier(tmp_path).close()
 
 
@@ -296,7 +361,8 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path):
     for root in (file, file / "below"):
         with pytest.raises(TierError, match=re.escape(f"cannot use {root}: ")):
             DiskTier(root)
-    (tmp_path / "root").mkdir()
+    DiskTier(tmp_path / "root").close()
+    (tmp_path / "root" / "7f").rmdir()
     (tmp_path / "root" / "7f").symlink_to(tmp_path)
     with pytest.raises(TierError, match="7f in it is not a directory"):
         DiskTier(tmp_path / "root")
@@ -460,7 +526,7 @@ def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Pat
         path_of(tmp_path, odd.name).write_bytes(bytes(2 * PAGE + 1))
         home = path_of(tmp_path, sound.name)
         foreign = [
-            tmp_path / "lost+found",
+            tmp_path / "notes",
             home.with_name("README"),
             home.with_name(home.name + ".tmp"),
             home.with_name(home.name.replace("L0-1", "L00-1")),
@@ -468,6 +534,7 @@ def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Pat
         ]
         for path in foreign:
             path.write_bytes(b"")
+        (tmp_path / "lost+found").mkdir()  # of the file system
         assert scan(tier).keys() == {sound.name}
         assert tier.foreign == len(foreign)
         assert all(path.exists() for path in foreign)

@@ -445,3 +445,10 @@ def test_a_single_byte_that_changed_is_noticed(tmp_path, at):
 def test_weights_without_files_are_refused():
     with pytest.raises(MisuseError, match="no files"):
         weights_digest([])
+
+
+@pytest.mark.parametrize("odd", ["\udc80", "x\ud800"])
+def test_a_name_with_half_of_a_character_is_refused_in_a_sentence(odd):
+    for words in ({"salt": odd}, {"lora": odd}):
+        with pytest.raises(MisuseError, match="half of a character"):
+            keys.seed(keys.Identity(model="m", weights="w"), 16, **words)

@@ -55,10 +55,7 @@ class Ring:
     def to_open(self, key: bytes, key_id: bytes) -> Secret | None:
         return next((each for each in self.secrets if each.id == key_id), None)
 
-    has_tenants = False
-
-    def forget(self, tenant: bytes) -> int:
-        return 0
+    tenants = None
 
 
 def sealed(each: Sample, ring: Ring, codec: str = "", mark: bytes = b"fingerprint 1234") -> bytearray:

@@ -52,6 +52,10 @@ class SealingMachine(RuleBasedStateMachine):
         """The numbers of the tier's keys, the current one first."""
         self.made = 1
         self.lives = dict.fromkeys(TENANTS, 0)
+        self.dropped = [dict(self.lives), dict(self.lives)]
+        """By process: the life of each tenant from before which its memory holds nothing."""
+        self.key_files: dict[bytes, tuple[int, bytes]] = {}
+        """The file with the keys of a tenant as it once was, and the life from which it is."""
         self.objects: dict[Name, bytes] = {}
         self.stored: dict[Name, Sealing] = {}
         self.backup: tuple[dict[Name, bytes], dict[Name, Sealing]] = ({}, {})
@@ -77,9 +81,18 @@ class SealingMachine(RuleBasedStateMachine):
 
     @rule(which=which, process=st.integers(0, 1))
     def save(self, which: tuple[bytes, int], process: int) -> None:
-        each = OBJECTS[which]
-        assert store(self.tiers[process], each).ok == {each.name: None}
-        self.stored[each.name] = Sealing(self.known[0], self.lives[which[0]] if self.has_tenants else None)
+        each, (who, _) = OBJECTS[which], which
+        done = store(self.tiers[process], each)
+        if self.dropped[process][who] < self.lives[who]:
+            assert done.failed == {each.name: Reason.CLEARED}, "it could be from before"
+            return
+        assert done.ok == {each.name: None}
+        self.stored[each.name] = Sealing(self.known[0], self.lives[who] if self.has_tenants else None)
+        if self.has_tenants:
+            self.key_files[who] = self.lives[who], self.key_file_of(who).read_bytes()
+
+    def key_file_of(self, who: bytes) -> Path:
+        return self.folder / "tenants" / who.hex()
 
     @rule(process=st.integers(0, 1))
     def read(self, process: int) -> None:
@@ -103,9 +116,24 @@ class SealingMachine(RuleBasedStateMachine):
     def forget(self, who: bytes, process: int) -> None:
         ring = self.tiers[process].keys
         assert ring is not None
-        ring.forget(who)
-        if self.has_tenants:
+        if ring.tenants is not None:
+            ring.tenants.forget(who)
             self.lives[who] += 1
+
+    @rule(who=st.sampled_from(TENANTS), process=st.integers(0, 1))
+    def drop(self, who: bytes, process: int) -> None:
+        """The memory above a tier has dropped what is from before the last tombstone."""
+        ring = self.tiers[process].keys
+        assert ring is not None
+        if ring.tenants is not None:
+            ring.tenants.dropped[who] = self.dropped[process][who] = self.lives[who]
+
+    @rule(who=st.sampled_from(TENANTS))
+    def put_back(self, who: bytes) -> None:
+        """An administrator puts back the destroyed keys of a tenant."""
+        life, keys = self.key_files.get(who, (0, b""))
+        if keys and life < self.lives[who] and not self.key_file_of(who).exists():
+            self.key_file_of(who).write_bytes(keys)
 
     @precondition(lambda self: len(self.known) < 3)
     @rule()
@@ -127,6 +155,7 @@ class SealingMachine(RuleBasedStateMachine):
         self.tiers[process].close()
         self.open()
         self.tiers[process] = self.tiers.pop()
+        self.dropped[process] = dict(self.lives)
 
     @rule()
     def back_up(self) -> None:

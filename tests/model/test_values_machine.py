@@ -1,7 +1,8 @@
 """Named values over random histories of writes, deletes, reads, faults, evictions and kills.
 
-Whoever was told that a value was replaced or deleted never meets the older one again: not in this process,
-and not after a kill at any moment. What is read is one of the values that were written under that name.
+Whoever was told that a value was replaced or deleted, or has read it, never meets an older one again in this
+process. After a kill at any moment the value is one that was written, and none that is older than a deletion
+or a flush that was confirmed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class ValuesMachine(RuleBasedStateMachine):
         self.versions = 0
         self.contents: dict[bytes, dict[int, bytes]] = {name: {} for name in NAMES}
         self.told = dict.fromkeys(NAMES, NEVER)
-        """Of each name, the last version whose write, or deletion, was confirmed. Older ones are no more."""
+        """Of each name, the last version that this process cannot show any more."""
+        self.durable = dict.fromkeys(NAMES, NEVER)
+        """Of each name, the last version that no restart can find any more."""
         self.begun: dict[int, tuple[str, bytes, int, Any]] = {}
         self.open()
 
@@ -66,8 +69,10 @@ class ValuesMachine(RuleBasedStateMachine):
         except StopIteration as stop:
             del self.begun[number]
             result = stop.value
-        if (what == "put" and result) or (what == "forget" and result is not None):
+        if what == "put" or (what == "forget" and result is not None):
             self.told[name] = max(self.told[name], version)
+        if what == "forget" and result is not None:
+            self.durable[name] = max(self.durable[name], version)
         elif what == "get" and result is not None:
             data = bytes(result.view)
             self.values.release(result)
@@ -75,6 +80,7 @@ class ValuesMachine(RuleBasedStateMachine):
             assert found, f"{name!r} holds {data[:40]!r}, which nobody wrote there"
             # `version` is what had been confirmed when the read began.
             assert found[0] > version, f"{name!r}: version {found[0]} came back after {version} was gone"
+            self.told[name] = max(self.told[name], found[0] - 1)
 
     def begin(self, what: str, name: bytes, version: int, call: Any) -> None:
         number = self.versions = self.versions + 1
@@ -157,9 +163,16 @@ class ValuesMachine(RuleBasedStateMachine):
         assert set(found) <= set(NAMES)
 
     @rule()
+    def flush(self) -> None:
+        self.finish_all()
+        if not any(tier.backlog for tier in self.cache.lower):
+            self.durable |= {name: max(self.durable[name], self.told[name]) for name in NAMES}
+
+    @rule()
     def kill(self) -> None:
         """Whatever a tier has finished stays; all else is lost. Nobody is told anything any more."""
         self.open()
+        self.told = dict(self.durable)
         for name in NAMES:
             self.get(name)
         self.finish_all()

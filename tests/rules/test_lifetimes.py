@@ -19,6 +19,7 @@ from lmtier.rules.lifetimes import FOREVER, Ends, Stamps
 from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
+from tests.server.process import secret
 from tests.server.test_engines import Connection
 
 C = 4
@@ -398,7 +399,7 @@ def test_what_is_brought_up_is_looked_for_also_where_somebody_must_be_asked(make
     store(cache, keys(8, "what fills the slab"))
     assert cache.flush()
     engines = Engines(cache)
-    engine = Connection(engines, "ENGINE", "a")
+    engine = Connection(engines, "ENGINE", secret("a"))
     form = engine.say("FORM", LAYOUT.to_json(), *map(str, ONE.shards))
     brought = engine.say("BRING", form, 5000, b"".join(keys(2)))
     assert engine.say("WAIT", brought["id"])["sources"] == b"far*2"

@@ -96,7 +96,7 @@ def test_a_salt_that_has_a_name_is_shown_nowhere():
         ("a=60% b=50%", "together they are 110%"),
         ("a=0.1 a=0.1", "two shares"),
         ({"x": {"salt": "a", "share": 0.1}, "a": 0.1}, "two shares"),
-        ("a", "shares: a=: a share is"),
+        ("a", "shares: 'a'='': a share is"),
         ("=0.1", "belongs to a salt"),
         ("other=0.1", "use another name"),
         ({"x": {"share": 0.1}}, "as a table is written"),

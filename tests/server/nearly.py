@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lmtier.format.layout import Layout
 from lmtier.wire.resp import Error, command
-from tests.server.process import Served, Wire
+from tests.server.process import Served, Wire, secret
 
 CHUNK = 16
 LAYOUTS = [
@@ -93,7 +93,7 @@ class Nearly:
         local = number < 3
         wire = Wire(self.server.where["unix"]) if local else self.server.connect()
         engine = Engine(wire)
-        wire.granted("LMTIER.HELLO", 1, *(("ENGINE", f"one {self.lives}") if number < 2 else ()))
+        wire.granted("LMTIER.HELLO", 1, *(("ENGINE", secret(f"one {self.lives}")) if number < 2 else ()))
         for layout, cut in ((LAYOUTS[0], CUTS[0]), (LAYOUTS[0], CUTS[1]), (LAYOUTS[2], CUTS[2])):
             engine.forms = wire.granted("LMTIER.FORM", layout, *cut) + 1
         return engine
@@ -203,7 +203,7 @@ class Nearly:
             case "FORM":
                 return [chance.choice(LAYOUTS), *chance.choice(CUTS)]
             case "HELLO":
-                return [b"1", b"ENGINE", b"one"]
+                return [b"1", b"ENGINE", secret("one").encode()]
             case "TELL":
                 tokens = b"".join(chance.randrange(1000).to_bytes(4, "little") for _ in range(CHUNK))
                 origin = b'{"identity": {"model": "m%d"}, "lora": "", "salt": ""}' % chance.randrange(9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import socket
@@ -18,6 +19,11 @@ from tests.server.forked import Process
 
 PATIENCE = 20.0
 MIB = 1 << 20
+
+
+def secret(name: str) -> str:
+    """What the processes of this engine share."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 class Served:

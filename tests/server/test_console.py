@@ -211,7 +211,10 @@ def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_p
     assert ["disk", str(disk), "1 GiB", "always", "lru"] in cells
     assert server.where["unix"] == str(tmp_path / "socket")
     assert f"http://{server.where['http']}/metrics" in server.screen
-    assert "Clients need no token; TLS is off." in server.screen
+    assert (
+        "Clients of this user and of root need no token, and others are not served; TLS is off."
+        in server.screen
+    )
     assert "default tiers" not in server.screen
     assert server.stop() == 0
     assert "INFO lmtier: stopping" in server.log
@@ -245,7 +248,7 @@ def test_it_starts_beside_a_kubernetes_service_of_its_name(serve, run, monkeypat
 
 
 def test_a_browser_that_connects_ahead_is_no_warning_and_a_full_house_is_one(serve):
-    server = serve(*ANY, "--log-format", "json", "--set", "serve.patience=0.2", "--set", "serve.clients=2")
+    server = serve(*ANY, "--log-format", "json", "--set", "serve.patience=0.2", "--set", "serve.clients=3")
     with Wire(address_in(server.where["http"])) as browser:
         assert browser.ends(), "its connection is needed for others"
     with Wire(address_in(server.redis)) as one, Wire(address_in(server.redis)) as two:
@@ -302,13 +305,13 @@ def test_it_takes_no_core_from_an_engine_unless_it_was_told_to(serve):
     assert os.sched_getscheduler(other.process.pid) == os.SCHED_IDLE
 
 
-def refused(*argv: object, **env: object) -> str:
+def refused(*argv: object, code: int = 2, **env: object) -> str:
     """The one sentence of a server that does not start."""
     command = [sys.executable, "-W", "error", "-m", "lmtier", "serve", *map(str, argv)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(**env), timeout=PATIENCE, check=False
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (code, "")
     lines = [line for line in done.stderr.splitlines() if " WARNING " not in line]
     assert len(lines) == 1, done.stderr
     return lines[0]
@@ -317,14 +320,38 @@ def refused(*argv: object, **env: object) -> str:
 def test_an_address_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        said = refused(*SMALL, "--http", "", "--listen", address)
+        said = refused(*SMALL, "--http", "", "--listen", address, code=os.EX_TEMPFAIL)
     assert said == f"lmtier: serve: cannot listen on {address}: Address already in use"
 
 
 def test_a_disk_that_another_server_has_open_is_named(serve, tmp_path):
     tier = ("--tier", f"disk://{tmp_path}/kv?capacity=1GiB")
     serve(*ANY, *tier)
-    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier)
+    assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier, code=os.EX_TEMPFAIL)
+
+
+def test_what_can_never_work_ends_the_server_at_once_said_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters").write_text("")
+    never = {
+        "cpu://?capacity=8000PiB": "it would be killed when the slab fills; choose a smaller capacity",
+        "disk:///?capacity=1GiB": "/ is the root of the whole system",
+        f"disk:///{'../' * 30}?capacity=1GiB": "/ is the root of the whole system",
+        f"disk://{tmp_path}/file?capacity=1GiB": f"cannot use {tmp_path}/file: File exists",
+        f"disk://{tmp_path}/home?capacity=1GiB": "holds other things, such as 'letters': name an empty",
+    }
+    for url, said in never.items():
+        tiers = ("--tier", url) if url.startswith("cpu") else (*SMALL, "--tier", url)
+        assert said in refused(*tiers, *ANY)
+    assert os.listdir(tmp_path / "home") == ["letters"]
+
+
+def test_a_disk_smaller_than_its_capacity_is_said_in_one_line(serve, tmp_path):
+    server = serve(*ANY, "--tier", f"disk://{tmp_path}/kv?capacity=4000PiB")
+    assert server.stop() == 0
+    (line,) = (line for line in server.log.splitlines() if "capacity=" in line)
+    assert re.search(r"is more than the storage has: the tier uses \d+ bytes, and from then on chunks", line)
 
 
 def test_other_hosts_are_not_let_in_without_a_token(serve):
@@ -536,9 +563,7 @@ def test_stats_that_watch_go_on_until_they_need_not(run, shared):
 @pytest.mark.parametrize("command", [("stats", "--watch"), ("top",)])
 @pytest.mark.parametrize("times", ["0", "-1", "many"])
 def test_a_view_is_shown_once_at_least(capsys, command, times):
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--times", times])
-    assert stop.value.code == 2
+    assert main([*command, "--times", times]) == 2
     assert f"--times: {times}: must be a whole number, at least 1" in capsys.readouterr().err
 
 
@@ -637,10 +662,7 @@ def test_a_moment_has_the_offset_that_clocks_had_then(summer_time, text):
 
 @pytest.mark.parametrize("what", [(), ("--namespace", "m", "--all"), ("--force",)])
 def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
-    try:
-        code: object = main(["clear", shared.redis, *what])
-    except SystemExit as stop:
-        code = stop.code
+    code = main(["clear", shared.redis, *what])
     assert (code, "--all" in capsys.readouterr().err) == (2, True)
     with Remote(address_of(shared.redis)) as remote:
         assert remote.snapshot()["tiers"][0]["chunks"] == 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def test_without_a_server_the_tiers_of_the_settings_forget(tmp_path, tiers, caps
     with served(tmp_path, *tiers, config=CONFIG, unix=path) as server, Client(path) as client:
         store(client, keys(A, 3))
         store(client, keys(B, 3))
-        assert main(["forget", "alice", "-t", tiers[1]]) == 2
+        assert main(["forget", "alice", "-t", tiers[1]]) == os.EX_TEMPFAIL
         assert f"is open in process {server.process.pid}" in capsys.readouterr().err
     salt = tmp_path / "salt"
     salt.write_bytes(b"alice\r\n")

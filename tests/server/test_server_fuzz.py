@@ -29,11 +29,12 @@ from lmtier.server.connection import Connection
 from lmtier.server.serve import Server
 from lmtier.wire.replies import Replies
 from lmtier.wire.resp import INCOMPLETE, Error, command
-from tests.server.process import MIB, PATIENCE, Served, served, until
+from tests.server.process import MIB, PATIENCE, Served, secret, served, until
 from tests.server.witness import Witness, assert_nothing_is_left
 
 SEED = int(os.environ.get("LMTIER_FUZZ_SEED", "2026"))
 
+ONE, TWO = secret("one").encode(), secret("two").encode()
 NUMBERS = (
     *(b"0", b"1", b"-1", b"-2", b"2", b"3", b"7", b"16", b"1000", b"1024", b"65536", b"1048576", b"1048577"),
     *(b"536870912", b"536870913", b"2147483647", b"4294967296", b"9223372036854775807"),
@@ -44,7 +45,19 @@ WORDS = (
     *(b"NX", b"XX", b"GET", b"KEEPTTL", b"EX", b"PX", b"EXAT", b"PXAT", b"GT", b"LT", b"MATCH", b"COUNT"),
     *(b"TYPE", b"string", b"SYNC", b"ASYNC", b"AUTH", b"SETNAME", b"default", b"GETNAME", b"ID", b"INFO"),
     *(b"LIST", b"NO-EVICT", b"on", b"DOCS", b"*", b"h[a-", b"[^a]*?", b"*a*a*a*a*b", b"\\", b"maxmem*"),
-    *(b"FORCE", b"NAMESPACE", b"PREFIX", b"ENGINE", b"SHARD", b"NAME", b"L0-1H0-1", b"00", b"ab" * 32, b"*"),
+    *(
+        b"FORCE",
+        b"NAMESPACE",
+        b"PREFIX",
+        b"ENGINE",
+        ONE,
+        b"SHARD",
+        b"NAME",
+        b"L0-1H0-1",
+        b"00",
+        b"ab" * 32,
+        b"*",
+    ),
 )
 NAMES = (*(b"k%d" % i for i in range(12)), b"", b"\x00\xff\r\n", b"n" * 3000, b"n" * 3100)
 LAYOUT = b'{"layers": [[1, 4, 2]], "dtype": "u8", "block_tokens": 1, "chunk_tokens": 16, "packing": "token"}'
@@ -107,7 +120,7 @@ class Frames:
                 case "LMTIER.HELLO":
                     args = [
                         b"1",
-                        *chance.choice(((), (b"ENGINE", b"one"), (b"ENGINE", b"two", b"NAME", b"n"))),
+                        *chance.choice(((), (b"ENGINE", ONE), (b"ENGINE", TWO, b"NAME", b"n"))),
                     ]
                 case "LMTIER.FORM":
                     args = [LAYOUT, b"L0-1H0-1"]

@@ -498,16 +498,6 @@ def test_no_other_server_begins_again_what_says_what_it_has_changed(
         connection.close()
 
 
-def test_only_who_has_the_slab_may_reserve_in_it(tmp_path: Path):
-    layout = Layout((LayerShape(1, 4096, 0),), "u8", 256, 256, "test").to_json()
-    with served(tmp_path) as server, server.connect() as wire:
-        assert not isinstance(wire.ask("LMTIER.HELLO", 1), Error)
-        assert wire.ask("LMTIER.FORM", layout, "L0-1H0-1") == 0
-        said = wire.ask("LMTIER.RESERVE", "0", "0", os.urandom(32))
-        assert isinstance(said, Error)
-        assert said.startswith("MISUSE only engines on the Unix socket")
-
-
 def test_a_large_reservation_pauses_and_nothing_of_it_stays_if_its_client_leaves():
     layout = Layout((LayerShape(1, 4096, 0),), "u8", 256, 256, "test").to_json()
     config = Config(tiers=(f"cpu://?capacity={1_100 * 4096}",), prefault=False)

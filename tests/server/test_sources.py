@@ -160,9 +160,7 @@ def test_what_was_deleted_there_is_a_miss(tmp_path: Path):
     names = keys(4)
     with two_hosts(tmp_path) as (a, b, source, _):
         store(a.engine, names)
-        with a.server.connect() as wire:
-            wire.expect("OK", "AUTH", TOKEN)
-            wire.granted("LMTIER.DISCARD", names[2])
+        assert a.engine.delete([names[2]])
         assert chunks(b.engine, names, source) == 2
 
 
@@ -239,11 +237,9 @@ def test_a_chunk_stays_while_it_is_sent(tmp_path: Path):
         many = 400  # more than the sockets between them hold
         for _ in range(many):
             slow.send(b"*2\r\n$11\r\nLMTIER.READ\r\n$%d\r\n%s\r\n" % (len(name), name.encode()))
-        with a.server.connect() as wire:
-            wire.expect("OK", "AUTH", TOKEN)
-            until(lambda: a.server.held()[0] > 0)
-            wire.granted("LMTIER.DISCARD", key)
-            store(a.engine, keys(300, "over"))
+        until(lambda: a.server.held()[0] > 0)
+        assert a.engine.delete([key])
+        store(a.engine, keys(300, "over"))
         answers = [slow.reply() for _ in range(many)]
         sent = [each for each in answers if each is not None]
         assert sent

@@ -3,8 +3,10 @@ docs/RELIABILITY.md."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import random
+import resource
+import select
 import socket
 import ssl
 import statistics
@@ -14,16 +16,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from lmtier.client.client import Client
+from lmtier.errors import TierError
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.format.layout import Layout, form_of
+from lmtier.server.process import allow_files
 from lmtier.wire.resp import Error, command
 from tests.certificates import certify
+from tests.server.forked import Process
 from tests.server.process import MIB, Served, Wire, served, until
 
 # ---- T17: what one tenant has is not to be seen by another
@@ -236,18 +242,114 @@ def test_without_the_token_nothing_is_told_and_nothing_done(locked: Served):
     assert "Traceback" not in log
 
 
-def test_clients_without_the_token_do_not_keep_others_out(tmp_path: Path):
-    with served(tmp_path, token=TOKEN, clients=3, patience=1.5) as server, server.connect() as known:
+def test_clients_without_the_token_lose_their_places_after_a_while(tmp_path: Path):
+    with served(tmp_path, token=TOKEN, patience=1.5) as server, server.connect() as known:
         known.expect("OK", "AUTH", TOKEN)
-        until(lambda: len(json.loads(known.ask("LMTIER.REPORT"))["clients"]) == 1)
         with server.connect() as one, server.connect() as two:
-            with server.connect() as late:
-                assert str(late.reply()).startswith("ERR max number of clients"), "the others hold all places"
             assert one.ends()
             assert two.ends()
-        with server.connect() as late:
-            late.expect("OK", "AUTH", TOKEN)
         known.expect("PONG", "PING")
+
+
+class Crowd(threading.Thread):
+    """Strangers of one host. They take all places that they can get, and come back when they are closed."""
+
+    def __init__(self, address: tuple[str, int], size: int) -> None:
+        super().__init__(daemon=True)
+        self._address, self._size = address, size
+        self._is_over = False
+        self.came = 0
+
+    def __enter__(self) -> Crowd:
+        self.start()
+        until(lambda: self.came > self._size)  # all are in, and one has come back
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self.join()
+
+    def run(self) -> None:
+        wires, poll = dict[int, socket.socket](), select.poll()
+        while not self._is_over:
+            while len(wires) < self._size:
+                wire = socket.create_connection(self._address)
+                wires[wire.fileno()] = wire
+                poll.register(wire, select.POLLIN)
+                self.came += 1
+            for fd, _ in poll.poll(10):
+                poll.unregister(fd)
+                wires.pop(fd).close()
+        for wire in wires.values():
+            wire.close()
+
+
+PLACES, TRIES = 256, 50
+
+
+def test_strangers_who_take_all_places_and_come_back_keep_nobody_out(tmp_path: Path):
+    """An engine on the Unix socket, and a client that shows the token at once, get in each time."""
+    unix = str(tmp_path / "socket")
+    with (
+        served(tmp_path, token=TOKEN, unix=unix, clients=PLACES) as server,
+        Crowd(server.address, PLACES + 4) as crowd,
+    ):
+        before, refused = crowd.came, 0
+        with ExitStack() as stack:
+            wires = [stack.enter_context(server.connect()) for _ in range(TRIES)]
+            for wire in wires:
+                wire.send(command("AUTH", TOKEN))
+            for _ in range(TRIES):
+                try:
+                    Client(unix).close()
+                except TierError:
+                    refused += 1
+            for wire in wires:
+                try:
+                    refused += wire.reply() != "OK"
+                    wire.expect(None, "GET", "name")
+                except (EOFError, OSError):
+                    refused += 1
+        print(f"{2 * TRIES} came, {refused} were refused; {crowd.came - before} strangers came meanwhile")
+        assert not refused
+        assert crowd.came > before, "the strangers did come back"
+
+
+def test_whoever_is_served_without_a_token_leaves_places_for_engines(tmp_path: Path):
+    unix = str(tmp_path / "socket")
+    with served(tmp_path, unix=unix, clients=16) as server, ExitStack() as stack:
+        wires = [stack.enter_context(server.connect()) for _ in range(15)]
+        for wire in wires:
+            wire.expect("PONG", "PING")
+        with server.connect() as late:
+            assert str(late.reply()).startswith("ERR max number of clients")
+        Client(unix).close()
+
+
+def test_a_client_that_never_ends_its_handshake_loses_its_place(locked: Served):
+    """Also where a certificate is asked for and no token, so nothing else shows that it is a stranger."""
+    settings = {**locked._serving, "tls_ca": locked._serving["tls_cert"], "clients": 4, "token_file": ""}
+    locked.kill()
+    locked._serving, locked._token = settings, ""
+    process = Process((locked._config, settings), locked.log)
+    try:
+        host, _, port = process.where(20)["redis"].rpartition(":")
+        with ExitStack() as stack:
+            wires = [stack.enter_context(Wire((host, int(port)))) for _ in range(4)]
+            assert wires[0].ends()
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def test_strangers_leave_places_also_where_fewer_files_may_be_open_than_clients():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        assert pool.submit(_places_of, 300).result() == 44
+
+
+def _places_of(files: int) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    return allow_files(10_000)
 
 
 def test_a_token_that_was_replaced_opens_nothing(tmp_path: Path):

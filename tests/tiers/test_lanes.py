@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lmtier_backends.mooncake.lanes import Lanes
+from tests.memory_flags import memory_flags
 from tests.server.process import PATIENCE
 
 
@@ -48,4 +49,12 @@ def test_a_call_that_fails_says_so_and_gives_its_lane_back():
         lane.run(lambda: 1 // 0, soon())
     with lanes.lend(soon()) as lane:
         assert lane.run(lambda: 1, soon()) == 1
+    assert lanes.close()
+
+
+def test_what_a_lane_carries_is_in_no_core_dump():
+    lanes = Lanes("test", 1)
+    with lanes.lend(soon()) as lane:
+        lane.take_memory(10_000)
+        assert "dd" in memory_flags(lane.address), "the kernel's word for: do not dump"
     assert lanes.close()

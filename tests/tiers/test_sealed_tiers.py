@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -23,11 +24,12 @@ from lmtier.format.sealing import NoKey
 from lmtier.testing import MemoryTier, load, replace_start, run, sample, store
 from lmtier.tiers import keyring as keyring_module
 from lmtier.tiers.base import Item, Job, Op, Reason, Tier
-from lmtier.tiers.keyring import Keyring
+from lmtier.tiers.keyring import Keyring, Tenants
 from lmtier.tiers.registry import open_tier
 from lmtier.tools.cli import main
-from lmtier_backends.disk import Fault, verify
+from lmtier_backends.disk import Fault, _Checker, verify
 from tests.kv_bytes import kv_sample
+from tests.memory_flags import memory_flags
 from tests.redis_process import RedisServer, running
 from tests.sealed import hex_key, key_file, keyring, sealed_at_rest
 from tests.tiers.test_encoding_tiers import ONE, C, fill, found, keys
@@ -363,6 +365,11 @@ def test_each_tenant_has_its_own_key_the_same_in_every_process_that_shares_the_d
     assert not any(secret_in(one, of(A)).hex() in text for text in texts)
 
 
+def of_tenants(ring: Keyring) -> Tenants:
+    assert ring.tenants is not None
+    return ring.tenants
+
+
 def secret_in(ring: Keyring, key: bytes) -> bytes:
     return bytes(ring.to_seal(key)._memory[:32])
 
@@ -390,7 +397,7 @@ def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_not
     kept = one.to_seal(of(B)).id
     path = tmp_path / A.hex()
     with path.open("rb") as file:  # the same blocks, as somebody who reads the disk sees them
-        assert one.forget(A) == 1
+        assert of_tenants(one).forget(A) == 1
         assert not any(file.read())
     assert not path.exists()
     assert not any(bytes(mine._memory))
@@ -398,8 +405,59 @@ def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_not
     with pytest.raises(NoKey, match="was destroyed"):
         theirs.key(bytes(32))
     assert two.to_seal(of(B)).id == kept
-    assert one.forget(A) == 0
+    assert of_tenants(one).forget(A) == 0
+    with pytest.raises(NoKey, match="what is from before is not stored again"):
+        one.to_seal(of(A))
+    of_tenants(one).dropped[A] = 2  # its owner has dropped what it held
     assert one.to_seal(of(A)).id != mine.id, "who comes back is a new tenant"
+
+
+def test_a_key_that_was_put_back_is_refused_and_the_next_one_replaces_it(tmp_path):
+    ring = keyring(1, tenants=str(tmp_path))
+    old, path = ring.to_seal(of(A)).id, tmp_path / A.hex()
+    backup = path.read_bytes()
+    of_tenants(ring).forget(A)
+    path.write_bytes(backup)
+    later = keyring(1, tenants=str(tmp_path))
+    assert ring.to_open(of(A), old) is later.to_open(of(A), old) is None
+    assert not path.exists(), "a server that starts destroys it"
+    path.write_bytes(backup)
+    new = later.to_seal(of(A)).id
+    assert new != old
+    assert len(path.read_text().splitlines()) == 1
+    assert ring.to_open(of(A), new) is not None
+    # Nobody can say that it is of a later generation.
+    path.write_text(backup.decode().replace("lmtier-tenant-2 0 ", "lmtier-tenant-2 1 "))
+    assert keyring(1, tenants=str(tmp_path)).to_open(of(A), old) is None
+
+
+def test_a_generation_never_goes_back_in_a_server_that_runs(tmp_path):
+    ring = keyring(1, tenants=str(tmp_path))
+    old, path = ring.to_seal(of(A)).id, tmp_path / A.hex()
+    backup = path.read_bytes()
+    of_tenants(ring).forget(A)
+    (tmp_path / "forgotten").unlink()
+    path.write_bytes(backup)
+    assert ring.to_open(of(A), old) is None
+    of_tenants(ring).forget(A)
+    assert of_tenants(keyring(1, tenants=str(tmp_path))).forgotten[A].generation == 2
+
+
+def test_a_tombstone_that_a_power_loss_tore_hides_no_other(tmp_path):
+    one = keyring(1, tenants=str(tmp_path))
+    of_tenants(one).forget(A)
+    stones = tmp_path / "forgotten"
+    stones.write_text(stones.read_text() + f"lmtier-forgotten-1 {B.hex()} ")
+    of_tenants(one).forget(B)
+    assert set(of_tenants(keyring(1, tenants=str(tmp_path))).forgotten) == {A, B}
+
+
+def test_an_object_costs_one_look_at_the_store_of_keys(tmp_path, monkeypatch):
+    ring, looked = keyring(1, tenants=str(tmp_path)), list[str]()
+    secret, real = ring.to_seal(of(A)), os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: looked.append(str(path)) or real(path, **more))
+    assert ring.to_seal(of(A)) is ring.to_open(of(A), secret.id) is secret
+    assert [path for path in looked if path.startswith(str(tmp_path))] == [f"{tmp_path}/forgotten"] * 2
 
 
 def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_ones(tmp_path):
@@ -416,7 +474,7 @@ def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_one
     assert fresh.to_open(of(A), old) is None, "the key that wraps it is gone"
     key_file(tmp_path, 2, 1)
     assert fresh.to_open(of(A), old) is not None, "and back"
-    assert fresh.forget(A) == 2
+    assert of_tenants(fresh).forget(A) == 2
     assert fresh.to_open(of(A), old) is fresh.to_open(of(A), new) is None
 
 
@@ -449,7 +507,7 @@ def test_who_waits_for_another_process_stops_no_reader_and_ends(tmp_path, monkey
             assert ring.to_open(of(A), known) is not None
         storing.join()
         with pytest.raises(TierError, match="another process holds"):
-            ring.forget(A)
+            of_tenants(ring).forget(A)
     assert isinstance(failed[0], TimeoutError)
     assert ring.to_seal(of(B)) is not None
 
@@ -506,3 +564,10 @@ def test_a_retired_key_opens_nothing_any_more_in_a_server_that_knew_it(tmp_path)
         assert ring.to_open(of(A), secret.id) is None
         with pytest.raises(NoKey, match="was destroyed"):
             secret.key(bytes(32))
+
+
+def test_what_verify_reads_is_in_no_core_dump():
+    checker = _Checker(-1, 0, None)
+    for buffer in (checker._page, checker._payload):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        assert "dd" in memory_flags(address), "the kernel's word for: do not dump"

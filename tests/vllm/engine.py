@@ -134,6 +134,12 @@ class Engine:
             )
         ]
 
+    def add_odd(self, prompt: list[int], cases: list[tuple[str, str]]) -> list[list[int] | str]:
+        """Of each a field and a value, in Python: what a request with it is answered. Text: why vLLM itself
+        cannot compute it; then only the connector has met it."""
+        found: list[list[int] | str] = self.ask("add_odd", prompt=prompt, cases=cases)
+        return found
+
     def embed(
         self, prompts: list[tuple[int, int]], tokens: int = 8, *, params: dict[str, Any] | None = None
     ) -> list[Output]:
@@ -193,6 +199,10 @@ class Engine:
     def beside(self, asked: list[tuple[list[int], str]], tokens: int = 8) -> list[Output]:
         """Prompts with adapters of their own, all at once, beside requests that go on."""
         return [Output(each) for each in self.ask("beside", asked=asked, tokens=tokens)]
+
+    def log_stats(self) -> None:
+        """As a served engine does every 10 seconds."""
+        assert self.ask("log_stats")
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.ask("metrics")
@@ -415,6 +425,11 @@ def main() -> None:
                 say(ask_in_session(**given))
             case "see":
                 say([outcome(each) for each in see(**given)])
+            case "add_odd":
+                from tests.vllm.odd import add_odd
+
+                how = greedy(4)
+                say(add_odd(llm, given["prompt"], how, given["cases"]))
             case "embed":
                 asked = [{"prompt_embeds": _embeds(llm, *each)} for each in given["prompts"]]
                 how = greedy(given["tokens"], given["params"])
@@ -496,6 +511,9 @@ def main() -> None:
                 say([outcome(came[each]) for each in begun])
             case "metrics":
                 say(_metrics())
+            case "log_stats":
+                llm.llm_engine.do_log_stats()
+                say(True)
             case "version":
                 say(_version())
             case "stop":

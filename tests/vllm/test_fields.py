@@ -17,7 +17,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lmtier.errors import LayoutError
 from lmtier_integrations.vllm import LMTierConnector
-from lmtier_integrations.vllm.identity import identity_of
+from lmtier_integrations.vllm.identity import identity_of, name_of
+from lmtier_integrations.vllm.loaded import origin_of
 from tests.vllm.fields import entries
 
 NEWEST = "0.32.0"
@@ -83,7 +84,8 @@ def key(models: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             for name, value in (environment or {}).items():
                 patch.setenv(name, value)
             config = EngineArgs(model=str(model), max_model_len=2048, **options).create_engine_config()
-            return identity_of(config, "model").digest()
+            weights, _ = name_of({0: origin_of(config.model_config, config.load_config)}, config)
+            return identity_of(config, "model", weights).digest()
 
     return key
 

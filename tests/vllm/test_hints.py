@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from lmtier.rules.hints import envelope
 from lmtier.tools.console import Address, Remote
-from lmtier_integrations.vllm.sessions import said_by
+from lmtier_integrations.vllm.said import said_by
 from tests.server.process import served, until
 from tests.vllm.conftest import CHUNK, CacheServer, alone, prompts_of, transfer
 from tests.vllm.engine import Engine
@@ -105,10 +105,11 @@ ODD = {"lmtier_hints": {"actions": [object()]}}
 def test_what_a_user_says_wrong_about_sessions_stops_no_engine(said):
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = said  # versions differ in what they let through
-    assert said_by(request) == ("", "", "", ())
+    found = said_by(request)
+    assert (found.session, found.parent, found.source, found.hints) == ("", "", "", ())
 
 
 def test_hints_of_a_request_without_a_session_are_about_its_prompt():
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = {"lmtier_hints": envelope("m", ("pin", {}))}
-    assert said_by(request)[0] == "r"
+    assert said_by(request).session == "r"

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from lmtier.tools.cli import main
 from lmtier.tools.console import Address, Remote
-from lmtier_integrations.vllm.identity import ttl_of
+from lmtier_integrations.vllm.said import said_by
 from tests.server.process import until
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine
@@ -44,4 +44,4 @@ def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, s
 def test_what_a_user_says_wrong_about_lifetimes_stops_no_engine(said):
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = said  # versions differ in what they let through
-    assert ttl_of(request) is None
+    assert said_by(request).ttl is None

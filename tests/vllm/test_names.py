@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lmtier.client.client import Client
 from lmtier_integrations.vllm.memory import _beginning
@@ -161,7 +163,7 @@ def test_what_ranks_tell_of_an_earlier_sleep_undoes_no_reset(models):
     config = EngineArgs(model=str(models / "qwen2"), skip_tokenizer_init=True).create_engine_config()
     nobody: Any = None  # a server hears nothing before workers have said what they hold
     names = Names(config, Settings.of({"tiers": ["cpu://?capacity=1MiB"]}, 32, 0), nobody)
-    of_files = names._identity.weights
+    names._rename(of_files := "of files")
     names.reset(step=5)
     names.slept(1, step=6)
     assert names.compared()
@@ -189,6 +191,38 @@ def test_a_process_knows_when_it_began():
     assert before - 0.02 <= float(os.read(told, 100)) <= time.time()
     for end in (told, tells):
         os.close(end)
+
+
+def exchange(one: Path, other: Path) -> None:
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+
+
+def test_weights_have_the_name_of_the_files_that_were_loaded_and_not_of_others_beside_them(
+    models, tmp_path, below, wanted
+):
+    """An old .pt, two checkpoints with an index, two files that are exchanged, a consolidated file."""
+    place, trained = tmp_path / "model", models / "qwen2-trained" / "model.safetensors"
+    shutil.copytree(models / "qwen2", place)
+    torch.save(load_file(trained), place / "model.pt")
+    one, two = place / "model.safetensors", place / "model-2.safetensors"
+
+    def loads(name: str, *, is_new: bool = True, **options: Any) -> None:
+        with Engine(tmp_path, place, transfer=below.transfer(model="ours"), **options) as engine:
+            assert finds(engine, PROMPTS, wanted[name]) == (0 if is_new else loadable(PROMPTS))
+
+    loads("qwen2")
+    loads("qwen2-trained", load_format="pt")
+    shutil.copyfile(trained, two)
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"all": two.name}}))
+    loads("qwen2-trained")
+    exchange(one, two)
+    loads("qwen2")
+    shutil.copyfile(trained, place / "consolidated.safetensors")
+    loads("qwen2-trained")
+    loads("qwen2", load_format="safetensors", is_new=False)
 
 
 def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):

@@ -33,16 +33,22 @@ AT_REST = stored_size(ROW)
 
 def started(make: Callable[[], Any], model: Path, *, adapters: bool = False) -> Any:
     """Call this while vLLM's core makes its scheduler, as far as a tier asks of both. Returns the core."""
+    from vllm.config import LoadConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     class Core(EngineCore):
         def __init__(self) -> None:
-            self.vllm_config = SimpleNamespace(
+            self.vllm_config = config = SimpleNamespace(
                 lora_config=object() if adapters else None,
-                model_config=SimpleNamespace(model=str(model)),
-                parallel_config=SimpleNamespace(distributed_executor_backend=None),
+                model_config=SimpleNamespace(model=str(model), revision=None),
+                parallel_config=SimpleNamespace(distributed_executor_backend=None, rank=0, world_size=1),
+                load_config=LoadConfig(),
+                speculative_config=None,
             )
+            runner = SimpleNamespace(get_model=lambda: None)
+            worker = SimpleNamespace(vllm_config=config, model_runner=runner)
+            self.model_executor = SimpleNamespace(collective_rpc=lambda call: [call(worker)])
             self.scheduler = Made()
 
         def collective_rpc(self, *_: Any) -> None: ...

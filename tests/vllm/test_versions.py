@@ -6,6 +6,8 @@ reason for which it is skipped is what the table says instead of yes.
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -250,6 +252,31 @@ def test_layers_that_keep_a_state_and_after_a_restart(models, tmp_path):
         again = alone(engine, prompts)
     assert tokens(again) == tokens(cold)
     assert cached(again) == whole
+
+
+def test_weights_are_named_by_the_files_that_its_loader_chooses(models, tmp_path):
+    """Its own code is asked, so no engine has to start."""
+    from vllm.config import LoadConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from lmtier_integrations.vllm.loaded import origin_of
+
+    place, trained = tmp_path / "model", models / "qwen2-trained" / "model.safetensors"
+    shutil.copytree(models / "qwen2", place)
+    model = EngineArgs(model=str(place), skip_tokenizer_init=True).create_model_config()
+
+    def named(load_format: str) -> str:
+        return origin_of(model, LoadConfig(load_format=load_format)).digest
+
+    auto = named("auto")
+    for name in ("model.pt", "model-2.safetensors", "consolidated.safetensors"):
+        shutil.copyfile(trained, place / name)
+    index = place / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"all": "model.safetensors"}}))
+    assert named("safetensors") == named("hf") == auto
+    found = [auto, named("pt"), named("mistral")]
+    index.write_text(json.dumps({"weight_map": {"all": "model-2.safetensors"}}))
+    assert len({*found, named("safetensors"), ""}) == 5
 
 
 def test_what_it_cannot_serve_is_declined_in_one_sentence(models, tmp_path):

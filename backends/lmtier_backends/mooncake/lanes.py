@@ -8,7 +8,6 @@ copy.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from lmtier.format.layout import padded
+from lmtier.format.objects import anonymous, padded
 from lmtier.threads import start_thread
 from lmtier_backends.sockets import left
 
@@ -38,14 +37,14 @@ class CallLane:
         self._free = free
         self._lock = threading.Lock()
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._map: mmap.mmap | None = None
+        self._map: memoryview | None = None
         self.is_left = False
         """Whether the caller has given up on the running call."""
         self.thread = start_thread(name, self._work)
 
     @property
     def memory(self) -> memoryview:
-        return memoryview(b"" if self._map is None else self._map)
+        return memoryview(b"") if self._map is None else self._map
 
     @property
     def address(self) -> int:
@@ -54,7 +53,7 @@ class CallLane:
 
     def take_memory(self, nbytes: int) -> None:
         """New memory; the old one must not be registered any more."""
-        self._map = mmap.mmap(-1, padded(nbytes))
+        self._map = anonymous(padded(nbytes))
 
     def drop_memory(self) -> None:
         self._map = None

@@ -7,7 +7,7 @@ A payload is split into parts of 1020 KiB. Larger values halve the rate, because
 memory for each, and a value of 1024 KiB with its overhead takes 1280 KiB. Each write has its own nonce, in
 its card and in the names of its parts. The card is written last. So two writers never mix, and a reader sees
 one whole write or a miss. A part that was evicted, or has another size, makes the object a miss, and
-`codec.unseal` checks the rest. The braces are a cluster's hash tag: the parts of an object are on one node,
+`objects.unseal` checks the rest. The braces are a cluster's hash tag: the parts of an object are on one node,
 and objects are spread over the nodes.
 
 One request at a time is in flight on a connection, because pipelined payloads are slower. The threads share

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 import xxhash
+from safetensors import safe_open
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
@@ -29,6 +30,7 @@ from transformers.cache_utils import (
 )
 
 from lmtier.errors import LayoutError, MisuseError
+from lmtier_integrations.identity import checkpoint_in
 from lmtier_integrations.transformers.states import States, states_in
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -242,3 +244,42 @@ def digest_of(model: PreTrainedModel) -> str:
         data = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
         digest.update(xxhash.xxh3_128_digest(data.data))
     return f"tensors {digest.hexdigest()}"
+
+
+def digest_in(folder: str, model: PreTrainedModel) -> str:
+    """The digest of the files in a folder that transformers loads by itself; other engines find it too.
+
+    The model may have been loaded from other files there. So samples of all tensors that are in memory are
+    compared with the files.
+    """
+    files = checkpoint_in(folder)
+    if not files.paths or not (digest := files.settled()[1]):
+        raise MisuseError(f"weights={folder!r} is no folder with files of weights that transformers loads")
+    mine, prefix, same = model.state_dict(), f"{model.base_model_prefix}.", 0
+    for path in files.paths:
+        for name, tensor in _tensors_in(path):
+            names = name, prefix + name, name.removeprefix(prefix)
+            held = next((mine[each] for each in names if each in mine), None)
+            if held is None or held.shape != tensor.shape:
+                continue  # transformers has put it together with others
+            if not held.is_meta:
+                at = torch.arange(0, tensor.numel(), max(1, tensor.numel() // _SAMPLE) | 1)
+                wanted = tensor.reshape(-1)[at].to(held.dtype)
+                if not torch.equal(held.detach().reshape(-1)[at.to(held.device)].cpu(), wanted):
+                    raise MisuseError(
+                        f"{name} in memory is not that of {path}: the model was loaded from other files, or "
+                        "changed; leave weights out"
+                    )
+            same += 1
+    if not same:
+        raise MisuseError(f"weights={folder!r} has no tensors of this model: leave weights out")
+    return digest
+
+
+def _tensors_in(path: str) -> Iterator[tuple[str, Tensor]]:
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name)
+    else:
+        yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()

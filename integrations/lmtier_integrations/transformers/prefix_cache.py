@@ -13,10 +13,11 @@ from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity
-from lmtier_integrations.identity import attention_of, weights_in
+from lmtier_integrations.identity import attention_of
 from lmtier_integrations.transformers.buffer import ChunkBuffer, PromptRow
 from lmtier_integrations.transformers.model import (
     decline_state,
+    digest_in,
     digest_of,
     length_limit,
     probe,
@@ -39,7 +40,8 @@ class PrefixCache:
 
     `settings` are those of `lmtier.config.Config`: `chunk_tokens`, `verify`, `load_deadline`, …; a server has
     its own. All bytes of the model's weights identify it. Other engines only see files: to share with them,
-    set `weights` to the model's folder, and `name` to the name that they use.
+    set `weights` to the model's folder, and `name` to the name that they use. The model must be of the files
+    that transformers loads from there by itself, without `variant=`, `subfolder=` or `gguf_file=`.
 
     If the model keeps states beside KV, a state is stored after the last whole chunk of a prompt, and after
     every `state_tokens` tokens before it.
@@ -61,9 +63,7 @@ class PrefixCache:
         self._kept = probe(model)
         self._limit = length_limit(model.config.to_dict())
         self._name = name or weights or model.config.name_or_path or type(model).__name__
-        digest = weights_in(weights) if weights else digest_of(model)
-        if not digest:
-            raise MisuseError(f"weights={weights!r} is no folder with files of weights")
+        digest = digest_in(weights, model) if weights else digest_of(model)
         self._stamp = stamp_of(model)
         if server:
             self.cache: lmtier.Cache | Client = Client(server, name="transformers")

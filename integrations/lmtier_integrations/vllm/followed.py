@@ -14,11 +14,11 @@ from lmtier.format.keys import KeyChain
 from lmtier.wire.verbs import MAX_KEYS
 from lmtier_integrations.vllm.copying import Copying
 from lmtier_integrations.vllm.events import Events
-from lmtier_integrations.vllm.identity import lora_of, ttl_of
+from lmtier_integrations.vllm.identity import lora_of
 from lmtier_integrations.vllm.media import Contents
 from lmtier_integrations.vllm.messages import Adapter
 from lmtier_integrations.vllm.names import Names
-from lmtier_integrations.vllm.sessions import Said
+from lmtier_integrations.vllm.said import Said
 from lmtier_integrations.vllm.stats import Stats
 
 NEVER = float("-inf")
@@ -45,9 +45,6 @@ class FollowedRequest:
     client: Client
     names: Names
     said: Said
-    """Of its session."""
-    ttl: float | None = field(init=False)
-    """The ttl of its stored chunks."""
     match: Match | None = None
     looked_at: float = NEVER
     computed: int = 0
@@ -64,6 +61,8 @@ class FollowedRequest:
     """Leading chunks that are stored or reserved."""
     loaded: int = 0
     """Leading chunks that were loaded: what is stored of them has come from here."""
+    is_counted: bool = False
+    """Whether what was found of it is in the metrics."""
     due: int = field(init=False)
     """The number of tokens at which something is stored next."""
     since: int = 0
@@ -73,15 +72,16 @@ class FollowedRequest:
     """The number of leading chunks whose tokens were sent to the server."""
 
     def __post_init__(self) -> None:
-        self.ttl = ttl_of(self.request)
         self.due = self.client.chunk_tokens
 
     def keys(self, tokens: int = 0) -> KeyChain:
         """The keys of the whole chunks among at least its first `tokens` tokens."""
         chain = self._chain
         if chain is None:
-            first = self.names.seed(self._lora, self._salt)
+            first = self.names.seed(self._lora, self.said.salt)
             chain = self._chain = KeyChain(first, self.client.chunk_tokens, (), self.media)
+        if chain.tokens < min(tokens, len(self.said.tokens)):
+            chain.extend(self.said.tokens[chain.tokens : tokens])
         if tokens > chain.tokens:
             chain.extend(self.request.all_token_ids[chain.tokens : tokens])
         return chain
@@ -97,10 +97,6 @@ class FollowedRequest:
     def _lora(self) -> str:
         return lora_of(self.request, self.adapter[1] if self.adapter is not None else "")
 
-    @property
-    def _salt(self) -> str:
-        return self.request.cache_salt or ""
-
     def tell(self) -> None:
         """Send its new tokens to the server, if the user wants that. Placeholders are not sent."""
         if not self.names.tells_tokens or self.media:
@@ -109,7 +105,7 @@ class FollowedRequest:
         first, size = self._told, self.client.chunk_tokens
         if new := keys[first:]:
             tokens = self.request.all_token_ids[first * size : len(keys) * size]
-            self.names.tell(new, tokens, self._lora, self._salt, keys[first - 1] if first else b"")
+            self.names.tell(new, tokens, self._lora, self.said.salt, keys[first - 1] if first else b"")
             self._told = len(keys)
 
     def drop(self) -> None:

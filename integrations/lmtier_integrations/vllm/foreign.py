@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from lmtier_integrations.vllm.messages import NULL_BLOCK
 from lmtier_integrations.vllm.steps import Given, entered, given
-
-
-def comes_from_elsewhere(request: Request) -> bool:
-    """Whether a router says that another engine computes the prompt, and another connector will load it."""
-    params = request.kv_transfer_params
-    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
 class Foreign:

@@ -10,9 +10,8 @@ import copy
 import hashlib
 import importlib.util
 import os
-import re
-import secrets
 import tomllib
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from importlib.resources import files
 from pathlib import Path
@@ -25,73 +24,47 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.v1.request import Request
 
 from lmtier.format.keys import Identity
-from lmtier.rules.lifetimes import MAX_TTL
-from lmtier_integrations.identity import attention_of, weights_in
-from lmtier_integrations.vllm.settings import log
+from lmtier_integrations.identity import attention_of
+from lmtier_integrations.vllm.messages import Origin
 
 TABLE: dict[str, list[dict[str, Any]]] = tomllib.loads(
     files("lmtier_integrations.vllm").joinpath("fields.toml").read_text()
 )
-_FROM_FILES = {
-    *("auto", "hf", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "safetensors"),
-    *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
-}
-"""Load formats that read the weights in the model's folder, as we do."""
-_FOR_SPEED = {"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"}
 _DTYPE = "dtype of the model"
 _LONG = 32768  # tokens, above which Llama 4 scales its attention if nothing is said of it
-_SECRET = secrets.token_hex(16)
 
 
-def identity_of(config: VllmConfig, name: str = "") -> Identity:
+def identity_of(config: VllmConfig, name: str = "", weights: str = "") -> Identity:
     """The identity of the model with the engine's settings. The mover adds the layout."""
-    model, cache = config.model_config, config.cache_config
-    weights = _weights(model.model, model.revision, model.hf_config)
-    why = ""
-    if not weights:
-        why = f"the weights of {model.model} are neither files nor a commit of a hub"
-    else:
-        why = why_private(config)
-    if why:
-        weights = ""
-        log.warning("lmtier: %s, so only this run of the engine finds the stored KV", why)
+    model, cache, speculative = config.model_config, config.cache_config, config.speculative_config
     attention = attention_of(
         _as_built(model),
         length=str(_built_length(model)),
         dtype=str(model.dtype),
         kv=str(cache.cache_dtype),
         quantization=str(model.quantization),
-        speculative=_draft(config),
+        speculative="" if speculative is None else str(speculative.method),
         engine=facts_of(config),
     )
     return Identity(model=name or model.model, weights=weights, attention=attention)
+
+
+def name_of(origins: Mapping[int, Origin], config: VllmConfig) -> tuple[str, str]:
+    """The name of the weights that all ranks have loaded; or nothing, and why only this run finds KV."""
+    files = {each.files for each in origins.values()}
+    why = next((each.why for each in origins.values() if each.why), "")
+    if getattr(config.model_config, "model_class_overrides", None):
+        why = why or "model_class_overrides runs code that may change"
+    if not why and (len(origins) < config.parallel_config.world_size or len(files) > 1 or "" in files):
+        why = "the weights' files have changed since the engine began to load them"
+    digest = max((each.digest for each in origins.values()), default="")
+    return ("", why) if why else (digest, "")
 
 
 def lora_of(request: Request, content: str) -> str:
     """The adapter's part of the key. It includes the content, because the files may be replaced."""
     lora: LoRARequest | None = request.lora_request
     return "" if lora is None else f"{lora.lora_name}\0{content}"
-
-
-def ttl_of(request: Request) -> float | None:
-    """The request's `lmtier_ttl` in seconds, if it has one. A wrong value is logged and ignored."""
-    params = request.kv_transfer_params
-    seconds = params.get("lmtier_ttl") if isinstance(params, dict) else None
-    if seconds is None:
-        return None
-    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_TTL:
-        return float(seconds)
-    log.warning("lmtier: lmtier_ttl=%.40r of a request is no number of seconds and is ignored", seconds)
-    return None
-
-
-def _weights(model: str, revision: str | None, config: Any) -> str:
-    if files := weights_in(model):
-        return files
-    for commit in (revision, getattr(config, "_commit_hash", None)):
-        if commit and re.fullmatch(r"[0-9a-f]{40}", commit):
-            return str(commit)
-    return ""
 
 
 def _as_built(model: ModelConfig) -> Any:
@@ -120,17 +93,6 @@ def _built_length(model: ModelConfig) -> int:
     return int(model.get_and_verify_max_len(-1) if fits else model.max_model_len)
 
 
-def _draft(config: VllmConfig) -> str:
-    """The identity of the draft model, because its KV is in the same blocks."""
-    speculative = config.speculative_config
-    if speculative is None:
-        return ""
-    draft = speculative.draft_model_config
-    if draft is None:
-        return str(speculative.method)
-    return f"{speculative.method} {_weights(draft.model, draft.revision, draft.hf_config) or _SECRET}"
-
-
 # ---- settings that change KV for the same tokens: `fields.toml` lists every field of the configuration
 
 
@@ -149,20 +111,6 @@ def facts_of(config: VllmConfig) -> dict[str, Any]:
     if code := _code_of(model):
         found["code"] = code
     return found
-
-
-def why_private(config: VllmConfig) -> str:
-    """Why KV is private to this run although the weights are known; empty if it is shared."""
-    load, extra = config.load_config.load_format, config.load_config.model_loader_extra_config
-    if load == "dummy":
-        return "load_format=dummy gives the model random weights"
-    if load not in _FROM_FILES:
-        return f"load_format={load} does not read the weights in the model's folder"
-    if other := sorted(set(extra or {}) - _FOR_SPEED) if isinstance(extra, dict | None) else [str(extra)]:
-        return f"model_loader_extra_config may name other weights with {', '.join(other)}"
-    if getattr(config.model_config, "model_class_overrides", None):
-        return "model_class_overrides runs code that may change"
-    return ""
 
 
 def keeps_states(model: ModelConfig) -> bool:

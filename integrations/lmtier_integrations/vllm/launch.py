@@ -14,20 +14,20 @@ import os
 import re
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 
 from lmtier.client.client import Client
-from lmtier.config import TOKEN_VARIABLE
+from lmtier.config import TOKEN_VARIABLE, TierSpec
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import Shard
 from lmtier.wire.resp import command
-from lmtier_integrations.vllm.settings import Settings, log
+from lmtier_integrations.vllm.settings import Settings, log, size
 
 _PATIENCE = 60.0  # seconds until a private server must answer
 _LINGER = 5.0  # seconds without an engine until it ends; the next start needs its disk
@@ -38,12 +38,23 @@ _AGAIN_AT_LAST = 300.0  # seconds, at most
 _PROBE = 0.2  # seconds for a server to show that it is alive
 _OLD = 24 * 3600.0  # seconds until the log of an ended engine is deleted
 
-# A Python process that forks and ends at once, so that the server has no parent in the engine. A worker may
-# be bound to the computing cores, but the server must not be.
-_ORPHAN = """
-import os, sys
-if os.fork():
+_LINES = 12  # of its log, to quote
+_WARNING = re.compile(r"\S+ (WARNING|ERROR) (lmtier: )?(?P<text>.*)")
+
+# A Python process that is the parent of the server while it starts. It ends with the server's exit code, or
+# with 0 when the engine writes to it: then the server has no parent in the engine. A worker may be bound to
+# the computing cores, but the server must not be.
+_NURSE = """
+import os, select, sys
+ended, alive = os.pipe()
+server = os.fork()
+if server:
+    os.close(alive)
+    if ended in select.select([0, ended], [], [])[0]:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) & 255)
     os._exit(0)
+os.set_inheritable(alive, True)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 try:
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 except OSError:
@@ -57,9 +68,12 @@ class Launcher:
 
     def __init__(self, settings: Settings, engine: str) -> None:
         self.settings = settings
-        digest = hashlib.sha256(engine.encode()).hexdigest()[:16]
-        self.session = f"vllm-{digest}"
+        # vLLM draws its id at random before it starts a process, and gives it to all of them. So the id is
+        # what they share before any of them is connected.
+        self.secret = hashlib.sha256(f"lmtier session {engine}".encode()).hexdigest()
         self.is_private = not settings.server
+        self.is_first = not re.search(r"_dp[1-9]\d*$", engine)
+        """Whether it is the first data-parallel engine of this host, which says what is true of all."""
         self._variables = self._variables_of_server() if self.is_private else {}
         # Data-parallel ranks have engines of their own, but one server on a host. An engine that comes back
         # with other settings gets another one.
@@ -74,7 +88,22 @@ class Launcher:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
         address = str(self.path).removeprefix("unix:/")
-        return Client(address, engine=self.session, shard=shard, name=name, token=token, waits=False)
+        return Client(address, engine=self.secret, shard=shard, name=name, token=token, waits=False)
+
+    def described(self, client: Client, gpu: TierSpec | None) -> str:
+        """The tiers with their sizes, and the server: its process, its log and its page, or its address."""
+        tiers = [(each["url"], each["capacity"]) for each in client.report().get("tiers", ())]
+        if gpu is not None:
+            tiers.insert(0, (gpu.url, gpu.capacity))
+        path = " → ".join(_tier(*each) for each in tiers)
+        if not self.is_private:
+            return f"{path}, server {self.path}"
+        found = f"{path}, private server pid {self._process()}, log {self._log}"
+        host, _, port = self.settings.http.rpartition(":")
+        if port.isdigit() and int(port):
+            page = host if host not in ("", "0.0.0.0", "[::]") else "127.0.0.1"
+            found += f", page http://{page}:{port}/"
+        return found
 
     def revive(self) -> None:
         """Restart the private server if it has died. Does not wait until it answers."""
@@ -91,7 +120,7 @@ class Launcher:
                     "lmtier: the private server has died and is started again; its log: %s", self._log
                 )
                 try:
-                    self._spawn().close()
+                    _leave(self._spawn())
                 except (OSError, subprocess.SubprocessError) as error:
                     log.warning("lmtier: the private server cannot be started: %s", error)
 
@@ -100,37 +129,49 @@ class Launcher:
         return self.path.with_suffix(".log")
 
     def _start(self) -> None:
+        """Start the server if it does not run. Raises TierError.
+
+        It is tried again only while another process has what it needs, as that of an earlier engine may.
+        """
         until = time.monotonic() + _PATIENCE
         with self._lock(until=until):
             if self._answers():
                 return
             _sweep(self.path.parent)
             is_told = False
-            while not self._comes_up(until):
-                if time.monotonic() > until - _PATIENCE + _HELD:
-                    raise TierError(f"lmtier's private server does not start. {self._last_words()}")
+            while True:
+                before = self._log.stat().st_size if self._log.exists() else 0
+                code = self._comes_up(until)
+                if code is None:
+                    self._repeat_warnings(before)
+                    return
+                why = self._last_words(before, code)
+                if code != os.EX_TEMPFAIL or time.monotonic() > until - _PATIENCE + _HELD:
+                    raise TierError(f"lmtier's private server does not start: {why}")
                 if not is_told:
-                    log.warning("lmtier: the private server does not start yet. %s", self._last_words())
+                    log.warning("lmtier: the private server does not start yet: %s", why)
                 is_told = True
-                time.sleep(0.5)  # the server of an earlier engine may still hold the directory of a tier
+                time.sleep(0.5)
 
-    def _comes_up(self, until: float) -> bool:
-        """Start a server. False: it has ended before it answered."""
+    def _comes_up(self, until: float) -> int | None:
+        """Start a server. None: it answers; else the code with which it has ended."""
         try:
             server = self._spawn()
         except (OSError, subprocess.SubprocessError) as error:
             raise TierError(f"lmtier's private server cannot be started: {error}") from error
-        with server:
+        try:
             while not self._answers():
-                if server.read(1) is not None:
-                    return False
+                if (code := server.poll()) is not None:
+                    return code
                 if time.monotonic() > until:
                     raise TierError(
-                        f"lmtier's private server does not answer within {_PATIENCE:.0f} s. "
-                        f"{self._last_words()}"
+                        f"lmtier's private server does not answer within {_PATIENCE:.0f} s; "
+                        f"its log: {self._log}"
                     )
                 time.sleep(0.01)  # another process starts it
-        return True
+        finally:
+            _leave(server)
+        return None
 
     def _variables_of_server(self) -> dict[str, str]:
         config = self.settings.config
@@ -144,28 +185,30 @@ class Launcher:
             "LMTIER_SERVE_HTTP": self.settings.http,
             "LMTIER_SERVE_LINGER": str(_LINGER),
             "LMTIER_SERVE_GRACE": str(_GRACE),
+            "LMTIER_SERVE_LOG_FORMAT": "text",
         }
 
-    def _spawn(self) -> FileIO:
-        """Start a server. What is returned is at its end as soon as the server has ended."""
-        reads, writes = os.pipe()
-        os.set_blocking(reads, False)
-        ends = FileIO(reads)
-        with FileIO(writes, "w"), open(self._log, "ab", opener=_for_this_user) as log_file:
-            subprocess.run(
-                [sys.executable, "-P", "-S", "-c", _ORPHAN, sys.executable, "-P", "-m", "lmtier", "serve"],
-                stdin=subprocess.DEVNULL,
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """Start a server. `_leave` must follow."""
+        with open(self._log, "ab", opener=_for_this_user) as log_file:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-S", "-c", _NURSE, sys.executable, "-P", "-m", "lmtier", "serve"],
+                stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
                 env={**os.environ, **self._variables, "LMTIER_SERVE_UNIX": str(self.path)},
                 cwd="/",
-                pass_fds=[writes],
                 # Not a separate session: waiting workers of vLLM spin on sched_yield, which yields only to
                 # their own session (autogroup). A separate group is enough to keep Ctrl-C away.
                 process_group=0,
-                check=True,
             )
-        return ends
+
+    def _process(self) -> int:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.connect(str(self.path))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return int(struct.unpack("3i", credentials)[0])
+        return 0
 
     def _answers(self) -> bool:
         """Whether it answers. To listen is not enough: opening its tiers comes later, and may fail."""
@@ -178,12 +221,26 @@ class Launcher:
             except OSError:
                 return False
 
-    def _last_words(self) -> str:
+    def _last_words(self, before: int, code: int) -> str:
+        """Why the server has ended: the sentence with which it did, or the end of its log."""
+        lines = self._lines(before)
+        if code in (2, os.EX_TEMPFAIL) and lines:
+            return f"{lines[-1].removeprefix('lmtier: ')} (its log: {self._log})"
+        end = "\n".join(lines[-_LINES:])
+        return f"it ended with code {code}. The end of its log, {self._log}:\n{end}"
+
+    def _repeat_warnings(self, before: int) -> None:
+        """Say in the engine's log what the new server has warned of."""
+        for line in self._lines(before):
+            if found := _WARNING.match(line):
+                log.warning("lmtier: the private server: %s", found["text"])
+
+    def _lines(self, before: int) -> list[str]:
+        """The lines of its log beyond its first `before` bytes."""
         try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()[-12:]
+            return self._log.read_bytes()[before:].decode(errors="replace").strip().splitlines()
         except OSError:
-            lines = []
-        return f"The end of its log, {self._log}:\n" + "\n".join(lines)
+            return []
 
     @contextmanager
     def _lock(self, *, wait: bool = True, until: float = 0.0) -> Iterator[None]:
@@ -204,6 +261,20 @@ class Launcher:
             yield
         finally:
             os.close(descriptor)
+
+
+def _leave(server: subprocess.Popen[bytes]) -> None:
+    """The server goes on by itself from here on, if it has not ended."""
+    assert server.stdin is not None
+    with suppress(BrokenPipeError), server.stdin as told:
+        told.write(b"\n")
+    server.wait()
+
+
+def _tier(url: str, capacity: int | None) -> str:
+    scheme, _, rest = url.partition("://")
+    words = [scheme, rest.partition("?")[0], size(capacity) if capacity else ""]
+    return " ".join(word for word in words if word)
 
 
 def _for_this_user(path: str, flags: int) -> int:

@@ -24,6 +24,7 @@ from vllm.v1.request import Request
 
 from lmtier.format.keys import Extra
 from lmtier_integrations.identity import preparing_files_in
+from lmtier_integrations.vllm.said import is_readable
 from lmtier_integrations.vllm.settings import log
 
 _NAMES = 65_536  # names of vLLM's that are remembered with their content: more than its caches hold items
@@ -83,7 +84,9 @@ class Media:
 
     def _name(self, feature: Any, by: str) -> str:
         """`by`: the adapter that changes what is computed of it."""
-        identifier = str(feature.identifier)
+        identifier, place = feature.identifier, feature.mm_position
+        if not is_readable(identifier) or place.offset < 0 or place.length < 1:
+            return ""
         if self._trusts_ids:
             return self._agreed(identifier, f"id {identifier}{by}")
         content = self._content_of(feature) if self._sees_contents else ""

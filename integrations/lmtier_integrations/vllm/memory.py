@@ -9,10 +9,9 @@ Nothing here runs while the engine computes: vLLM changes weights between steps,
 
 from __future__ import annotations
 
+import copy
 import functools
-import hashlib
 import inspect
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,8 @@ from vllm.config import VllmConfig
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.v1.worker.worker_base import WorkerBase
 
-from lmtier_integrations.identity import Stamps, adapter_in, newest, stamps_of, weights_in
+from lmtier_integrations.identity import adapter_in
+from lmtier_integrations.vllm.loaded import origin_of, origin_of_draft, together
 from lmtier_integrations.vllm.messages import Adapter, Origin
 from lmtier_integrations.vllm.settings import log
 
@@ -73,19 +73,44 @@ def wrap(leave: ExitStack, owner: Any, name: str, around: Callable[..., Any]) ->
     leave.callback(vars(owner).pop, name, None)
 
 
-def files_of(config: VllmConfig) -> str:
-    """The stamps of the files that the weights were just loaded from. Empty: they may have changed since.
+def loading_began(config: VllmConfig) -> float:
+    """A time before this process began to load weights; 0: that is not known.
 
     If vLLM started this process, files that are newer than the process may have been replaced during the
     load. In a user's own process the weights' files may be newer, so only later changes are noticed.
     """
-    stamps = stamps_of(config.model_config.model)
     is_own = vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or (
         config.parallel_config.distributed_executor_backend == "mp"
     )
-    if is_own and stamps and newest(stamps) / 1e9 > _beginning():
-        return ""
-    return _named(stamps)
+    return _beginning() if is_own else 0.0
+
+
+def adapter_of(request: Any, place: str) -> str:
+    """The digest of the adapter at this place. Empty: it is not there, or is loaded from elsewhere (0.29)."""
+    return "" if getattr(request, "tensorizer_config_dict", None) else adapter_in(place)
+
+
+def loaded_by(worker: Any) -> Origin:
+    """What a worker of vLLM has just loaded. A tier calls it through vLLM's executor."""
+    return together(*_loaded_by(worker))
+
+
+def _loaded_by(worker: Any) -> tuple[Origin, Origin | None]:
+    """Of the model, and of its draft model if there is one."""
+    config, runner = worker.vllm_config, worker.model_runner
+    # One rank reads all files for the digest.
+    how: dict[str, Any] = {"reads": config.parallel_config.rank == 0, "since": loading_began(config)}
+    return (
+        origin_of(config.model_config, config.load_config, runner.get_model(), **how),
+        origin_of_draft(config, next(_drafts_of(runner), None), **how),
+    )
+
+
+def _drafts_of(runner: Any) -> Iterator[torch.nn.Module]:
+    for drafter in ("drafter", "speculator"):
+        draft = getattr(getattr(runner, drafter, None), "model", None)
+        if isinstance(draft, torch.nn.Module):
+            yield draft
 
 
 def _beginning() -> float:
@@ -95,15 +120,6 @@ def _beginning() -> float:
     """
     since_boot = psutil.Process().create_time() - psutil.boot_time()
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
-
-
-def origin_of(config: VllmConfig) -> str:
-    """The same for the files that the scheduler's half reads."""
-    return _named(stamps_of(config.model_config.model))
-
-
-def _named(stamps: Stamps) -> str:
-    return hashlib.sha256(repr(stamps).encode()).hexdigest() if stamps else "no files"
 
 
 @dataclass(slots=True)
@@ -125,8 +141,10 @@ class LoadedModel:
         """The step that began last."""
         self.since = 0
         """The first step that computed with these weights."""
-        self.origin: Origin = "", ""
-        """Where changed weights came from."""
+        self.origin = Origin()
+        """What the weights were loaded from last."""
+        self._draft: Origin | None = None
+        """The same for the draft model's alone, if there is one. A reload leaves them as they are."""
         self.has_news = False
         """Whether something has happened since the last step."""
         self.has_slept = False
@@ -163,6 +181,11 @@ class LoadedModel:
     def close(self) -> None:
         self._leave.close()
 
+    def look_at_files(self) -> None:
+        """Find out what vLLM has just loaded."""
+        model, self._draft = _loaded_by(self._worker)
+        self.origin = together(model, self._draft)
+
     # ---- what vLLM does
 
     def _watch_models(self) -> None:
@@ -172,20 +195,20 @@ class LoadedModel:
             wrap(self._leave, adapters, "_load_adapter", self._load_adapter)
 
     def _models(self) -> Iterator[torch.nn.Module]:
-        runner = self._worker.model_runner
-        yield runner.model
-        for drafter in ("drafter", "speculator"):
-            draft = getattr(getattr(runner, drafter, None), "model", None)
-            if isinstance(draft, torch.nn.Module):
-                yield draft
+        yield self._worker.model_runner.model
+        yield from _drafts_of(self._worker.model_runner)
 
     @property
     def _manager(self) -> Any:
         return getattr(self._worker.model_runner, "lora_manager", None)
 
-    def _changed(self, origin: Origin = ("", "")) -> None:
+    def _changed(self) -> None:
         self._has_changed = self.has_news = True
-        self.origin = origin
+        self._comes_from(Origin(), Origin())
+
+    def _comes_from(self, model: Origin, draft: Origin | None) -> None:
+        self._draft = None if self._draft is None else draft
+        self.origin = together(model, self._draft)
 
     def _begin_change(self) -> None:
         """Compare once more: what was stored since the last comparison may be of unseen weights."""
@@ -216,26 +239,19 @@ class LoadedModel:
         given = inspect.signature(method).bind(*args, **kwargs).arguments
         found = self._worker.model_runner.model.named_parameters()
         names = {name.replace(".base_layer.", ".") for name, _ in found}
-        model = self._config.model_config
-        path = given.get("weights_path")
-        place, revision = path or model.model, "" if path else model.revision
+        model, load = copy.copy(self._config.model_config), self._config.load_config
+        if path := given.get("weights_path"):
+            model.model, model.model_weights, model.revision = path, "", None
         is_of_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
-        before, self._loaded = stamps_of(place), None
+        built, draft = self._worker.model_runner.get_model(), self._draft
+        before, self._loaded = origin_of(model, load, built, reads=False), None
         self._begin_change()
         result = method(*args, **kwargs)
         # A parameter that was not loaded keeps its old value, so the files would be a wrong name.
-        is_whole = self._loaded is not None and names <= self._loaded
-        if is_of_files and is_whole and before == stamps_of(place):
-            self._changed(self._origin_in(place, before, revision))
+        if is_of_files and self._loaded is not None and names <= self._loaded:
+            after = origin_of(model, load, built, reads=self._config.parallel_config.rank == 0)
+            self._comes_from(after if after.files == before.files else Origin(), draft)
         return result
-
-    def _origin_in(self, place: str, stamps: Stamps, revision: str | None) -> Origin:
-        if not stamps:
-            commit = revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
-            return commit, commit
-        is_first = self._config.parallel_config.rank == 0  # one rank reads all files for the digest
-        digest = weights_in(place) if is_first else ""
-        return (_named(stamps), digest) if stamps_of(place) == stamps else ("", "")
 
     def _discard(self, method: Callable[..., Any], *args: Any) -> Any:
         self.before_change()
@@ -259,7 +275,7 @@ class LoadedModel:
 
     def _load_adapter(self, method: Callable[..., Any], request: Any) -> Any:
         place = get_adapter_absolute_path(request.lora_path)
-        before = adapter_in(place)
+        before = adapter_of(request, place)
         loaded = method(request)
         content = before if before and adapter_in(place) == before else ""
         number, name = request.lora_int_id, request.lora_name
@@ -285,7 +301,8 @@ class LoadedModel:
             if self._sample is None:
                 self._sample = _Sample(self._config, list(self._models()))
             if self._sample.take() and not is_noticed:
-                is_found, self.origin = True, ("", "")
+                is_found = True
+                self._comes_from(Origin(), Origin())
         if is_found:
             log.warning("lmtier: the weights have changed without a call of vLLM")
         if is_noticed or is_found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -27,9 +27,16 @@ Work: TypeAlias = "tuple[int, float]"
 Adapter: TypeAlias = "tuple[int, str]"
 """An adapter: vLLM's number for it, and a digest of its content."""
 
-Origin: TypeAlias = "tuple[str, str]"
-"""The files that weights were loaded from, and their digest, from the rank that computed it. Empty: the
-weights were not loaded from files."""
+
+class Origin(NamedTuple):
+    """What the weights in a rank's memory were loaded from."""
+
+    files: str = ""
+    """The files and their time stamps; empty: that is not known, or weights may change unseen."""
+    digest: str = ""
+    """Of the files' names and contents, from the rank that computed it."""
+    why: str = ""
+    """Why the files cannot be known."""
 
 
 @dataclass
@@ -43,8 +50,7 @@ class RankFacts:
     """The backend, if it cannot continue from loaded KV; else empty."""
     is_asynchronous: bool
     """Whether copies continue after a step, as on a GPU."""
-    files: str
-    """The files that its weights are of; empty: that is not known, or weights may change unseen."""
+    origin: Origin
     states: tuple[bytes, Shard] | None = None
     """The layout and the shard of its states, if it has any."""
 

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from lmtier.client.client import Client
 from lmtier.copy.mover import fill_identity
 from lmtier.format.keys import seed
 from lmtier.format.layout import ChunkForm, Layout
-from lmtier.observe.prompts import Origin
-from lmtier_integrations.identity import adapter_in
-from lmtier_integrations.vllm.identity import identity_of, why_private
+from lmtier.observe import prompts
+from lmtier_integrations.vllm.identity import identity_of, name_of
 from lmtier_integrations.vllm.media import Media
-from lmtier_integrations.vllm.memory import origin_of
-from lmtier_integrations.vllm.messages import Adapter, RankReport
+from lmtier_integrations.vllm.memory import adapter_of
+from lmtier_integrations.vllm.messages import Adapter, Origin, RankReport
 from lmtier_integrations.vllm.settings import Settings, log
 
 _SEEDS = 4096  # pairs of adapter and salt
@@ -32,12 +32,9 @@ class Names:
     def __init__(self, config: VllmConfig, settings: Settings, client: Client) -> None:
         self._client = client
         self.tells_tokens = settings.tell_tokens
-        self._ranks = config.parallel_config.world_size
-        files = origin_of(config)
+        self._config, self._ranks = config, config.parallel_config.world_size
         self._identity = identity_of(config, settings.model)
-        self._files = files if origin_of(config) == files else ""  # empty if they have just changed
-        self._is_own = bool(why_private(config))
-        """Whether no other run of the engine may find the stored KV."""
+        """Its weights have no name until workers have said what they loaded."""
         self.media = Media(config, trusts_ids=settings.trust_media_ids)
         self.form: ChunkForm | None = None
         """Of what this engine stores; None: workers have not said what they hold."""
@@ -60,19 +57,36 @@ class Names:
         """The same for each rank."""
 
     def meet(
-        self, layout: Layout, form: ChunkForm, files: set[str], ends: ChunkForm | None, *, is_watched: bool
+        self,
+        layout: Layout,
+        form: ChunkForm,
+        origins: Mapping[int, Origin],
+        ends: ChunkForm | None,
+        *,
+        is_watched: bool,
     ) -> None:
-        """Workers have said what they hold, and of which files. `is_watched`: a change of it will be seen."""
-        if files != {self._files} or not is_watched:
-            self._identity = replace(self._identity, weights="")
-            log.warning(
-                "lmtier: the weights' files have changed since the engine began to load them, or the engine "
-                "does not show changes of its weights: only this run of it finds the stored KV"
-            )
+        """Workers have said what they hold, and of which files.
+
+        `is_watched`: a change of it will be seen.
+        """
+        weights, why = name_of(origins, self._config)
+        if not is_watched:
+            weights, why = "", "the engine does not show changes of its weights"
+        if why:
+            log.warning("lmtier: %s, so only this run of the engine finds the stored KV", why)
+        if self._before_reset is None:
+            self._identity = replace(self._identity, weights=weights)
+        else:  # a reset came first
+            self._before_reset = weights
         self.form, self.ends = form, ends
         self._identity = fill_identity(self._identity, layout, self._client.approximation)
         self._seeds.clear()
         self._client.declare(self._identity, form)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this run of the engine finds what it stores."""
+        return self._identity.is_private
 
     def seed(self, lora: str, salt: str) -> bytes:
         """The start of the key chains of requests with this adapter and salt."""
@@ -88,18 +102,17 @@ class Names:
 
     def tell(self, keys: Sequence[bytes], tokens: Sequence[int], lora: str, salt: str, parent: bytes) -> None:
         """Send the server the tokens and the origin of these keys."""
-        self._client.tell(keys, tokens, Origin.of(asdict(self._identity), lora, salt), parent)
+        self._client.tell(keys, tokens, prompts.Origin.of(asdict(self._identity), lora, salt), parent)
 
     # ---- weights
 
     def change(self, report: RankReport) -> None:
         """Ranks have new weights. If all of them know the same source, it becomes the name."""
         self.count = report.names
-        files = {files for files, _ in report.origins.values()}
-        digest = max((digest for _, digest in report.origins.values()), default="")
-        if len(report.origins) < self._ranks or len(files) > 1 or "" in files or self._is_own:
-            digest = ""
-        log.info("lmtier: the weights have changed: %s", digest[:16] or "their KV is private to this run")
+        digest, why = name_of(report.origins, self._config)
+        log.info(
+            "lmtier: the weights have changed: %s", digest[:16] or f"{why}; their KV is of this run only"
+        )
         self._before_reset = None
         self._rename(digest or f"since a change {secrets.token_hex(16)}")
 
@@ -146,7 +159,7 @@ class Names:
         if lora is None:
             return None
         known = None if lora.load_inplace else self._adapters.get(lora.lora_int_id)
-        return lora.lora_int_id, adapter_in(lora.lora_path) if known is None else known
+        return lora.lora_int_id, _content_of(lora) if known is None else known
 
     def learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:
         """Apply the adapters that ranks have reported."""
@@ -169,3 +182,11 @@ class Names:
     def is_current(self, adapter: Adapter | None) -> bool:
         """Whether no rank has another adapter under that number."""
         return adapter is None or self._adapters.get(adapter[0], adapter[1]) == adapter[1]
+
+
+def _content_of(lora: LoRARequest) -> str:
+    """A digest of an adapter's files. Empty: there are none, or they cannot be read here."""
+    try:
+        return adapter_of(lora, lora.lora_path)
+    except (OSError, ValueError, TypeError):  # a request names the place: it may be no path at all
+        return ""

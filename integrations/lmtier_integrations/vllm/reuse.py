@@ -85,7 +85,7 @@ class Reuse:
             parent=said.parent,
             source=said.source,
         )
-        self._client.trace(match, known.request.trace_headers)
+        self._client.trace(match, known.said.trace)
         known.tell()
         self._bring_up(match)
         if self._events is not None:

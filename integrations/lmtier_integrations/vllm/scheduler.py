@@ -11,7 +11,7 @@ followed    one request: its keys, what it waits for, what of it is stored
 reuse       what a request may reuse, and how long it waits for it
 storing     what a step stores
 copying     what ranks load and save just now
-sessions    what a request says of its session
+said        what a request says: its salt, its session, its hints, …
 names       what KV is called, by weights, adapters and media
 doubts      whether ranks still have the weights that names say
 foreign     what another connector has loaded, which is not stored
@@ -39,7 +39,7 @@ from lmtier_integrations.vllm.copying import Copying
 from lmtier_integrations.vllm.doubts import Doubts
 from lmtier_integrations.vllm.events import Events
 from lmtier_integrations.vllm.followed import FollowedRequest, Parts
-from lmtier_integrations.vllm.foreign import Foreign, comes_from_elsewhere
+from lmtier_integrations.vllm.foreign import Foreign
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.limits import pools_whole_prompts, returns_experts
@@ -47,8 +47,8 @@ from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankR
 from lmtier_integrations.vllm.names import Names
 from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.reuse import Reuse
-from lmtier_integrations.vllm.sessions import Said, said_by
-from lmtier_integrations.vllm.settings import Settings, check_chunks, log
+from lmtier_integrations.vllm.said import Said, is_readable, said_by
+from lmtier_integrations.vllm.settings import Settings, check_chunks, log, size
 from lmtier_integrations.vllm.stats import Stats
 from lmtier_integrations.vllm.steps import blocks_taken, work_of
 from lmtier_integrations.vllm.storing import Storing
@@ -129,6 +129,8 @@ class Scheduler:
         """The engine's requests, also those that are not followed."""
         self._said: dict[str, Said] = {}
         """What those with hints say."""
+        self._declined: set[str] = set()
+        """Why requests were not followed, as far as it was said."""
         self._requests: dict[str, FollowedRequest] = {}
         self._agreed = 0
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
@@ -142,6 +144,9 @@ class Scheduler:
         """The blocks of requests that have got some since the last plan, and load nothing from here."""
         self._wrong: list[bytes] = []
         """Stored chunks of other weights than their names say, until the server has deleted them."""
+        self._model = config.model_config.model
+        if launcher.is_first and (self._loads or self._saves):
+            log.info("lmtier: caching in %s", launcher.described(client, settings.config.gpu))
 
     def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
         """Apply the facts of the workers, which report them in the first step. That step computes nothing.
@@ -170,10 +175,17 @@ class Scheduler:
         if len({layout for layout, _ in states}) > 1:
             raise LayoutError(f"the workers disagree about the model's states: {sorted(states)}")
         ends = form_of(Layout.from_json(states[0][0]), (shard for _, shard in states)) if states else None
-        files = {facts.files for facts in ranks.values()}
-        self._names.meet(layout, form, files, ends, is_watched=self._doubts.sees_engine)
+        origins = {rank: facts.origin for rank, facts in ranks.items()}
+        self._names.meet(layout, form, origins, ends, is_watched=self._doubts.sees_engine)
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         self._reuse.copies_beside = self._is_asynchronous
+        if self._launcher.is_first and (self._loads or self._saves):
+            verbs = [*(["loads"] if self._loads else []), *(["stores"] if self._saves else [])]
+            log.info(
+                "lmtier: %s KV of %s in chunks of %d tokens (%s), for %s",
+                *(" and ".join(verbs), self._model, self._client.chunk_tokens, size(sum(form.sizes))),
+                "this run of the engine only" if self._names.is_private else "all engines with its weights",
+            )
         runs = {facts.run for facts in ranks.values()}
         self._agreed = runs.pop() if len(runs) == 1 else 0
 
@@ -190,28 +202,38 @@ class Scheduler:
     def _may_load(self, known: FollowedRequest) -> bool:
         if self._may_wait and self._names.is_read_later(known.request, known.adapter):
             return False  # its files may change until then, and the load would be of those before
-        if comes_from_elsewhere(known.request):
+        if known.said.is_remote:
             return False
         return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
 
     # ---- requests
 
     def add(self, request: Request) -> None:
-        """A new request. It is looked up at once, so that tiers below read while it waits its turn."""
+        """A new request. It is looked up at once, so that tiers below read while it waits its turn.
+
+        Whatever it brings, this raises nothing.
+        """
         self._all[request.request_id] = request
         said = said_by(request)
         if said.hints:
             self._said[request.request_id] = said
+        if why_not := self._follow(request, said):
+            self.stats.add("declined_requests")
+            if why_not not in self._declined:
+                log.info("lmtier: a request is not cached, and others like it are only counted: %s", why_not)
+            self._declined.add(why_not)
+
+    def _follow(self, request: Request, said: Said) -> str:
+        """Returns why it is not followed, so that nothing of it is loaded or stored; empty if it is."""
         adapter = self._names.adapter_of(request)
         media = self._names.media.of(request, "" if adapter is None else adapter[1] or "unknown")
         if media is None:
-            self.stats.add("unnamed_requests")
-            self._distrust({each.identifier for each in request.mm_features})
-            return
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-            return  # the tokens do not identify the KV, or may still change
+            self._distrust({each.identifier for each in request.mm_features if is_readable(each.identifier)})
+            return said.why_not or "no name identifies an image, audio or video of it"
+        if said.why_not:
+            return said.why_not
         if adapter is not None and not adapter[1]:
-            return  # its adapter's content is not known
+            return "the content of its adapter is not known"
         known = FollowedRequest(request, media, adapter, self._client, self._names, said)
         self._requests[request.request_id] = known
         if self._may_load(known) and self._reuse.has_room(self._requests.values()):
@@ -219,6 +241,7 @@ class Scheduler:
                 self._reuse.look(known)
                 if known.match is None and self._saves:
                     self._storing.ask_ahead(known)
+        return ""
 
     def _distrust(self, names: set[str]) -> None:
         """Stop following requests with these names: two contents share each, and vLLM may mix them up."""
@@ -255,6 +278,9 @@ class Scheduler:
         if self._is_asynchronous and not external_tokens:
             self._lent[request.request_id] = blocks.get_block_ids()
         if (known := self._requests.get(request.request_id)) is not None:
+            if not known.is_counted and known.stored:
+                self.stats.add("found_tokens", known.stored * self._client.chunk_tokens)
+            known.is_counted = True
             self._reuse.allocated(known, blocks, external_tokens)
             if external_tokens:
                 self._foreign.loads(request.request_id, external_tokens)
@@ -271,7 +297,7 @@ class Scheduler:
         self._foreign.finished(request.request_id, request.num_computed_tokens, tables)
         if (said := self._said.pop(request.request_id, None)) is not None:
             for envelope in said.hints:
-                self._client.hint(envelope, salt=request.cache_salt or "", session=said.session)
+                self._client.hint(envelope, salt=said.salt, session=said.session)
 
     def forget(self, request: Request) -> None:
         if (known := self._requests.pop(request.request_id, None)) is not None:

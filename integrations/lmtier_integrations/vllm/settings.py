@@ -70,6 +70,8 @@ class Settings:
             if name in own and type(value) is not own[name]:
                 raise _wrong(f"{name}={value!r} does not fit: expected {own[name].__name__}")
         config_of = {name: extra[name] for name in _SERVERS if name in extra}
+        if isinstance(urls := config_of.get("tiers"), str):
+            config_of["tiers"] = urls.split()  # as everywhere that tiers are one text
         if server := extra.get("server"):
             theirs = set(config_of)
             match config_of.get("tiers"):
@@ -88,7 +90,10 @@ class Settings:
             parse_seconds(extra.get("check_weights", _CHECK_WEIGHTS))
         except ConfigError as error:
             raise _wrong(f"check_weights: {error}") from None
-        config = Config(**config_of)
+        try:
+            config = Config(**config_of)
+        except ConfigError as error:
+            raise _wrong(str(error)) from None
         if "chunk_tokens" not in extra:
             config = replace(config, chunk_tokens=block_tokens)
         if "server" not in extra:
@@ -119,3 +124,12 @@ def check_chunks(chunk_tokens: int, block_tokens: int, window: int, *, has_state
 
 def _wrong(what: str) -> ConfigError:
     return ConfigError(f"kv_connector_extra_config: {what}")
+
+
+def size(nbytes: float) -> str:
+    """For the log, in the largest unit that leaves a number of at least 1."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if nbytes >= 1024:
+            nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.4g} {unit}"

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
+    "found_tokens": "prompt tokens whose KV was stored, also those that the engine had itself",
     "loaded_tokens": "prompt tokens whose KV was promised to the engine",
     "loaded_in_step_tokens": "those of the loaded tokens that were loaded within a step, not beside it",
     "gpu_hit_tokens": "those of the loaded tokens that came from copies in GPU memory",
@@ -23,7 +24,7 @@ COUNTERS = {
     "save_failures": "saves that were given up",
     "unpinned_saves": "saves left out, because their memory was not pinned for the GPU yet",
     "pin_seconds": "time that the driver took to pin the slab for GPUs, over all ranks",
-    "unnamed_requests": "requests not cached, because two images or sounds had the same name in vLLM",
+    "declined_requests": "requests that were neither looked up nor stored; the engine's log says why, once",
     "unserved": "calls that found no server",
 }
 
@@ -59,11 +60,13 @@ class Stats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         data = self.data
         return {
-            "loaded tokens": data["loaded_tokens"],
-            "saved tokens": data["saved_tokens"],
-            "loaded MB/s": round(data["load_bytes"] / 1e6 / (data["load_seconds"] or 1), 1),
-            "saved MB/s": round(data["save_bytes"] / 1e6 / (data["save_seconds"] or 1), 1),
-            "failures": data["load_failures"] + data["save_failures"],
+            "tokens found": int(data["found_tokens"]),
+            "tokens loaded": int(data["loaded_tokens"]),
+            "tokens stored": int(data["saved_tokens"]),
+            "requests not cached": int(data["declined_requests"]),
+            "MB/s loaded": round(data["load_bytes"] / 1e6 / (data["load_seconds"] or 1), 1),
+            "MB/s stored": round(data["save_bytes"] / 1e6 / (data["save_seconds"] or 1), 1),
+            "failures": int(data["load_failures"] + data["save_failures"]),
         }
 
     def is_empty(self) -> bool:

@@ -58,7 +58,7 @@ class Storing:
         tokens = known.request.num_prompt_tokens
         keys = known.keys(tokens).keys[: known.covered(tokens) // self._chunk_tokens]
         if keys and tokens <= self._step_tokens:
-            known.asked = self._client.ask_to_reserve(keys, self._names.form, ttl=known.ttl)
+            known.asked = self._client.ask_to_reserve(keys, self._names.form, ttl=known.said.ttl)
             self._ahead = known, known.asked
 
     def plan(self, plan: Plan, output: SchedulerOutput, requests: Mapping[str, FollowedRequest]) -> None:
@@ -101,7 +101,7 @@ class Storing:
         key = known.keys(chunks * self._chunk_tokens).keys[chunks - 1]
         # The chunk before it is its parent: that does not leave before the state does.
         pair = [key, state_key(key, ends.layout.to_json())]
-        reservation = self._client.reserve(pair, ends, first=1, ttl=known.ttl)
+        reservation = self._client.reserve(pair, ends, first=1, ttl=known.said.ttl)
         if reservation.entries:
             places, since, adapter = reservation.placement, known.since, known.adapter
             save = SavePlan(reservation.id, [1], places, blocks, since, adapter, is_state=True)
@@ -149,7 +149,7 @@ class Storing:
         keys = known.keys(full * self._chunk_tokens).keys[:full]
         with self._client.together():
             known.asked = self._client.ask_to_reserve(
-                keys, self._names.form, first=known.stored, ttl=known.ttl
+                keys, self._names.form, first=known.stored, ttl=known.said.ttl
             )
             known.tell()
         if not will_be_back:
@@ -193,7 +193,7 @@ class Storing:
         if self._events is not None:
             self._events.saw(known.request, known.keys(), ())
         if reservation.entries:
-            self._client.trace(reservation, known.request.trace_headers)
+            self._client.trace(reservation, known.said.trace)
             plan.saves.append(
                 SavePlan.of(reservation, tables, self._chunk_blocks, known.since, known.adapter)
             )

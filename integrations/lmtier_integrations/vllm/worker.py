@@ -28,8 +28,8 @@ from lmtier.format.keys import Identity
 from lmtier.rules.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.memory import LoadedModel, files_of
-from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport
+from lmtier_integrations.vllm.memory import LoadedModel
+from lmtier_integrations.vllm.messages import Origin, Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.rank import Rank, RankLoads, RankSaves
 from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_chunks, log
@@ -75,7 +75,8 @@ class Worker:
             client.close()
             client = self._launcher.connect(f"vllm worker {number}", declared.shard)
         self._leave.callback(client.close)
-        self._files = files_of(self._config) if self._memory is not None else ""
+        if self._memory is not None:
+            self._memory.look_at_files()
         device = device_of(declared.tensors)
         # With micro-batches a layer's hook is called after a part of the step. Then all goes after the step.
         is_layerwise = self._settings.mode == LAYERWISE and not self._config.parallel_config.use_ubatching
@@ -97,7 +98,7 @@ class Worker:
         for part, mover in ((declared, place.mover), (states, place.states)):
             if part is not None and mover is not None:
                 mover.prove(self._spare_blocks(part), block_bytes=part.block_bytes)
-                log.info(
+                log.debug(
                     "lmtier: rank %d serves %s as %s", number, part.shard, part.layout.to_json().decode()
                 )
 
@@ -116,7 +117,7 @@ class Worker:
             rank.client.run,
             declared.from_scratch,
             rank.place.is_asynchronous,
-            self._files,
+            self._memory.origin if self._memory is not None else Origin(),
             (self._states.layout.to_json(), self._states.shard) if self._states is not None else None,
         )
 

@@ -26,6 +26,7 @@ _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
 _LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
 _ADMIN = {"SET", "PIN", "UNPIN", "CLEAR", "FORGET", "CHECK"}
+_SLAB = {"SLAB", "RESERVE", "COMMIT", "ABORT", "DISCARD"}
 _LONG = {
     *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN"),
     *("COMMIT", "DISCARD", "RELEASE", "HAS"),
@@ -109,6 +110,7 @@ class Engines:
                 arity,
                 (flag, "loading"),
                 role=Role.LOOK if name in _LOOK else Role.ADMIN if name in _ADMIN else Role.ENGINE,
+                needs_slab=name in _SLAB,
                 is_of_all=name == "CLEAR",
                 most=_MOST if name in _LONG else MOST,
             )

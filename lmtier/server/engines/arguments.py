@@ -21,6 +21,7 @@ MAX_IDENTITY = 1 << 14
 """The most bytes of an identity as JSON."""
 _IDENTITY = {each.name: type(each.default) if each.name != "model" else str for each in fields(Identity)}
 _HEX_KEY = re.compile(rb"[0-9a-f]{64}")
+_SECRET = re.compile(r"[0-9a-f]{32,128}")
 _DIGITS = re.compile(rb"[0-9]{1,19}")
 
 
@@ -49,6 +50,15 @@ def read_text(argument: Argument) -> str:
 def read_name(text: str) -> str:
     if not is_name(text):
         raise Refused(f"ERR a name has 1 to {MAX_NAME} printable characters")
+    return text
+
+
+def read_secret(text: str) -> str:
+    """Reads what lets a process join the session of its engine. The refusal does not repeat it."""
+    if not _SECRET.fullmatch(text):
+        raise Refused(
+            "ERR ENGINE takes a secret of 16 to 64 random bytes, in hexadecimal; NAME is what is shown"
+        )
     return text
 
 

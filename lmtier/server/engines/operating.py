@@ -258,10 +258,9 @@ class Operating:
         asks = f"{caller.kind} {caller.name} at {caller.address}"
         need_tenant(who)
         steps = forgetting(self._cache, who, _FORGETTING if patience is None else patience, asks)
-        return self._forgetting(steps, who)
+        return self._forgetting(steps)
 
-    def _forgetting(self, steps: Steps, who: bytes) -> Waiting:
-        self._explain.prompts.forget(who)
+    def _forgetting(self, steps: Steps) -> Waiting:
         while True:
             try:
                 must_wait = next(steps)

@@ -4,6 +4,9 @@ A session is one engine: its scheduler and its ranks, each with separate connect
 belong to the session, so a rank can commit a reservation of the scheduler. They end with the session's last
 connection. If a rank dies before that, only its shard is lost, and nothing else is freed: another rank may
 still be copying. docs/PROTOCOL.md describes this for authors of clients.
+
+Only who shares an engine's secret joins its session, on the Unix socket and as the same user. The server
+never shows the secret: people see NAME.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
 from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptor
-from lmtier.server.engines.arguments import read_name, read_number, read_shard, read_text
+from lmtier.server.engines.arguments import read_name, read_number, read_secret, read_shard, read_text
 from lmtier.server.tracing import MAX_HEADER, Tracing
 from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT
 
@@ -38,7 +41,8 @@ MAX_SHARDS = 256
 class Session:
     """The state of one engine, over all of its connections."""
 
-    name: str
+    secret: str = field(repr=False)
+    """What its processes share; empty: it has one connection."""
     members: dict[Caller, Shard | None] = field(default_factory=dict)
     """Its connections, and the shard of each."""
     forms: list[ChunkForm] = field(default_factory=list)
@@ -85,6 +89,7 @@ class Sessions:
         self.ids = count((self._run << RUN_SHIFT) + 1)
         """The ids of matches and reservations."""
         self._shared: dict[str, Session] = {}
+        """By their secret."""
 
     # ---- properties of an engine
 
@@ -97,29 +102,34 @@ class Sessions:
             )
         if caller.session is not None:
             raise Refused("MISUSE this connection has sent LMTIER.HELLO before")
-        engine, name, shard = "", caller.name, None
+        secret, name, shard = "", caller.name, None
         rest = list(map(read_text, arguments[2:]))
         if len(rest) % 2:
-            raise Refused("ERR LMTIER.HELLO takes pairs: ENGINE id, SHARD L0-32H0-4, NAME text")
+            raise Refused("ERR LMTIER.HELLO takes pairs: ENGINE secret, SHARD L0-32H0-4, NAME text")
         for option, value in zip(rest[::2], rest[1::2], strict=True):
             match option.upper():
+                case "ENGINE" | "SHARD" if not caller.is_local:
+                    raise Refused("MISUSE only who maps the slab shares a session: use the Unix socket")
                 case "ENGINE":
-                    engine = read_name(value)
+                    secret = read_secret(value)
                 case "SHARD":
                     shard = read_shard(value)
                 case "NAME":
                     name = read_name(value)
                 case _:
                     raise Refused(f"ERR unknown option {option[:32]!r}: ENGINE, SHARD and NAME are known")
-        session = Session(engine, lost_at_flush=self._cache.lost)
-        if engine:
-            session = self._shared.setdefault(engine, session)
-        if shard is not None and shard in session.members.values():
-            # When one of the two left, the server would give away what the other one fills.
-            raise Refused(
-                f"MISUSE a process of engine {engine!r} that saves shard {shard} is connected: each engine "
-                "needs its own name"
-            )
+        session = self._shared.get(secret) or Session(secret, lost_at_flush=self._cache.lost)
+        for member, its in session.members.items():
+            if member.user != caller.user:
+                raise Refused("NOPERM another user's processes have this session")
+            if shard is not None and shard == its:
+                # When one of the two left, the server would give away what the other one fills.
+                raise Refused(
+                    f"MISUSE {member.name or 'a process'!r} is connected and saves shard {shard} of this "
+                    "engine: each engine needs its own secret (engine_id in vLLM)"
+                )
+        if secret:
+            self._shared[secret] = session
         session.members[caller] = shard
         caller.session, caller.name, caller.kind = session, name, "engine"
         config = self._cache.config
@@ -140,8 +150,6 @@ class Sessions:
 
     def slab(self, caller: Caller, arguments: list[Argument]) -> Any:
         fd = self._cache.slab.fd
-        if not caller.is_local:
-            raise Refused("ERR only a Unix socket hands out the slab: start the server with --unix PATH")
         if fd is None:
             raise Refused("ERR this server's slab is private memory: start it with --unix PATH")
         return WithDescriptor(self._cache.slab.capacity, fd)
@@ -195,7 +203,7 @@ class Sessions:
             "next": next(self.ids),
             "each": [
                 {
-                    "name": each.name,
+                    "secret": each.secret,
                     "forms": [teller.forms.number(form) for form in each.forms],
                     "matches": [[number, teller.match(match)] for number, match in each.matches.items()],
                     "reservations": [
@@ -213,15 +221,15 @@ class Sessions:
         self._run, self.ids = facts["run"], count(facts["next"])
         sessions = []
         for told in facts["each"]:
-            session = Session(told["name"], forms=[heritage.forms[form] for form in told["forms"]])
+            session = Session(told["secret"], forms=[heritage.forms[form] for form in told["forms"]])
             session.cost = None if told["cost"] is None else Cost(*told["cost"])
             session.lost_at_flush = self._cache.lost - told["lost"]
             for number, each in told["matches"]:
                 session.hold(number, heritage.match(each, self._cache))
             for number, each in told["reservations"]:
                 session.reservations[number] = heritage.reservation(each, self._cache)
-            if session.name:
-                self._shared[session.name] = session
+            if session.secret:
+                self._shared[session.secret] = session
             sessions.append(session)
         return sessions
 
@@ -264,8 +272,8 @@ class Sessions:
                     self.abort(session, number, [shard])
 
     def _end(self, session: Session) -> None:
-        if self._shared.get(session.name) is session:
-            del self._shared[session.name]
+        if session.secret:
+            del self._shared[session.secret]
         for number in list(session.matches):
             self.release(session, number)
         for number, reservation in list(session.reservations.items()):

@@ -69,13 +69,15 @@ class Service:
     def auth(self, caller: Caller, args: list[Argument]) -> Waiting:
         if len(args) > 3:
             raise Refused(SYNTAX)
-        if len(args) == 2 and not self._tokens():
+        if len(args) == 2 and not self._tokens() and not caller.foreign:
             raise Refused(NO_PASS)
         yield from self._log_in(caller, args[1] if len(args) == 3 else b"default", args[-1])
         return OK
 
     def _log_in(self, caller: Caller, user: Argument, password: Argument) -> Waiting:
         tokens = self._tokens()
+        if caller.foreign and not tokens:
+            raise Refused(caller.foreign)
         role = tokens.role(bytes(password)) if tokens else Role.ADMIN
         if bytes(user) == b"default" and role:
             caller.role = role
@@ -109,7 +111,8 @@ class Service:
                     raise Refused(_bad_hello(option))
         if not caller.role:
             raise Refused(
-                "NOAUTH HELLO must be called with the client already authenticated, otherwise the "
+                caller.foreign
+                or "NOAUTH HELLO must be called with the client already authenticated, otherwise the "
                 "HELLO AUTH <user> <pass> option can be used to authenticate the client and "
                 "select the RESP protocol version at the same time"
             )
@@ -130,7 +133,7 @@ class Service:
 
     def reset(self, caller: Caller, args: list[Argument]) -> object:
         caller.resp3, caller.name = False, ""
-        caller.role = Role.ADMIN if caller.is_local else self._tokens().without
+        caller.role = self._tokens().without(caller.foreign, is_local=caller.is_local)
         return Simple("RESET")
 
     def client(self, caller: Caller, args: list[Argument]) -> object:

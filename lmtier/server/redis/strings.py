@@ -148,7 +148,7 @@ class Strings:
 
     def _put(self, caller: Caller, draft: Draft, name: bytes, expires: int = 0) -> Waiting:
         caller.drafts.remove(draft)
-        return OK if (yield from self._values.put(draft, name, expires)) else TRY_AGAIN
+        return self._values.put(draft, name, expires)
 
     def set(self, caller: Caller, args: list[Argument]) -> Waiting:
         name = read_name(args[1])
@@ -182,28 +182,25 @@ class Strings:
             if mark is not None and "KEEPTTL" in words:
                 expires = mark.expires
         try:
-            answer = yield from self._put(caller, draft, name, expires)
+            yield from self._put(caller, draft, name, expires)
         except GeneratorExit:
             if old is not None:
                 old.sent()
             raise
-        if "GET" not in words:
-            return answer
-        if answer is not OK and old is not None:
-            old.sent()
-        return old if answer is OK else answer  # only if the new value is stored, which ends the old one
+        return old if "GET" in words else OK
 
     def setnx(self, caller: Caller, args: list[Argument]) -> Waiting:
         name, draft = read_name(args[1]), self._draft(caller, args[2])
         if (yield from self._values.mark(name)) is not None:
             return 0
-        answer = yield from self._put(caller, draft, name)
-        return 1 if answer is OK else answer
+        yield from self._put(caller, draft, name)
+        return 1
 
     def setex(self, caller: Caller, args: list[Argument]) -> Waiting:
         word = read_word(args[0])
         expires = read_expiry("EX" if word == "SETEX" else "PX", args[2], word.lower())
-        return (yield from self._put(caller, self._draft(caller, args[3]), read_name(args[1]), expires))
+        yield from self._put(caller, self._draft(caller, args[3]), read_name(args[1]), expires)
+        return OK
 
     def getset(self, caller: Caller, args: list[Argument]) -> Waiting:
         return (yield from self.set(caller, [b"SET", args[1], args[2], b"GET"]))
@@ -216,12 +213,10 @@ class Strings:
             self._draft(caller, value)
         if len(caller.drafts) < len(names):
             raise Refused(NO_ROOM)
-        answer: object = OK
         for name in names:
-            done = yield from self._put(caller, caller.drafts[0], name)
-            answer = answer if done is OK else done
+            yield from self._put(caller, caller.drafts[0], name)
             yield PAUSE
-        return answer
+        return OK
 
     def getdel(self, caller: Caller, args: list[Argument]) -> Waiting:
         name = read_name(args[1])

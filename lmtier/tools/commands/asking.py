@@ -15,7 +15,7 @@ from itertools import count, islice
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
-from lmtier.errors import ConfigError, LMTierError
+from lmtier.errors import ConfigError, LMTierError, excerpt
 from lmtier.tools.commands.command import (
     Subcommand,
     address_argument,
@@ -23,7 +23,9 @@ from lmtier.tools.commands.command import (
     address_in,
     addresses_in,
     json_option,
+    seconds,
     server_option,
+    whole,
 )
 from lmtier.tools.terminal import say, show_again
 
@@ -37,7 +39,7 @@ _AGAIN = 0.1  # seconds between two attempts to reach one that starts
 def _ping_options(parser: ArgumentParser) -> None:
     address_argument(parser)
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait up to this long for it to be ready"
+        "--wait", type=seconds, default=0.0, metavar="TIME", help="wait up to this long for it to be ready"
     )
 
 
@@ -81,7 +83,7 @@ def _times_option(parser: ArgumentParser) -> None:
 
 
 def _times(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not re.fullmatch(r"\d{1,9}", text) or not int(text):
         raise ArgumentTypeError(f"{text}: must be a whole number, at least 1")
     return int(text)
 
@@ -148,7 +150,7 @@ def _looks(times: int | None) -> Iterator[int]:
 def _explain_options(parser: ArgumentParser) -> None:
     address_argument(parser)
     parser.add_argument(
-        "--last", type=int, default=20, metavar="N", help="how many lookups to show (default: %(default)s)"
+        "--last", type=whole, default=20, metavar="N", help="how many lookups to show (default: %(default)s)"
     )
     parser.add_argument(
         "--tokens", action="store_true", help="show the token ids where prompts differ, if engines send them"
@@ -227,10 +229,10 @@ def _moment(text: str, now: datetime) -> datetime:
         then = then if then.tzinfo is not None else then.astimezone()
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"--since {text!r} is not a time: write it like 2026-11-24T09:30, 09:30, 90m, 12h or 3d"
+            f"--since {excerpt(text)} is not a time: write it like 2026-11-24T09:30, 09:30, 90m, 12h or 3d"
         ) from None
     if then > now:
-        raise ConfigError(f"--since {text!r} is in the future")
+        raise ConfigError(f"--since {excerpt(text)} is in the future")
     return then
 
 

@@ -7,16 +7,16 @@ from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 
-from lmtier.config import first_line, parse_seconds
+from lmtier.config import first_line
 from lmtier.errors import ConfigError, TierError
-from lmtier.tools.commands.command import Subcommand, json_option, made
+from lmtier.tools.commands.command import Subcommand, json_option, made, seconds, whole
 from lmtier.tools.terminal import Progress, complain, say, size, table
 
 
 def _bench_options(parser: ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="measure paths whose names contain this")
     parser.add_argument("--dir", type=Path, help="where the disk paths make a new directory and write")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="do N times as many rounds")
+    parser.add_argument("--repeat", type=whole, default=1, metavar="N", help="do N times as many rounds")
     parser.add_argument(
         "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
     )
@@ -136,7 +136,7 @@ def _prove_options(parser: ArgumentParser) -> None:
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="its API key is the first line")
     parser.add_argument("--short", action="store_true", help="fewer and shorter prompts: a smoke test")
     parser.add_argument(
-        "--seed", type=int, default=None, metavar="N", help="of the prompts (default: new ones)"
+        "--seed", type=whole, default=None, metavar="N", help="of the prompts (default: new ones)"
     )
     parser.add_argument("--first", action="store_true", help="end with the first stage that finds something")
     parser.add_argument(
@@ -150,7 +150,7 @@ def _prove_options(parser: ArgumentParser) -> None:
         "--baseline", default="", metavar="URL", help="the same engine without a cache, to compare its speed"
     )
     parser.add_argument(
-        "--limit", default="300s", metavar="TIME", help="an answer later than that is a finding"
+        "--limit", type=seconds, default="300s", metavar="TIME", help="an answer later than that is a finding"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="the report as a page")
     json_option(parser)
@@ -182,7 +182,7 @@ def _prove(args: Namespace) -> int:
     if args.html:
         _try_to_write("--html", args.html)  # before hours of asking
     engines = [
-        Endpoint(url, token=key, name=args.model, limit=parse_seconds(args.limit))
+        Endpoint(url, token=key, name=args.model, limit=args.limit)
         for url in (args.url, args.baseline)
         if url
     ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lmtier import config
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, excerpt
 
 if TYPE_CHECKING:
     from lmtier.tools.console import Address
@@ -32,6 +34,48 @@ class Subcommand(NamedTuple):
     run: Callable[[Namespace], int]
     """Returns the exit status: 0 success, 1 a finding (below a floor, a corrupt object, no server)."""
     description: str = ""
+
+
+# ---- the types of options
+
+
+T = TypeVar("T")
+
+
+def _typed(read: Callable[[str], T]) -> Callable[[str], T]:
+    """`read` for argparse, which names the option in its errors."""
+
+    def of(text: str) -> T:
+        try:
+            return read(text)
+        except ConfigError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return of
+
+
+seconds = _typed(config.parse_seconds)
+nbytes = _typed(config.parse_size)
+
+
+def whole(text: str) -> int:
+    """A number of things. What is too many for one command is a mistake."""
+    if not re.fullmatch(r"-?\d{1,9}", text):
+        raise ArgumentTypeError(f"{excerpt(text)} is not a whole number of up to 9 digits")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A number of things in a second, or of money in an hour."""
+    try:
+        if isfinite(number := float(text)):
+            return number
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{excerpt(text)} is not a number; write it like 10000 or 2.5")
+
+
+# ---- options
 
 
 def config_option(parser: ArgumentParser) -> None:

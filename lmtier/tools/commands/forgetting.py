@@ -36,11 +36,11 @@ def _options(parser: ArgumentParser) -> None:
 
 
 def _forget(args: Namespace) -> int:
-    from lmtier.tools.views import forgotten
+    from lmtier.tools.views import NOT_KNOWN, NOT_YET, forgotten, outcome
 
     report = _offline(args) if args.offline or args.tier else _online(args)
     say(json.dumps(report, indent=2) if args.json else forgotten(report))
-    return 1 if any(tier["problem"] for tier in report["tiers"]) else 0
+    return 1 if outcome(report) in (NOT_YET, NOT_KNOWN) else 0
 
 
 def _online(args: Namespace) -> dict[str, Any]:
@@ -105,7 +105,8 @@ COMMANDS = (
         "destroy a tenant's keys and KV, everywhere",
         _options,
         _forget,
-        "Destroys the keys of a tenant, deletes its chunks in every tier, overwrites its memory, and says "
-        "what became unreadable where.",
+        "Destroys the keys of a tenant, deletes its chunks in every tier, overwrites its memory, tells other "
+        "servers that share the keys, and says what was reached. Exit code 1: something is left, or no such "
+        "tenant is known.",
     ),
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lmtier import config
 from lmtier.config import suggest
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, excerpt
 from lmtier.format.compression import RAW
-from lmtier.tools.commands.command import Subcommand, json_option
+from lmtier.tools.commands.command import Subcommand, json_option, nbytes, rate, seconds, whole
 from lmtier.tools.terminal import Progress, say
 
 
@@ -24,10 +24,10 @@ def _simulate_options(parser: ArgumentParser) -> None:
         "--synthetic", choices=("multi-turn", "agentic", "rag"), help="use generated traffic instead of a log"
     )
     parser.add_argument(
-        "--requests", type=int, default=5_000, metavar="N", help="how many requests to generate"
+        "--requests", type=whole, default=5_000, metavar="N", help="how many requests to generate"
     )
     parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="the same seed generates the same requests"
+        "--seed", type=whole, default=1, metavar="N", help="the same seed generates the same requests"
     )
     parser.add_argument(
         *("--tier", "-t"),
@@ -41,6 +41,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--bytes-per-token",
+        type=nbytes,
         default="128KiB",
         metavar="SIZE",
         help="the size of the model's KV (default: %(default)s)",
@@ -52,14 +53,14 @@ def _simulate_options(parser: ArgumentParser) -> None:
         help="compute that size from the model's config.json, as `lmtier size` does",
     )
     parser.add_argument(
-        "--chunk-tokens", type=int, metavar="N", help="default: 256, or the size of the trace's blocks"
+        "--chunk-tokens", type=whole, metavar="N", help="default: 256, or the size of the trace's blocks"
     )
     parser.add_argument(
-        "--block-tokens", type=int, metavar="N", help="size of the trace's blocks, if it is not clear"
+        "--block-tokens", type=whole, metavar="N", help="size of the trace's blocks, if it is not clear"
     )
     parser.add_argument(
         "--prefill",
-        type=float,
+        type=rate,
         default=10_000,
         metavar="N",
         help="tokens that the engine computes per second",
@@ -79,10 +80,18 @@ def _simulate_options(parser: ArgumentParser) -> None:
         help="time to the first byte of a tier (default: disk=1ms, others 2ms)",
     )
     parser.add_argument(
-        *("--engine",), metavar="SIZE", default="0", help="memory of the engine's own prefix cache"
+        *("--engine",),
+        type=nbytes,
+        metavar="SIZE",
+        default="0",
+        help="memory of the engine's own prefix cache",
     )
     parser.add_argument(
-        *("--forgets",), metavar="TIME", default="0s", help="how often the engine empties it: 10m"
+        *("--forgets",),
+        type=seconds,
+        metavar="TIME",
+        default="0s",
+        help="how often the engine empties it: 10m",
     )
     parser.add_argument(
         *("--hints",),
@@ -93,6 +102,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         *("--person-after",),
+        type=seconds,
         default="10s",
         metavar="TIME",
         help="with waits: an agent that is silent for longer waits for a person (default: %(default)s)",
@@ -105,7 +115,7 @@ def _simulate_options(parser: ArgumentParser) -> None:
 def _price_option(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-hour",
-        type=float,
+        type=rate,
         default=0.0,
         metavar="PRICE",
         help="of all GPUs of the engine: what hits save",
@@ -131,7 +141,6 @@ def _simulate(args: Namespace) -> int:
     hints = args.hints.split(",") if args.hints else ["trace"]
     if unknown := [each for each in hints if each not in traces.HINTS]:
         raise ConfigError(f"--hints {unknown[0]}: unknown{suggest(unknown[0], traces.HINTS)}")
-    person_after = config.parse_seconds(args.person_after)
     _check_price(args)
     if args.plot:
         report.check_plot(args.plot)
@@ -145,9 +154,8 @@ def _simulate(args: Namespace) -> int:
     else:
         trace = traces.read(args.trace, block_tokens=args.block_tokens)
     chunk_tokens = args.chunk_tokens or max(256, trace.block_tokens)
-    per_token = config.parse_size(args.bytes_per_token)
-    if per_token <= 0:
-        raise ConfigError(f"--bytes-per-token {args.bytes_per_token}: must be more than 0")
+    if (per_token := args.bytes_per_token) <= 0:
+        raise ConfigError(f"--bytes-per-token {per_token}: must be more than 0")
     if args.model:
         per_token = sizing.read(args.model).bytes_per_token
     if hints != ["trace"] and not any(request.session for request in trace.requests):
@@ -155,15 +163,15 @@ def _simulate(args: Namespace) -> int:
     outcomes = []
     with Progress(len(configurations) * len(hints)) as progress:
         for which in hints:
-            with_hints = trace.hinted(which, person_after)
+            with_hints = trace.hinted(which, args.person_after)
             for urls in configurations:
                 outcome = replay(
                     *(with_hints, urls),
                     chunk_tokens=chunk_tokens,
                     bytes_per_token=per_token,
                     hardware=hardware,
-                    engine=config.parse_size(args.engine),
-                    forgets=config.parse_seconds(args.forgets),
+                    engine=args.engine,
+                    forgets=args.forgets,
                 )
                 outcome.hinted = which
                 outcomes.append(outcome)
@@ -188,8 +196,11 @@ def _by_tier(what: str, pairs: Sequence[str], read: Callable[[str], float]) -> d
     for pair in pairs:
         label, separator, text = pair.partition("=")
         if not separator:
-            raise ConfigError(f"--{what} {pair}: write it as tier=value")
-        values[label] = read(text)
+            raise ConfigError(f"--{what} {excerpt(pair)}: write it as tier=value")
+        try:
+            values[label] = read(text)
+        except ConfigError as error:
+            raise ConfigError(f"--{what} {excerpt(label)}: {error}") from None
         if values[label] <= 0:
             raise ConfigError(f"--{what} {pair}: must be more than 0")
     return values
@@ -202,23 +213,23 @@ def _size_options(parser: ArgumentParser) -> None:
         metavar="CONFIG.json",
         help="the config.json of a Hugging Face model, or its folder",
     )
-    parser.add_argument("--cpu", metavar="SIZE", help="the capacity of the cpu tier: 64GiB")
-    parser.add_argument("--disk", metavar="SIZE", help="the capacity of the disk tier: 2TiB")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks")
+    parser.add_argument("--cpu", type=nbytes, metavar="SIZE", help="the capacity of the cpu tier: 64GiB")
+    parser.add_argument("--disk", type=nbytes, metavar="SIZE", help="the capacity of the disk tier: 2TiB")
+    parser.add_argument("--tp", type=whole, default=1, metavar="N", help="number of tensor-parallel ranks")
     parser.add_argument(
         "--kv-dtype", default="auto", metavar="NAME", help="the dtype of the KV cache: auto, fp8, bf16, …"
     )
-    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--chunk-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--length",
-        type=int,
+        type=whole,
         action="append",
         metavar="N",
         help="tokens of a request; may be repeated (default: 8192 and 32768)",
     )
     parser.add_argument(
         "--prefill",
-        type=float,
+        type=rate,
         action="append",
         metavar="N",
         help="tokens that the engine computes per second; may be repeated (default: 2000, 10000 and 50000)",
@@ -232,7 +243,7 @@ def _size(args: Namespace) -> int:
 
     lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
     given = {"cpu": args.cpu, "disk": args.disk}
-    capacities = {tier: config.parse_size(text) for tier, text in given.items() if text}
+    capacities = {tier: capacity for tier, capacity in given.items() if capacity is not None}
     for name, values in (
         *(("tp", [args.tp]), ("chunk-tokens", [args.chunk_tokens])),
         *(("length", lengths), ("prefill", prefills)),
@@ -241,7 +252,7 @@ def _size(args: Namespace) -> int:
             raise ConfigError(f"--{name} {min(values)}: must be more than 0")
     for tier, capacity in capacities.items():
         if capacity <= 0:
-            raise ConfigError(f"--{tier} {given[tier]}: must be more than 0")
+            raise ConfigError(f"--{tier} {capacity}: must be more than 0")
     _check_price(args)
     model = sizing.read(args.model, args.kv_dtype)
     form = model.form(args.chunk_tokens, args.tp)

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from lmtier import config
 from lmtier.errors import ConfigError
 from lmtier.rules import hints
-from lmtier.rules.lifetimes import MAX_TTL
 from lmtier.rules.sessions import MAX_SESSIONS
-from lmtier.tools.commands.command import Subcommand, address_argument, address_in, json_option, server_option
+from lmtier.tools.commands.command import (
+    Subcommand,
+    address_argument,
+    address_in,
+    json_option,
+    seconds,
+    server_option,
+    whole,
+)
 from lmtier.tools.terminal import Progress, say
 
 if TYPE_CHECKING:
@@ -31,7 +37,9 @@ def _prompt_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--salt", default="", help="the cache salt of the requests (default: none)")
     parser.add_argument("--lora", default="", metavar="NAME", help="adapter of the requests (default: none)")
-    parser.add_argument("--ttl", metavar="TIME", help="unpin after this time: 12h, 7d (default: never)")
+    parser.add_argument(
+        "--ttl", type=seconds, metavar="TIME", help="unpin after this time: 12h, 7d (default: never)"
+    )
 
 
 def _prefetch_options(parser: ArgumentParser) -> None:
@@ -100,12 +108,10 @@ def _pin(args: Namespace) -> int:
 
 
 def _ttl(args: Namespace) -> float | None:
-    if args.ttl is None:
-        return None
-    seconds = config.parse_seconds(args.ttl)
-    if not 0 < seconds <= MAX_TTL:
-        raise ConfigError(f"--ttl {args.ttl}: must be more than 0, and at most 100 years")
-    return seconds
+    if args.ttl == 0:
+        raise ConfigError("--ttl: must be more than 0; without it, pins stay for ever")
+    ttl: float | None = args.ttl
+    return ttl
 
 
 def _unpin(args: Namespace) -> int:
@@ -135,7 +141,7 @@ def _pins(args: Namespace) -> int:
 
 def _sessions_options(parser: ArgumentParser) -> None:
     address_argument(parser)
-    parser.add_argument("--most", type=int, default=20, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--most", type=whole, default=20, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--end", metavar="NAME", help="end this one: what only it needs leaves first")
     parser.add_argument("--salt", default="", help="with --end: its requests' cache salt (default: none)")
     json_option(parser)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier import config
 from lmtier._version import __version__
-from lmtier.errors import ConfigError, without_secrets
+from lmtier.errors import ConfigError, excerpt, without_secrets
 from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
 from lmtier.tools.logs import write_log
 from lmtier.tools.terminal import say, size, table
@@ -64,7 +64,7 @@ def _serve_options(parser: ArgumentParser) -> None:
         "--insecure",
         action="store_true",
         default=None,
-        help="allow addresses that other hosts can reach without a token",
+        help="serve every user of this host, and other hosts, without a token",
     )
     parser.add_argument("--gpu-hour", metavar="PRICE", help="of an engine's GPUs: stats say what hits save")
     parser.add_argument("--log-level", choices=config.LEVELS, help="default: info")
@@ -73,11 +73,12 @@ def _serve_options(parser: ArgumentParser) -> None:
 
 
 def _serve(args: Namespace) -> int:
-    from lmtier.server.process import give_way
+    from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
     from lmtier.server.takeover import Predecessor
     from lmtier.tiers.registry import load_tier
 
+    leave_no_core()
     give_way()
     effective, serving, has_default_tiers = _settings(args)
     lines = write_log(serving.log_level, serving.log_format)
@@ -87,6 +88,7 @@ def _serve(args: Namespace) -> int:
         predecessor = Predecessor(Path(args.takeover), effective) if args.takeover else None
         server = Server(effective, serving, predecessor)
         server.obey_signals()
+        lines.flush()  # warnings of its start are in the log before it answers
         say(_screen(server, has_default_tiers))
         server.run()
         return 0
@@ -134,12 +136,14 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
     lines += [table(("listens", "address", "for"), rows), ""]
     tokens = Secrets.read(serving)
     token = "Clients must send the token" if tokens.asks else "Clients need no token"
+    if not (tokens.asks or serving.tls_ca or serving.insecure):
+        token = "Clients of this user and of root need no token, and others are not served"
     if Role.ADMIN in tokens:
         token += ", and another one for administration"
     tls = "TLS is on" if serving.tls_cert else "TLS is off"
     if serving.tls_ca:
         tls += ", and clients need a certificate"
-    unix = " The Unix socket needs no token: only its owner may open it." if serving.unix else ""
+    unix = " The Unix socket needs no token: only its owner and root may use it." if serving.unix else ""
     lines.append(f"{token}; {tls}.{unix}")
     return "\n".join(lines)
 
@@ -202,7 +206,7 @@ def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise ConfigError(f"--set {pair}: write it as name=value")
+            raise ConfigError(f"--set {excerpt(pair)}: write it as name=value")
         if name.startswith("serve."):
             servers[name.removeprefix("serve.")] = value
         else:

@@ -15,6 +15,7 @@ import csv
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -126,13 +127,13 @@ def read(path: Path, *, block_tokens: int | None = None) -> Trace:
         text = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode()
     except OSError as error:
         raise ConfigError(f"trace {path}: {error.strerror or error}") from None
-    except (EOFError, UnicodeDecodeError):
+    except (EOFError, UnicodeDecodeError, zlib.error):
         raise ConfigError(f"trace {path}: this is neither text nor gzip") from None
     is_json = text.startswith("{")
     requests: list[TraceRequest] = []
     try:
         requests.extend((_jsonl if is_json else _azure)(text.splitlines()))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ConfigError(f"trace {path}, not a request in any known format: {what}") from None
     if not requests:

@@ -1,0 +1,309 @@
+"""Values that follow each other under one name: the newest is written, and no restart goes too far back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lmtier.config import Config
+from lmtier.core.cache import Cache
+from lmtier.core.heritage import Heritage, Teller
+from lmtier.format.books import Books
+from lmtier.format.keys import is_value
+from lmtier.format.layout import PAGE, Name
+from lmtier.format.objects import read_header
+from lmtier.server.commands import PAUSE
+from lmtier.server.values import Mark, Values
+from lmtier.tiers.base import Op, Reason
+from tests.core.test_shared import finish, settle
+from tests.model.hand import HandTier
+
+NAME = b"name"
+URL = "near://?capacity=1GiB"
+SLAB = 64 * PAGE
+
+
+class LoggingTier(HandTier):
+    """It counts the jobs that it gets."""
+
+    def __init__(self, kept: dict[Name, bytes] | None = None, **options: bool) -> None:
+        self.ops: list[Op] = []
+        super().__init__({} if kept is None else kept, keeps=True, **options)
+
+    def submit(self, job: Any) -> None:
+        self.ops.append(job.op)
+        super().submit(job)
+
+    def values(self) -> list[bytes]:
+        """The values that a restart would find now."""
+        found = []
+        for data in self.kept.values():
+            header, _ = read_header(memoryview(data))
+            mark = Mark.parse(header.mark)
+            assert mark is not None
+            found.append(bytes(data[PAGE : PAGE + mark.nbytes]))
+        return found
+
+
+Open = Callable[..., tuple[Cache, Values]]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    caches: list[Cache] = []
+    all_tiers: list[LoggingTier] = []
+
+    def opened(tiers: dict[str, LoggingTier], **options: Any) -> tuple[Cache, Values]:
+        config = Config(
+            tiers=[f"cpu://?capacity={SLAB}", *tiers], chunk_tokens=4, prefault=False, load_deadline=30.0
+        )
+        options = {"wait_until_warm": False, **options}
+        all_tiers.extend(tiers.values())
+        caches.append(Cache(config, tiers=tiers, is_record=is_value, **options))
+        return caches[-1], Values(caches[-1])
+
+    yield opened
+    for cache in caches:
+        cache.check()
+        for tier in all_tiers:
+            settle(cache, tier)
+        cache.close(timeout=5)
+        cache.check()
+
+
+def put(values: Values, data: bytes, name: bytes = NAME) -> bool:
+    """Whether it is acknowledged at once."""
+    draft = values.draft(len(data))
+    assert draft is not None
+    draft.view[:] = data
+    return next(values.put(draft, name), "acknowledged") == "acknowledged"
+
+
+def ended(call: Any) -> bool:
+    """Whether a deletion has been acknowledged after this turn."""
+    return all(answer is PAUSE for answer in call)
+
+
+def read(cache: Cache, values: Values, tier: HandTier, name: bytes = NAME) -> bytes | None:
+    call = values.get(name)
+    while True:
+        try:
+            next(call)
+        except StopIteration as stop:
+            if stop.value is None:
+                return None
+            data = bytes(stop.value.view)
+            values.release(stop.value)
+            return data
+        settle(cache, tier)
+
+
+def leave_memory(cache: Cache) -> None:
+    for entry in cache.index.entries():
+        cache.room.take_out(entry)
+
+
+def test_a_thousand_overwrites_during_the_first_write_are_one_more_write(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier})
+    assert put(values, b"first")
+    cache.step()
+    assert tier.ops[1:] == [Op.STORE]
+    acknowledged = 0
+    for number in range(1000):
+        acknowledged += put(values, b"%d" % number)
+        assert cache.slab.used <= 2 * PAGE, "more is in memory than the newest and the one being written"
+        assert read(cache, values, tier) == b"%d" % number if not number % 100 else True
+        cache.step()
+    assert acknowledged == 1000
+    cache.check()
+    settle(cache, tier)
+    assert tier.ops[1:] == [Op.STORE] * 2
+    assert tier.values() == [b"999"]
+    leave_memory(cache)
+    assert read(cache, values, tier) == b"999"
+
+
+def test_a_restart_finds_one_of_the_values_at_every_moment(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier})
+    put(values, b"0")
+    settle(cache, tier)
+    last = 0
+    for number in range(1, 20):
+        assert put(values, b"%d" % number)
+        cache.step()
+        (found,) = tier.values()
+        assert last <= int(found) <= number
+        last = int(found)
+        if number % 3:
+            finish(cache, tier)
+    settle(cache, tier)
+    assert tier.values() == [b"19"]
+    assert Op.DELETE not in tier.ops
+
+
+def test_a_deletion_between_two_values_is_acknowledged_once_no_restart_finds_the_first(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier})
+    put(values, b"first")
+    cache.step()  # it is being written
+    deleting = values.forget(NAME)
+    assert not ended(deleting)
+    assert put(values, b"second")
+    cache.step()
+    assert tier.ops[1:] == [Op.STORE]
+    finish(cache, tier)
+    assert tier.values() == [b"first"]
+    assert not ended(deleting)
+    assert finish(cache, tier) is Op.DELETE
+    assert tier.values() == []
+    assert ended(deleting)
+    settle(cache, tier)
+    assert tier.values() == [b"second"]
+
+
+def test_a_deletion_of_a_value_that_waits_deletes_the_one_before_too(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier})
+    put(values, b"first")
+    settle(cache, tier)
+    put(values, b"second")
+    deleting = values.forget(NAME)
+    assert not ended(deleting)
+    cache.step()
+    assert finish(cache, tier) is Op.DELETE
+    assert ended(deleting)
+    assert tier.kept == {}
+    assert read(cache, values, tier) is None
+
+
+def test_a_value_that_is_read_below_while_another_one_comes_is_overwritten_after_that(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier})
+    put(values, b"first")
+    settle(cache, tier)
+    leave_memory(cache)
+    reading = values.get(NAME)
+    next(reading)
+    assert tier.waiting[0].op is Op.LOAD
+    assert put(values, b"second")
+    cache.step()
+    assert [job.op for job in tier.waiting] == [Op.LOAD]
+    finish(cache, tier)
+    assert [job.op for job in tier.waiting] == [Op.STORE]
+    with pytest.raises(StopIteration) as end:
+        next(reading)
+    assert bytes(end.value.value.view) == b"second"
+    values.release(end.value.value)
+    settle(cache, tier)
+    assert tier.values() == [b"second"]
+
+
+def test_if_the_newer_value_cannot_be_written_the_older_one_goes(opened):
+    """Otherwise it would be found once the newer one has left memory."""
+    tier = LoggingTier()
+    cache, values = opened({URL: tier})
+    put(values, b"first")
+    settle(cache, tier)
+    assert put(values, b"second")
+    cache.step()
+    tier.fault = Reason.ERROR
+    finish(cache, tier)
+    tier.fault = None
+    settle(cache, tier)
+    assert tier.kept == {}
+    assert read(cache, values, tier) == b"second"
+    leave_memory(cache)
+    assert read(cache, values, tier) is None
+    assert put(values, b"third")
+    settle(cache, tier)
+    assert tier.values() == [b"third"]
+
+
+@pytest.mark.parametrize("data", [b"2" * 300, b"2" * 5000])
+def test_a_tier_with_room_for_one_value_alone_gets_the_newest_or_none(opened, data):
+    """There is no room for both, so the old one is deleted first. One that never fits is dropped."""
+    url = f"near://?capacity={2 * PAGE}"
+    tier = LoggingTier()
+    cache, values = opened({url: tier})
+    put(values, b"first")
+    settle(cache, tier)
+    assert put(values, data)
+    settle(cache, tier)
+    assert tier.values() == ([data] if len(data) <= PAGE else [])
+    assert read(cache, values, tier) == data
+
+
+def test_a_tier_that_is_written_on_eviction_keeps_no_older_value(opened):
+    url = f"{URL}&write=evicted"
+    tier = LoggingTier()
+    cache, values = opened({url: tier})
+    put(values, b"first")
+    cache.lower.owned[0].offer(cache.index.entries()[0])
+    settle(cache, tier)
+    assert tier.values() == [b"first"]
+    assert put(values, b"second")
+    settle(cache, tier)
+    assert tier.kept == {}
+
+
+def test_a_value_that_comes_during_the_scan_overwrites_the_one_that_the_scan_finds(opened):
+    before = LoggingTier()
+    cache, values = opened({URL: before})
+    put(values, b"first")
+    settle(cache, before)
+    tier = LoggingTier(before.kept, scans_at_once=False)
+    cache, values = opened({URL: tier})
+    assert put(values, b"second")
+    assert finish(cache, tier) is Op.SCAN
+    settle(cache, tier)
+    assert tier.ops == [Op.SCAN, Op.STORE]
+    assert tier.values() == [b"second"]
+
+
+def test_of_two_tiers_that_differ_after_a_kill_the_one_that_was_read_counts(opened):
+    near, far = LoggingTier(), LoggingTier()
+    urls = URL, "far://?capacity=1GiB"
+    cache, values = opened(dict(zip(urls, (near, far), strict=True)))
+    put(values, b"first")
+    settle(cache, near)
+    settle(cache, far)
+    put(values, b"second")
+    settle(cache, near)
+    assert (near.values(), far.values()) == ([b"second"], [b"first"])
+    near, far = LoggingTier(dict(near.kept)), LoggingTier(dict(far.kept))
+    cache, values = opened(dict(zip(urls, (near, far), strict=True)))
+    cache.step()
+    assert read(cache, values, near) == b"second"
+    settle(cache, far)
+    assert far.values() == [b"second"]
+
+
+def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier}, shared=True)
+    put(values, b"first")
+    settle(cache, tier)
+    put(values, b"second")
+    teller = Teller(cache)
+    teller.tell([])
+    teller.books.facts["forms"] = teller.forms.told()
+    books = Books.unpack(b"".join(teller.books.pack()))
+    assert cache.slab.fd is not None
+    assert cache.presence is not None
+    locks = {cache.config.stores[1].place: os.open(os.devnull, os.O_RDONLY)}
+    heritage = Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+    after = LoggingTier(tier.kept)
+    cache, values = opened({URL: after}, shared=True, heritage=heritage)
+    assert after.ops == []
+    assert len(values) == 1
+    cache.check()
+    settle(cache, after)
+    assert after.ops == [Op.STORE]
+    assert after.values() == [b"second"]
+    leave_memory(cache)
+    assert read(cache, values, after) == b"second"

@@ -1,0 +1,127 @@
+"""How an engine's private server starts, and what the engine's log says of it. It needs no engine."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmtier.errors import ConfigError, TierError
+from lmtier_integrations.vllm.launch import Launcher
+from lmtier_integrations.vllm.settings import Settings, log
+from tests.redis_process import free_port
+from tests.server.process import PATIENCE
+
+CPU = "cpu://?capacity=16MiB"
+
+
+class Lines(logging.Handler):
+    """What the connector's log gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[str] = []
+        self.came = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.came:
+            self.all.append(record.getMessage())
+            self.came.notify_all()
+
+    def wait_for(self, part: str) -> bool:
+        with self.came:
+            return self.came.wait_for(lambda: any(part in each for each in self.all), PATIENCE)
+
+
+@pytest.fixture
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    lines = Lines()
+    log.addHandler(lines)
+    yield lines
+    log.removeHandler(lines)
+
+
+def launcher(tiers: Any, **more: str) -> Launcher:
+    return Launcher(Settings.of({"tiers": tiers, **more}, 256, 0), "an engine")
+
+
+def servers_log(launcher: Launcher) -> str:
+    return launcher.path.with_suffix(".log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["memory", "no folder", "a file"])
+def test_an_error_that_cannot_heal_ends_the_start_at_once_and_is_said_once(tmp_path, lines, kind):
+    (tmp_path / "file").write_text("")
+    tiers, why = {
+        "memory": (["cpu://?capacity=900TiB"], "choose a smaller capacity"),
+        "no folder": ([CPU, "disk:///proc/kv?capacity=1GiB"], "cannot use /proc/kv: "),
+        "a file": ([CPU, f"disk://{tmp_path}/file?capacity=1GiB"], f"cannot use {tmp_path}/file: "),
+    }[kind]
+    one = launcher(tiers)
+    with pytest.raises(TierError, match="private server does not start: ") as caught:
+        one.connect("a test")
+    said = str(caught.value)
+    assert said.count(why) == 1
+    assert "\n" not in said
+    assert str(one.path.with_suffix(".log")) in said
+    assert servers_log(one).count(why) == 1, "it was not tried again"
+    assert lines.all == []
+
+
+def test_a_folder_that_an_earlier_server_holds_is_waited_for(tmp_path, lines):
+    (tmp_path / "kv").mkdir(0o700)
+    one = launcher([CPU, f"disk://{tmp_path}/kv?capacity=64MiB"])
+    clients: list[Any] = []
+    thread = threading.Thread(target=lambda: clients.append(one.connect("a test")))
+    with (tmp_path / "kv" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        thread.start()
+        assert lines.wait_for("does not start yet: disk tier: "), lines.all
+        assert not clients
+    thread.join(2 * PATIENCE)
+    assert len(clients) == 1, servers_log(one)
+    clients[0].close()
+    assert sum("does not start yet" in each for each in lines.all) == 1
+
+
+def test_the_engines_log_says_what_the_server_warned_of_and_which_tiers_it_has(tmp_path, lines):
+    port = free_port()
+    one = launcher(f"{CPU} disk://{tmp_path}/kv?capacity=900TiB", http=f"127.0.0.1:{port}")
+    with one.connect("a test") as client:
+        (said,) = lines.all
+        assert re.fullmatch(
+            r"lmtier: the private server: tier 'disk://.*': capacity=\d+ is more than the storage has: "
+            r"the tier uses \d+ bytes",
+            said,
+        )
+        place = re.fullmatch(
+            rf"cpu 16 MiB → disk {tmp_path}/kv [\d.]+ [GT]iB, private server pid (\d+), log (.*), "
+            rf"page http://127\.0\.0\.1:{port}/",
+            one.described(client, None),
+        )
+        assert place is not None, one.described(client, None)
+        assert b"serve" in Path(f"/proc/{place[1]}/cmdline").read_bytes().split(b"\0")
+        assert os.path.samefile(place[2], one.path.with_suffix(".log"))
+
+
+def test_tiers_may_be_one_text_as_in_the_environment():
+    text = f"{CPU} disk:///kv?capacity=1GiB"
+    assert Settings.of({"tiers": text}, 256, 0) == Settings.of({"tiers": text.split()}, 256, 0)
+    gpu = {"server": "/s", "tiers": "gpu://?capacity=1GiB"}
+    assert (
+        Settings.of(gpu, 256, 0).config.gpu
+        == Settings.of({**gpu, "tiers": [gpu["tiers"]]}, 256, 0).config.gpu
+    )
+
+
+def test_a_wrong_setting_of_the_private_server_is_named_with_its_place():
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: load_deadline=.soon. from arguments"):
+        Settings.of({"load_deadline": "soon"}, 256, 0)
