@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.forgetting import BY_TENANT, BY_TIER, NOT, forget, forgetting
+from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.match import State
 from lmtier.errors import MisuseError
 from lmtier.format.keys import NOBODY, tenant, tenant_of
@@ -368,3 +370,59 @@ def test_tokens_that_engines_sent_go_as_well():
     prompts.forget([B])
     assert not len(prompts)
     assert not prompts._bytes
+
+
+# ---- forgotten by another server
+
+
+class SharedMemory(MemoryTier):
+    keeps = False
+
+
+SEALED, OPEN = "null://?capacity=1GiB", "far://?write=always"
+
+
+def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_takes_over(tmp_path):
+    tenants, objects = str(tmp_path / "tenants"), MemoryTier().objects
+
+    def sealed() -> dict[str, MemoryTier]:
+        tier = MemoryTier(objects)
+        tier.use_keys(keyring(1, tenants=tenants))
+        return {SEALED: tier}
+
+    with cache_over(SEALED, tiers=sealed(), shared=True) as before:
+        save(before, keys(A, 2))
+        save(before, keys(B, 2))
+        teller = Teller(before)
+        teller.tell(())
+        teller.books.facts["forms"] = teller.forms.told()
+        assert before.slab.fd is not None
+        keyring(1, tenants=tenants).tenants.forget(A)  # type: ignore[union-attr]  # it has some
+        heritage = Heritage(teller.books, os.dup(before.slab.fd))
+        with cache_over(SEALED, tiers=sealed(), shared=True, heritage=heritage) as after:
+            assert found(after, keys(A, 2)) == []
+            assert found(after, keys(B, 2)) == ["cpu"] * 2
+            while after.leaving.covers(keys(A, 1)):
+                after.wait_for_tiers()
+            assert not of_memory(after, A)
+            save(after, keys(A, 2))
+            assert found(after, keys(A, 2)) == ["cpu"] * 2
+
+
+def test_who_can_hear_of_others_takes_nobody_back_before_they_all_know(tmp_path, monkeypatch):
+    """Until then they could give it what is from before."""
+    monkeypatch.setattr("lmtier.core.forgetting.LEARNED_WITHIN", 1000.0)
+    near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
+    near.use_keys(ring)
+    with cache_over(SEALED, OPEN, tiers={SEALED: near, OPEN: SharedMemory()}) as cache:
+        save(cache, keys(A, 2))
+        assert forget(cache, A).is_done
+        for _ in range(50):
+            cache.step()
+        assert found(cache, keys(A, 2)) == []
+        assert cache.leaving.covers(keys(A, 1))
+        monkeypatch.setattr("lmtier.core.forgetting.LEARNED_WITHIN", 0.0)
+        while cache.leaving.covers(keys(A, 1)):
+            cache.wait_for_tiers()
+        save(cache, keys(A, 2))
+        assert found(cache, keys(A, 2)) == ["cpu"] * 2

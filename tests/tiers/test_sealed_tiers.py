@@ -455,7 +455,12 @@ def test_a_tombstone_that_a_power_loss_tore_hides_no_other(tmp_path):
 def test_an_object_costs_one_look_at_the_store_of_keys(tmp_path, monkeypatch):
     ring, looked = keyring(1, tenants=str(tmp_path)), list[str]()
     secret, real = ring.to_seal(of(A)), os.stat
-    monkeypatch.setattr(os, "stat", lambda path, **more: looked.append(str(path)) or real(path, **more))
+
+    def look(path: str, **more: bool) -> os.stat_result:
+        looked.append(str(path))
+        return real(path, **more)
+
+    monkeypatch.setattr(os, "stat", look)
     assert ring.to_seal(of(A)) is ring.to_open(of(A), secret.id) is secret
     assert [path for path in looked if path.startswith(str(tmp_path))] == [f"{tmp_path}/forgotten"] * 2
 
