@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
@@ -345,7 +346,7 @@ class Config:
 
     @property
     def specs(self) -> tuple[TierSpec, ...]:
-        return tuple(TierSpec.parse(url) for url in self.tiers)
+        return _parsed(tuple(self.tiers))
 
     @property
     def gpu(self) -> TierSpec | None:
@@ -362,6 +363,12 @@ class Config:
         """The lossy codecs of its tiers. They are part of every key."""
         words = {spec.codec for spec in self.specs}
         return ",".join(sorted(word for word in words if word in CODECS and not CODECS[word].is_exact))
+
+
+@lru_cache(maxsize=64)
+def _parsed(tiers: tuple[str, ...]) -> tuple[TierSpec, ...]:
+    """Once for each list: the settings are read again and again."""
+    return tuple(TierSpec.parse(url) for url in tiers)
 
 
 def _check_memory(spec: TierSpec) -> None:

@@ -17,8 +17,8 @@ import yaml  # type: ignore[import-untyped]
 import lmtier
 from lmtier.config import Config, Serving, TierSpec, host_and_port, load, load_serving, parse_size
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import Role, Secrets, Wrong
-from lmtier.server.http import OPEN, forms, routes
+from lmtier.server.access import RIGHTS, Role, Secrets, Wrong
+from lmtier.server.http import forms, routes
 from lmtier.server.listening import check_exposure
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.service import Service
@@ -214,7 +214,7 @@ def test_ports_are_those_that_the_server_listens_on(served):
 def test_probes_ask_for_what_needs_no_token():
     paths = {SERVER[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}
     assert paths == {"/healthz", "/readyz"}
-    assert paths <= OPEN
+    assert {RIGHTS[path].role for path in paths} == {Role.NONE}
 
 
 def test_the_server_may_be_reached_from_other_hosts_because_it_has_a_token(served):

@@ -95,7 +95,7 @@ class DiskTier(BlockingTier):
         self.root = Path(root).expanduser().absolute()  # the process may change its directory
         self.foreign = 0
         """Foreign entries of the directory that the last scan found. They are not touched."""
-        self.is_left = lock is not None  # to close it must not end the lock, which the other one may need
+        self.is_left = lock is not None  # until this process has taken over, the other one may need the lock
         self._owners = None if trust_others else frozenset({0, os.geteuid()})
         self._adopts = adopt
         if os.path.realpath(self.root) == "/":

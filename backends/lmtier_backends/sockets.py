@@ -28,6 +28,7 @@ Address: TypeAlias = "tuple[str, int] | str"
 """Host and port, or the path of a Unix socket."""
 
 
+_SHOWN = 300  # letters of what a server said
 _SHORT = 16 << 10  # longer pieces are sent without a copy
 _IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
 _PIECES = 512  # the most pieces for one sendmsg
@@ -40,6 +41,15 @@ _END = {socket.SO_SNDTIMEO: 0.25, socket.SO_RCVTIMEO: 0.02}
 
 class BadReply(ConnectionError):
     """An answer that no server of this kind sends."""
+
+
+def shown(said: object) -> str:
+    """What a server said, for a message: one short line. The repr of a whole answer may take seconds."""
+    if isinstance(said, bytes):
+        said = said[:_SHOWN].decode(errors="replace")
+    if not isinstance(said, str):
+        return f"a {type(said).__name__}"
+    return "".join(letter if letter.isprintable() else "?" for letter in said[:_SHOWN])
 
 
 def left(until: float) -> float:
@@ -70,7 +80,10 @@ def _connect(address: Address, until: float) -> socket.socket:
     if isinstance(address, str):
         places: list[tuple[socket.AddressFamily, object]] = [(socket.AF_UNIX, address)]
     else:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        try:
+            found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        except (ValueError, OverflowError):  # a server named it
+            raise BadReply(f"{shown(address[0])!r} is not the name of a host") from None
         places = [(family, place) for family, *_, place in found]
     problem: OSError = ConnectionError(f"{address} is no address")
     for tried, (family, place) in enumerate(places):

@@ -144,7 +144,7 @@ class Cache:
             self.room.live_for(top.ttl)
         self.outlook = Outlook(places(self.index, self.lower), self.chunk_tokens)
         self.followers.add(self.outlook)
-        self._gauges.declare(self.outlook, self.pinning.pins)
+        self._gauges.declare(self.outlook, self.pinning)
         forks.call_in_child(self)
         self._prefault = None
         if config.prefault:
@@ -322,14 +322,7 @@ class Cache:
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
         before, after = self.config.stores, config.stores
-        fitting = [
-            replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
-            for old, new in zip(before, after, strict=False)
-        ]
-        if replace(config, tiers=self.config.tiers) != self.config or not all(fitting):
-            raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
-        if len(before) != len(after):
-            raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
+        _check_change(self.config, config)
         places = [*zip(before, after, (self.room, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
@@ -608,6 +601,7 @@ class Cache:
             presence.begin(entry.key for index in self.indexes.values() for entry in index.entries_now())
         for index in self.indexes.values():
             index.presence = self.presence
+        self.lower.taken()
 
     def leave(self) -> None:
         """Another process owns the slab and the tiers from now on: end, and change nothing."""
@@ -637,7 +631,7 @@ class Cache:
         """Check every invariant; raises AssertionError. It is cheap enough to run after every test."""
         self.slab.check()
         self.index.check()
-        self.pinning.pins.check()
+        self.pinning.check()
         self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
         self.room.check()
@@ -658,6 +652,17 @@ class Cache:
                 assert entry.leases == leases.get(entry, 0), f"{entry!r} has a lease without a holder"
         for tier in self.lower:
             tier.check()
+
+
+def _check_change(before: Config, after: Config) -> None:
+    """Raises MisuseError if they differ in what cannot change."""
+    if len(before.stores) != len(after.stores):
+        raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
+    if replace(after, tiers=before.tiers) != before or not all(
+        replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
+        for old, new in zip(before.stores, after.stores, strict=True)
+    ):
+        raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
 
 
 def _resize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
 
 from lmtier.core.index import Index
@@ -14,7 +14,6 @@ from lmtier.format.layout import ChunkForm
 from lmtier.observe.metrics import Metrics
 from lmtier.observe.miss_curve import FACTORS, BoundedTier, Outlook
 from lmtier.rules.fullness import UNBOUNDED
-from lmtier.rules.lifetimes import Pins
 
 
 class Gauges:
@@ -30,7 +29,7 @@ class Gauges:
         self._evicted = metrics.evictions.labels(CPU, "capacity")
         self._evicted_unwritten = metrics.evictions.labels(CPU, "capacity_unwritten")
 
-    def declare(self, outlook: Outlook, pins: Pins) -> None:
+    def declare(self, outlook: Outlook, pins: Sized) -> None:
         """Call it once all lower tiers are open."""
         metrics, index = self._metrics, self._index
         count_shares(metrics, CPU, index)

@@ -81,7 +81,12 @@ class Teller:
         self._entries = list(dict.fromkeys([*kept, *leased]))
         self._numbers = {entry: number for number, entry in enumerate(self._entries)}
         self._tell_entries("", self._entries, index)
-        pins = [[pin.name, b"".join(pin.keys).hex(), pin.end] for pin in self._cache.pinning.pins]
+        pinning = self._cache.pinning
+        pins = [
+            [pin.name, b"".join(pin.keys).hex(), pin.end, pins is pinning.hinted]
+            for pins in (pinning.pins, pinning.hinted)
+            for pin in pins
+        ]
         tiers = [
             {"label": each.label, "writes": b"".join(each.waiting_writes).hex()} for each in self._cache.lower
         ]
@@ -177,17 +182,24 @@ class Heritage:
         return int(self.books.facts["capacity"])
 
     def enter(self, cache: Cache) -> None:
-        """Fill the empty slab and index of `cache`. BooksError: the books contradict themselves."""
+        """Fill the empty slab and index of `cache`. BooksError: the books contradict themselves.
+
+        If it fails, the cache has left: its tiers are closed, and the other process has all that it had.
+        """
         try:
             with collector_paused():
                 self._enter(cache)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BooksError(f"the books contradict themselves: {error!r}") from None
+        except BaseException as error:
+            cache.leave()
+            if isinstance(error, ValueError | KeyError | TypeError | IndexError):
+                raise BooksError(f"the books contradict themselves: {error!r}") from None
+            raise
 
     def _enter(self, cache: Cache) -> None:
         facts, index, taken = self.books.facts, cache.index, dict[int, int]()
         for pin in facts["pins"]:
-            cache.pinning.pins.put(pin[0], _keys(pin[1]), pin[2])
+            pins = cache.pinning.hinted if pin[3] else cache.pinning.pins
+            pins.put(pin[0], _keys(pin[1]), pin[2])
         told_entries = self._read("")
         for entry, _, _ in told_entries:
             if entry.nbytes != entry.form.room:

@@ -62,7 +62,7 @@ class Hinting:
             raise MisuseError("a key belongs to another tenant")  # also if no such chunk exists
         pin = f"{tenant.hex()} {name or keys[0].hex()}"
         if action.type == hints.RELEASE:
-            self._cache.unpin(pin)
+            self._cache.pinning.unpin_hinted(pin)
             return
         agent = self._cache.sessions.get(tenant, name) if name else None
         if name and agent is None:
@@ -70,10 +70,11 @@ class Hinting:
         chain = keys if agent is None else agent.chain
         match action.type:
             case hints.PIN | hints.RETAIN:
-                seconds = action.seconds(None)
-                if action.type == hints.RETAIN and seconds is None:
+                seconds = action.seconds(hints.MAX_PIN if action.type == hints.PIN else None, hints.MAX_PIN)
+                if seconds is None:
                     raise MisuseError("retain needs seconds")
-                self._cache.pin(pin, chain, seconds)
+                self._cache.room.expire_among(chain)
+                self._cache.pinning.pin(pin, chain, seconds, hinted=True)
             case hints.PREFETCH:
                 self._prefetch(chain, agent, action.seconds(_DEADLINE) or _DEADLINE, action.source)
             case hints.TTL:
@@ -87,7 +88,7 @@ class Hinting:
                 self._wait(agent, action.payload.get("for", "person"))
             case hints.END:
                 assert agent is not None
-                self._cache.unpin(pin)
+                self._cache.pinning.unpin_hinted(pin)
                 self._cache.sessions.end(agent)
 
     def _own(self, agent: Agent | None, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:

@@ -43,6 +43,8 @@ class Occupancy(NamedTuple):
     pools: tuple[Pool, ...] = ()
 
 
+WANTED, HINTED = 2, 4
+"""The part of a place that pins may take: a half, and a quarter for those of hints."""
 _AT_ONCE = 64  # the most entries that leave together because a place became smaller, or they expired
 
 
@@ -113,6 +115,8 @@ class Index:
         self.ends: Ends[Entry] = Ends()
         self.wanted: Container[bytes] = ()
         """Keys whose entries are pinned as soon as they are READY."""
+        self.hinted: Container[bytes] = ()
+        """The same, for hints."""
         self.pinned: set[Entry] = set()
         """The pinned entries. The pin holds a lease on each."""
         self.pinned_bytes = 0
@@ -253,7 +257,7 @@ class Index:
         self._policy_of(entry).insert(entry)
         if self.is_record(entry.key):
             self.records.add(entry.key)
-        if entry.key in self.wanted:
+        if self.is_wanted(entry.key):
             self.pin(entry)
 
     def resume(self, entry: Entry) -> None:
@@ -290,7 +294,7 @@ class Index:
         for hear in self.followers.changed:
             hear(self.label, True, keys, "")
         for entry in entries:
-            if entry.key in self.wanted:
+            if self.is_wanted(entry.key):
                 self.pin(entry)
         self.release(*entries)
 
@@ -310,11 +314,16 @@ class Index:
                 self.pools.of(entry.key).count(0, entry.nbytes)
         entry.leases += 1
 
+    def is_wanted(self, key: bytes) -> bool:
+        """Whether a pin of any kind wants it."""
+        return key in self.wanted or key in self.hinted
+
     def pin(self, entry: Entry) -> bool:
-        """Never evict the entry. False: pins would take more than half of this place."""
+        """Never evict the entry. False: pins of its kind would take too much of this place."""
         if entry in self.pinned:
             return True
-        if self.pinned_bytes + entry.nbytes > self.capacity // 2:
+        part = HINTED if entry.key in self.hinted and entry.key not in self.wanted else WANTED
+        if self.pinned_bytes + entry.nbytes > self.capacity // part:
             return False
         self.pinned.add(entry)
         self.pinned_bytes += entry.nbytes

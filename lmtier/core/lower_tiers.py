@@ -47,7 +47,7 @@ class LowerTiers(list[LowerTier]):
         """Open all tiers, or none. `opened` maps the URLs of some to tiers that are already open.
 
         `locks` has the locked files that a server before this one has handed over, by place. A tier whose
-        place is known is not scanned. Locks of no tier are given up.
+        place is known is not scanned. These descriptors are closed: a tier has duplicates.
         """
         left = dict(locks)
         try:
@@ -71,12 +71,17 @@ class LowerTiers(list[LowerTier]):
                 each.close(0.0)
             raise
         finally:
-            for lock in left.values():
+            for lock in locks.values():
                 os.close(lock)
         self.ours = [tier for tier in self if not tier.tier.source]
         self.named = {tier.label: tier for tier in self}
         self.watching = [tier for tier in self if tier.watches]
         self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]
+
+    def taken(self) -> None:
+        """No other process needs the locks of the tiers any more: to close a tier ends its lock."""
+        for tier in self:
+            tier.tier.is_left = False
 
     def only_lease(self, entry: Entry) -> bool:
         """Whether only their writes lease this chunk of the slab: no engine reads it, and nothing pins it."""

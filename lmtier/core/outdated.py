@@ -10,7 +10,7 @@ from lmtier.core.writes import Writes
 
 
 class Outdated:
-    """Nobody finds these entries in this process: they have left the index. After a kill a restart may."""
+    """These entries have left the index, so this process does not find them. After a kill a restart may."""
 
     def __init__(self) -> None:
         self.nbytes = 0

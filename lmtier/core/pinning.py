@@ -1,39 +1,57 @@
-"""Named pins in the slab and in owned tiers: chunks that are not evicted, for up to half of each place."""
+"""Pins in the slab and in owned tiers: chunks that are not evicted, by name.
+
+Those of people take up to half of each place. Those of hints last a day at most. They are made only while all
+pins together take up to a quarter, and have names and limits of their own: so who sends hints leaves room for
+people's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
-from lmtier.core.index import Index
+from lmtier.core.index import HINTED, WANTED, Index
 from lmtier.core.match import CPU, State
 from lmtier.errors import MisuseError
-from lmtier.rules.lifetimes import FOREVER, Pinned, Pins
+from lmtier.rules.lifetimes import FOREVER, Pin, Pinned, Pins
 
 
 class NamedPins:
     def __init__(self, places: Mapping[str, Index], clock: Callable[[], float]) -> None:
         """`places`: the indexes of the slab and of owned tiers, by label."""
         self.pins = Pins()
+        self.hinted = Pins()
         self._places = places
         self._clock = clock
         for index in places.values():
-            index.wanted = self.pins.wanted
+            index.wanted, index.hinted = self.pins.wanted, self.hinted.wanted
 
-    def pin(self, name: str, keys: Sequence[bytes], seconds: float) -> dict[str, int]:
+    def __len__(self) -> int:
+        return len(self.pins) + len(self.hinted)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return chain(self.pins, self.hinted)
+
+    def pin(
+        self, name: str, keys: Sequence[bytes], seconds: float, *, hinted: bool = False
+    ) -> dict[str, int]:
         """Protect `keys` from eviction in every place that has or gets them. Replaces a pin of this name."""
+        pins, part = (self.hinted, HINTED) if hinted else (self.pins, WANTED)
         end = self._clock() + seconds
         if len(set(keys)) != len(keys) or any(map(self._places[CPU].is_record, keys)):
             raise MisuseError("a pin takes keys of KV, each of them once")
-        self.pins.need_room(name, len(keys))
+        pins.need_room(name, len(keys))
         for label, index in self._places.items():
             new = {entry for key in keys if (entry := index.get(key)) is not None} - index.pinned
             more = sum(entry.nbytes for entry in new)
-            if index.pinned_bytes + more > index.capacity // 2:
+            if index.pinned_bytes + more > index.capacity // part:
+                share = "hints a quarter" if hinted else "pins half"
                 raise MisuseError(
-                    f"{label} gives pins half of its {index.capacity} bytes: {index.pinned_bytes} are pinned,"
-                    f" and this would be {more} more; unpin something, or pin fewer tokens"
+                    f"{label} gives {share} of its {index.capacity} bytes: "
+                    f"{index.pinned_bytes} are pinned, and this would be {more} more; unpin something, "
+                    "or pin fewer tokens"
                 )
-        self._let_go(self.pins.put(name, keys, end))
+        self._let_go(pins.put(name, keys, end))
         for index in self._places.values():
             for key in keys:
                 if (entry := index.get(key)) is not None and entry.state is State.READY:
@@ -42,26 +60,43 @@ class NamedPins:
 
     def unpin(self, name: str) -> bool:
         """Returns whether such a pin existed."""
-        is_there = name in self.pins
+        is_there = name in self.pins or name in self.hinted
         self._let_go(self.pins.take(name))
+        self.unpin_hinted(name)
         return is_there
+
+    def unpin_hinted(self, name: str) -> None:
+        """End a pin that a hint made."""
+        self._let_go(self.hinted.take(name))
 
     def expire(self) -> None:
         """Remove the pins that have expired."""
-        if self.pins:
-            for name in self.pins.over(self._clock()):
-                self.unpin(name)
+        now = self._clock()
+        for name in self.pins.over(now):
+            self._let_go(self.pins.take(name))
+        for name in self.hinted.over(now):
+            self.unpin_hinted(name)
 
     def pinned(self) -> list[Pinned]:
         now = self._clock()
-        left = {pin.name: None if pin.end == FOREVER else pin.end - now for pin in self.pins}
-        return [Pinned(pin.name, len(pin.keys), self._held(pin.keys), left[pin.name]) for pin in self.pins]
+        left = {pin.end: None if pin.end == FOREVER else pin.end - now for pin in self}
+        return [Pinned(pin.name, len(pin.keys), self._held(pin.keys), left[pin.end]) for pin in self]
+
+    def check(self) -> None:
+        self.pins.check()
+        self.hinted.check()
+        for index in self._places.values():
+            pinned = {entry.key for entry in index.pinned}
+            assert pinned <= self.pins.wanted.keys() | self.hinted.wanted.keys(), "pinned, and no pin says so"
 
     def _let_go(self, keys: Sequence[bytes]) -> None:
+        """No pin of one kind wants them any more. One of the other kind may, within its own bound."""
         for index in self._places.values():
             for key in keys:
-                if (entry := index.get(key)) is not None:
+                if (entry := index.get(key)) is not None and entry in index.pinned:
                     index.unpin(entry)
+                    if index.is_wanted(key):
+                        index.pin(entry)
 
     def _held(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many of them each place has pinned."""

@@ -107,12 +107,12 @@ class Reservations:
                     why = why or "no_room"
                     dropped.append(key)
                     continue
-                for entry in more:
-                    entry.made = made
+                for added in more:
+                    added.made = made
                 at = number + len(more)
                 new.update(zip(range(number, at), more, strict=True))
                 run += more
-                parent = entry
+                parent = more[-1]
                 if not len(new) % _STEP:
                     try:
                         yield

@@ -22,7 +22,7 @@ class Writes:
     def __init__(
         self, slab: Index, release: Callable[[Entry], None], given_up: Callable[[bytes], None], most: int
     ) -> None:
-        """`release` ends a lease in the slab. `given_up` is told which chunk will not be written.
+        """`release` ends a lease in the slab. `given_up` hears which chunk will not be written.
 
         At most `most` chunks wait; records are not counted.
         """

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from lmtier._version import __version__
+from lmtier.errors import ConfigError
 
 SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10)
 _BYTES = tuple(4.0**n for n in range(6, 18))  # 4 KiB to 16 GiB
@@ -266,6 +268,11 @@ class Metrics:
         # the server
         self.ready = gauge("ready", "1 while the server is up and knows what its tiers hold.")
         self.clients = gauge("clients", "Open connections to the server.", "kind")
+        self.clients_remember = gauge(
+            "clients_remember_bytes",
+            "Bytes that clients' requests make the server remember. Above 256 MiB it closes who takes most.",
+        )
+        self.clients_shed = counter("clients_shed", "Clients that were closed because they took most of it.")
         self.owner_seconds = counter(
             "owner_seconds",
             "CPU seconds of the thread that owns the cache. Near 1 per second it is the bottleneck.",
@@ -311,6 +318,7 @@ class Metrics:
         )
         self._hit: dict[str, Counter] = {}  # a child costs less than labels(), which every lookup would call
         self._missed = {reason: self.missed_tokens.labels(reason) for reason in MISS_REASONS}
+        need_fields(self.lookup_seconds)
         self._settled: list[tuple[int, dict[str, int], dict[str, int], float]] = []
         self._looked_up: list[float] = []
 
@@ -436,7 +444,7 @@ class Metrics:
         for name, labels, total, below in histograms:
             histogram = getattr(self, name, None)
             if isinstance(histogram, Histogram):
-                with suppress(ValueError, AttributeError):
+                with suppress(ValueError):
                     _add(histogram.labels(**labels) if labels else histogram, total, below)
 
     def exposition(self) -> bytes:
@@ -445,10 +453,20 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def need_fields(histogram: Histogram) -> None:
+    """ConfigError: with this version of the library a takeover would lose the histograms."""
+    missing = [name for name in ("_upper_bounds", "_sum", "_buckets") if name not in vars(histogram)]
+    if missing:
+        raise ConfigError(
+            f"prometheus_client {version('prometheus_client')} has no {', '.join(missing)} in its Histogram,"
+            " which a takeover needs; install the version that lmtier was tested with"
+        )
+
+
 def _add(histogram: Histogram, total: float, below: dict[str, float]) -> None:
     """Add what another process observed: its sum, and how much was at most each bound.
 
-    The library has no public way. AttributeError: it has other labels, or the library other names.
+    The library has no public way. ValueError: it has other labels or buckets.
     """
     if [float(bound) for bound in below] != histogram._upper_bounds:
         raise ValueError("it has other buckets in this version")

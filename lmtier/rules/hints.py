@@ -23,6 +23,8 @@ MAX_BYTES = 1 << 18
 """Of an envelope."""
 MAX_ACTIONS = 64
 MAX_NAME = 128
+MAX_PIN = 86_400.0
+"""Seconds that a hint pins for at most, and usually: who may send hints keeps no room for ever."""
 MAX_REMEMBERED = 1 << 16
 """The most ids of actions that are remembered."""
 
@@ -79,12 +81,18 @@ class Action:
             raise MisuseError(f"{self.type} takes a session" + ("" if name == "" else ", or keys, not both"))
         return name, found
 
-    def seconds(self, usual: float | None) -> float | None:
+    def about(self, session: str) -> str:
+        """The session that it is about, or its first key, as the audit shows it."""
+        keys = self.payload.get("keys")
+        return str(keys[0] if isinstance(keys, list) and keys else self.payload.get("session", session))
+
+    def seconds(self, usual: float | None, most: float = MAX_TTL) -> float | None:
         given = self.payload.get("seconds", usual)
         if given is None:
             return None
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= MAX_TTL:
-            raise MisuseError(f"{self.type}: seconds must be more than 0, and at most 100 years")
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most:
+            longest = "100 years" if most == MAX_TTL else "a day; `lmtier pin` pins for longer"
+            raise MisuseError(f"{self.type}: seconds must be more than 0, and at most {longest}")
         return float(given)
 
     @property

@@ -1,7 +1,7 @@
-"""Who may do what: one token for each role, how wrong ones are slowed, and the audit of administration.
+"""Who may do what: one token for each role, how wrong ones are slowed, and the audit.
 
 A role may do what the roles below it may: LOOK at numbers, ENGINE: read and store KV and values, ADMIN:
-delete, pin and change settings. The tokens come from files, which SIGHUP reads again.
+delete, pin and change settings. `RIGHTS` has all of it. The tokens come from files, which SIGHUP reads again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from itertools import pairwise
+from typing import Final, NamedTuple
 
 from lmtier.config import TOKEN_VARIABLE, Serving, first_line
 from lmtier.errors import ConfigError, MisuseError, audit, log
 from lmtier.observe.metrics import Metrics
+from lmtier.wire.commands import Argument
 
 _APART = 0.25  # seconds between the answers to wrong tokens from one host
 _LONGEST = 5.0  # seconds that such an answer waits at most
@@ -31,6 +33,62 @@ class Role(IntEnum):
     LOOK = 1
     ENGINE = 2
     ADMIN = 3
+
+
+class Right(NamedTuple):
+    """Who may do something."""
+
+    role: Role
+    """The least role."""
+    is_audited: bool = False
+    needs_slab: bool = False
+    """It is about extents: only who maps the slab may do it."""
+
+
+def _rows(right: Right, *words: str) -> dict[str, Right]:
+    return dict.fromkeys(" ".join(words).split(), right)
+
+
+RIGHTS: Final[Mapping[str, Right]] = {
+    **_rows(Right(Role.NONE), "HELLO AUTH QUIT RESET /healthz /health /readyz"),
+    **_rows(
+        Right(Role.LOOK),
+        "PING ECHO TIME SELECT INFO COMMAND CONFIG CLIENT DBSIZE",
+        "LMTIER.REPORT LMTIER.HISTORY LMTIER.STATS LMTIER.EXPLAIN LMTIER.PINS LMTIER.MODELS",
+        "/ /metrics /version /api/stats /api/history /api/explain",
+    ),
+    **_rows(
+        Right(Role.ENGINE),
+        "GET MGET GETRANGE STRLEN EXISTS MEMORY TYPE TTL PTTL SCAN KEYS SET SETNX SETEX PSETEX GETSET MSET",
+        "GETDEL DEL UNLINK EXPIRE PEXPIRE EXPIREAT PEXPIREAT PERSIST MULTI EXEC DISCARD WATCH UNWATCH",
+        "LMTIER.HELLO LMTIER.PRESENCE LMTIER.FORM LMTIER.COST LMTIER.TRACE LMTIER.MATCH LMTIER.MISSED",
+        "LMTIER.BRING LMTIER.SEEN LMTIER.PREFETCH LMTIER.POLL LMTIER.WAIT LMTIER.RELEASE LMTIER.VERIFIED",
+        "LMTIER.HAS LMTIER.READ LMTIER.MODEL LMTIER.TELL LMTIER.CHANGES LMTIER.SESSIONS LMTIER.FLUSH",
+        "LMTIER.HINT /api/hints",
+        "hint:prefetch hint:release hint:session_end hint:session_wait hint:demote",
+    ),
+    **_rows(Right(Role.ENGINE, is_audited=True), "hint:pin hint:retain hint:ttl"),
+    **_rows(Right(Role.ENGINE, needs_slab=True), "LMTIER.SLAB LMTIER.RESERVE LMTIER.COMMIT LMTIER.ABORT"),
+    **_rows(Right(Role.ENGINE, is_audited=True, needs_slab=True), "LMTIER.DISCARD"),
+    **_rows(
+        Right(Role.ADMIN, is_audited=True),
+        "FLUSHALL FLUSHDB CLIENT:KILL LMTIER.SET LMTIER.PIN LMTIER.UNPIN LMTIER.CLEAR LMTIER.FORGET",
+        "LMTIER.CHECK LMTIER.TAKEOVER LMTIER.EXPLAIN:TOKENS hint:ttl:keys",
+    ),
+}
+"""Each command, verb and page, and each action of hints. What a word of it changes has a separate row."""
+
+_WORDS = {b"CLIENT": (1, b"KILL"), b"LMTIER.EXPLAIN": (-1, b"TOKENS")}
+"""Commands of which one word has a separate row, and where that word is."""
+
+
+def right_to(name: bytes, arguments: Sequence[Argument] = ()) -> Right:
+    """Who may run this command. `arguments` include its name."""
+    if name in _WORDS and len(arguments) > 1:
+        at, word = _WORDS[name]
+        if bytes(arguments[at]).upper() == word:
+            return RIGHTS[f"{name.decode()}:{word.decode()}"]
+    return RIGHTS[name.decode()]
 
 
 NAMES = {Role.LOOK: "look_token_file", Role.ENGINE: "token_file", Role.ADMIN: "admin_token_file"}
@@ -137,8 +195,8 @@ class Wrong:
         return at
 
 
-def note(who: str, words: Sequence[bytes | bytearray | memoryview], *, refused: bool = False) -> None:
-    """Write to the audit who administers what. A salt may be a secret, so it is not written."""
+def note(who: str, words: Sequence[Argument], *, refused: bool = False) -> None:
+    """Write to the audit who does what. A salt may be a secret, so it is not written."""
     shown = [_printable(bytes(word[:_WORD])) + "…" * (len(word) > _WORD) for word in words[:_SHOWN]]
     shown = ["…" if before.upper() == "SALT" else word for before, word in pairwise(["", *shown])]
     if len(words) > _SHOWN:
@@ -152,4 +210,8 @@ def note(who: str, words: Sequence[bytes | bytearray | memoryview], *, refused: 
 
 
 def _printable(word: bytes) -> str:
-    return "".join(each if each.isprintable() else "?" for each in word.decode("utf-8", "replace"))
+    try:
+        text = word.decode()
+    except UnicodeDecodeError:  # the key of a chunk
+        return word[:32].hex()
+    return "".join(each if each.isprintable() else "?" for each in text)

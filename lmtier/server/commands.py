@@ -8,13 +8,13 @@ callers do not wait, if a long handler yields PAUSE often.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from lmtier.errors import log
-from lmtier.server.access import Role, note
+from lmtier.server.access import Role
 from lmtier.wire.commands import Argument as Argument
 from lmtier.wire.resp import Error, Simple
 
@@ -87,7 +87,7 @@ class Caller:
     """It is on the Unix socket, so it may get the slab."""
     peer: tuple[int, int] | None = None
     """On the Unix socket: its process and its user."""
-    role: Role = Role.ADMIN
+    role: Role = Role.NONE
     """What it may do, by the token that it has sent."""
     foreign: str = ""
     """Why it may do nothing without a token: it is of another user of this host."""
@@ -103,6 +103,8 @@ class Caller:
     """Its commands since MULTI."""
     watch: Any = None
     """The names that it watches until EXEC."""
+    transaction: Any = None
+    """Its transaction, until all answers of it are sent."""
     asked: int = 0
     """The number of its commands."""
     last: str = ""
@@ -119,28 +121,17 @@ class Caller:
         """On the Unix socket: the user of its process."""
         return None if self.peer is None else self.peer[1]
 
-    def administers(self, arguments: Sequence[Argument]) -> None:
-        """Only an administrator may do this. It is written to the audit, also if it is refused."""
-        may = self.role >= Role.ADMIN
-        note(str(self), arguments, refused=not may)
-        if not may:
-            raise Refused("NOPERM this needs the token of an administrator (admin_token_file)")
-
 
 class Command(NamedTuple):
     handler: Handler
     arity: int
     """As in redis: the number of arguments, name included; negative: at least so many."""
     flags: tuple[str, ...] = ()
-    """As in redis: readonly, write, fast, admin; `loading` and `no_auth` are obeyed."""
+    """As in redis: readonly, write, fast, admin, no_auth; `loading` is obeyed. `access.RIGHTS`: who may."""
     keys: tuple[int, int, int] = (0, 0, 0)
     """As in redis: the first and the last argument that is a name, and the step between them."""
     payloads: range = range(0)
     """Which arguments are values: their bytes go straight into the slab."""
-    role: Role = Role.ENGINE
-    """The least role that may use it. What needs ADMIN is written to the audit."""
-    needs_slab: bool = False
-    """It is about extents: only who maps the slab may use it."""
     is_of_all: bool = False
     """It may write any value."""
     most: int = MOST

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor, error_of
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.http import Conversation, Reply
+from lmtier.server.ledger import PIECE
 from lmtier.wire.commands import Commands
 from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, command, encode
 
@@ -32,6 +33,7 @@ _ENOUGH = 1 << 20  # bytes of unsent answers above which no more commands run
 # Pieces of unsent answers above which no more commands run: small ones cost 50 times their bytes.
 _MANY = 4096
 _BATCH = 64 << 10  # bytes of answers that are sent before more commands run
+_INPUT = 16 << 10  # bytes that are read of a browser at once
 _BUFFERS = 64  # in one system call
 _SLOWEST = 16 << 10  # bytes per second that a transfer must average to be worth its memory
 _FIRST = 10.0  # seconds at the start of a transfer without this limit
@@ -48,6 +50,8 @@ class _Out(NamedTuple):
     view: memoryview
     sent: Callable[[], None] | None = None
     fd: int | None = None
+    held: int = 0
+    """The bytes of memory that it takes. A view of the slab takes none."""
 
 
 class Channel:
@@ -65,6 +69,8 @@ class Channel:
         self._out: deque[_Out] = deque()
         self.waits = 0
         """Bytes that wait to be sent."""
+        self._unsent = 0
+        """The bytes of memory that they take."""
         self.moved = self.began
         """When a byte last moved."""
         self._busy_since: tuple[float, int] | None = None
@@ -91,7 +97,9 @@ class Channel:
             if sent is not None:
                 sent()
             return
-        self._out.append(_Out(memoryview(data), sent, fd))
+        held = PIECE + (len(data) if sent is None else 0)
+        self._out.append(_Out(memoryview(data), sent, fd, held))
+        self._unsent += held
         self.waits += len(data)
 
     def flush(self) -> None:
@@ -126,11 +134,12 @@ class Channel:
         while out and len(out[0].view) <= count:
             count -= len(out[0].view)
             done = out.popleft()
+            self._unsent -= done.held
             if done.sent is not None:
                 done.sent()
         if count:
             first = out[0]
-            out[0] = _Out(first.view[count:], first.sent)
+            out[0] = first._replace(view=first.view[count:], fd=None)
 
     def is_stuck(self, now: float, patience: float, busy: bool) -> bool:
         """Whether an unfinished transfer is stuck: no byte for `patience`, or too few bytes for longer."""
@@ -157,7 +166,7 @@ class Channel:
             while self._out:
                 if (sent := self._out.popleft().sent) is not None:
                     sent()
-            self.waits = 0
+            self.waits = self._unsent = 0
             self.sock.close()
 
 
@@ -168,7 +177,7 @@ class Connection(Channel):
         super().__init__(sock, caller)
         self._host = host
         # No part of a connection refers back to it: long-lived objects are not searched for cycles.
-        self._commands = Commands(partial(host.place, caller))
+        self._commands = Commands(partial(host.place, caller), buffer=host.buffer)
         self._waiting: Waiting | None = None
         self._again: list[Any] = []
         """The command that waits, if another process can begin it again."""
@@ -193,6 +202,12 @@ class Connection(Channel):
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self.waits or self._commands.in_command)
+
+    @property
+    def held(self) -> int:
+        """The bytes that its requests make the server remember now."""
+        begun = self._commands.last if self._waiting is not None else 0
+        return self._unsent + self._commands.held + begun + self._host.held(self.caller)
 
     @property
     def _is_full(self) -> bool:
@@ -358,7 +373,6 @@ class HttpConnection(Channel):
     def __init__(self, sock: socket.socket, conversation: Conversation, caller: Caller) -> None:
         super().__init__(sock, caller)
         self._conversation = conversation
-        self._input = memoryview(bytearray(16 << 10))
         self._last = False  # nothing more will be answered
         self._late: Reply | None = None
 
@@ -382,13 +396,19 @@ class HttpConnection(Channel):
     def is_in_the_middle(self) -> bool:
         return True  # a browser's connection may be idle for as long as a transfer
 
+    @property
+    def held(self) -> int:
+        """The bytes that its requests make the server remember now."""
+        return self._unsent + self._conversation.held
+
     has_begun = False
     """A browser connects before it asks, and keeps its connection afterwards: no reason for a warning."""
 
     def hear(self) -> None:
-        count = 0 if self.is_cut else self.read(self._input)
+        arrived = memoryview(bytearray(_INPUT))
+        count = 0 if self.is_cut else self.read(arrived)
         if count and not self._last:
-            self._conversation.feed(self._input[:count])
+            self._conversation.feed(arrived[:count])
         self.go_on()
 
     def go_on(self) -> None:

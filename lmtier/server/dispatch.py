@@ -6,11 +6,11 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import log
-from lmtier.server.access import Role
+from lmtier.server.access import RIGHTS, Right, Role, note, right_to
 from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table, error_of
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
-from lmtier.wire.commands import DROP
+from lmtier.wire.commands import DROP, new_buffer
 from lmtier.wire.resp import Error, ProtocolError
 
 _UNTRUSTED_ARGS = 10
@@ -28,8 +28,11 @@ class Dispatch:
         self._cache = cache
         self._values = values
         self._transactions = transactions
+        self.held = transactions.held
+        self.buffer = new_buffer()
+        """Where the bytes of each connection arrive. All have the same owner."""
         self._table = {
-            name: _audited(command) if command.role is Role.ADMIN else command
+            name: _audited(name, command) if _is_ever_audited(name) else command
             for name, command in table.items()
         }
 
@@ -38,10 +41,11 @@ class Dispatch:
             raise ProtocolError(
                 "unauthenticated " + ("bulk" if length > _UNTRUSTED_BYTES else "multibulk") + " length"
             )
-        command = self._table.get(bytes(args[0]).upper())
+        name = bytes(args[0]).upper()
+        command = self._table.get(name)
         if command is None or len(args) not in command.payloads:
             return None
-        if caller.role < command.role or not self._cache.is_warm:
+        if caller.role < right_to(name).role or not self._cache.is_warm:
             return DROP  # the command is refused when it is complete
         draft = self._values.draft(length)
         if draft is None:
@@ -87,33 +91,42 @@ class Dispatch:
             return Error(f"ERR {wrong}")
         if len(args) > command.most:
             return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
-        if not caller.role and "no_auth" not in command.flags:
+        right = right_to(name, args)
+        if right.role and not caller.role:
             return Error(caller.foreign) if caller.foreign else _NO_AUTH
-        if caller.role < command.role and "no_auth" not in command.flags:
-            return _refuse(caller, command, args)
-        if command.needs_slab and not caller.is_local:
+        if caller.role < right.role:
+            return _refused(caller, right, args)
+        if right.needs_slab and not caller.is_local:
             return _NO_SLAB
         if "loading" not in command.flags and not self._cache.is_warm and not name.startswith(b"LMTIER."):
             return _LOADING
         return None
 
 
-def _audited(command: Command) -> Command:
-    """It writes to the audit when it runs, which may be at EXEC."""
+def _is_ever_audited(name: bytes) -> bool:
+    word = name.decode()
+    return any(right.is_audited for row, right in RIGHTS.items() if row == word or row.startswith(f"{word}:"))
+
+
+def _audited(name: bytes, command: Command) -> Command:
+    """It writes to the audit when it runs, which may be at EXEC, when its caller may have another role."""
 
     def handler(caller: Caller, args: list[Argument]) -> Any:
-        caller.administers(args)
+        right = right_to(name, args)
+        if caller.role < right.role:
+            return _refused(caller, right, args)
+        if right.is_audited:
+            note(str(caller), args)
         return command.handler(caller, args)
 
     return command._replace(handler=handler)
 
 
-def _refuse(caller: Caller, command: Command, args: list[Argument]) -> Error:
-    if command.role is Role.ADMIN:
-        try:
-            caller.administers(args)
-        except Refused as refused:
-            return refused.error
+def _refused(caller: Caller, right: Right, args: list[Argument]) -> Error:
+    if right.is_audited:
+        note(str(caller), args, refused=True)
+    if right.role is Role.ADMIN:
+        return Error("NOPERM this needs the token of an administrator (admin_token_file)")
     return Error(f"NOPERM '{caller.last}' needs the token of an engine: this one may only look")
 
 

@@ -22,17 +22,16 @@ from lmtier._version import __version__
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.format.keys import tenant
-from lmtier.rules.hints import Action, actions_of
-from lmtier.server.access import Role, Secrets
+from lmtier.rules.hints import actions_of
+from lmtier.server.access import RIGHTS, Right, Role, Secrets
 from lmtier.server.explain import Explain
+from lmtier.server.hinted import executing
 from lmtier.server.report import Report
 
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
 MAX_BODY = 256 << 10
 """Bytes of a form."""
-OPEN = frozenset({"/healthz", "/health", "/readyz"})
-"""The pages that need no token, because Kubernetes has none. They answer with one word."""
 FOR_ALL = frozenset({"/metrics"})
 """The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
 
@@ -74,9 +73,10 @@ class Response(NamedTuple):
 
 
 Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
-Answering: TypeAlias = "Generator[None, None, Response]"
+Answering: TypeAlias = "Generator[bytes, None, Response]"
 """A response that takes long. It yields where other connections may have their turns."""
-Form: TypeAlias = "Callable[[bytes], Response | Answering]"
+Form: TypeAlias = "Callable[[bytes, str, Role], Response | Answering]"
+"""Takes a body, who sent it, and what that client may do."""
 Forms: TypeAlias = "Mapping[str, Form]"
 
 
@@ -138,10 +138,11 @@ class Http:
         self, method: str, path: str, headers: Mapping[str, str], address: str, foreign: str = ""
     ) -> Response:
         """The answer to a request without a body."""
-        if path not in OPEN:
+        needed = RIGHTS.get(path, Right(Role.LOOK)).role
+        if needed:  # Kubernetes has no token for its probes
             tokens, authorization = self._tokens(), headers.get("authorization", "")
             shown = _token_in(authorization) if authorization else None
-            if shown is None or not tokens.role(shown):
+            if shown is None or tokens.role(shown) < Role.LOOK:
                 if foreign and tokens.without() and path not in FOR_ALL:
                     return sentence(403, foreign.partition(" ")[2])
                 if not tokens.without() or (path in self._forms and tokens):
@@ -159,7 +160,7 @@ class Http:
             return sentence(404, f"no such page; there are {', '.join(sorted(self._pages))}")
         return self._pages[path]()
 
-    def form(self, request: _Request) -> Form | None:
+    def form(self, request: _Request, address: str) -> Callable[[bytes], Response | Answering] | None:
         """What takes the body of this request; None: `answer` answers it."""
         if request.method != "POST" or request.path not in self._forms:
             return None
@@ -170,7 +171,7 @@ class Http:
         role = Role.NONE if shown is None else tokens.role(shown)
         if role is Role.NONE:
             return None
-        if role < Role.ENGINE:
+        if role < RIGHTS[request.path].role:
             raise _Refusal(403, "this token may look, and do nothing else")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise _Refusal(415, "send JSON, with Content-Type: application/json")
@@ -178,7 +179,9 @@ class Http:
             raise _Refusal(411, "send the length of the body, as Content-Length")
         if request.length > MAX_BODY:
             raise _Refusal(413, f"the body has at most {MAX_BODY} bytes")
-        return self._forms[request.path]
+        who = f"http 'client' at {address} ({role.name.lower()})"
+        form = self._forms[request.path]
+        return lambda body: form(body, who, role)
 
     def _is_own(self, host: str) -> bool:
         """Whether the Host header names this host.
@@ -217,7 +220,7 @@ class Conversation:
         self._http = http
         self._address, self._foreign = address, foreign
         self._input = bytearray()
-        self._form: tuple[_Request, Form] | None = None
+        self._form: tuple[_Request, Callable[[bytes], Response | Answering]] | None = None
         """A request whose body has not come yet, and what takes it."""
         self._answering: tuple[_Request, Answering] | None = None
         """A request whose response takes long."""
@@ -227,6 +230,11 @@ class Conversation:
     def is_answering(self) -> bool:
         """Whether the next reply takes more turns: call `next` again, and read nothing until then."""
         return self._answering is not None
+
+    @property
+    def held(self) -> int:
+        """The bytes of the requests that it has not answered, about."""
+        return len(self._input) + (MAX_BODY if self.is_answering else 0)
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes. After the last reply they are ignored."""
@@ -248,7 +256,7 @@ class Conversation:
                 if head is None:
                     return None
                 request = parse(head)
-                if (form := self._http.form(request)) is not None:
+                if (form := self._http.form(request, self._address)) is not None:
                     self._form = request, form
             if self._form is not None:
                 return self._fill(*self._form)
@@ -264,7 +272,7 @@ class Conversation:
             response = sentence(413, "requests have no body here")
         return self._reply(response, request.method != "HEAD", request.keep and not has_body)
 
-    def _fill(self, request: _Request, form: Form) -> Reply | None:
+    def _fill(self, request: _Request, form: Callable[[bytes], Response | Answering]) -> Reply | None:
         """Give the form its body, once all of it is here."""
         if len(self._input) < request.length:
             return None
@@ -360,20 +368,16 @@ def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ())
 def forms(cache: Cache) -> dict[str, Form]:
     """What takes a body, by path."""
 
-    def executing(actions: list[Action], of: bytes, session: str) -> Answering:
-        outcomes = []
-        for action in actions:
-            outcomes += [outcome._asdict() for outcome in cache.hint([action], of, session)]
-            yield
-        return Response(200, JSON, json.dumps(outcomes).encode())
+    def answering(steps: Generator[bytes, None, str]) -> Answering:
+        return Response(200, JSON, (yield from steps).encode())
 
-    def hints(body: bytes) -> Response | Answering:
+    def hints(body: bytes, who: str, role: Role) -> Response | Answering:
         try:
             said = json.loads(body)
             salt, session = (said.pop(name, "") for name in ("salt", "session")) if said else ("", "")
             if not isinstance(salt, str) or not isinstance(session, str):
                 raise MisuseError("salt and session are text")
-            return executing(actions_of(said), tenant(salt), session)
+            return answering(executing(cache, actions_of(said), tenant(salt), session, who, role))
         except (ValueError, RecursionError, AttributeError, TypeError):
             return sentence(400, "the body is an envelope of hints: a JSON object")
         except MisuseError as error:

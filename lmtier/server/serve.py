@@ -10,7 +10,6 @@ Nothing here blocks. A turn is bounded in bytes, and only the caller that needs 
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import select
@@ -37,6 +36,7 @@ from lmtier.server.engines import Engines
 from lmtier.server.engines.arguments import read_shard
 from lmtier.server.engines.sessions import Session
 from lmtier.server.http import Http, forms, routes
+from lmtier.server.ledger import Ledger
 from lmtier.server.listening import Door, Doors, written
 from lmtier.server.peers import peer_of
 from lmtier.server.process import allow_files, tell_systemd
@@ -49,6 +49,7 @@ from lmtier.server.roster import Roster
 from lmtier.server.takeover import Arrival, Departure, Predecessor
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
+from lmtier.threads import RestingCollector
 
 if TYPE_CHECKING:
     from lmtier.server.events import Publisher
@@ -58,6 +59,7 @@ _SOON = 0.02  # seconds between steps while a command waits for a tier: deadline
 _ACCEPTS = 64  # new connections in one turn
 _KEPT = 16  # of so many places, one is kept for the Unix socket and for those who have shown a token
 _TO_SHOW = 1.0  # seconds that a stranger has at least to show a token, also if others need its place
+_RESTING = 0.005  # seconds of CPU in a tick: less is rest
 _HURRY = 1.0  # the patience in seconds with unfinished requests, if other requests find no room
 _TOO_MANY = b"-ERR max number of clients reached\r\n"
 
@@ -82,12 +84,14 @@ class Server:
         self._masks: dict[int, int] = {}
         self._waiting: set[Connection | HttpConnection] = set()
         """The connections whose answer has to wait, or whose turn was cut."""
+        self._ledger = Ledger()
         self._ids = count(1)
         self._stop_at: float | None = None
         self._expires = False
         """Some values may have expired."""
         self._alone_since = self._started
         self._ran = 0.0
+        self._collector = RestingCollector()
         """The CPU seconds of this thread that are counted already."""
         self._reload = False
         self._log: RequestLog | None = None
@@ -141,8 +145,8 @@ class Server:
             **redis_table(self._values, service),
             **self._transactions.table(),
             **self._engines.table(),
-            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1, role=Role.LOOK),
-            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1, role=Role.LOOK),
+            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1),
+            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1),
         }
         self._departure = Departure(
             self.cache,
@@ -174,6 +178,7 @@ class Server:
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         if arrival is not None:
             self._resume(arrival, sessions)
+        metrics.clients_remember.set_function(lambda: self._ledger.total)
         for kind in ("redis", "engine", "http"):
             metrics.clients.labels(kind).set_function(partial(self._roster.of_kind, kind))
 
@@ -244,6 +249,7 @@ class Server:
             self._epoll.register(fd, select.EPOLLIN)
         tell_systemd("READY=1")
         tick, has_left = 0.0, False
+        self._collector.begin(self._entries())
         self._ran = time.thread_time()
         try:
             while not self._is_done():
@@ -253,6 +259,8 @@ class Server:
                     timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
+                    if self._ledger.is_over:
+                        self._shed()
                 self.cache.step()
                 self._transactions.turn()
                 if self._expires:
@@ -262,6 +270,8 @@ class Server:
                 for connection in [each for each in self._waiting if each.is_open]:
                     connection.hear() if connection.is_cut else connection.go_on()
                     self._look(connection)
+                    if self._ledger.is_over:
+                        self._shed()
                 if self._departure.turn():
                     has_left = True
                     return
@@ -348,6 +358,9 @@ class Server:
             self._epoll.modify(fd, mask)
             self._masks[fd] = mask
         self._see(connection)
+        self._ledger.note(connection, connection.held)
+        if (session := connection.caller.session) is not None:
+            self._ledger.note(session, session.held)
         goes_on = connection.is_waiting or connection.is_cut
         (self._waiting.add if goes_on else self._waiting.discard)(connection)
 
@@ -355,26 +368,46 @@ class Server:
         del self._masks[fd]
         self._roster.left(connection)
         self._waiting.discard(connection)
+        self._ledger.note(connection, 0)
+        session: Session | None = connection.caller.session
         if isinstance(connection, Connection):
             self._transactions.gone(connection.caller)
             if not self._report.stopping:
                 # The server closes it, but the engine may still be copying. So its extents are not used
                 # again.
                 self._engines.gone(connection.caller)
+        if session is not None and not session.members:
+            self._ledger.note(session, 0)
+
+    def _shed(self) -> None:
+        """Close the clients for which most is remembered, until all of it is well below the bound."""
+        connections = {each.caller: each for each in self._roster}
+        for holder in self._ledger.largest():
+            if self._ledger.is_low:
+                return
+            callers = holder.members if isinstance(holder, Session) else (holder.caller,)  # type: ignore[attr-defined]
+            found = [connections[each] for each in callers if each in connections]
+            if any(map(_is_engine, found)):
+                continue
+            for each in found:
+                log.warning("lmtier: %s was closed: it makes the server remember most", each.caller.address)
+                each.close()
+                self._look(each)
+                self.cache.metrics.clients_shed.inc()
+
+    def _entries(self) -> int:
+        return sum(map(len, self.cache.indexes.values()))
 
     def _look_after(self, now: float) -> None:
         patience = self.serving.patience
         if now - max(self.cache.room.no_room_at, self._values.no_room_at) < _HURRY:
             patience = min(patience, _HURRY)
         for connection in self._roster:
-            # Never an engine: its extents must stay until it releases them, and it closes its socket then.
-            # An engine that does not map the slab has no extents to release.
-            is_engine = connection.caller.session is not None and connection.caller.is_local
             # A client may pause in the middle of MULTI, as long as no request needs the room of its values.
             is_idle = patience > _HURRY or connection.caller.queue is None
             # A client without a token must not keep a place for ever that others need.
             is_busy = connection.is_in_the_middle() or not is_idle or connection.is_stranger
-            if not is_engine and connection.is_stuck(now, patience, is_busy):
+            if not _is_engine(connection) and connection.is_stuck(now, patience, is_busy):
                 address = connection.caller.address
                 if connection.has_begun:
                     log.warning("lmtier: %s stopped in the middle of a request and was closed", address)
@@ -388,8 +421,8 @@ class Server:
         # Here, because only the thread itself can read its CPU time.
         ran, self._ran = self._ran, time.thread_time()
         self.cache.metrics.owner_seconds.inc(self._ran - ran)
-        # The objects that exist now are no garbage. A search among a million entries takes a second.
-        gc.freeze()
+        if self._ran - ran < _RESTING:
+            self._collector.rest(self._entries())
         linger = self.serving.linger
         if linger <= 0 or self._roster.of_kind("engine"):  # to count thousands of clients takes a while
             self._alone_since = now
@@ -542,3 +575,11 @@ class Server:
         caller = connection.caller
         has_shown = caller.role > self._doors.tokens.without(caller.foreign)
         self._roster.see(connection, is_known=bool(caller.role) and (caller.is_local or has_shown))
+
+
+def _is_engine(connection: Connection | HttpConnection) -> bool:
+    """Whether it must not be closed: its extents stay until it releases them, and it closes its socket then.
+
+    An engine that does not map the slab has no extents to release.
+    """
+    return connection.caller.session is not None and connection.caller.is_local

@@ -33,7 +33,6 @@ from lmtier.core.slab import SEALS, SHARED
 from lmtier.errors import ConfigError, log
 from lmtier.format.books import MAX_BYTES, VERSION, Books, BooksError
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import Role
 from lmtier.server.commands import Argument, Caller, Command, Refused, WithDescriptor
 from lmtier.server.connection import Connection
 from lmtier.server.engines import Engines
@@ -83,7 +82,7 @@ class Departure:
         return self._cord is not None
 
     def command(self) -> Command:
-        return Command(self._ask, 2, ("admin",), role=Role.ADMIN)
+        return Command(self._ask, 2, ("admin",))
 
     def _ask(self, caller: Caller, arguments: list[Argument]) -> Any:
         if not caller.is_local or caller.peer is None or caller.peer[1] != os.geteuid():

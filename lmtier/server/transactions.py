@@ -34,6 +34,7 @@ from lmtier.server.commands import (
     Waiting,
     error_of,
 )
+from lmtier.server.ledger import NAME
 from lmtier.server.values import Draft, Values, Watch
 from lmtier.wire.commands import DROP
 from lmtier.wire.resp import Error, NullArray, Simple, encode
@@ -42,8 +43,6 @@ MAX_QUEUE = 16 << 20
 """The most bytes of the queued commands of one client. Values are in the slab."""
 MAX_ANSWERS = 16 << 20
 """The most bytes of answers that a transaction collects. Values that it reads are in the slab."""
-MAX_WATCHED = 65_536
-"""The most names that one client watches."""
 _EACH = 256  # overhead in bytes of a command or an answer
 _TURN = 0.004  # seconds
 
@@ -80,6 +79,8 @@ class _Transaction:
     is_of_all: bool
     """It may write any name, as FLUSHALL does."""
     number: int
+    asked: int
+    """The bytes of its commands, and of what is watched for it."""
     run: Generator[bytes | None, None, None] | None = None
     answers: Answers = field(default_factory=deque)
     nbytes: int = 0
@@ -122,6 +123,14 @@ class Transactions:
     @property
     def are_running(self) -> bool:
         return bool(self._running or self._waiting)
+
+    def held(self, caller: Caller) -> int:
+        """The bytes of what is queued, watched and answered for a client."""
+        nbytes = 0 if caller.queue is None else caller.queue.nbytes
+        if caller.watch is not None:
+            nbytes += NAME * len(caller.watch.keys)
+        running: _Transaction | None = caller.transaction
+        return nbytes if running is None else nbytes + running.asked + running.nbytes
 
     # ---- called by the server for each command
 
@@ -245,8 +254,6 @@ class Transactions:
         if caller.queue is not None:
             return Error("ERR WATCH inside MULTI is not allowed")
         watch: Watch = caller.watch or Watch()
-        if len(watch.keys) + len(args) > MAX_WATCHED:
-            return Error(f"ERR a client watches {MAX_WATCHED} names at most here")
         caller.watch = watch
         self._values.watch(watch, map(bytes, args[1:]))
         return OK
@@ -270,7 +277,9 @@ class Transactions:
         watch, caller.watch = caller.watch, None
         names = {name for step in queue.steps for name in _names(step.command, step.args)}
         is_of_all = any(step.command.is_of_all for step in queue.steps)
-        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all, next(self._numbers))
+        asked = queue.nbytes + (NAME * len(watch.keys) if watch is not None else 0)
+        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all, next(self._numbers), asked)
+        caller.transaction = transaction
         self._waiting.append(transaction)
         self.turn()
         return self._answers(transaction)
@@ -287,6 +296,7 @@ class Transactions:
             return Nothing
         finally:
             transaction.is_alone = True
+            transaction.caller.transaction = None
             _let_go(transaction.answers)
 
     # ---- running them
@@ -295,6 +305,11 @@ class Transactions:
         """Begin the transactions that may begin, and continue running ones, for the time of one turn."""
         before: list[_Transaction] = []
         for each in self._waiting:
+            if each.is_alone:  # its client left before it began, and nothing counts any more what it holds
+                self._drop(each.steps)
+                if each.watch is not None:
+                    self._values.unwatch(each.watch)
+                continue
             is_written = not self._writing.isdisjoint(each.names) or (each.is_of_all and bool(self._writing))
             is_waited_for = self._is_waited_for(each.names, each.number, is_of_all=each.is_of_all)
             others = (*self._running, *before)

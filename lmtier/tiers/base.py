@@ -142,14 +142,14 @@ class Tier(ABC):
     """The keys with which it seals objects. None: it does not seal."""
 
     is_left: bool = False
-    """Another process has taken over, with `lock`: `close` leaves the storage as it is."""
+    """Another process may own the storage, with `lock`: `close` leaves it as it is. The owner sets it."""
 
     @property
     def lock(self) -> int | None:
         """The file whose lock makes this process the only owner of the storage. None: it has no such file.
 
         A process that is given it opens the tier with it, as the keyword `lock` of the constructor, while
-        this one begins no job. At no time is the storage without its lock.
+        this one begins no job. The constructor duplicates it. At no time is the storage without its lock.
         """
         return None
 

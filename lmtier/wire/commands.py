@@ -20,6 +20,13 @@ Place: TypeAlias = "Callable[[list[Argument], int, int], memoryview | None]"
 DROP: Final = memoryview(b"")
 """The place of an argument that is not stored: its bytes are dropped as they arrive."""
 _BUFFER = 20 << 10  # the keys of 512 chunks, and a little
+ARGUMENT: Final = 64
+"""The bytes that an argument takes beside its own, about."""
+
+
+def new_buffer() -> memoryview:
+    """Where the bytes of a client arrive."""
+    return memoryview(bytearray(_BUFFER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +58,20 @@ class Commands(Reader):
     always bytes.
     """
 
-    def __init__(self, place: Place, limits: Limits = Limits()) -> None:
+    def __init__(self, place: Place, limits: Limits = Limits(), buffer: memoryview | None = None) -> None:
+        """`buffer`: where bytes arrive, if readers of one thread share it. None of them keeps any there."""
         super().__init__(limits.inline)
         self._place = place
         self._limits = limits
-        self._buffer = memoryview(bytearray(_BUFFER))
+        self._buffer = new_buffer() if buffer is None else buffer
         self._argc = 0  # arguments of the unfinished command; 0: none
         self._args: list[Argument] = []
         self._longest_kept = min(limits.argument, limits.payload)
         self._longest_name = min(limits.name, self._longest_kept)
         self._room = limits.command  # for arguments kept as bytes
         self._length = -1  # of the unfinished argument; -1: none
+        self.last = 0
+        """The bytes that the last command takes."""
         self._payload: memoryview | None = None  # where it goes, if not here
         self._filled = 0
 
@@ -69,6 +79,11 @@ class Commands(Reader):
     def in_command(self) -> bool:
         """Whether a command has begun and is not complete. It is valid after `next` has returned None."""
         return self._argc > 0 or self.has_more
+
+    @property
+    def held(self) -> int:
+        """The bytes of what has arrived of the unfinished command, and of an announced argument."""
+        return self._limits.command - self._room + ARGUMENT * len(self._args) + len(self._data)
 
     def target(self) -> memoryview:
         """Where the next bytes from the client must go. Never empty."""
@@ -116,6 +131,7 @@ class Commands(Reader):
                     raise ProtocolError("invalid multibulk length")
                 self._argc = max(argc, 0)
             elif args := _words(line):
+                self.last = len(line) + ARGUMENT * len(args)
                 return args
         args = self._args
         if self._length < 0:
@@ -132,6 +148,7 @@ class Commands(Reader):
             args.append(argument)
             self._length, self._payload = -1, None
             self._skim()
+        self.last = self.held
         self._args, self._argc, self._room = [], 0, self._limits.command
         return args
 

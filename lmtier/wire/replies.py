@@ -35,14 +35,15 @@ class Replies(Reader):
     """Parses the replies of one server. A long reply that arrives in pieces is parsed only once.
 
     Strings are bytes; errors are values. A key of a map or a member of a set that Python cannot hash raises
-    ProtocolError, and so does a reply that needs more than `limit` bytes. Close the connection after it.
+    ProtocolError, and so does a reply that needs more than `limit` bytes, or has more than `values` values.
+    Close the connection after it.
     """
 
-    def __init__(self, limit: int = 64 << 20) -> None:
+    def __init__(self, limit: int = 64 << 20, values: int = _VALUES) -> None:
         super().__init__(_LINE)
-        self._limit = limit
+        self._limit, self._values = limit, values
         self._bytes_left = limit  # of the reply that has begun
-        self._values_left = _VALUES
+        self._values_left = values
         self._open: list[_Aggregate] = []  # outermost first
         self._header: tuple[int, int] | None = None  # of the bulk that has begun: its mark and length
 
@@ -62,7 +63,7 @@ class Replies(Reader):
         while (value := self._value()) is not INCOMPLETE:
             while value is not _OPENED:
                 if not self._open:
-                    self._bytes_left, self._values_left = self._limit, _VALUES
+                    self._bytes_left, self._values_left = self._limit, self._values
                     return value
                 aggregate = self._open[-1]
                 aggregate.items.append(value)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +16,10 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.match import Match, Reservation
+from lmtier.errors import MisuseError, TierError
 from lmtier.format.books import Books, BooksError
 from lmtier.format.layout import Layout, form_of
+from lmtier_backends.disk import DiskTier
 
 LAYOUT = Layout.uniform(
     layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=4, chunk_tokens=8, packing="token"
@@ -49,7 +54,8 @@ def following(cache: Cache, books: Books, settings: Config) -> tuple[Cache, Heri
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(("save", "begin", "find", "pin", "discard", "ttl", "halves")), st.integers(0, 12)
+        st.sampled_from(("save", "begin", "find", "pin", "hint", "discard", "ttl", "halves")),
+        st.integers(0, 12),
     ),
     max_size=40,
 )
@@ -65,6 +71,9 @@ def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, 
                 held.append(cache.match(keys(prompt), FORM))
             elif what == "pin" and any(cache.index.get(key) for key in keys(prompt)):
                 cache.pin(f"pin {prompt % 2}", keys(prompt))
+            elif what == "hint":
+                with suppress(MisuseError):  # they have a quarter
+                    cache.pinning.pin(f"hint {prompt % 2}", keys(prompt), 60.0, hinted=True)
             elif what == "discard" and (entry := cache.index.get(keys(prompt)[1])) is not None:
                 cache.discard(entry)
             elif what in ("save", "begin", "ttl", "halves"):
@@ -88,6 +97,7 @@ def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, 
             assert after.index.used == cache.index.used
             assert after.index.leased_bytes == cache.index.leased_bytes
             assert after.pinning.pins.wanted == cache.pinning.pins.wanted
+            assert after.pinning.hinted.wanted == cache.pinning.hinted.wanted
             for entry in cache.index.entries():
                 mine = after.index.get(entry.key)
                 assert mine is not None
@@ -157,3 +167,45 @@ def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
         assert bytes(cache.presence._counts) == before
         for entry in cache.index.entries():  # the one before goes on
             cache.discard(entry)
+
+
+def with_disk(root: Path) -> Config:
+    return Config(tiers=["cpu://?capacity=128KiB", f"disk://{root}?capacity=1MiB"], prefault=False)
+
+
+def handed_over(cache: Cache) -> Heritage:
+    """What `cache` leaves, with duplicates of its descriptors, as another process would get them."""
+    assert cache.slab.fd is not None
+    assert cache.presence is not None
+    lock = cache.lower[0].tier.lock
+    assert lock is not None
+    locks = {cache.config.stores[1].place: os.dup(lock)}
+    books, _ = told(cache)
+    return Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+
+
+def test_a_directory_that_was_handed_over_can_be_opened_again_once_it_is_closed(tmp_path: Path):
+    cache = Cache(with_disk(tmp_path), shared=True)
+    after = Cache(cache.config, shared=True, heritage=handed_over(cache))
+    with pytest.raises(TierError, match="is open in process"):
+        DiskTier(tmp_path)
+    cache.leave()
+    after.taken()
+    with pytest.raises(TierError, match="is open in process"):
+        DiskTier(tmp_path)
+    after.close()
+    DiskTier(tmp_path).close()
+
+
+def test_a_handover_that_fails_leaves_no_thread_and_no_lock(tmp_path: Path):
+    cache = Cache(with_disk(tmp_path), shared=True)
+    heritage = handed_over(cache)
+    heritage.books.facts["pins"] = [["one", "abc", 0.0]]
+    before = set(threading.enumerate())
+    with pytest.raises(BooksError, match="contradict themselves"):
+        Cache(cache.config, shared=True, heritage=heritage)
+    assert set(threading.enumerate()) == before
+    with pytest.raises(TierError, match="is open in process"):
+        DiskTier(tmp_path)
+    cache.close()
+    DiskTier(tmp_path).close()

@@ -23,6 +23,7 @@ from lmtier.rules.hints import (
     envelope,
     read_envelope,
 )
+from lmtier.rules.lifetimes import MAX_PINS
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from tests.core.test_pinning import AT_REST, ONE, ROOM, C
 from tests.core.test_sessions import ask, make, named, there, time
@@ -58,25 +59,25 @@ def tiered(make):
 
 
 def test_a_pinned_session_stays_and_release_lets_it_go(cache):
-    ask(cache, named(4, "one"), "one")
+    ask(cache, named(3, "one"), "one")
     assert hint(cache, "pin", session="one") == DONE
     ask(cache, named(12, "flood"))
-    assert there(cache, named(4, "one")) == 4
+    assert there(cache, named(3, "one")) == 3
     assert hint(cache, "release", session="one") == DONE
     ask(cache, named(12, "more"))
-    assert there(cache, named(4, "one")) == 0
+    assert there(cache, named(3, "one")) == 0
 
 
 def test_retained_chunks_stay_for_their_time(cache, time):
-    ask(cache, named(4, "one"), "one")
+    ask(cache, named(3, "one"), "one")
     assert hint(cache, "retain", session="one") == REFUSED
     assert hint(cache, "retain", session="one", seconds=30) == DONE
     ask(cache, named(12, "flood"))
-    assert there(cache, named(4, "one")) == 4
+    assert there(cache, named(3, "one")) == 3
     time.pass_by(31)
     cache.step()
     ask(cache, named(12, "more"))
-    assert there(cache, named(4, "one")) == 0
+    assert there(cache, named(3, "one")) == 0
 
 
 def test_ttl_ends_only_what_no_other_session_needs_and_never_later(cache, time):
@@ -170,12 +171,12 @@ def test_a_prefetch_of_keys_of_unknown_form_is_refused(tiered):
 
 
 def test_an_ended_session_is_unpinned_too(cache):
-    ask(cache, named(4, "one"), "one")
+    ask(cache, named(3, "one"), "one")
     assert hint(cache, "pin", session="one") == DONE
     assert hint(cache, "session_end", session="one") == DONE
     assert cache.pinned() == []
     ask(cache, named(12, "flood"))
-    assert there(cache, named(4, "one")) == 0
+    assert there(cache, named(3, "one")) == 0
     assert hint(cache, "session_end", session="one") == REFUSED  # it is not known any more
 
 
@@ -191,11 +192,11 @@ def test_a_session_that_waits_says_for_whom(cache):
 
 
 def test_keys_can_be_named_instead_of_a_session(cache):
-    ask(cache, named(4, "one"))
-    names = [key.hex() for key in named(4, "one")]
+    ask(cache, named(3, "one"))
+    names = [key.hex() for key in named(3, "one")]
     assert hint(cache, "pin", keys=names) == DONE
     ask(cache, named(12, "flood"))
-    assert there(cache, named(4, "one")) == 4
+    assert there(cache, named(3, "one")) == 3
     assert hint(cache, "release", keys=names) == DONE
     assert hint(cache, "session_end", keys=names) == REFUSED
     assert hint(cache, "pin", keys=names, session="one") == REFUSED
@@ -223,7 +224,7 @@ def test_a_tenant_reaches_only_its_own_sessions_and_chunks(cache):
 def test_the_same_action_counts_once_but_a_refused_one_can_be_tried_again(cache):
     said = actions_of(envelope("m", ("pin", {"session": "one"})))
     assert [each.result for each in cache.hint(said)] == [REFUSED]
-    ask(cache, named(4, "one"), "one")
+    ask(cache, named(3, "one"), "one")
     assert [each.result for each in cache.hint(said)] == [DONE]
     cache.unpin(cache.pinned()[0].name)
     assert [each.result for each in cache.hint(said)] == [REPEATED]
@@ -232,7 +233,7 @@ def test_the_same_action_counts_once_but_a_refused_one_can_be_tried_again(cache)
 
 
 def test_unknown_actions_and_versions_are_counted_and_ignored(cache):
-    ask(cache, named(4, "one"), "one")
+    ask(cache, named(3, "one"), "one")
     said = envelope("m", ("fetch", {"from": "elsewhere"}), ("pin", {"session": "one"}))
     said["actions"][1]["action_version"] = "7"
     assert [each.result for each in cache.hint(actions_of(said))] == [UNKNOWN, UNKNOWN]
@@ -245,7 +246,7 @@ def test_unknown_actions_and_versions_are_counted_and_ignored(cache):
 
 
 def test_a_hint_that_knows_more_than_this_version_is_refused(cache):
-    ask(cache, named(4, "one"), "one")
+    ask(cache, named(3, "one"), "one")
     assert hint(cache, "pin", session="one", colour="red") == REFUSED
     for seconds in (0, -1, True, "5", float("nan"), 1e30):
         assert hint(cache, "retain", session="one", seconds=seconds) == REFUSED
@@ -285,3 +286,55 @@ def test_only_so_many_ids_are_remembered():
         remembered.add(NOBODY, name)
     assert [remembered.has(NOBODY, name) for name in "abc"] == [False, True, True]
     assert len(remembered) == 2
+
+
+# ---- what hints may keep
+
+
+def test_a_pin_of_a_hint_lasts_a_day_at_most(cache, time):
+    ask(cache, named(3, "one"), "one")
+    assert hint(cache, "pin", session="one") == DONE
+    for kind in ("pin", "retain"):
+        assert hint(cache, kind, session="one", seconds=86_401) == REFUSED
+    time.pass_by(86_399)
+    cache.step()
+    assert [pin.seconds_left for pin in cache.pinned()] == [1.0]
+    time.pass_by(2)
+    cache.step()
+    assert cache.pinned() == []
+
+
+def test_pins_of_hints_take_a_quarter_and_leave_room_for_those_of_people(cache):
+    """Also if their chunks come after the pin."""
+    later = [key.hex() for key in named(6, "later")]
+    assert hint(cache, "pin", keys=later) == DONE
+    ask(cache, named(6, "later"))
+    assert cache.index.pinned_bytes == 3 * ROOM
+    ask(cache, named(2, "one"), "one")
+    assert hint(cache, "pin", session="one") == REFUSED
+    ask(cache, named(3, "person"))
+    assert cache.pin("person", named(3, "person")) == {"cpu": 3}
+    assert hint(cache, "release", keys=later) == DONE
+    assert hint(cache, "pin", session="one") == REFUSED, "those of people count"
+
+
+def test_pins_of_hints_have_places_and_names_of_their_own(cache):
+    for number in range(MAX_PINS):
+        assert hint(cache, "pin", keys=[named(1, f"never{number}")[0].hex()]) == DONE
+    ask(cache, named(3, "one"), "one")
+    assert hint(cache, "pin", session="one") == REFUSED
+    name = f"{NOBODY.hex()} one"
+    assert cache.pin(name, named(3, "one")) == {"cpu": 3}
+    assert hint(cache, "release", session="one") == DONE
+    assert hint(cache, "session_end", session="one") == DONE
+    assert [pin.name for pin in cache.pinned() if pin.pinned["cpu"]] == [name]
+
+
+def test_a_chunk_that_a_hint_still_wants_stays_when_a_person_lets_go(cache):
+    ask(cache, named(3, "one"), "one")
+    assert hint(cache, "pin", session="one") == DONE
+    assert cache.pin("person", named(3, "one")) == {"cpu": 3}
+    assert cache.unpin("person")
+    ask(cache, named(12, "flood"))
+    assert there(cache, named(3, "one")) == 3
+    cache.check()

@@ -140,7 +140,7 @@ class Hints(RuleBasedStateMachine):
         if result == DONE:
             agent = self.cache.sessions.get(tenant(salt), name)
             assert agent is not None
-            end = self.time() + (seconds or 1e12)
+            end = self.time() + (seconds or hints.MAX_PIN)
             self.kept[who] = end, [key for key in agent.chain if key in self.cache.index]
 
     @rule(data=st.data())

@@ -4,10 +4,12 @@ import hashlib
 import random
 from collections import Counter, defaultdict
 
+import prometheus_client
 import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.errors import ConfigError
 from lmtier.format.layout import form_of
 from lmtier.observe.metrics import DROP_REASONS, LABELS, MISS_REASONS, Metrics
 from lmtier.testing import MemoryTier, opaque_layout
@@ -312,3 +314,26 @@ def test_whatever_a_tier_fails_with_is_a_reason():
     assert {reason.value for reason in Reason} <= MISS_REASONS.keys()
     of_loads = {Reason.ABSENT, Reason.CORRUPT, Reason.UNSEALED}
     assert {reason.value for reason in set(Reason) - of_loads} <= DROP_REASONS.keys()
+
+
+def test_histograms_go_on_after_a_takeover_with_the_installed_library():
+    one, other = Metrics(), Metrics()
+    for metrics in (one, other):
+        for seconds in (1e-5, 1e-3, 0.2, 1e9):
+            metrics.lookup_seconds.observe(seconds)
+            metrics.transfer_seconds.labels("disk", "up").observe(seconds)
+    other.go_on(one.told(), one.told_histograms())
+    for name, _, total, below in other.told_histograms():
+        before = next(each for each in one.told_histograms() if each[0] == name)
+        assert (total, below) == (2 * before[2], {bound: 2 * count for bound, count in before[3].items()})
+
+
+def test_a_library_whose_histograms_cannot_go_on_is_refused_at_the_start(monkeypatch):
+    class Renamed(prometheus_client.Histogram):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            vars(self).pop("_buckets", None)
+
+    monkeypatch.setattr("lmtier.observe.metrics.Histogram", Renamed)
+    with pytest.raises(ConfigError, match="has no _buckets in its Histogram"):
+        Metrics()

@@ -19,8 +19,10 @@ from lmtier.core.cache import Cache
 from lmtier.core.match import Match
 from lmtier.format.keys import namespace, state_key, value_key
 from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
+from lmtier.server.access import Role
 from lmtier.server.commands import PAUSE, Caller, WithDescriptor
 from lmtier.server.engines import Engines
+from lmtier.server.ledger import EACH, KEY
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
 from lmtier.wire.replies import Replies
@@ -53,7 +55,7 @@ class Connection:
     def __init__(self, engines: Engines, *hello: str, is_local: bool = True) -> None:
         self.engines = engines
         Connection.numbers += 1
-        self.caller = Caller(Connection.numbers, "here", is_local=is_local)
+        self.caller = Caller(Connection.numbers, "here", is_local=is_local, role=Role.ADMIN)
         if hello:
             assert self.say("HELLO", 1, *hello) is not None
 
@@ -674,16 +676,16 @@ def _end(answer: Any) -> Any:
 
 
 def test_the_keys_of_all_matches_of_a_session_are_bounded(engines, monkeypatch):
-    monkeypatch.setattr("lmtier.server.engines.sessions.MAX_HELD_KEYS", 5)
+    monkeypatch.setattr("lmtier.server.engines.sessions.MOST_OF_ONE", 3 * EACH + 5 * KEY)
     connection = Connection(engines, "NAME", "x")
     connection.form()
     number = connection.say("MATCH", 0, 0, 100, b"".join(keys(3)))["id"]
     for verb in (("MATCH", 0, 0, 100), ("BRING", 0, 100)):
         said = connection.say(*verb, b"".join(keys(3, "b")))
-        assert said == "ERR the matches of this session hold 5 keys: release some"
+        assert said.startswith("ERR the matches and reservations of this session take 3632 bytes: end some")
     connection.say("RELEASE", number, number)
     assert connection.say("MATCH", 0, 0, 100, b"".join(keys(5)))["id"]
-    assert connection.say("MATCH", 0, 0, 100, keys(1)[0]).startswith("ERR the matches of this session")
+    assert connection.say("MATCH", 0, 0, 100, keys(1)[0]).startswith("ERR the matches and reservations")
 
 
 def test_who_clears_one_model_after_another_in_a_tier_that_hangs_is_stopped(make):

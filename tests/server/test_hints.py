@@ -25,7 +25,7 @@ TOKEN = "sesame"
 def server(tmp_path_factory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     served = Served(
-        *(folder, f"cpu://?capacity={16 * ROOM}"),
+        *(folder, f"cpu://?capacity={32 * ROOM}"),
         config={"chunk_tokens": 1},
         unix=str(folder / "socket"),
         http="127.0.0.1:0",

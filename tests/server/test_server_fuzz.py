@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from lmtier.config import Config, Serving
+from lmtier.server.access import Role
 from lmtier.server.commands import Caller
 from lmtier.server.connection import Connection
 from lmtier.server.serve import Server
@@ -252,7 +253,7 @@ class Within:
     def send(self, frames: list[bytes], chance: random.Random) -> None:
         """A connection of its own: the frames, cut anywhere; then it ends, maybe in the middle."""
         ours, theirs = socket.socketpair()
-        caller = Caller(next(self.ids), "fuzz", is_local=chance.random() < 0.5)
+        caller = Caller(next(self.ids), "fuzz", is_local=chance.random() < 0.5, role=Role.ADMIN)
         connection = Connection(self.server._dispatch, theirs, caller)
         self.server._begin(connection)
         replies = Replies()

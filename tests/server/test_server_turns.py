@@ -25,6 +25,7 @@ from lmtier.core.slab import Slab
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import LayerShape, Layout, Name
 from lmtier.rules.hints import envelope
+from lmtier.server.access import Role
 from lmtier.server.commands import PAUSE, Caller, Nothing
 from lmtier.server.connection import Connection
 from lmtier.server.dispatch import Dispatch
@@ -415,11 +416,13 @@ def test_a_stranger_to_the_slab_that_calls_itself_an_engine_is_not_waited_for(tm
 
 def test_a_closed_connection_leaves_nothing_for_the_collector():
     """Which looks no more at what has lived for a while: among a million entries it would take a second."""
-    host: Any = SimpleNamespace(place=lambda *_: None, answer=lambda *_: "", drop_drafts=lambda _: None)
+    host: Any = SimpleNamespace(
+        place=lambda *_: None, answer=lambda *_: "", drop_drafts=lambda _: None, buffer=None
+    )
     gc.disable()
     try:
         ours, theirs = socket.socketpair()
-        connection = Connection(host, ours, Caller(1, "here"))
+        connection = Connection(host, ours, Caller(1, "here", role=Role.ADMIN))
         theirs.send(command("SET", "k", "v") + b"*2\r\n$3\r\n")
         connection.hear()
         connection.close()
@@ -449,7 +452,7 @@ def test_what_is_not_known_yet_is_not_said_to_be_cleared(tmp_path: Path):
     disk = Slow(tmp_path)
     with Cache(config, tiers={url: disk}, wait_until_warm=False) as cache:
         clear = Engines(cache).table()[b"LMTIER.CLEAR"].handler
-        caller = Caller(1, "here")
+        caller = Caller(1, "here", role=Role.ADMIN)
         assert clear(caller, [b"LMTIER.CLEAR"]).startswith("LOADING ")
         disk.may_look.set()
         until(lambda: cache.step() is not None and cache.is_warm)
@@ -484,7 +487,7 @@ def test_no_other_server_begins_again_what_says_what_it_has_changed(
         values = Values(cache)
         dispatch = Dispatch(cache, values, Transactions(values), Engines(cache).table())
         ours, theirs = socket.socketpair()
-        connection = Connection(dispatch, ours, Caller(1, "here"))
+        connection = Connection(dispatch, ours, Caller(1, "here", role=Role.ADMIN))
         with theirs:
             assert connection.can_move
             theirs.send(command(*words))

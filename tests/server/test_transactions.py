@@ -300,6 +300,23 @@ def test_who_may_not_store_gets_no_room_for_a_value(room):
         dispatch.drop_drafts(caller)
 
 
+def test_a_transaction_that_has_not_begun_ends_with_its_client(room):
+    first, ours = waiting(room, Caller(1, "first")), Caller(2, "ours")
+    room.ask(ours, "MULTI")
+    room.ask(ours, "SET", "k", "lost")
+    queued = room.transactions.held(ours)
+    second = room.ask(ours, "EXEC")
+    assert next(second) is None
+    assert room.transactions.held(ours) >= queued > 0
+    second.close()
+    room.transactions.gone(ours)
+    room.turn()
+    assert room.transactions._waiting == []
+    room.gate.open()
+    room.end(first)
+    assert room.end(room.ask(Caller(3, "reader"), "GET", "k")) == b"new"
+
+
 def test_a_transaction_sees_what_a_write_did_that_was_under_way(room):
     ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
     behind(room, 1)

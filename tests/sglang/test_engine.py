@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.sglang.engine import PAGE, Engine, Output
 from tests.vllm.conftest import CacheServer, prompts_of
@@ -136,6 +139,23 @@ def test_spoilt_bytes_are_computed_again(tmp_path: Path, models: Path, server: C
             healed = engine.generate(prompts)
             assert tokens(healed) == expected
         assert stored(healed) == whole_pages(prompts)
+
+
+def test_pages_are_of_the_files_that_were_loaded_and_not_of_others_beside_them(
+    tmp_path: Path, models: Path, server: CacheServer
+) -> None:
+    prompts, place, trained = prompts_of(400), tmp_path / "model", models / "qwen2-trained"
+    shutil.copytree(models / "qwen2", place)
+    torch.save(load_file(trained / "model.safetensors"), place / "model.pt")
+    with Engine(tmp_path, place, str(server.path)) as engine:
+        assert tokens(engine.generate(prompts)) == plain(tmp_path, models / "qwen2", prompts)
+        engine.forget()
+    with Engine(tmp_path, place, str(server.path), load_format="pt") as engine:
+        other = engine.generate(prompts)
+        assert tokens(other) == plain(tmp_path, trained, prompts)
+        assert not stored(other)
+    with Engine(tmp_path, place, str(server.path), load_format="safetensors") as engine:
+        assert stored(engine.generate(prompts)) == whole_pages(prompts)
 
 
 @pytest.mark.parametrize("flush", [True, False])

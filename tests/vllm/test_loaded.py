@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import DefaultModelLoader
 
 from lmtier_integrations.vllm.loaded import origin_of, together
-from lmtier_integrations.vllm.messages import Origin
+from lmtier_integrations.vllm.messages import WeightsOrigin
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def config(models: Path) -> ModelConfig:
 def origin(config: ModelConfig) -> Any:
     def origin(
         place: Path | str, load_format: str = "auto", built: Any = None, revision: str = "", **load: Any
-    ) -> Origin:
+    ) -> WeightsOrigin:
         model = copy.copy(config)
         model.model, model.revision = str(place), revision or None
         return origin_of(model, LoadConfig(load_format=load_format, **load), built)
@@ -126,7 +126,7 @@ def test_what_the_class_of_a_model_says_of_its_files_is_heard(origin, tmp_path):
     assert origin(tmp_path, built=built).digest not in (before, "")
     write(tmp_path / "model.pt", 3)
     assert origin(tmp_path).digest != before
-    assert origin(tmp_path, built=SimpleNamespace(fall_back_to_pt_during_load=False)) == Origin()
+    assert origin(tmp_path, built=SimpleNamespace(fall_back_to_pt_during_load=False)) == WeightsOrigin()
 
 
 def test_numbers_beside_weights_that_say_how_to_read_them_are_in_the_name(origin, tmp_path):
@@ -146,8 +146,8 @@ def test_a_commit_of_a_hub_is_named_with_the_files_of_it_that_were_loaded(origin
         write(folder / "model.safetensors", 1)
         write(folder / "model.pt", 2)
 
-    def named(load_format: str, revision: str) -> Origin:
-        found: Origin = origin("of/a-hub", load_format, revision=revision, download_dir=str(tmp_path))
+    def named(load_format: str, revision: str) -> WeightsOrigin:
+        found: WeightsOrigin = origin("of/a-hub", load_format, revision=revision, download_dir=str(tmp_path))
         return found
 
     auto = named("auto", commit)
@@ -197,12 +197,12 @@ def test_files_that_came_or_went_since_loading_began_give_no_name(config, tmp_pa
         stale.unlink(missing_ok=True)
         (tmp_path / "tick").touch()
         (tmp_path / "tick").unlink()
-    assert origin_of(model, load, since=later) == Origin()
+    assert origin_of(model, load, since=later) == WeightsOrigin()
 
 
 def test_a_model_and_its_draft_have_a_name_together():
-    model, draft = Origin("f", "m"), Origin("g", "d")
+    model, draft = WeightsOrigin("f", "m"), WeightsOrigin("g", "d")
     assert together(model, None) == model
     assert len({together(model, draft).digest, together(draft, model).digest, "m", "d"}) == 4
-    assert together(model, Origin()) == Origin()
-    assert together(model, Origin(why="of the draft")).why == "of the draft"
+    assert together(model, WeightsOrigin()) == WeightsOrigin()
+    assert together(model, WeightsOrigin(why="of the draft")).why == "of the draft"

@@ -225,6 +225,18 @@ def test_weights_have_the_name_of_the_files_that_were_loaded_and_not_of_others_b
     loads("qwen2", load_format="safetensors", is_new=False)
 
 
+def test_a_draft_counts_by_the_files_that_were_loaded_too(models, tmp_path, below, wanted):
+    """Its layers are stored with the model's. It never changes an answer."""
+    place, draft = tmp_path / "draft", {"method": "draft_model", "num_speculative_tokens": 2}
+    shutil.copytree(models / "qwen2-trained", place)
+    how: dict[str, Any] = {"speculative_config": {**draft, "model": str(place)}}
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours"), **how) as engine:
+        answers(engine, LATER, wanted["later"])
+    shutil.copyfile(models / "qwen2" / "model.safetensors", place / "consolidated.safetensors")
+    with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours"), **how) as engine:
+        assert finds(engine, LATER, wanted["later"]) == 0
+
+
 def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):
     elsewhere: dict[str, Any] = {
         "load_format": "elsewhere",

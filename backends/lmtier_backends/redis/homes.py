@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from binascii import crc_hqx
@@ -9,11 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from lmtier.wire.resp import Argument, Error
+from lmtier.wire.resp import Argument, Error, to_bytes
 from lmtier_backends.redis.wire import accepted
-from lmtier_backends.sockets import Address, BadReply, left
+from lmtier_backends.sockets import Address, BadReply, left, shown
 
 SLOTS = 16384
+MOST_NODES = 256
+"""The most servers in one cluster: each may get connections."""
+_LINE = 1024  # a redirection is shorter
+_PORT = re.compile(b"[0-9]{1,5}")
 
 Ask: TypeAlias = "Callable[[Address, Sequence[Argument], float], Any]"
 
@@ -113,8 +118,8 @@ class Sentinels(_Learnt):
 
     def _read(self, sentinel: Address, reply: Any) -> bool:
         match reply:
-            case [bytes(host), bytes(port)] if port.isdigit():
-                self._master = (host.decode(), int(port))
+            case [bytes(host), bytes(port)]:
+                self._master = _address(host, port)
                 self._keep_only([self._master])
                 return True
         return False
@@ -153,15 +158,13 @@ class Cluster(_Learnt):
         return homes
 
     def onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
-        match said.split():
+        match said[:_LINE].split():
             case ["MOVED" | "ASK" as word, _, where]:
-                host, _, port = where.rpartition(":")
-                host = host or address[0]
-                if not port.isdigit():
-                    return None
+                host, _, port = to_bytes(where).rpartition(b":")
+                to = _address(host or address[0], port)
                 if word == "MOVED" and (slots := self._slots):
-                    slots[slot_of(key)] = (host, int(port))
-                return (host, int(port)), word == "ASK"
+                    slots[slot_of(key)] = to
+                return to, word == "ASK"
         return None
 
     def forget(self, address: Address) -> None:
@@ -172,18 +175,33 @@ class Cluster(_Learnt):
         if not isinstance(reply, list) or not reply:
             return False
         slots: list[Address | None] = [None] * SLOTS
+        spare = SLOTS
         for run in reply:
             match run:
                 case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
-                    name = host.decode() if isinstance(host, bytes) and host not in (b"", b"?") else asked[0]
-                    slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+                    named = host if isinstance(host, bytes) and host not in (b"", b"?") else asked[0]
+                    count = last + 1 - first
+                    slots[first : last + 1] = [_address(named, b"%d" % port)] * count
+                    spare -= count
                 case _:
-                    raise BadReply(f"not a run of slots: {run!r}")
-        self._slots = slots
+                    raise BadReply(f"not a run of slots: {shown(run)}")
+            if spare < 0:
+                raise BadReply("slots are on several nodes")
         nodes = {address for address in slots if address is not None}
+        if len(nodes) > MOST_NODES:
+            raise BadReply(f"a cluster of {len(nodes)} nodes")
+        self._slots = slots
         self._known_to = [*nodes, *(seed for seed in self._seeds if seed not in nodes)]
         self._keep_only(nodes)  # a seed may be one of them with another name
         return True
+
+
+def _address(host: bytes | str, port: bytes) -> Address:
+    """Where a server says that another one is."""
+    name = host if isinstance(host, str) else shown(host)
+    if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
+        raise BadReply(f"{name}:{shown(port)} is no address")
+    return name, int(port)
 
 
 def slot_of(key: bytes) -> int:

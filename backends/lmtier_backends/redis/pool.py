@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from lmtier.format.objects import CorruptObject
 from lmtier.wire.resp import Argument, Buffer, Error, pieces
-from lmtier_backends.redis.homes import Homes
+from lmtier_backends.redis.homes import MOST_NODES, Homes
 from lmtier_backends.redis.wire import ErrorReply, Login, Wire, dial
-from lmtier_backends.sockets import Address, left
+from lmtier_backends.sockets import Address, BadReply, left
 
 _HOPS = 5  # a slot moves once, or once more while we look
 _DEMOTED = ("READONLY", "MASTERDOWN")
@@ -91,14 +91,19 @@ class Connections:
         self.keep_only(())
 
     def _of(self, address: Address) -> SimpleQueue[Wire | None]:
+        oldest: SimpleQueue[Wire | None] = SimpleQueue()
         with self._lock:
             if self._closed:
                 raise ConnectionError("closed")
             if address not in self._idle:
+                if len(self._idle) == MOST_NODES:  # sent on and on
+                    oldest = self._idle.pop(next(iter(self._idle)))
                 self._idle[address] = SimpleQueue()
                 for _ in range(self._most):
                     self._idle[address].put(None)
-            return self._idle[address]
+            idle = self._idle[address]
+        _drain(oldest)
+        return idle
 
 
 def _drain(idle: SimpleQueue[Wire | None]) -> None:
@@ -145,6 +150,8 @@ class Asker:
             batches: dict[Address, list[int]] = {}
             for i, (address, _asking) in homes.items():
                 batches.setdefault(address, []).append(i)
+            if len(batches) > MOST_NODES:
+                raise BadReply(f"keys were sent on to {len(batches)} servers")
             with ExitStack() as stack:
                 # All threads borrow in the same order, so that they cannot deadlock.
                 wires = [

@@ -16,10 +16,12 @@ from lmtier.tiers.base import Item, Stat, Tier
 from lmtier_backends.redis.pool import Question
 from lmtier_backends.redis.tier import RedisTier
 from lmtier_backends.redis.wire import accepted
-from lmtier_backends.sockets import Address, BadReply
+from lmtier_backends.sockets import Address, BadReply, shown
 
 _MOST = 16_384
 """The most names in one question."""
+_LARGEST = 1 << 40
+"""Bytes of an object: who says that it has more lies."""
 
 
 class SourceTier(RedisTier):
@@ -66,8 +68,10 @@ class SourceTier(RedisTier):
             some = names[at : at + _MOST]
             reply = accepted(self._asker.ask([_has(some)], until)[0])
             if not isinstance(reply, list) or [type(each) for each in reply] != [int] * len(some):
-                raise BadReply(f"{len(some)} names were answered {reply!r:.80}")
-            found |= {name: Stat(nbytes) for name, nbytes in zip(some, reply, strict=True) if nbytes}
+                raise BadReply(f"{len(some)} names were answered {shown(reply)}")
+            found |= {
+                name: Stat(nbytes) for name, nbytes in zip(some, reply, strict=True) if 0 < nbytes <= _LARGEST
+            }
         return found
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:

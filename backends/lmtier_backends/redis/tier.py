@@ -23,9 +23,10 @@ import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from lmtier_backends.options import TimedTier, need, need_common
 from lmtier_backends.redis.homes import Cluster, Homes, Sentinels
 from lmtier_backends.redis.pool import Asker, Connections, Question
 from lmtier_backends.redis.wire import ErrorReply, Login, accepted, dial
-from lmtier_backends.sockets import Address, BadReply, tls_context
+from lmtier_backends.sockets import Address, BadReply, shown, tls_context
 
 PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
 PORT = 6379
@@ -47,6 +48,9 @@ _SENTINEL_PORT = 26379
 _MOST_LITTER = 4096
 _SCANNED = 1000  # names per step: some .2 ms of the server's single thread
 _MOST_PARTS = 1 << 16
+_MOST_PART = 256 << 20
+_TOGETHER = 4096  # names deleted in one round trip
+_CURSOR = re.compile(b"[0-9]{1,20}")
 _MAGIC = b"lmtier-1"
 _CARD = struct.Struct("<8s8sQQ")
 CARD_BYTES = _CARD.size
@@ -72,7 +76,9 @@ class Card(NamedTuple):
         if len(data) < CARD_BYTES:
             return None
         magic, nonce, nbytes, part = _CARD.unpack_from(data)
-        if magic != _MAGIC or nbytes % PAGE or part % PAGE or nbytes > part * _MOST_PARTS > 0:
+        if magic != _MAGIC or nbytes % PAGE or part % PAGE or part > _MOST_PART:
+            return None
+        if nbytes > (part * _MOST_PARTS or 2 * _MOST_PART):
             return None
         return cls(nonce, nbytes, part)
 
@@ -114,7 +120,7 @@ class RedisTier(TimedTier):
     ) -> None:
         need_common(self.scheme, namespace, connections, deadline)
         self._need(part >= PAGE and part % PAGE == 0, f"part={part}: must be whole pages of {PAGE} bytes")
-        self._need(part <= 256 << 20, f"part={part}: a server takes values of 512 MiB; 1MiB is fastest")
+        self._need(part <= _MOST_PART, f"part={part}: a server takes values of 512 MiB; 1MiB is fastest")
         is_tls = ssl or self.is_encrypted
         self._need(
             is_tls or not (ssl_ca_certs or ssl_certfile or ssl_keyfile),
@@ -137,8 +143,8 @@ class RedisTier(TimedTier):
         self._part = part
         self._whole = part * 5 // 4  # a second part does not pay for a few more bytes
         self._where = f"{self.scheme}://{place}" + f" namespace {namespace}" * (namespace != "default")
-        self._litter: deque[list[bytes]] = deque(maxlen=_MOST_LITTER)
-        """Parts without an object, to be deleted with a later write. Those of a list are on one node."""
+        self._litter: deque[tuple[bytes, Card]] = deque(maxlen=_MOST_LITTER)
+        """Objects that are gone but for their parts, which are to be deleted with a later write."""
         self._tidy_after = 0.0
         """A node that has some did not answer. Until then other nodes do not wait for it."""
         certificates = (ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname)
@@ -231,11 +237,11 @@ class RedisTier(TimedTier):
             _need_ok(done)
         except BaseException:
             if names:
-                self._litter.append(names)
+                self._litter.append((key, card))
             raise
         if isinstance(old, bytes) and (before := Card.read(old)):
             with suppress(OSError):
-                self._unlink_parts([before.names(key)], until)
+                self._unlink_parts([(key, before)], until)
 
     def delete(self, names: Sequence[Name]) -> None:
         self._unlink([self._key(name) for name in names], self._by())
@@ -274,26 +280,28 @@ class RedisTier(TimedTier):
     def _search_node(
         self, address: Address, pattern: bytes, clear: Callable[[list[bytes], float], None]
     ) -> Iterator[None]:
-        cursor = b"0"
+        cursor = b""
         while True:
             until = self._by()
             match self._connections.ask(
-                address, ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED), until
+                address, ("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _SCANNED), until
             ):
-                case [bytes(cursor), list(names)]:
-                    pass
+                case [bytes(onward), list(names)] if _CURSOR.fullmatch(onward) and cursor != onward:
+                    cursor = onward
                 case Error() as error:
                     raise ErrorReply(error)
                 case reply:
-                    raise BadReply(f"a SCAN was answered {reply!r:.80}")
+                    raise BadReply(f"a SCAN was answered {shown(reply)}")
             clear([name for name in names if isinstance(name, bytes)], until)
             yield
             if cursor == b"0":
                 return
 
-    def _clear_all(self, keys: list[bytes], until: float) -> None:
-        for reply in self._asker.ask([Question.of("UNLINK", key) for key in keys], until):
-            accepted(reply)
+    def _clear_all(self, keys: Iterable[bytes], until: float) -> None:
+        rest = iter(keys)
+        while some := [Question.of("UNLINK", key) for key in islice(rest, _TOGETHER)]:
+            for reply in self._asker.ask(some, until):
+                accepted(reply)
 
     def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
         """Delete the objects whose headers are suspect, with their parts.
@@ -335,15 +343,14 @@ class RedisTier(TimedTier):
             questions += (_card_of(key), Question.of("UNLINK", key))
         replies = self._asker.ask(questions, until)
         found = [Card.read(reply) if isinstance(reply, bytes) else None for reply in replies[::2]]
-        parts = [card.names(key) for key, card in zip(keys, found, strict=True) if card and card.part]
-        self._unlink_parts(parts, until)
+        self._unlink_parts([(key, card) for key, card in zip(keys, found, strict=True) if card], until)
         for reply in replies[1::2]:
             accepted(reply)
         self._tidy(until)
 
-    def _unlink_parts(self, objects: Sequence[list[bytes]], until: float) -> None:
+    def _unlink_parts(self, objects: Sequence[tuple[bytes, Card]], until: float) -> None:
         try:
-            self._clear_all([part for parts in objects for part in parts], until)
+            self._clear_all((name for key, card in objects for name in card.names(key)), until)
         except BaseException:
             self._litter.extend(objects)
             raise
@@ -474,7 +481,7 @@ def _card_of(key: bytes) -> Question:
 
 def _need_ok(reply: Any) -> None:
     if accepted(reply) != "OK":
-        raise BadReply(f"a SET was answered {reply!r}")
+        raise BadReply(f"a SET was answered {shown(reply)}")
 
 
 # ---- credentials

@@ -20,10 +20,12 @@ from lmtier.wire.resp import (
     pieces,
     to_bytes,
 )
-from lmtier_backends.sockets import Address, BadReply, TimedSocket, advance, connect
+from lmtier_backends.sockets import Address, BadReply, TimedSocket, advance, connect, shown
 
 T = TypeVar("T")
 _BUFFER = 64 << 10
+_VALUES = 1 << 17
+"""The most in the lists of one answer. The slots of a large cluster are some thousands."""
 
 
 class ErrorReply(OSError):
@@ -31,7 +33,7 @@ class ErrorReply(OSError):
 
     def __init__(self, reply: Error) -> None:
         full = reply.code == "OOM"
-        super().__init__(errno.ENOSPC if full else errno.EPROTO, to_bytes(reply).decode("utf-8", "replace"))
+        super().__init__(errno.ENOSPC if full else errno.EPROTO, shown(to_bytes(reply)))
 
 
 def accepted(reply: Any) -> Any:
@@ -86,7 +88,7 @@ class Wire(TimedSocket):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._buffer = memoryview(bytearray(_BUFFER))
-        self._replies = Replies()
+        self._replies = Replies(values=_VALUES)
         self._crlf = memoryview(bytearray(2))
 
     def is_stale(self) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import html
-import re
 import ssl
 import threading
 import time
@@ -24,9 +22,10 @@ from xml.sax.saxutils import escape
 
 from lmtier.format.sealing import Buffer
 from lmtier_backends.s3.credentials import Credentials
-from lmtier_backends.s3.http import HttpReply, HttpWire, reason
+from lmtier_backends.s3.documents import Fields, document, number_in
+from lmtier_backends.s3.http import SMALL, HttpReply, HttpWire, reason
 from lmtier_backends.s3.signing import EMPTY, UNSIGNED, query_of, quoted, sign
-from lmtier_backends.sockets import Address, BadReply, connect
+from lmtier_backends.sockets import Address, BadReply, connect, shown
 
 T = TypeVar("T")
 MOST_DELETED = 1000
@@ -35,6 +34,9 @@ _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityToo
 _SKEWED = "RequestTimeTooSkewed"
 _AGAIN = {_SKEWED, "InternalError"}
 """What S3 says of a request that should be sent once more. rclone says it of the first stores in a folder."""
+_CONDITIONS = {"Tag", "ObjectSizeGreaterThan", "ObjectSizeLessThan"}
+"""A rule with these does not go by age alone."""
+_DATE = 40  # letters; HTTP's dates have 29
 _UNKNOWN = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AccessDenied"}
 
 
@@ -43,7 +45,7 @@ class S3Error(OSError):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         number = errno.ENOSPC if code in _FULL or status == 507 else errno.EPROTO
-        super().__init__(number, ": ".join(filter(None, (code or reason(status), message))))
+        super().__init__(number, ": ".join(filter(None, (shown(code) or reason(status), shown(message)))))
         self.status = status
         self.code = code
 
@@ -125,46 +127,45 @@ class Bucket:
             checked = {
                 "Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
             }
-            text = self._ask("POST", "", {"delete": ""}, until, self._text(until), checked, (body,))
-            for error in re.findall(r"<Error>.*?</Error>", text, re.DOTALL):
-                if _field(error, "Code") != "NoSuchKey":
-                    raise S3Error(200, _field(error, "Code"), _field(error, "Message")[:200])
+            text = self._ask("POST", "", {"delete": ""}, until, self._body(until), checked, (body,))
+            for error in document(text, "Error", until).rows if text.strip() else ():
+                if error.get("Code") != "NoSuchKey":
+                    raise S3Error(200, error.get("Code", ""), error.get("Message", ""))
 
     def page(self, prefix: str, after: str, until: float, most: int = 1000) -> Page:
         """The names that begin with `prefix`, from the page that `after` names on."""
         query = {"list-type": "2", "prefix": prefix, "max-keys": str(most)}
         if after:
             query["continuation-token"] = after
-        text = self._ask("GET", "", query, until, self._text(until))
-        if "<ListBucketResult" not in text:
-            raise BadReply(f"not a list of names: {text!r:.80}")
+        said = document(self._ask("GET", "", query, until, self._body(until)), "Contents", until)
+        if said.root != "ListBucketResult":
+            raise BadReply(f"not a list of names: {shown(said.root)}")
         found = []
-        for each in re.findall(r"<Contents>.*?</Contents>", text, re.DOTALL):
-            size = _field(each, "Size")
-            if not size.isdecimal():
-                raise BadReply(f"not an entry of a list: {each!r:.80}")
-            found.append((html.unescape(_field(each, "Key")), int(size)))
-        is_cut = _field(text, "IsTruncated") == "true"
-        more = html.unescape(_field(text, "NextContinuationToken")) if is_cut else ""
-        if is_cut and (not more or not found):
+        for each in said.rows:
+            key, size = each.get("Key", ""), number_in(each.get("Size", ""))
+            if size is None or not key.startswith(prefix):
+                raise BadReply(f"not an entry of a list of {prefix}: {shown(key)}")
+            found.append((key, size))
+        is_cut = said.fields.get("IsTruncated") == "true"
+        more = said.fields.get("NextContinuationToken", "") if is_cut else ""
+        if is_cut and (not more or not found or more == after):
             raise BadReply("a list of names that ends in the middle")
         return Page(found, more)
 
     def rules(self, until: float) -> list[Rule]:
         """The lifecycle rules that delete objects by age alone."""
         try:
-            text = self._ask("GET", "", {"lifecycle": ""}, until, self._text(until))
+            text = self._ask("GET", "", {"lifecycle": ""}, until, self._body(until))
         except S3Error as error:
             if error.code == "NoSuchLifecycleConfiguration":
                 return []
             raise
         rules = []
-        for each in re.findall(r"<Rule>.*?</Rule>", text, re.DOTALL):
-            expiration = re.search(r"<Expiration>.*?</Expiration>", each, re.DOTALL)
-            days = _field(expiration[0], "Days") if expiration else ""
-            is_plain = not re.search(r"<(Tag|ObjectSizeGreaterThan|ObjectSizeLessThan)>", each)
-            if _field(each, "Status") == "Enabled" and is_plain and days.isdecimal():
-                rules.append(Rule(_field(each, "ID"), html.unescape(_field(each, "Prefix")), int(days)))
+        for each in document(text, "Rule", until).rows:
+            days = number_in(each.get("Expiration/Days", ""))
+            if each.get("Status") == "Enabled" and days is not None and not _CONDITIONS & _words(each):
+                prefixes = (each.get(path) for path in ("Filter/Prefix", "Filter/And/Prefix", "Prefix"))
+                rules.append(Rule(each.get("ID", ""), next(filter(None, prefixes), ""), days))
         return rules
 
     def close(self) -> None:
@@ -254,25 +255,27 @@ class Bucket:
 
         return take
 
-    def _text(self, until: float) -> Callable[[HttpWire, HttpReply], str]:
-        def take(wire: HttpWire, reply: HttpReply) -> str:
+    def _body(self, until: float) -> Callable[[HttpWire, HttpReply], bytes]:
+        def take(wire: HttpWire, reply: HttpReply) -> bytes:
             if reply.status != 200:
                 raise self._refusal(wire, reply, until)
-            return wire.read(reply, until).decode(errors="replace")
+            return wire.read(reply, until)
 
         return take
 
     def _refusal(self, wire: HttpWire, reply: HttpReply, until: float) -> S3Error:
+        text, said = b"", {}
         try:
-            text = wire.read(reply, until).decode(errors="replace")
+            text = wire.read(reply, until, SMALL)
         except ConnectionError:  # its status says enough
             wire.close()
-            text = ""
-        code, message = _field(text, "Code"), html.unescape(_field(text, "Message"))[:200]
+        with suppress(ConnectionError):
+            said = next(iter(document(text, "Error", until).rows), {})
+        code, message = said.get("Code", ""), said.get("Message", "")
         if 300 <= reply.status < 400:  # KV goes to no other place than the one that was named
             region = reply.headers.get("x-amz-bucket-region")
-            where = f"region={region}" if region else reply.headers.get("location", "elsewhere")[:200]
-            message = f"the server sends us on to {where}; name that place in the URL of the tier"
+            where = f"region={region}" if region else reply.headers.get("location", "elsewhere")
+            message = f"the server sends us on to {shown(where)}; name that place in the URL of the tier"
         return S3Error(reply.status, code, message)
 
     # ---- connections
@@ -303,13 +306,11 @@ class Bucket:
                 self._idle.append(wire)
 
 
-def _field(text: str, name: str) -> str:
-    """The text of the first such element, still escaped."""
-    found = re.search(rf"<{name}>([^<]*)</{name}>", text)
-    return found[1].strip() if found else ""
+def _words(rule: Fields) -> set[str]:
+    return {word for path in rule for word in path.split("/")}
 
 
 def _time_in(reply: HttpReply) -> float:
-    with suppress(ValueError, TypeError):
-        return parsedate_to_datetime(reply.headers.get("date", "")).timestamp()
+    with suppress(ValueError, TypeError, LookupError, ArithmeticError):
+        return parsedate_to_datetime(reply.headers.get("date", "")[:_DATE]).timestamp()
     return time.time()

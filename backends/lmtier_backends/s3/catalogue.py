@@ -31,6 +31,8 @@ _MODEL = 4
 _MOST_LISTS = 256
 _MOST_NAMES = 1 << 20
 """In all lists, some 250 bytes each."""
+_MOST_PAGES = 4 * _MOST_NAMES // 1000
+"""Of one list: names that are not ours count too."""
 _SHARE = 9
 """After a list that took a second, the next one waits for so many: fetching takes a tenth of the time."""
 _PAGE = 0.1
@@ -164,7 +166,7 @@ class Catalogue:
 
     def _all(self, prefix: bytes) -> Found:
         found: Found = {}
-        more = ""
+        more, before = "", self.fetched
         while True:
             page, more = self._fetch(prefix, more)
             self.fetched += 1
@@ -173,7 +175,8 @@ class Catalogue:
                 return found
             if self._closed:
                 raise ConnectionError("closed")
-            if len(found) + sum(len(each.names) for each in self._others(prefix)) > _MOST_NAMES:
+            names = len(found) + sum(len(each.names) for each in self._others(prefix))
+            if names > _MOST_NAMES or self.fetched - before == _MOST_PAGES:
                 log.warning("lmtier: s3: of more than %d objects, the rest is not listed", _MOST_NAMES)
                 return found
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import configparser
 import json
 import os
-import re
 import shlex
 import ssl
 import subprocess
@@ -28,9 +27,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from lmtier_backends.s3.http import HttpWire
-from lmtier_backends.s3.signing import AccessKey
-from lmtier_backends.sockets import connect, left
+from lmtier_backends.s3.documents import document
+from lmtier_backends.s3.http import SMALL, HttpWire
+from lmtier_backends.s3.signing import AccessKey, quoted
+from lmtier_backends.sockets import connect, left, shown
 
 _EARLY = 300.0
 """Seconds before their end in which keys are replaced."""
@@ -90,10 +90,12 @@ class Credentials:
             LookupError,
             TypeError,
             AttributeError,
+            ArithmeticError,
+            RecursionError,
             subprocess.SubprocessError,
         ) as error:
             if not self._usable:
-                raise ConnectionError(f"credentials: {type(error).__name__}: {error}") from None
+                raise ConnectionError(f"credentials: {type(error).__name__}: {shown(str(error))}") from None
             keys = None
         now = time.time()
         if keys is None and self._usable:  # what renews them is away for a moment
@@ -134,9 +136,7 @@ class Credentials:
         }
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         text = _fetch("POST", f"{url.rstrip('/')}/", headers, until, urlencode(form).encode())
-        names = ("AccessKeyId", "SecretAccessKey", "SessionToken", "Expiration")
-        found = {name: re.search(rf"<{name}>([^<]+)</{name}>", text) for name in names}
-        return _from_json({name: match[1] for name, match in found.items() if match})
+        return _from_json(document(text, "Credentials", until).rows[0])
 
 
 def profile_of(name: str) -> dict[str, str]:
@@ -182,9 +182,10 @@ def _instance(until: float) -> AccessKey | None:
     until = min(until, time.monotonic() + _NEARBY)
     try:
         lives = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
-        token = {"X-aws-ec2-metadata-token": _fetch("PUT", f"{base}/latest/api/token", lives, until)}
-        role = _fetch("GET", base + _ROLES, token, until).split("\n")[0].strip()
-        return _from_json(json.loads(_fetch("GET", base + _ROLES + role, token, until)))
+        said = _fetch("PUT", f"{base}/latest/api/token", lives, until).decode("ascii").strip()
+        token = {"X-aws-ec2-metadata-token": said}
+        role = _fetch("GET", base + _ROLES, token, until).decode("ascii").partition("\n")[0].strip()
+        return _from_json(json.loads(_fetch("GET", base + _ROLES + quoted(role), token, until)))
     except OSError:  # not an instance, or one without a role
         return None
 
@@ -193,10 +194,13 @@ def _from_json(answer: Mapping[str, Any]) -> AccessKey:
     ends = answer.get("Expiration")
     expires = datetime.fromisoformat(ends).timestamp() if ends else float("inf")
     token = answer.get("SessionToken") or answer.get("Token") or ""
-    return AccessKey(answer["AccessKeyId"], answer["SecretAccessKey"], token, expires)
+    parts = (answer["AccessKeyId"], answer["SecretAccessKey"], token)
+    if not all(isinstance(part, str) for part in parts):
+        raise TypeError("keys that are no text")
+    return AccessKey(*parts, expires)
 
 
-def _fetch(method: str, url: str, headers: Mapping[str, str], until: float, body: bytes = b"") -> str:
+def _fetch(method: str, url: str, headers: Mapping[str, str], until: float, body: bytes = b"") -> bytes:
     """The body of a good reply. Raises OSError."""
     parts = urlsplit(url)
     tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -206,7 +210,7 @@ def _fetch(method: str, url: str, headers: Mapping[str, str], until: float, body
     lines += [*(f"{name}: {value}" for name, value in headers.items()), f"Content-Length: {len(body)}"]
     with closing(HttpWire(connect(address, until, tls))) as wire:
         reply = wire.ask("\r\n".join([*lines, "", ""]).encode(), (body,), until)
-        text = wire.read(reply, until).decode(errors="replace")
+        text = wire.read(reply, until, SMALL)
     if reply.status != 200:
         raise ConnectionError(f"{parts.netloc} answered {reply.status}")
     return text

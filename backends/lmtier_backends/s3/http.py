@@ -11,12 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lmtier.format.sealing import Buffer
-from lmtier_backends.sockets import BadReply, TimedSocket, advance
+from lmtier_backends.sockets import BadReply, TimedSocket, advance, left, shown
 
 _HEAD = 64 << 10
 """The most bytes of a reply before its body."""
 MOST = 8 << 20
 """The most bytes of a body that is read as a whole. A page of 1,000 names takes some 300 KB."""
+SMALL = 64 << 10
+"""The most bytes of a body that says one thing: an error, or keys."""
+_INTERIM = 8  # "100 Continue" and its like before one reply
+_SIZE = re.compile(b"[0-9a-fA-F]{1,8}")
 _NO_BODY = {204, 304}
 _REFUSAL = 1.0  # seconds for a refusal that should be there already
 
@@ -54,10 +58,11 @@ class HttpWire(TimedSocket):
             if (refusal := self._early_refusal(until)) is None:
                 raise
             return refusal
-        while (reply := self._reply(until)).status < 200:  # "100 Continue" and its like come before a reply
-            pass
-        self.replies += 1
-        return reply
+        for _ in range(1 + _INTERIM):
+            if (reply := self._reply(until)).status >= 200:
+                self.replies += 1
+                return reply
+        raise BadReply(f"more than {_INTERIM} replies of 1xx before one reply")
 
     def _early_refusal(self, until: float) -> HttpReply | None:
         """The refusal of a server that has closed the connection before it had the whole body."""
@@ -75,12 +80,15 @@ class HttpWire(TimedSocket):
         code = rest[:3]
         if not version.startswith("HTTP/1.") or not re.fullmatch("[1-5][0-9][0-9]", code):
             raise BadReply(f"not a reply of HTTP: {status!r:.60}")
-        headers = {}
+        headers: dict[str, str] = {}
         for line in lines:
             name, colon, value = line.partition(":")
             if not colon:
                 raise BadReply(f"not a header of HTTP: {line!r:.60}")
-            headers[name.strip().lower()] = value.strip()
+            name, value = name.strip().lower(), value.strip()
+            if name == "content-length" and headers.get(name, value) != value:
+                raise BadReply("two lengths of one body")
+            headers[name] = value
         self._ends = version == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
         if int(code) in _NO_BODY or int(code) < 200:
             return HttpReply(int(code), headers, 0)
@@ -124,29 +132,27 @@ class HttpWire(TimedSocket):
             self.close()
         return reply.length
 
-    def read(self, reply: HttpReply, until: float) -> bytes:
-        """The whole body, a small one."""
+    def read(self, reply: HttpReply, until: float, most: int = MOST) -> bytes:
+        """The whole body, of at most `most` bytes."""
         if reply.length is not None:
-            if reply.length > MOST:
-                raise BadReply(f"a body of {reply.length} bytes, where {MOST} are enough")
+            if reply.length > most:
+                raise BadReply(f"a body of {reply.length} bytes, where {most} are enough")
             body = bytearray(reply.length)
             self.fill(reply, (memoryview(body),), until)
             return bytes(body)
         if reply.headers.get("transfer-encoding", "").lower() == "chunked":
-            return self._chunks(until)
+            return self._chunks(until, most)
         self._ends = True
-        return self._rest(until)
+        return self._rest(until, most)
 
-    def _chunks(self, until: float) -> bytes:
+    def _chunks(self, until: float, most: int) -> bytes:
         body = bytearray()
         while True:
+            left(until)  # thousands of chunks may be here already
             size = self._line(until).partition(b";")[0].strip()
-            try:
-                more = int(size, 16) if size[:1].isalnum() else -1
-            except ValueError:
-                more = -1
-            if not 0 <= more <= MOST - len(body):
-                raise BadReply(f"a chunk of {size!r:.40} bytes")
+            more = int(size, 16) if _SIZE.fullmatch(size) else most + 1
+            if more > most - len(body):
+                raise BadReply(f"a chunk of {shown(size)} bytes")
             if not more:
                 while self._line(until):  # headers after the body
                     pass
@@ -171,15 +177,15 @@ class HttpWire(TimedSocket):
         byte, self._ahead = bytes(self._ahead[:1]), self._ahead[1:]
         return byte
 
-    def _rest(self, until: float) -> bytes:
+    def _rest(self, until: float, most: int) -> bytes:
         body = bytearray(self._ahead)
         self._ahead = memoryview(b"")
-        while len(body) <= MOST:
+        while len(body) <= most:
             try:
                 body += self._head[: self.receive(self._head, until)]
             except ConnectionResetError:
                 return bytes(body)
-        raise BadReply(f"a body of more than {MOST} bytes")
+        raise BadReply(f"a body of more than {most} bytes")
 
     def _take(self, view: memoryview) -> int:
         got = min(len(view), len(self._ahead))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
+_SENDABLE = re.compile("[ -~]{0,16384}")
 EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -28,6 +30,11 @@ class AccessKey:
     """Of temporary credentials."""
     expires: float = float("inf")
     """In time.time()."""
+
+    def __post_init__(self) -> None:
+        # They become lines of a request. Who says what they are may lie.
+        if not all(_SENDABLE.fullmatch(part) for part in (self.id, self.token)):
+            raise ValueError("a key that cannot be sent")
 
     def __repr__(self) -> str:
         return f"AccessKey({self.id!r})"

@@ -149,7 +149,7 @@ class S3Tier(TimedTier):
         found = []
         for key, nbytes in page.found:
             name = Name.parse(key.removeprefix(self._prefix))
-            if name is not None and nbytes > PAGE:
+            if name is not None and PAGE < nbytes <= _MOST:
                 found.append((name, Stat(padded(nbytes - PAGE))))
         return found, page.more
 

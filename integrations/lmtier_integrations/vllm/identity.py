@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from lmtier.format.keys import Identity
 from lmtier_integrations.identity import attention_of
-from lmtier_integrations.vllm.messages import Origin
+from lmtier_integrations.vllm.messages import WeightsOrigin
 
 TABLE: dict[str, list[dict[str, Any]]] = tomllib.loads(
     files("lmtier_integrations.vllm").joinpath("fields.toml").read_text()
@@ -49,7 +49,7 @@ def identity_of(config: VllmConfig, name: str = "", weights: str = "") -> Identi
     return Identity(model=name or model.model, weights=weights, attention=attention)
 
 
-def name_of(origins: Mapping[int, Origin], config: VllmConfig) -> tuple[str, str]:
+def name_of(origins: Mapping[int, WeightsOrigin], config: VllmConfig) -> tuple[str, str]:
     """The name of the weights that all ranks have loaded; or nothing, and why only this run finds KV."""
     files = {each.files for each in origins.values()}
     why = next((each.why for each in origins.values() if each.why), "")

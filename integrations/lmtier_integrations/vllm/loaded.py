@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStr
 from vllm.model_executor.model_loader.utils import get_model_cls
 
 from lmtier_integrations.identity import Stamps, WeightFiles, newest
-from lmtier_integrations.vllm.messages import Origin
+from lmtier_integrations.vllm.messages import WeightsOrigin
 
 _FOR_SPEED = {"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"}
 _BESIDE = ("*quant*.json", "mask_embedding.pt")
@@ -58,7 +58,7 @@ class _Source:
 
 def origin_of(
     model: ModelConfig, load: LoadConfig, built: Any = None, *, reads: bool = True, since: float = 0.0
-) -> Origin:
+) -> WeightsOrigin:
     """The origin of the weights of a model that was built. Only who `reads` computes their digest.
 
     `since` is when loading began, in seconds since 1970: what is newer may have been loaded in part.
@@ -66,23 +66,23 @@ def origin_of(
     try:
         sources = list(_sources_of(model, load, built))
     except _Unknown as why:
-        return Origin(why=str(why))
+        return WeightsOrigin(why=str(why))
     except (OSError, RuntimeError, ValueError):  # files are missing by now, or an index does not fit them
-        return Origin()
+        return WeightsOrigin()
     each = [source.settled(reads=reads) for source in sources]
     stamps = [stamps for stamps, _ in each]
     found = [newest(each) / 1e9 for each in stamps if each and not isinstance(each, str)]
     if not all(stamps) or any(time > since > 0 for time in found):
-        return Origin()
+        return WeightsOrigin()
     digests = [digest for _, digest in each]
     # Other engines find this name too, if all is in one place.
     name = digests[0] if len(digests) == 1 and isinstance(digests[0], str) else _digest_of(digests)
-    return Origin(files=_digest_of(stamps), digest=str(name) if reads else "")
+    return WeightsOrigin(files=_digest_of(stamps), digest=str(name) if reads else "")
 
 
 def origin_of_draft(
     config: VllmConfig, built: Any, *, reads: bool = True, since: float = 0.0
-) -> Origin | None:
+) -> WeightsOrigin | None:
     """The same for a draft model, whose KV is in the same blocks; None: there is none.
 
     A stage of a pipeline may not have built it, but its class says as much.
@@ -95,11 +95,11 @@ def origin_of_draft(
     return origin_of(draft, load, built or get_model_cls(draft), reads=reads, since=since)
 
 
-def together(model: Origin, draft: Origin | None) -> Origin:
+def together(model: WeightsOrigin, draft: WeightsOrigin | None) -> WeightsOrigin:
     """The origin of all weights of a rank."""
     if draft is None:
         return model
-    return Origin(
+    return WeightsOrigin(
         files=_digest_of([model.files, draft.files]) if model.files and draft.files else "",
         digest=_digest_of([model.digest, draft.digest]) if model.digest and draft.digest else "",
         why=model.why or draft.why,

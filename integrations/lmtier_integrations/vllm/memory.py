@@ -28,7 +28,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from lmtier_integrations.identity import adapter_in
 from lmtier_integrations.vllm.loaded import origin_of, origin_of_draft, together
-from lmtier_integrations.vllm.messages import Adapter, Origin
+from lmtier_integrations.vllm.messages import Adapter, WeightsOrigin
 from lmtier_integrations.vllm.settings import log
 
 T = TypeVar("T")
@@ -90,12 +90,12 @@ def adapter_of(request: Any, place: str) -> str:
     return "" if getattr(request, "tensorizer_config_dict", None) else adapter_in(place)
 
 
-def loaded_by(worker: Any) -> Origin:
+def loaded_by(worker: Any) -> WeightsOrigin:
     """What a worker of vLLM has just loaded. A tier calls it through vLLM's executor."""
     return together(*_loaded_by(worker))
 
 
-def _loaded_by(worker: Any) -> tuple[Origin, Origin | None]:
+def _loaded_by(worker: Any) -> tuple[WeightsOrigin, WeightsOrigin | None]:
     """Of the model, and of its draft model if there is one."""
     config, runner = worker.vllm_config, worker.model_runner
     # One rank reads all files for the digest.
@@ -141,9 +141,9 @@ class LoadedModel:
         """The step that began last."""
         self.since = 0
         """The first step that computed with these weights."""
-        self.origin = Origin()
+        self.origin = WeightsOrigin()
         """What the weights were loaded from last."""
-        self._draft: Origin | None = None
+        self._draft: WeightsOrigin | None = None
         """The same for the draft model's alone, if there is one. A reload leaves them as they are."""
         self.has_news = False
         """Whether something has happened since the last step."""
@@ -204,9 +204,9 @@ class LoadedModel:
 
     def _changed(self) -> None:
         self._has_changed = self.has_news = True
-        self._comes_from(Origin(), Origin())
+        self._comes_from(WeightsOrigin(), WeightsOrigin())
 
-    def _comes_from(self, model: Origin, draft: Origin | None) -> None:
+    def _comes_from(self, model: WeightsOrigin, draft: WeightsOrigin | None) -> None:
         self._draft = None if self._draft is None else draft
         self.origin = together(model, self._draft)
 
@@ -250,7 +250,7 @@ class LoadedModel:
         # A parameter that was not loaded keeps its old value, so the files would be a wrong name.
         if is_of_files and self._loaded is not None and names <= self._loaded:
             after = origin_of(model, load, built, reads=self._config.parallel_config.rank == 0)
-            self._comes_from(after if after.files == before.files else Origin(), draft)
+            self._comes_from(after if after.files == before.files else WeightsOrigin(), draft)
         return result
 
     def _discard(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -302,7 +302,7 @@ class LoadedModel:
                 self._sample = _Sample(self._config, list(self._models()))
             if self._sample.take() and not is_noticed:
                 is_found = True
-                self._comes_from(Origin(), Origin())
+                self._comes_from(WeightsOrigin(), WeightsOrigin())
         if is_found:
             log.warning("lmtier: the weights have changed without a call of vLLM")
         if is_noticed or is_found:

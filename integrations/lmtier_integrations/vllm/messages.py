@@ -28,7 +28,7 @@ Adapter: TypeAlias = "tuple[int, str]"
 """An adapter: vLLM's number for it, and a digest of its content."""
 
 
-class Origin(NamedTuple):
+class WeightsOrigin(NamedTuple):
     """What the weights in a rank's memory were loaded from."""
 
     files: str = ""
@@ -50,7 +50,7 @@ class RankFacts:
     """The backend, if it cannot continue from loaded KV; else empty."""
     is_asynchronous: bool
     """Whether copies continue after a step, as on a GPU."""
-    origin: Origin
+    origin: WeightsOrigin
     states: tuple[bytes, Shard] | None = None
     """The layout and the shard of its states, if it has any."""
 
@@ -163,7 +163,7 @@ class RankReport(KVConnectorWorkerMetadata):
     epoch: int = 0
     names: int = 0
     """The new `Plan.names`, because weights have changed; 0: they have not."""
-    origins: dict[int, Origin] = field(default_factory=dict)
+    origins: dict[int, WeightsOrigin] = field(default_factory=dict)
     """For each rank whose weights have changed."""
     was_unnoticed: bool = False
     """Whether a comparison found the change, some time after it happened."""

@@ -22,7 +22,7 @@ from lmtier.observe import prompts
 from lmtier_integrations.vllm.identity import identity_of, name_of
 from lmtier_integrations.vllm.media import Media
 from lmtier_integrations.vllm.memory import adapter_of
-from lmtier_integrations.vllm.messages import Adapter, Origin, RankReport
+from lmtier_integrations.vllm.messages import Adapter, RankReport, WeightsOrigin
 from lmtier_integrations.vllm.settings import Settings, log
 
 _SEEDS = 4096  # pairs of adapter and salt
@@ -60,7 +60,7 @@ class Names:
         self,
         layout: Layout,
         form: ChunkForm,
-        origins: Mapping[int, Origin],
+        origins: Mapping[int, WeightsOrigin],
         ends: ChunkForm | None,
         *,
         is_watched: bool,

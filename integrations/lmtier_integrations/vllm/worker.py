@@ -29,7 +29,7 @@ from lmtier.rules.worth import Prefill
 from lmtier_integrations.vllm.kv import Declared, declare, kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.memory import LoadedModel
-from lmtier_integrations.vllm.messages import Origin, Plan, RankFacts, RankReport
+from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport, WeightsOrigin
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.rank import Rank, RankLoads, RankSaves
 from lmtier_integrations.vllm.settings import LAYERWISE, START, Settings, check_chunks, log
@@ -117,7 +117,7 @@ class Worker:
             rank.client.run,
             declared.from_scratch,
             rank.place.is_asynchronous,
-            self._memory.origin if self._memory is not None else Origin(),
+            self._memory.origin if self._memory is not None else WeightsOrigin(),
             (self._states.layout.to_json(), self._states.shard) if self._states is not None else None,
         )
 

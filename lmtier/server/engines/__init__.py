@@ -10,7 +10,6 @@ from lmtier.core.heritage import Heritage, Teller
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import tenant
 from lmtier.observe.breakdown import Breakdown
-from lmtier.server.access import Role
 from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
 from lmtier.server.engines.operating import Operating
 from lmtier.server.engines.sessions import Session, Sessions
@@ -24,9 +23,6 @@ from lmtier.wire.verbs import MAX_KEYS
 
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
-_LOOK = {"EXPLAIN", "STATS", "PINS", "MODELS"}
-_ADMIN = {"SET", "PIN", "UNPIN", "CLEAR", "FORGET", "CHECK"}
-_SLAB = {"SLAB", "RESERVE", "COMMIT", "ABORT", "DISCARD"}
 _LONG = {
     *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN"),
     *("COMMIT", "DISCARD", "RELEASE", "HAS"),
@@ -109,8 +105,6 @@ class Engines:
                 _answering(handler),
                 arity,
                 (flag, "loading"),
-                role=Role.LOOK if name in _LOOK else Role.ADMIN if name in _ADMIN else Role.ENGINE,
-                needs_slab=name in _SLAB,
                 is_of_all=name == "CLEAR",
                 most=_MOST if name in _LONG else MOST,
             )

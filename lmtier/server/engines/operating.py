@@ -18,7 +18,7 @@ from lmtier.format.keys import KEY_BYTES, Identity, namespace, tenant
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import Suspect
 from lmtier.observe.prompts import Origin
-from lmtier.rules.hints import Action, read_envelope
+from lmtier.rules.hints import read_envelope
 from lmtier.rules.sessions import MAX_SESSIONS, Agent
 from lmtier.server.commands import OK, PAUSE, Argument, Caller, Refused, Waiting
 from lmtier.server.engines.arguments import (
@@ -36,6 +36,7 @@ from lmtier.server.engines.arguments import (
 )
 from lmtier.server.engines.sessions import Session, session_of
 from lmtier.server.explain import MAX_LOOKUPS, Explain
+from lmtier.server.hinted import executing
 from lmtier.server.settings import change
 from lmtier.wire.resp import Error
 from lmtier.wire.verbs import MAX_MODELS, write_changes
@@ -106,8 +107,6 @@ class Operating:
     def explain(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [read_text(each).upper() for each in arguments[1:]]
         tokens = bool(words) and words[-1] == "TOKENS"
-        if tokens:  # they are the prompt
-            caller.administers(arguments)
         if len(words) - tokens > 1:
             raise Refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
         most = read_number(arguments[1], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
@@ -174,14 +173,8 @@ class Operating:
         salt, session = take_option(words, "SALT") or "", take_option(words, "SESSION") or ""
         if words:
             raise Refused("ERR LMTIER.HINT takes an envelope, [SALT salt], [SESSION name], no more")
-        return self._executing(read_envelope(bytes(arguments[1])), tenant(salt), session)
-
-    def _executing(self, actions: list[Action], of: bytes, session: str) -> Waiting:
-        results = []
-        for action in actions:
-            results += [result._asdict() for result in self._cache.hint([action], of, session)]
-            yield PAUSE
-        return json.dumps(results)
+        actions = read_envelope(bytes(arguments[1]))
+        return executing(self._cache, actions, tenant(salt), session, str(caller), caller.role)
 
     # ---- clear
 

@@ -26,13 +26,10 @@ from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
 from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptor
 from lmtier.server.engines.arguments import read_name, read_number, read_secret, read_shard, read_text
+from lmtier.server.ledger import EACH, KEY, MOST_OF_ONE
 from lmtier.server.tracing import MAX_HEADER, Tracing
 from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT
 
-MAX_HELD = 65_536
-"""The most matches in a session, and the most reservations."""
-MAX_HELD_KEYS = 1 << 20
-"""The most keys of all matches in a session: some 100 MB."""
 MAX_FORMS = 64
 MAX_SHARDS = 256
 
@@ -66,13 +63,18 @@ class Session:
         form, plus, ends = bytes(argument).partition(AND_STATE.encode())
         return self.form(form), self.form(ends) if plus else None
 
-    def need_room_for_match(self, arguments: Iterable[Argument]) -> None:
-        _need_room(self.matches, "matches: release some")
-        if self.held_keys + sum(map(len, arguments)) // KEY_BYTES > MAX_HELD_KEYS:
-            raise Refused(f"ERR the matches of this session hold {MAX_HELD_KEYS} keys: release some")
+    @property
+    def held(self) -> int:
+        """The bytes that the server remembers for it."""
+        things = len(self.matches) + len(self.reservations) + len(self.forms)
+        return EACH * (1 + things) + KEY * self.held_keys
 
-    def need_room_for_reservation(self) -> None:
-        _need_room(self.reservations, "reservations: commit or abort some")
+    def need_room(self, arguments: Iterable[Argument]) -> None:
+        """For a match or a reservation of these keys."""
+        if self.held + EACH + KEY * sum(map(len, arguments)) // KEY_BYTES > MOST_OF_ONE:
+            raise Refused(
+                f"ERR the matches and reservations of this session take {MOST_OF_ONE} bytes: end some"
+            )
 
     def hold(self, number: int, match: Match) -> None:
         self.matches[number] = match
@@ -285,8 +287,3 @@ def session_of(caller: Caller) -> Session:
     if session is None:
         raise Refused(f"NOSESSION send LMTIER.HELLO {PROTOCOL} first")
     return session
-
-
-def _need_room(held: dict[int, Any], what: str) -> None:
-    if len(held) >= MAX_HELD:
-        raise Refused(f"ERR this session has {MAX_HELD} {what}")

@@ -55,7 +55,7 @@ class Transfers:
     def match(self, caller: Caller, arguments: list[Argument]) -> Any:
         began = time.time_ns() if self._tracing is not None else 0
         session = session_of(caller)
-        session.need_room_for_match(arguments[4:])
+        session.need_room(arguments[4:])
         deadline = read_seconds(arguments[3], "a deadline")
         match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
         number = next(self._sessions.ids)
@@ -100,7 +100,7 @@ class Transfers:
 
     def bring(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = session_of(caller)
-        session.need_room_for_match(arguments[3:])
+        session.need_room(arguments[3:])
         form = session.form(arguments[1])
         deadline = read_seconds(arguments[2], "a deadline")
         match = self._cache.bring(read_chain(arguments[3:]), form, deadline=deadline)
@@ -190,7 +190,7 @@ class Transfers:
     def reserve(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = session_of(caller)
         began = time.time_ns() if self._tracing is not None else 0
-        session.need_room_for_reservation()
+        session.need_room(())
         form = session.form(arguments[1])
         first = read_number(arguments[2], "a number of chunks")
         ttl, keys = read_lifetime(arguments[3:])

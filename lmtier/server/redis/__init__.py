@@ -6,7 +6,6 @@ named values; `lmtier clear` deletes the KV of engines.
 
 from __future__ import annotations
 
-from lmtier.server.access import Role
 from lmtier.server.commands import Command, Table
 from lmtier.server.redis.service import Service
 from lmtier.server.redis.strings import Strings
@@ -31,7 +30,7 @@ def redis_table(values: Values, service: Service) -> Table:
         b"TYPE": Command(strings.type, 2, reads, _ONE),
         b"TTL": Command(strings.ttl, 2, reads, _ONE),
         b"PTTL": Command(strings.ttl, 2, reads, _ONE),
-        b"DBSIZE": Command(strings.dbsize, 1, reads, role=Role.LOOK),
+        b"DBSIZE": Command(strings.dbsize, 1, reads),
         b"SCAN": Command(strings.scan, -2, ("readonly",)),
         b"KEYS": Command(strings.keys, 2, ("readonly",)),
         b"SET": Command(strings.set, -3, writes, _ONE, range(2, 3)),
@@ -48,18 +47,18 @@ def redis_table(values: Values, service: Service) -> Table:
         b"EXPIREAT": Command(strings.expire, -3, ("write", "fast"), _ONE),
         b"PEXPIREAT": Command(strings.expire, -3, ("write", "fast"), _ONE),
         b"PERSIST": Command(strings.persist, 2, ("write", "fast"), _ONE),
-        b"FLUSHALL": Command(strings.flush, -1, ("write",), role=Role.ADMIN, is_of_all=True),
-        b"FLUSHDB": Command(strings.flush, -1, ("write",), role=Role.ADMIN, is_of_all=True),
-        b"PING": Command(service.ping, -1, always, role=Role.LOOK),
-        b"ECHO": Command(service.echo, 2, always, role=Role.LOOK),
-        b"TIME": Command(service.time, 1, always, role=Role.LOOK),
-        b"SELECT": Command(service.select, 2, always, role=Role.LOOK),
-        b"INFO": Command(service.info, -1, always, role=Role.LOOK),
-        b"COMMAND": Command(service.command, -1, always, role=Role.LOOK),
-        b"CONFIG": Command(service.config, -2, ("admin", *always), role=Role.LOOK),
-        b"CLIENT": Command(service.client, -2, always, role=Role.LOOK),
-        b"HELLO": Command(service.hello, -1, ("no_auth", *always), role=Role.LOOK),
-        b"AUTH": Command(service.auth, -2, ("no_auth", *always), role=Role.LOOK),
-        b"QUIT": Command(service.quit, -1, ("no_auth", *always), role=Role.LOOK),
-        b"RESET": Command(service.reset, 1, ("no_auth", *always), role=Role.LOOK),
+        b"FLUSHALL": Command(strings.flush, -1, ("write",), is_of_all=True),
+        b"FLUSHDB": Command(strings.flush, -1, ("write",), is_of_all=True),
+        b"PING": Command(service.ping, -1, always),
+        b"ECHO": Command(service.echo, 2, always),
+        b"TIME": Command(service.time, 1, always),
+        b"SELECT": Command(service.select, 2, always),
+        b"INFO": Command(service.info, -1, always),
+        b"COMMAND": Command(service.command, -1, always),
+        b"CONFIG": Command(service.config, -2, ("admin", *always)),
+        b"CLIENT": Command(service.client, -2, always),
+        b"HELLO": Command(service.hello, -1, ("no_auth", *always)),
+        b"AUTH": Command(service.auth, -2, ("no_auth", *always)),
+        b"QUIT": Command(service.quit, -1, ("no_auth", *always)),
+        b"RESET": Command(service.reset, 1, ("no_auth", *always)),
     }

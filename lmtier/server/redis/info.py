@@ -9,6 +9,7 @@ from pathlib import Path
 from lmtier._version import __version__
 from lmtier.config import Serving, host_and_port
 from lmtier.core.cache import Cache
+from lmtier.server.ledger import MOST
 from lmtier.server.redis.service import REDIS_VERSION
 from lmtier.server.report import Report
 from lmtier.server.roster import Roster
@@ -40,6 +41,7 @@ def info(
         "Memory": {
             "used_memory": cache.index.used,
             "used_memory_rss": resident_bytes(),
+            "mem_clients_normal": int(value("lmtier_clients_remember_bytes")),
             "maxmemory": cache.index.capacity,
             "maxmemory_policy": "allkeys-lru",
         },
@@ -76,6 +78,7 @@ def settings(cache: Cache, serving: Serving) -> Mapping[str, str]:
         "maxmemory": str(cache.index.capacity),
         "maxmemory-policy": "allkeys-lru",
         "maxclients": str(serving.clients),
+        "maxmemory-clients": str(MOST),
         "save": "",
         "appendonly": "no",
         "databases": "1",

@@ -155,12 +155,10 @@ class Service:
             case "LIST", []:
                 return Verbatim("".join(f"{_line(each)}\n" for each in self._present()))
             case "KILL", [address]:
-                caller.administers(args)
                 if not self._kill_where(caller, {"ADDR": bytes(address).decode("latin-1")}):
                     raise Refused("ERR No such client")
                 return OK
             case "KILL", [_, _, *_] as filters if len(filters) % 2 == 0:
-                caller.administers(args)
                 words = [bytes(each).decode("latin-1") for each in filters]
                 return self._kill_where(
                     caller, dict(zip(map(str.upper, words[::2]), words[1::2], strict=True))
