@@ -5,7 +5,8 @@ LMTIER_TEST_FAULT names says, step by step, what is left out: an edge of `tests/
 and then saves get nowhere while anything else can; or "refuses": the driver refuses every third copy. Or
 "slow": nothing is left out. Or "stalled": nothing is done until something waits for it.
 
-Loads are no part of a step, as on a GPU, unless LMTIER_TEST_LOADS is "in steps".
+Requests load within their step or wait beside steps, as on a GPU. LMTIER_TEST_LOADS, if set, decides for all:
+"in steps" or "beside steps".
 
 Of hooks it says: "one has none", and the second layer never calls them; "replay" and "old replay", steps that
 are one graph, as vLLM's two model runners tell it; "untold", such steps, and nobody tells; "no end", steps
@@ -33,6 +34,7 @@ from lmtier.errors import DeviceError
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm import scheduler, worker
 from lmtier_integrations.vllm.messages import Plan
+from lmtier_integrations.vllm.reuse import Reuse
 from tests.cuda_device import SimulatedDevice, SimulatedStream
 
 STEP = 3 << 20
@@ -180,8 +182,7 @@ LMTierConnector.start_load_kv = _start_as_told  # type: ignore[method-assign]
 worker.Worker.wait_for_layer = _wait_if_hooked  # type: ignore[method-assign]
 worker.Worker.save_layer = _save_if_hooked  # type: ignore[method-assign]
 worker.device_of = _device_of  # type: ignore[attr-defined]
-if os.environ.get("LMTIER_TEST_LOADS") == "in steps":
-    scheduler.is_second_runner = lambda config: False  # type: ignore[attr-defined]
-else:
-    scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
+scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
+if loads := os.environ.get("LMTIER_TEST_LOADS"):
+    Reuse._must_wait = lambda *_: loads != "in steps"  # type: ignore[method-assign]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
@@ -200,7 +199,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._scheduler.matched(request, num_computed_tokens)
-        return tokens, bool(tokens) and self._scheduler.waits_for_loads
+        return tokens, bool(tokens) and self._scheduler.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
@@ -215,9 +214,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         return self._scheduler.plan(scheduler_output)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.undoing.pool = gpu_block_pool
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.invalid_block_ids:  # of any connector

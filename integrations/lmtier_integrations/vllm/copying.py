@@ -9,6 +9,8 @@ from lmtier.copy.gpu_copies import GpuCopies, GpuPlaces
 from lmtier.core.match import Match
 from lmtier_integrations.vllm.messages import Near, RankReport
 
+_FORGETS = 0.9  # the weight of all loads before, when one more is learned
+
 
 @dataclass(eq=False, slots=True)
 class _Copy:
@@ -18,6 +20,7 @@ class _Copy:
     places: GpuPlaces | None = None
     """The places in GPU memory."""
     is_believed: bool = True
+    is_in_step: bool = False
 
 
 class Copying:
@@ -31,14 +34,20 @@ class Copying:
         """The number of failed loads that ranks have reported."""
         self.is_under_way = False
         """Whether ranks have unfinished copies. They need another step to commit and to end leases."""
+        self._tokens, self._seconds = 0.0, 0.0
 
     @property
-    def has_loads(self) -> bool:
-        return bool(self._loads)
+    def is_unconfirmed(self) -> bool:
+        """Whether steps have computed on loads that not all ranks have confirmed."""
+        return any(each.is_in_step for each in self._loads.values())
 
-    def load(self, match: Match, first: int) -> tuple[Near | None, int]:
+    def seconds(self, tokens: int) -> float | None:
+        """How long ranks take to load so many tokens, by recent loads; None: that is not known yet."""
+        return tokens * self._seconds / self._tokens if self._tokens else None
+
+    def load(self, match: Match, first: int, *, is_in_step: bool) -> tuple[Near | None, int]:
         """Ranks load chunks from `first` on: their places in GPU memory, and how many lie there already."""
-        copy = self._loads[match.id] = _Copy(match, self._ranks)
+        copy = self._loads[match.id] = _Copy(match, self._ranks, is_in_step=is_in_step)
         if self._gpu is None:
             return None, 0
         copy.places = self._gpu.load(match.run[first:], match.form)
@@ -48,6 +57,9 @@ class Copying:
         """Apply a report. Returns the matches that no rank uses any more."""
         self.epoch = max(self.epoch, report.epoch)
         self.is_under_way = report.under_way > 0
+        if report.load_tokens:
+            self._tokens = self._tokens * _FORGETS + report.load_tokens
+            self._seconds = self._seconds * _FORGETS + report.load_seconds
         ended: list[Match] = []
         for number in report.failed:
             self._loads[number].is_believed = False

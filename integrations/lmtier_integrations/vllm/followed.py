@@ -53,6 +53,8 @@ class FollowedRequest:
     """The match that the engine has accepted for its next step, with the blocks."""
     taken: int = -1
     """The number of preemptions when the engine last accepted a promise: at most one after each."""
+    waits: bool = True
+    """Whether it waits for its load, and enters a step when that has arrived."""
     asked: Asked | None = None
     """A requested reservation for its chunks from number `stored` on."""
     stored: int = 0

@@ -65,7 +65,7 @@ class LoadPlan:
     """For each block table."""
     computed_tokens: int
     request: str
-    """For an asynchronous load: the request that waits for it."""
+    """For an asynchronous load: the request that waits for it. Empty: the step computes on it."""
     near: Near | None = None
     """For the chunks that the engine has not computed completely."""
     adapter: Adapter | None = None
@@ -175,6 +175,11 @@ class RankReport(KVConnectorWorkerMetadata):
     """The adapters in each rank's memory, if they have changed."""
     runs: dict[int, int] = field(default_factory=dict)
     """Maps a run of the server to the number of ranks that have connected to it."""
+    locked: dict[int, int] = field(default_factory=dict)
+    """Maps a run of the server to the number of ranks that reach all of its memory without a detour."""
+    load_tokens: int = 0
+    load_seconds: float = 0.0
+    """The tokens that devices have loaded, and how long that took, over all ranks."""
     under_way: int = 0
     """The number of unfinished saves and loads."""
 
@@ -192,6 +197,9 @@ class RankReport(KVConnectorWorkerMetadata):
             self.slept + other.slept,
             self.adapters | other.adapters,
             _sum(self.runs, other.runs),
+            _sum(self.locked, other.locked),
+            self.load_tokens + other.load_tokens,
+            self.load_seconds + other.load_seconds,
             self.under_way + other.under_way,
         )
 

@@ -39,6 +39,8 @@ class OnCpu:
     """Whether saves and loads continue after their calls have returned."""
     is_busy = False
     """Whether it needs a step although nothing is planned."""
+    is_locked = True
+    """Whether copies reach all of the server's memory without a detour."""
 
     def __init__(
         self,
@@ -141,6 +143,10 @@ class OnGpu:
     @property
     def is_busy(self) -> bool:
         return bool(self._computing) or self._page_lock is None or self._now() != self._told
+
+    @property
+    def is_locked(self) -> bool:
+        return self._page_lock is not None and self._page_lock.is_whole
 
     def begin(self, work: Work | None, *, waits: bool) -> None:
         # If a step waits for loads, the time of the wait is not known, so it is not measured.

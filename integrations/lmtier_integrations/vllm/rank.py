@@ -48,6 +48,8 @@ class Rank:
         self.report = RankReport()
         self.epoch = 0
         """The number of failed loads. An older plan may compute from blocks that were not loaded."""
+        self._locked = 0
+        """The run of the server whose memory was reported as reached without a detour."""
         self._names = 0
         """How often the model's name has changed. An older plan has keys of other weights."""
         self.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
@@ -119,6 +121,11 @@ class Rank:
 
     # ---- what it reports
 
+    def tell_locked(self) -> None:
+        if self.place.is_locked and self._locked != self.client.run:
+            self._locked = self.client.run
+            self.report.locked[self.client.run] = 1
+
     @property
     def has_news(self) -> bool:
         report = self.report
@@ -126,6 +133,7 @@ class Rank:
             report.facts
             or report.loaded
             or report.runs
+            or report.locked
             or report.epoch != self.epoch
             or report.names
             or report.compared
@@ -299,6 +307,8 @@ class RankLoads:
                 self.copied += copied
             else:
                 rank.stats.add("load_seconds", load.seconds)
+                rank.report.load_tokens += copied
+                rank.report.load_seconds += load.seconds
                 self._prefill.copied(copied, load.seconds)
         self._end(plan, loading.match)
 

@@ -21,6 +21,7 @@ _FRESH = 0.1  # seconds until a lookup that found less than everything is made a
 _LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
 _IN_VAIN = 5.0  # seconds without another lookup for a request that has waited until its deadline
 _AHEAD = 0.5  # the part of the slab that requests may lease before the engine schedules them
+_BESIDE = 0.025  # seconds that a step which also decodes may wait for loads
 
 
 class Reuse:
@@ -29,22 +30,32 @@ class Reuse:
         parts: Parts,
         *,
         block_tokens: int,
-        waits: bool,
+        loads_in_steps: bool,
         shares: bool,
         groups: tuple[list[int], list[int]],
     ) -> None:
-        """`waits`: loads are asynchronous; `shares`: the engine shares a request's blocks with others;
-        `groups`: the block tables of layers with KV, and those of layers with a state."""
+        """`loads_in_steps`: a load may be part of a step; `shares`: the engine shares a request's blocks with
+        others; `groups`: the block tables of layers with KV, and those of layers with a state."""
         self._client, self._names, self._copying, self._stats, self._events = parts
         self._chunk_tokens = parts.client.chunk_tokens
         self._chunk_blocks = self._chunk_tokens // block_tokens
-        self._waits, self._joins = waits, waits and shares
+        self._loads_in_steps, self._shares = loads_in_steps, shares
         self._kv_groups, self._state_groups = groups
         self._arriving: Counter[bytes] = Counter()
         """Chunks that requests wait for. Another request for one waits too, and then shares the blocks."""
+        self._joined: set[int] = set()
+        """The matches of these chunks, by number."""
         self._promised: list[FollowedRequest] = []
         """Requests for which the engine has accepted a promise since the last plan."""
         self._asked_at = NEVER
+        self.copies_beside = False
+        """Whether ranks copy beside the engine's computing, as GPUs do."""
+        self.locked = 0
+        """The run of the server whose memory all ranks reach without a detour."""
+        self._decoding = 0
+        """How many running requests were in the last step."""
+        self._in_step = 0
+        """The tokens that the next step loads."""
 
     def has_room(self, requests: Iterable[FollowedRequest]) -> bool:
         """Whether one more request may lease chunks before the engine schedules it."""
@@ -133,7 +144,26 @@ class Reuse:
         if match.run[computed_tokens // self._chunk_tokens].key in self._arriving:
             return None
         known.computed = computed_tokens
+        known.waits = self._must_wait(known, match, more)
         return more
+
+    def _must_wait(self, known: FollowedRequest, match: Match, tokens: int) -> bool:
+        """Whether the request waits for its load beside steps, and is not loaded within its first step.
+
+        Within a step the launch of the computing overlaps the copy, and the engine need not notice its end.
+        But the whole step waits, so beside requests that decode it may only take a short time.
+        """
+        if not self._loads_in_steps or self.locked != self._client.run:
+            return True
+        if not self.copies_beside:  # the copies of a CPU take its time anyway
+            return False
+        first = known.computed // self._chunk_tokens
+        if any(entry.form is not match.form for entry in match.run[first:]):
+            return True  # the engine's thread would convert them
+        if not self._decoding:
+            return False
+        seconds = self._copying.seconds(self._in_step + tokens)
+        return seconds is None or seconds > _BESIDE
 
     def _has_arrived(self, match: Match) -> bool:
         """Whether the match is ready. One poll serves all requests that wait."""
@@ -157,7 +187,11 @@ class Reuse:
         known.promise = match, list(blocks.get_block_ids())
         known.loaded = match.chunks
         self._promised.append(known)
-        if self._joins:
+        if not known.waits:
+            self._in_step += external_tokens
+            self._stats.add("loaded_in_step_tokens", external_tokens)
+        elif self._shares:
+            self._joined.add(match.id)
             self._arriving.update(entry.key for entry in match.run)
         self._stats.add("loaded_tokens", external_tokens)
 
@@ -174,9 +208,13 @@ class Reuse:
             inside = 0
         return found if sum(found.values()) == external_tokens else {}
 
-    def plan(self, plan: Plan, scheduled: Collection[str]) -> dict[str, int]:
-        """Load the promised chunks. Maps each such request of this step to its first loaded token."""
+    def plan(self, plan: Plan, scheduled: Collection[str], running: int) -> dict[str, int]:
+        """Load the promised chunks. Maps each such request of this step to its first loaded token.
+
+        `running`: how many of the `scheduled` requests have been in a step before.
+        """
         loaded_from: dict[str, int] = {}
+        self._decoding, self._in_step = running, 0
         if not self._promised:  # most steps
             return loaded_from
         promised, self._promised = self._promised, []
@@ -185,13 +223,14 @@ class Reuse:
                 continue
             (match, tables), known.promise = known.promise, None
             request_id = known.request.request_id
-            if not self._waits and request_id not in scheduled:
+            if not known.waits and request_id not in scheduled:
                 self.release(match)
                 continue
             computed = loaded_from[request_id] = known.computed
-            near, there = self._copying.load(match, computed // self._chunk_tokens)
+            first = computed // self._chunk_tokens
+            near, there = self._copying.load(match, first, is_in_step=not known.waits)
             self._stats.add("gpu_hit_tokens", there * self._chunk_tokens)
-            waits = request_id if self._waits else ""
+            waits = request_id if known.waits else ""
             kv = tables_of_kv(tables, self._kv_groups)
             load = LoadPlan(match.id, match.placement, kv, computed, waits, near, known.adapter)
             if match.end is not None:
@@ -203,7 +242,9 @@ class Reuse:
 
     def release(self, match: Match) -> None:
         """Release a match that the engine has accepted."""
-        for entry in match.run if self._joins else ():
+        is_joined = match.id in self._joined
+        self._joined.discard(match.id)
+        for entry in match.run if is_joined else ():
             if self._arriving[entry.key] > 1:
                 self._arriving[entry.key] -= 1
             else:

@@ -22,6 +22,7 @@ steps       what vLLM says of a step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from vllm.config import VllmConfig
@@ -44,7 +45,7 @@ from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.limits import pools_whole_prompts, returns_experts
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankReport
 from lmtier_integrations.vllm.names import Names
-from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
+from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.reuse import Reuse
 from lmtier_integrations.vllm.said import Said, is_readable, said_by
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log, size
@@ -64,14 +65,15 @@ class Scheduler:
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or bool(groups[1]) or len(cache.kv_cache_groups) > 1
         has_stages = config.parallel_config.pipeline_parallel_size > 1
-        self.waits_for_loads = has_windows or has_stages or is_on_gpu(config) or is_second_runner(config)
-        """Whether loads are asynchronous. Synchronous loads are better where they are possible: a step shares
-        them at once with all requests of the same prefix.
+        self.undoing = Undoing()
+        self._loads_in_steps = self.undoing.is_possible and not has_windows and not has_stages
+        """Whether loads may be part of a step. `Reuse` decides for each request.
 
-        If blocks leave windows, a failed synchronous load cannot be undone: the engine would compute from
-        earlier blocks that were never loaded. On a GPU, or in a pipeline of several stages, the next step has
-        begun before the load is checked. Then the request goes on from a wrong token (vLLM #49250).
+        If blocks leave windows, a load that fails within a step cannot be undone: the engine would compute
+        from earlier blocks that were never loaded. Of several stages only one knows that its load has failed.
         """
+        self._may_wait = is_on_gpu(config) or not self._loads_in_steps
+        """Whether some loads are made beside steps."""
         self._launcher = launcher
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         if pools_whole_prompts(config):
@@ -108,7 +110,11 @@ class Scheduler:
         parts = Parts(client, self._names, self._copying, self.stats, self._events)
         shares = bool(config.cache_config.enable_prefix_caching)
         self._reuse = Reuse(
-            parts, block_tokens=self._block_tokens, waits=self.waits_for_loads, shares=shares, groups=groups
+            parts,
+            block_tokens=self._block_tokens,
+            loads_in_steps=self._loads_in_steps,
+            shares=shares,
+            groups=groups,
         )
         self._storing = Storing(
             parts,
@@ -118,7 +124,6 @@ class Scheduler:
             saves_decode=settings.save_decode,
             groups=groups,
         )
-        self.undoing = Undoing(self._block_tokens)
         self._foreign = Foreign(self._block_tokens)
         self._all: dict[str, Request] = {}
         """The engine's requests, also those that are not followed."""
@@ -131,6 +136,8 @@ class Scheduler:
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
         self._is_asynchronous = False
         """Whether copies of ranks continue after a step."""
+        self._locked: Counter[int] = Counter()
+        """How many ranks reach all memory of a run of the server without a detour."""
         self._unserved = 0
         self._doubts = Doubts(self._ranks, parse_seconds(settings.check_weights))
         self._lent: dict[str, Sequence[Sequence[int]]] = {}
@@ -171,6 +178,7 @@ class Scheduler:
         origins = {rank: facts.origin for rank, facts in ranks.items()}
         self._names.meet(layout, form, origins, ends, is_watched=self._doubts.sees_engine)
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
+        self._reuse.copies_beside = self._is_asynchronous
         if self._launcher.is_first and (self._loads or self._saves):
             verbs = [*(["loads"] if self._loads else []), *(["stores"] if self._saves else [])]
             log.info(
@@ -192,7 +200,7 @@ class Scheduler:
         return self._names.form is not None and self._agreed == self._client.run and not self._doubts.is_open
 
     def _may_load(self, known: FollowedRequest) -> bool:
-        if self.waits_for_loads and self._names.is_read_later(known.request, known.adapter):
+        if self._may_wait and self._names.is_read_later(known.request, known.adapter):
             return False  # its files may change until then, and the load would be of those before
         if known.said.is_remote:
             return False
@@ -261,6 +269,10 @@ class Scheduler:
             return 0
         return tokens
 
+    def waits(self, request: Request) -> bool:
+        """Whether the tokens that were just promised are loaded beside steps, and the request waits."""
+        return self._requests[request.request_id].waits
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
         if self._is_asynchronous and not external_tokens:
@@ -314,8 +326,9 @@ class Scheduler:
         for request_id in self._foreign.planned(output):
             if (known := self._requests.get(request_id)) is not None:
                 known.stop_storing()
-        loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
-        if self._loads and not self.waits_for_loads:
+        running = len(output.scheduled_cached_reqs.req_ids)
+        loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens, running)
+        if self._loads and self._loads_in_steps:
             self.undoing.planned(output)
         if self._is_asynchronous:
             plan.taken = blocks_taken(output, loaded_from, self._block_tokens)
@@ -325,8 +338,7 @@ class Scheduler:
         # A replica has no shard to abort. If its load fails, the sums that it adds to other ranks are wrong,
         # and must not be stored.
         has_replicas = self._ranks > len(names.form.shards)
-        is_unconfirmed = has_replicas and self._copying.has_loads and not self.waits_for_loads
-        if self._saves and self._is_ready and not is_unconfirmed:
+        if self._saves and self._is_ready and not (has_replicas and self._copying.is_unconfirmed):
             self._storing.plan(plan, output, self._requests)
         doubts.planned(plan)
         return plan
@@ -339,9 +351,12 @@ class Scheduler:
         return sorted(blocks - {NULL_BLOCK})
 
     def undo(self, blocks: Set[int]) -> None:
-        """These blocks were not loaded in their step."""
-        if not self.waits_for_loads:
-            self.undoing.failed(blocks, self._all)
+        """These blocks were not loaded in their step. What needs them is computed, and not loaded again."""
+        if not self._loads_in_steps:
+            return
+        for request in self.undoing.failed(blocks):
+            if (known := self._requests.get(request.request_id)) is not None:
+                known.taken = request.num_preemptions
 
     def learn(self, report: RankReport) -> None:
         """Apply the ranks' report about a step."""
@@ -365,6 +380,10 @@ class Scheduler:
             self._begin_all_anew()
         for match in self._copying.learn(report):
             self._reuse.release(match)
+        for run, ranks in report.locked.items():
+            self._locked[run] += ranks
+            if self._locked[run] == self._ranks:  # some lock it later than others
+                self._reuse.locked = run
         for run, ranks in report.runs.items():
             if ranks == self._ranks:  # all of them in the same step
                 self._agreed = run

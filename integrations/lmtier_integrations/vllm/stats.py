@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "found_tokens": "prompt tokens whose KV was stored, also those that the engine had itself",
     "loaded_tokens": "prompt tokens whose KV was promised to the engine",
+    "loaded_in_step_tokens": "those of the loaded tokens that were loaded within a step, not beside it",
     "gpu_hit_tokens": "those of the loaded tokens that came from copies in GPU memory",
     "saved_tokens": "tokens whose KV was reserved for storing",
     "saved_states": "states of layers without KV that were reserved for storing",

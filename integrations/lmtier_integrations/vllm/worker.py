@@ -230,6 +230,7 @@ class Worker:
         rank = self.rank
         if rank.plan.asks:
             rank.report.facts[rank.number] = self._facts()
+        rank.tell_locked()
         under_way = rank.mover.under_way
         if not (rank.has_news or under_way or self._was_under_way):
             return None
