@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from lmtier.format import objects
+from lmtier.format.keys import VALUES
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, padded
 from lmtier.format.objects import Header
 from lmtier.format.sealing import Keys
@@ -566,9 +567,9 @@ class TierSuite(SeamSuite):
                 assert (done.ok, done.failed, done.error) == ({}, {}, "")
                 assert self.stored(tmp_path) == {each.name: each.at_rest() for each in left}
 
-    def test_a_store_overwrites_what_has_its_name(self, tmp_path: Path) -> None:
+    def test_a_store_overwrites_the_value_of_its_name(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:
-            for each in (sample(1), sample(1), sample(1, 9 * PAGE), sample(1, PAGE)):
+            for each in (replace_start(sample(1, size), VALUES) for size in (PAGE, PAGE, 9 * PAGE, PAGE)):
                 assert store(tier, each).ok == {each.name: None}
                 assert self.stored(tmp_path) == {each.name: each.at_rest()}
 

@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtier.copy.cuda.page_lock import PageLock
@@ -152,6 +152,7 @@ def test_no_copy_spans_two_steps_and_none_loses_a_byte(copies):
     assert sorted((to + i, source + i) for to, source, nbytes in cut for i in range(nbytes)) == sorted(whole)
 
 
+@settings(deadline=None)  # of time nothing is promised
 @given(
     at=st.integers(0, SIZE - 1),
     step=st.integers(0, 70),

@@ -20,6 +20,7 @@ import lmtier
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.errors import ConfigError
+from lmtier.format.books import VERSION
 from lmtier.server.takeover import Predecessor
 from lmtier.wire.resp import command
 from tests.server.process import PATIENCE, Wire, served, until
@@ -371,7 +372,7 @@ def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(t
         answer = server.ask("LMTIER.TAKEOVER", "1")
         assert answer == "NOPERM only the user of this server can take over, on its Unix socket"
         with Wire(str(tmp_path / "socket")) as wire:
-            assert "books of version 1" in wire.ask("LMTIER.TAKEOVER", "2")
+            assert f"books of version {VERSION}" in wire.ask("LMTIER.TAKEOVER", str(VERSION + 1))
 
 
 def test_settings_that_do_not_fit_are_refused_before_the_server_stands_still(tmp_path: Path) -> None:

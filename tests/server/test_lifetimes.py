@@ -213,12 +213,15 @@ def test_a_prompt_of_more_keys_than_an_argument_holds_is_pinned(server, client, 
         assert "of 70,000 chunks is more than a server takes: at most 65,536" in err
 
 
-@pytest.mark.parametrize("time", ["0", "0s", "101000d"])
-def test_a_pin_that_would_end_at_once_or_never_is_refused_in_one_line(run, tmp_path, time):
+@pytest.mark.parametrize(
+    ("time", "why"), [("0", "must be more than 0"), ("0s", "must be more than 0"), ("101000d", "100 years")]
+)
+def test_a_pin_that_would_end_at_once_or_never_is_refused_in_one_line(run, tmp_path, time, why):
     for command in (("pin", "--name", "p"), ("prefetch", "--pin", "p")):
         code, _, err = run(*command, tmp_path / "tokens.json", "--ttl", time)
         assert (code, len(err.splitlines())) == (2, 1)
-        assert f"--ttl {time}: must be more than 0" in err
+        assert "--ttl: " in err
+        assert why in err
 
 
 class Slow(MemoryTier):

@@ -662,14 +662,18 @@ NAMES = 24
 
 
 class Oracle:
-    """What one client may find under its own names: nothing, or a value not older than it was told."""
+    """What one client may find under its own names: nothing, or a value not older than it was told.
+
+    After a kill it may be older, but not older than the last flush or deletion.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.chance = random.Random(number)
         self.turn = 0
         self.least = dict.fromkeys((f"{number}/{i}" for i in range(NAMES)), 0)
-        self.counts = dict.fromkeys(("set", "gone", "hit", "nil", "refused"), 0)
+        self.kept = dict(self.least)
+        self.counts = dict.fromkeys(("set", "gone", "hit", "nil", "refused", "flushed"), 0)
 
     def value(self, name: str) -> bytes:
         self.turn += 1
@@ -737,6 +741,10 @@ class Oracle:
                 if answer == "OK":
                     for each in self.least:
                         self.gone(each, gone)
+            case 16 if self.chance.random() < 0.3:
+                if wire.ask("LMTIER.FLUSH", 5000) == 1:
+                    self.kept = dict(self.least)
+                    self.counts["flushed"] += 1
             case _:
                 self.believe(name, wire.ask("GET", name))
 
@@ -750,7 +758,7 @@ class Oracle:
             self.counts["set"] += 1
 
     def gone(self, name: str, turn: int) -> None:
-        self.least[name] = turn
+        self.least[name] = self.kept[name] = turn
         self.counts["gone"] += 1
 
 
@@ -759,6 +767,7 @@ def use(server: Served, oracle: Oracle, said: Connection) -> None:
     random.seed(oracle.number)
     try:
         with server.connect() as wire:
+            assert isinstance(wire.ask("LMTIER.HELLO", "1"), list)
             for name in oracle.least:
                 oracle.believe(name, wire.ask("GET", name))
             while True:
@@ -771,7 +780,7 @@ def use(server: Served, oracle: Oracle, said: Connection) -> None:
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.slow)])
-def test_after_a_kill_no_value_is_older_than_one_that_was_acknowledged(tmp_path: Path, kills: int):
+def test_after_a_kill_no_value_is_older_than_the_last_flush_or_deletion(tmp_path: Path, kills: int):
     tiers = ("cpu://?capacity=6MiB", disk(tmp_path, "10MiB"))
     oracles = [Oracle(number) for number in range(4)]
     chance = random.Random(5)
@@ -796,6 +805,7 @@ def test_after_a_kill_no_value_is_older_than_one_that_was_acknowledged(tmp_path:
                 while (word := ours.recv()) == "acted":
                     pass
                 assert isinstance(word, Oracle), word
+                word.least = dict(word.kept)
                 oracles.append(word)
                 child.join()
                 ours.close()
@@ -810,4 +820,5 @@ def test_after_a_kill_no_value_is_older_than_one_that_was_acknowledged(tmp_path:
     assert counts["set"] > 20 * kills
     assert counts["gone"] > 10 * kills
     assert counts["hit"] > 20 * kills
+    assert counts["flushed"] > kills
     assert counts["refused"] < counts["set"] / 4

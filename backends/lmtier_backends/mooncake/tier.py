@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lmtier.errors import TierError, log
+from lmtier.format.keys import is_value
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, Suspect, padded
 from lmtier.threads import start_thread
@@ -142,7 +143,8 @@ class MooncakeTier(TimedTier):
             for buffer in buffers:
                 _copy(lane.memory[at : at + len(buffer)], buffer)
                 at += len(buffer)
-            put = store.put_from
+            # A chunk of KV stays as it is: another host may read it. Only values are overwritten.
+            put = store.upsert_from if is_value(item.name.key) else store.put_from
             code = lane.run(lambda: _often(lambda: put(key, lane.address, nbytes, self._replicas)), until)
         if code:
             raise MooncakeError("a store", code)
