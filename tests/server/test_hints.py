@@ -148,11 +148,11 @@ def test_another_body_is_refused_in_a_sentence(server, body):
 
 
 HALF = "\ud800"  # of a character: JSON can name it, UTF-8 cannot write it
-ODD = [
-    *({"session": each} for each in (HALF, f"a{HALF}" * 40, None, 7, 1e300, True, [HALF], {HALF: HALF}, "")),
-    *({"keys": [each]} for each in (HALF, None, 7, [[HALF]], {}, "xyz")),
-    *({"keys": each} for each in (HALF, None, 7, {"0": HALF}, [])),
-    *({"session": "s", each: 60} for each in (HALF, "seconds")),
+ODD: list[dict[str, Any]] = [
+    *({"session": name} for name in (HALF, f"a{HALF}" * 40, None, 7, 1e300, True, [HALF], {HALF: HALF}, "")),
+    *({"keys": [key]} for key in (HALF, None, 7, [[HALF]], {"": 0}, "xyz")),
+    *({"keys": all_keys} for all_keys in (HALF, None, 7, {"0": HALF}, [HALF, HALF])),
+    *({"session": "s", field: 60} for field in (HALF, "seconds")),
     {"session": "s", "seconds": HALF},
 ]
 """What a payload may be by mistake, or by intent."""
@@ -168,8 +168,8 @@ def test_whatever_a_hint_names_the_server_refuses_it_and_goes_on(server, client,
         assert len(outcomes) == len(ODD)
         assert all(each["result"] in ("refused", "done", "repeated") for each in outcomes)
         assert outcomes[0]["result"] == "refused" or kind == "release"
-    said = {**envelope(f"around-{kind}", (kind, {})), "session": HALF}
-    assert [each["result"] for each in post(server, json.dumps(said).encode())[1]] == ["refused"]
+    around = {**envelope(f"around-{kind}", (kind, {})), "session": HALF}
+    assert [each["result"] for each in post(server, json.dumps(around).encode())[1]] == ["refused"]
 
 
 def test_a_body_is_bounded_and_read_whole(server):
