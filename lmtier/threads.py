@@ -27,7 +27,8 @@ class RestingCollector:
     """Lets the garbage collector search all objects only while the owner rests.
 
     A search takes half a second among a million entries. So the objects of the start are never searched, and
-    what came later only at rest, and only if it takes no more than a sixth of a second.
+    what came later only at rest, and only if it takes no more than a sixth of a second. A search sees all of
+    that again: what it froze would never be freed, if it became a cycle without users later.
     """
 
     def __init__(self) -> None:

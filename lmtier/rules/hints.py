@@ -82,9 +82,10 @@ class Action:
         return name, found
 
     def about(self, session: str) -> str:
-        """The session that it is about, or its first key, as the audit shows it."""
+        """The session that it is about, or its first key, as the audit shows it. Empty: it is no text."""
         keys = self.payload.get("keys")
-        return str(keys[0] if isinstance(keys, list) and keys else self.payload.get("session", session))
+        about = keys[0] if isinstance(keys, list) and keys else self.payload.get("session", session)
+        return about if isinstance(about, str) else ""
 
     def seconds(self, usual: float | None, most: float = MAX_TTL) -> float | None:
         given = self.payload.get("seconds", usual)

@@ -339,7 +339,6 @@ class Connection(Channel):
             "address": caller.address,
             "is_local": caller.is_local,
             "role": int(caller.role),
-            "foreign": caller.foreign,
             "resp3": caller.resp3,
             "name": caller.name,
             "kind": caller.kind,

@@ -19,7 +19,8 @@ def executing(
     rights = [_right_to(action) for action in actions]
     for may in (True, False):  # each a line
         told = [
-            f"{action.type}={action.about(session)}".encode()
+            # Nothing has checked the name yet: JSON can hold half of a character.
+            f"{action.type}={action.about(session)}".encode(errors="backslashreplace")
             for action, right in zip(actions, rights, strict=True)
             if right.is_audited and (role >= right.role) is may
         ]

@@ -91,8 +91,8 @@ class Server:
         """Some values may have expired."""
         self._alone_since = self._started
         self._ran = 0.0
-        self._collector = RestingCollector()
         """The CPU seconds of this thread that are counted already."""
+        self._collector = RestingCollector()
         self._reload = False
         self._log: RequestLog | None = None
         self._publisher: Publisher | None = None
@@ -215,7 +215,10 @@ class Server:
             forks.close_in_child(sock)
             caller = Caller(next(self._ids), told["address"], told["is_local"], role=Role(told["role"]))
             caller.resp3, caller.name, caller.kind = told["resp3"], told["name"], told["kind"]
-            caller.foreign = told["foreign"]
+            # By these settings, not by those of the process before. Without a token, who it is decides.
+            caller.foreign = self._doors.why_foreign("unix" if caller.is_local else "redis", sock)
+            if not self._doors.tokens:
+                caller.role = self._doors.tokens.without(caller.foreign, is_local=caller.is_local)
             caller.asked, caller.peer = told["asked"], told["peer"] and (told["peer"][0], told["peer"][1])
             if told["session"] is not None:
                 caller.session = sessions[told["session"]]

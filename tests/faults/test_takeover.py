@@ -22,7 +22,9 @@ from lmtier.config import Config
 from lmtier.errors import ConfigError
 from lmtier.format.books import VERSION
 from lmtier.server.takeover import Predecessor
-from lmtier.wire.resp import command
+from lmtier.wire.resp import Error, command
+from tests.redis_process import free_port
+from tests.server.other_user import USER, needs_root
 from tests.server.process import PATIENCE, Wire, served, until
 
 DEATHS = ("asked", "got", "damaged", "entered")
@@ -171,7 +173,7 @@ class Process:
 class Host:
     """A server, and whoever takes over from it."""
 
-    def __init__(self, folder: Path, capacity: str = "64MiB") -> None:
+    def __init__(self, folder: Path, capacity: str = "64MiB", **serving: Any) -> None:
         self.unix = str(folder / "socket")
         self.log = folder / "log"
         self.config: dict[str, Any] = {
@@ -179,7 +181,10 @@ class Host:
             "chunk_tokens": 16,
             "prefault": False,
         }
-        self._settings = self.config, {"listen": "127.0.0.1:0", "http": "", "unix": self.unix}
+        self._settings = (
+            self.config,
+            {"listen": "127.0.0.1:0", "http": "", "unix": self.unix, **serving},
+        )
         self.server = self.begin("", "")
         assert self.server.is_ready(), self.log.read_text()
 
@@ -200,10 +205,14 @@ class Host:
         following.end()
         assert self.server.process.poll() is None, self.log.read_text()
 
+    def set(self, **serving: Any) -> None:
+        """Settings of the servers that take over from now on."""
+        self._settings[1].update(serving)
+
 
 @contextmanager
-def host(folder: Path, capacity: str = "64MiB") -> Iterator[Host]:
-    made = Host(folder, capacity)
+def host(folder: Path, capacity: str = "64MiB", **serving: Any) -> Iterator[Host]:
+    made = Host(folder, capacity, **serving)
     try:
         yield made
     finally:
@@ -365,6 +374,35 @@ def test_the_report_goes_on_where_the_other_server_ended(tmp_path: Path) -> None
         }
     assert after["tiers"][1]["bytes_down"] > 0
     assert more[: len(rows)] == rows
+
+
+@needs_root
+def test_whom_the_settings_serve_no_more_is_not_served_after_a_takeover_and_the_other_way(
+    tmp_path: Path,
+) -> None:
+    address = "127.0.0.1", free_port()
+    with (
+        host(tmp_path, listen=f"{address[0]}:{address[1]}", insecure=True) as running,
+        Wire(address) as own,
+    ):
+        os.seteuid(USER)
+        try:
+            other = Wire(address)
+        finally:
+            os.seteuid(0)
+        with other:
+            other.expect("OK", "SET", "name", "value")
+            own.expect(b"value", "GET", "name")
+            running.set(insecure=False)
+            running.take_over()
+            answer = other.ask("GET", "name")
+            assert isinstance(answer, Error)
+            assert answer.startswith(f"FOREIGN you are user {USER}")
+            assert other.ask("FLUSHALL").startswith("FOREIGN")
+            own.expect(b"value", "GET", "name")
+            running.set(insecure=True)
+            running.take_over()
+            other.expect(b"value", "GET", "name")
 
 
 def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmtier.client.client import Client
-from lmtier.rules.hints import MAX_BYTES, envelope
+from lmtier.rules.hints import ACTIONS, MAX_BYTES, envelope
 from lmtier.rules.worth import Cost
 from lmtier.tools.cli import main
 from lmtier.tools.console import Address, Remote
@@ -145,6 +145,31 @@ def test_another_body_is_refused_in_a_sentence(server, body):
     status, answer = post(server, body)
     assert status == 400
     assert answer["error"]
+
+
+HALF = "\ud800"  # of a character: JSON can name it, UTF-8 cannot write it
+ODD: list[dict[str, Any]] = [
+    *({"session": name} for name in (HALF, f"a{HALF}" * 40, None, 7, 1e300, True, [HALF], {HALF: HALF}, "")),
+    *({"keys": [key]} for key in (HALF, None, 7, [[HALF]], {"": 0}, "xyz")),
+    *({"keys": all_keys} for all_keys in (HALF, None, 7, {"0": HALF}, [HALF, HALF])),
+    *({"session": "s", field: 60} for field in (HALF, "seconds")),
+    {"session": "s", "seconds": HALF},
+]
+"""What a payload may be by mistake, or by intent."""
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_whatever_a_hint_names_the_server_refuses_it_and_goes_on(server, client, remote, kind):
+    said = json.dumps(envelope(f"odd-{kind}", *((kind, payload) for payload in ODD))).encode()
+    status, over_http = post(server, said)
+    over_redis = json.loads(remote.ask("LMTIER.HINT", said))
+    assert status == 200
+    for outcomes in over_http, over_redis:
+        assert len(outcomes) == len(ODD)
+        assert all(each["result"] in ("refused", "done", "repeated") for each in outcomes)
+        assert outcomes[0]["result"] == "refused" or kind == "release"
+    around = {**envelope(f"around-{kind}", (kind, {})), "session": HALF}
+    assert [each["result"] for each in post(server, json.dumps(around).encode())[1]] == ["refused"]
 
 
 def test_a_body_is_bounded_and_read_whole(server):

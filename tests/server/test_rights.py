@@ -126,6 +126,19 @@ def test_each_command_is_for_the_roles_that_the_table_names(server, role):
     audit.says(expected)
 
 
+def test_a_word_that_only_looks_like_tokens_gives_no_prompts(server):
+    """In Unicode more letters than S become an S in upper case."""
+    with of(server, Role.LOOK) as wire:
+        for words in (["TOKEN\u017f"], ["5", "to\u212aens"], ["5", "token\u017f"]):
+            answer = wire.ask("LMTIER.EXPLAIN", *words)
+            assert isinstance(answer, Error), words
+            assert answer.startswith("ERR "), words
+        assert wire.ask("LMTIER.EXPLAIN", "5", "tokens").startswith("NOPERM")
+        assert json.loads(wire.granted("LMTIER.EXPLAIN", "5")) is not None
+    with of(server, Role.ADMIN) as wire:
+        assert json.loads(wire.granted("LMTIER.EXPLAIN", "tokens")) is not None
+
+
 def page(server: Served, path: str, role: Role, body: bytes | None = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(server.where["http"], timeout=20)
     headers = {"Content-Type": "application/json"}

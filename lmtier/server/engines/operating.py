@@ -105,11 +105,12 @@ class Operating:
         return OK
 
     def explain(self, caller: Caller, arguments: list[Argument]) -> Any:
-        words = [read_text(each).upper() for each in arguments[1:]]
-        tokens = bool(words) and words[-1] == "TOKENS"
+        words = arguments[1:]
+        # In bytes, as who decides on the role reads it: as text, other letters become an S in upper case.
+        tokens = bool(words) and bytes(words[-1]).upper() == b"TOKENS"
         if len(words) - tokens > 1:
             raise Refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
-        most = read_number(arguments[1], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
+        most = read_number(words[0], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
         return json.dumps(self._explain.recent(most, tokens=tokens))
 
     def changes(self, caller: Caller, arguments: list[Argument]) -> Any:
