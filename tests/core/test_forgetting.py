@@ -436,6 +436,21 @@ def test_another_server_gets_nothing_of_a_tenant_who_leaves(tmp_path):
         assert not cache.index.leased_bytes
 
 
+def test_a_tenant_who_is_forgotten_while_a_server_starts_comes_back_when_all_is_dropped(tmp_path):
+    near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
+    near.use_keys(ring)
+    keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
+    assert ring.tenants is not None
+    assert ring.tenants.look()
+    with cache_over(SEALED, tiers={SEALED: near}) as cache:
+        assert cache.leaving.covers(keys(A, 1))
+        for _ in range(50):
+            cache.step()
+        assert not cache.leaving.covers(keys(A, 1))
+        save(cache, keys(A, 2))
+        assert found(cache, keys(A, 2)) == ["cpu"] * 2
+
+
 def test_who_can_hear_of_others_takes_nobody_back_before_they_all_know(tmp_path, monkeypatch):
     """Until then they could give it what is from before."""
     monkeypatch.setattr("lmtier.core.forgetting.LEARNED_WITHIN", 1000.0)
