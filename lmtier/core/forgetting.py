@@ -19,7 +19,7 @@ from lmtier.core.match import CLEARED, State
 from lmtier.core.shared import SharedTier
 from lmtier.errors import LMTierError, MisuseError, audit, log
 from lmtier.format.keys import NOBODY, TENANT_BYTES, tenant_of
-from lmtier.format.sealing import TenantKeys
+from lmtier.format.sealing import TenantKeys, Tombstone
 from lmtier.tiers.blocking import LEARNED_WITHIN
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ class Leaving:
         self._cache = cache
         found = [keys.tenants for tier in cache.lower.ours if (keys := tier.tier.keys) and keys.tenants]
         self._stores: list[TenantKeys] = found
-        self._seen = [store.forgotten for store in found]
+        self._seen: list[Mapping[bytes, Tombstone]] = [{} for _ in found]
+        """The tombstones that `step` has seen: at first none, because some came after `dropped` was set."""
         self._waiting: set[bytes] = set()
         """Those who are still to leave."""
         self._in_hand: set[bytes] = set()
@@ -277,7 +278,6 @@ class Leaving:
             store.dropped.clear()
             for digits, generation in told.get(store.place, {}).items():
                 store.dropped[bytes.fromhex(digits)] = generation
-            self._waiting.update(store.forgotten)
         self._steps = None
 
 

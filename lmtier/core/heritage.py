@@ -87,10 +87,9 @@ class Teller:
             for pins in (pinning.pins, pinning.hinted)
             for pin in pins
         ]
-        tiers = [
-            {"label": each.label, "writes": b"".join(each.waiting_writes).hex()} for each in self._cache.lower
-        ]
+        tiers = list[dict[str, str]]()
         for spec, tier in zip(self._cache.config.stores[1:], self._cache.lower, strict=True):
+            tiers.append({"place": spec.place, "writes": b"".join(tier.waiting_writes).hex()})
             if isinstance(tier, OwnedTier) and tier.is_warm and len(tier.index) <= MOST_BELOW:
                 order = dict.fromkeys(tier.index.order()) | dict.fromkeys(tier.index.entries_now())
                 self._tell_entries(spec.place, [*tier.outdated.copies(), *order], tier.index)
@@ -213,20 +212,23 @@ class Heritage:
         _resume(index, told_entries)
         cache.room.leaving.update(entry for entry, _, _ in told_entries if entry.state is State.GONE)
         cache.leaving.resume(facts.get("dropped", {}))  # without: all leave once more
+        writes = {told["place"]: _keys(told["writes"]) for told in facts["tiers"]}
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
             if isinstance(below, OwnedTier) and self.knows(spec.place):
                 _resume(below.index, self._read(spec.place))
                 below.resume()
-        for told in facts["tiers"]:
-            tier = cache.lower.named.get(told["label"])
-            for key in _keys(told["writes"]) if tier is not None else ():
+            for key in writes.get(spec.place, ()):
                 waiting = index.get(key)
-                if tier is None or waiting is None or waiting.state is not State.READY:
-                    continue
-                if isinstance(tier, OwnedTier) and index.is_record(key):
-                    tier.write_on(waiting)
-                else:
-                    tier.offer(waiting)
+                if waiting is not None and waiting.state is not State.READY:
+                    waiting = None
+                if isinstance(below, OwnedTier) and index.is_record(key):
+                    # If it has left the slab, its turn to be written deletes the copy that it outdated.
+                    if (value := waiting or below.index.get(key)) is not None:
+                        below.write_on(value)
+                    elif not below.is_warm:  # the scan may find a copy
+                        below.discard(key, ())
+                elif waiting is not None:
+                    below.offer(waiting)
 
     def knows(self, place: str) -> bool:
         """Whether the books tell what this tier holds, and only this process will write there."""

@@ -60,8 +60,9 @@ class Writes:
         return len(self._waiting) < self._most
 
     def add(self, entry: Entry) -> None:
+        """A record that is not in the slab is given up at its turn."""
         self._waiting[entry.key] = entry
-        if self._slab.is_record(entry.key):
+        if self._slab.is_record(entry.key) and self._slab.get(entry.key) is entry:
             self._slab.lease(entry)
             self.leased.add(entry)
             self.leased_bytes += entry.nbytes

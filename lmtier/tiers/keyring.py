@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from lmtier.config import read_text
 from lmtier.errors import ConfigError, TierError, log
-from lmtier.format.keys import tenant_of
+from lmtier.format.keys import NOBODY, tenant_of
 from lmtier.format.sealing import (
     SECRET_BYTES,
     BadSeal,
@@ -339,9 +339,11 @@ class Tenants(TenantKeys):
             return False
         found = dict(self.forgotten)
         for line in text.splitlines():
-            if re.fullmatch(rf"{TOMBSTONE} [0-9a-f]{{8}} [0-9]+ [0-9]+", line):
+            if re.fullmatch(rf"{TOMBSTONE} [0-9a-f]{{8}} [0-9]{{1,18}} [0-9]{{1,18}}", line):
                 _, digits, generation, at = line.split()
                 told, tenant = Tombstone(int(generation), int(at)), bytes.fromhex(digits)
+                if tenant == NOBODY:  # named values would be found no more, and none deletes them
+                    continue
                 if tenant not in found or told.generation > found[tenant].generation:
                     found[tenant] = told
         self._forgotten_stamp = stamp

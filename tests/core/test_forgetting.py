@@ -17,14 +17,16 @@ from lmtier.core.heritage import Heritage, Teller
 from lmtier.core.match import State
 from lmtier.errors import MisuseError
 from lmtier.format.keys import NOBODY, tenant, tenant_of
-from lmtier.format.layout import Layout, form_of
+from lmtier.format.layout import Layout, Name, form_of
 from lmtier.observe.prompts import Origin, Prompts
+from lmtier.server.engines import Engines
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Op, Reason
 from tests.memory_flags import memory_flags
 from tests.model.hand import HandTier
 from tests.redis_process import RedisServer, running
 from tests.sealed import key_file, keyring
+from tests.server.test_engines import Connection
 
 A, B = tenant("alice"), tenant("bob")
 LAYOUT = Layout.uniform(
@@ -407,6 +409,46 @@ def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_ta
             assert not of_memory(after, A)
             save(after, keys(A, 2))
             assert found(after, keys(A, 2)) == ["cpu"] * 2
+
+
+def test_another_server_gets_nothing_of_a_tenant_who_leaves(tmp_path):
+    near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
+    near.use_keys(ring)
+    with cache_over(SEALED, tiers={SEALED: near}) as cache:
+        save(cache, keys(A, 1))
+        save(cache, keys(B, 1))
+        (a, b), other = (str(Name(keys(who, 1)[0], FORM.shards[0])) for who in (A, B)), Engines(cache)
+
+        def answer(verb: str, *names: str) -> object:
+            return Connection(other, "NAME", "b").say(verb, *names)
+
+        assert answer("HAS", a, b) == [FORM.room] * 2
+        reading = Connection(other, "NAME", "b").ask("READ", a)
+        next(reading)  # its checksum is being made
+        keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
+        assert ring.tenants is not None
+        assert ring.tenants.look()
+        with pytest.raises(StopIteration) as end:
+            next(reading)
+        assert end.value.value is None
+        assert answer("HAS", a, b) == [0, FORM.room]
+        assert answer("READ", a) is None
+        assert not cache.index.leased_bytes
+
+
+def test_a_tenant_who_is_forgotten_while_a_server_starts_comes_back_when_all_is_dropped(tmp_path):
+    near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
+    near.use_keys(ring)
+    keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
+    assert ring.tenants is not None
+    assert ring.tenants.look()
+    with cache_over(SEALED, tiers={SEALED: near}) as cache:
+        assert cache.leaving.covers(keys(A, 1))
+        for _ in range(50):
+            cache.step()
+        assert not cache.leaving.covers(keys(A, 1))
+        save(cache, keys(A, 2))
+        assert found(cache, keys(A, 2)) == ["cpu"] * 2
 
 
 def test_who_can_hear_of_others_takes_nobody_back_before_they_all_know(tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_a_thousand_overwrites_during_the_first_write_are_one_more_write(opened)
     assert read(cache, values, tier) == b"999"
 
 
-def test_a_restart_finds_one_of_the_values_at_every_moment(opened):
+def test_a_restart_finds_one_of_thevalues_at_every_moment(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     put(values, b"0")
@@ -146,7 +146,7 @@ def test_a_restart_finds_one_of_the_values_at_every_moment(opened):
     assert Op.DELETE not in tier.ops
 
 
-def test_a_deletion_between_two_values_is_acknowledged_once_no_restart_finds_the_first(opened):
+def test_a_deletion_between_twovalues_is_acknowledged_once_no_restart_finds_the_first(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     put(values, b"first")
@@ -283,22 +283,26 @@ def test_of_two_tiers_that_differ_after_a_kill_the_one_that_was_read_counts(open
     assert far.values() == [b"second"]
 
 
-def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(opened):
-    tier = LoggingTier()
-    cache, values = opened({URL: tier}, shared=True)
-    put(values, b"first")
-    settle(cache, tier)
-    put(values, b"second")
+def handed_over(cache: Cache, *, is_known: bool = True) -> Heritage:
+    """`is_known`: the books tell what the first tier below holds."""
     teller = Teller(cache)
     teller.tell([])
     teller.books.facts["forms"] = teller.forms.told()
     books = Books.unpack(b"".join(teller.books.pack()))
     assert cache.slab.fd is not None
     assert cache.presence is not None
-    locks = {cache.config.stores[1].place: os.open(os.devnull, os.O_RDONLY)}
-    heritage = Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+    locks = {cache.config.stores[1].place: os.open(os.devnull, os.O_RDONLY)} if is_known else {}
+    return Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+
+
+def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(opened):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier}, shared=True)
+    put(values, b"first")
+    settle(cache, tier)
+    put(values, b"second")
     after = LoggingTier(tier.kept)
-    cache, values = opened({URL: after}, shared=True, heritage=heritage)
+    cache, values = opened({URL: after}, shared=True, heritage=handed_over(cache))
     assert after.ops == []
     assert len(values) == 1
     cache.check()
@@ -307,3 +311,42 @@ def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(
     assert after.values() == [b"second"]
     leave_memory(cache)
     assert read(cache, values, after) == b"second"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_next_cache_finds_no_older_value_in_a_tier_that_is_not_the_first_any_more(opened, is_known):
+    tier, fast = LoggingTier(), LoggingTier()
+    url, new = "near://a?capacity=1GiB", "near://b?capacity=1GiB"
+    cache, values = opened({url: tier}, shared=True)
+    put(values, b"first")
+    settle(cache, tier)
+    put(values, b"second")
+    heritage, after = handed_over(cache, is_known=is_known), LoggingTier(tier.kept)
+    cache, values = opened({new: fast, url: after}, shared=True, heritage=heritage)
+    cache.check()
+    cache.step()
+    for each in (fast, after):
+        settle(cache, each)
+    assert after.values() == [b"second"]
+    fast.kept.clear()
+    leave_memory(cache)
+    assert read(cache, values, after) in (None, b"second")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_next_cache_finds_no_older_value_than_one_that_left_before_it_was_written(opened, is_known):
+    tier = LoggingTier()
+    cache, values = opened({URL: tier}, shared=True)
+    put(values, b"first")
+    settle(cache, tier)
+    put(values, b"second")
+    for below in cache.lower:  # as a clear in progress does
+        below.let_leave(b"")
+    leave_memory(cache)
+    after = LoggingTier(tier.kept)
+    cache, values = opened({URL: after}, shared=True, heritage=handed_over(cache, is_known=is_known))
+    assert Op.DELETE not in after.ops, "the process before may still go on"
+    cache.check()
+    settle(cache, after)
+    assert read(cache, values, after) is None
+    assert after.values() == []

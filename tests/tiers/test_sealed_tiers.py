@@ -18,7 +18,7 @@ import pytest
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError, without_secrets
-from lmtier.format.keys import tenant
+from lmtier.format.keys import NOBODY, tenant, value_key
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.sealing import NoKey
 from lmtier.testing import MemoryTier, load, replace_start, run, sample, store
@@ -450,6 +450,23 @@ def test_a_tombstone_that_a_power_loss_tore_hides_no_other(tmp_path):
     stones.write_text(stones.read_text() + f"lmtier-forgotten-1 {B.hex()} ")
     of_tenants(one).forget(B)
     assert set(of_tenants(keyring(1, tenants=str(tmp_path))).forgotten) == {A, B}
+
+
+@pytest.mark.parametrize(
+    ("who", "generation", "at"),
+    [(A, "9" * 5000, "1"), (A, "1", "9" * 5000), (A, "1" * 19, "1"), (NOBODY, "1", "1")],
+)
+def test_a_line_that_no_server_writes_is_no_tombstone(tmp_path, who, generation, at):
+    ring = keyring(1, tenants=str(tmp_path))
+    with open(tmp_path / "forgotten", "a") as stones:
+        stones.write(f"lmtier-forgotten-1 {who.hex()} {generation} {at}\n")
+    assert not of_tenants(ring).look()
+    later = keyring(1, tenants=str(tmp_path))
+    assert not of_tenants(later).forgotten
+    for key in of(A), value_key(b"name"):
+        assert ring.to_open(key, later.to_seal(key).id) is not None
+    of_tenants(ring).forget(A)
+    assert of_tenants(ring).forgotten[A].generation == 1
 
 
 def test_an_object_costs_one_look_at_the_store_of_keys(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ class Sourcing:
             for at in range(0, size, _STEP):
                 digest.update(view[at : min(size, at + _STEP)])
                 yield PAUSE
-            if entry.state is not State.READY:  # it has left meanwhile
+            if self._find(name) is not entry:  # it has left meanwhile
                 cache.room.release(entry)
                 return None
             expires = self._stamps.stamp(cache.index.ends.end(entry))
@@ -73,7 +73,7 @@ class Sourcing:
 
     def _find(self, name: Name) -> Entry | None:
         cache = self._cache
-        if cache.index.is_record(name.key):
+        if cache.index.is_record(name.key) or cache.leaving.covers([name.key]):
             return None
         cache.room.expire_among([name.key])
         entry = cache.index.get(name.key)
