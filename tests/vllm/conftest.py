@@ -86,7 +86,7 @@ def tokens(outputs: Sequence[Output]) -> list[list[int]]:
     return [each.tokens for each in outputs]
 
 
-def alone(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Output]:
+def alone(engine: Engine, prompts: Sequence[list[int] | str], **options: Any) -> list[Output]:
     """One after the other. What meets in a step is chance with several processes, and turns near ties."""
     return [engine.generate([each], **options)[0] for each in prompts]
 

@@ -91,7 +91,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[list[int] | str],
         tokens: int = 8,
         *,
         salt: str = "",
@@ -100,15 +100,22 @@ class Engine:
         ttl: object = None,
         params: dict[str, Any] | None = None,
         logprobs: int = 0,
+        regex: str = "",
     ) -> list[Output]:
         """All at once, as vLLM schedules them. `params` are their kv_transfer_params.
 
         `in_place`: vLLM reads the adapter's files again.
-        `logprobs`: say so many of the likeliest first tokens.
+        `logprobs`: say so many of the likeliest first tokens. `regex`: answers are structured by it.
         """
         params = params if ttl is None else {"lmtier_ttl": ttl}
-        asked = {"salt": salt, "lora": lora, "in_place": in_place, "params": params, "logprobs": logprobs}
+        asked = {"salt": salt, "lora": lora, "in_place": in_place, "params": params}
+        asked |= {"logprobs": logprobs, "regex": regex}
         return [Output(each) for each in self.ask("generate", prompts=prompts, tokens=tokens, **asked)]
+
+    def beams(self, prompts: list[list[int]], width: int, tokens: int = 8) -> list[list[list[int]]]:
+        """Beam search of all at once. Of each the best answers, with their prompt."""
+        found: list[list[list[int]]] = self.ask("beams", prompts=prompts, width=width, tokens=tokens)
+        return found
 
     def ask_in_session(
         self, prompt: list[int], session: str, hints: dict[str, Any] | None = None, salt: str = ""
@@ -296,6 +303,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVEventsConfig, KVTransferConfig, PoolerConfig
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
     options = json.loads(sys.stdin.readline())
     if Path(options["model"]).name == "jamba":
@@ -321,8 +329,10 @@ def main() -> None:
     llm = LLM(**options, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None)
     say("ready")
 
-    def greedy(tokens: int, params: dict[str, Any] | None = None, logprobs: int = 0) -> Any:
+    def greedy(tokens: int, params: dict[str, Any] | None = None, logprobs: int = 0, regex: str = "") -> Any:
         more: dict[str, Any] = {"logprobs": logprobs} if logprobs else {}
+        if regex:
+            more["structured_outputs"] = StructuredOutputsParams(regex=regex)
         if params is not None:
             more["extra_args"] = {"kv_transfer_params": params}
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
@@ -340,16 +350,19 @@ def main() -> None:
         }
 
     def generate(
-        prompts: list[list[int]],
+        prompts: list[list[int] | str],
         tokens: int,
         salt: str,
         lora: str,
         in_place: bool = False,
         params: dict[str, Any] | None = None,
         logprobs: int = 0,
+        regex: str = "",
     ) -> Any:
-        asked = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
-        how = greedy(tokens, params, logprobs)
+        more = {"cache_salt": salt} if salt else {}
+        kinds = ["prompt" if isinstance(each, str) else "prompt_token_ids" for each in prompts]
+        asked = [{kind: each, **more} for kind, each in zip(kinds, prompts, strict=True)]
+        how = greedy(tokens, params, logprobs, regex)
         return llm.generate(asked, how, use_tqdm=False, lora_request=adapter(lora, in_place=in_place))
 
     def ask_in_session(prompt: list[int], session: str, hints: dict[str, Any] | None, salt: str) -> Any:
@@ -421,6 +434,11 @@ def main() -> None:
                 found = generate(**given)
                 settle()
                 say([outcome(each) for each in found])
+            case "beams":
+                how = BeamSearchParams(given["width"], given["tokens"], ignore_eos=True)
+                found = llm.beam_search([{"prompt_token_ids": each} for each in given["prompts"]], how)
+                settle()
+                say([[each.tokens for each in answers.sequences] for answers in found])
             case "ask_in_session":
                 say(ask_in_session(**given))
             case "see":
