@@ -6,7 +6,7 @@ and then saves get nowhere while anything else can; or "refuses": the driver ref
 "slow": nothing is left out. Or "stalled": nothing is done until something waits for it.
 
 Requests load within their step or wait beside steps, as on a GPU. LMTIER_TEST_LOADS, if set, decides for all:
-"in steps" or "beside steps".
+"in steps" or "beside steps"; or "short in steps".
 
 Of hooks it says: "one has none", and the second layer never calls them; "replay" and "old replay", steps that
 are one graph, as vLLM's two model runners tell it; "untold", such steps, and nobody tells; "no end", steps
@@ -184,5 +184,6 @@ worker.Worker.save_layer = _save_if_hooked  # type: ignore[method-assign]
 worker.device_of = _device_of  # type: ignore[attr-defined]
 scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 if loads := os.environ.get("LMTIER_TEST_LOADS"):
-    Reuse._must_wait = lambda *_: loads != "in steps"  # type: ignore[method-assign]
+    most = {"in steps": 1 << 40, "short in steps": 400}.get(loads, 0)
+    Reuse._must_wait = lambda _, __, ___, tokens: tokens > most  # type: ignore[method-assign]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

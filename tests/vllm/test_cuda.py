@@ -307,6 +307,47 @@ def test_loads_that_requests_wait_for(models, tmp_path, server):
     idle(server.path)
 
 
+def test_requests_that_wait_behind_a_failed_load_begin_anew(models, tmp_path, server):
+    """One loads the prefix within its step, and it is spoilt. Two have its blocks and wait for more."""
+    short, *long = prompts_of(300, 900, 930, prefix=256)
+    with Engine(tmp_path, models / "qwen2") as plain:
+        wanted = tokens(plain.generate([short, *long], 12))
+    how = simulated(server)
+    del how["kv_connector_extra_config"]["tiers"]  # copies on the GPU would not be spoilt
+    with (
+        Engine(
+            tmp_path,
+            models / "qwen2",
+            transfer=how,
+            processes=True,
+            env={"LMTIER_TEST_LOADS": "short in steps"},
+            **{**SMALL, "num_gpu_blocks_override": 200},
+        ) as engine,
+        Client(str(server.path)) as client,
+    ):
+
+        def is_pinned() -> bool:  # until then nothing is saved
+            engine.generate(prompts_of(40), 2)
+            return engine.metrics()["lmtier:slab_pinned"] == 1
+
+        until(is_pinned, RECOVERY)
+        slab = np.frombuffer(client.slab.view(0, client.slab.capacity), np.uint8)
+        before = slab.copy()
+        client.changes()
+        engine.generate([short], 1)
+        until(client.changes, RECOVERY)
+        prefix = np.flatnonzero(slab != before)
+        engine.generate(long, 1)
+        until(client.changes, RECOVERY)
+        engine.forget()
+        slab[prefix[prefix % 64 == 39]] ^= 0x80
+        assert tokens(engine.generate([short, *long], 12)) == wanted
+        found = engine.metrics()
+        assert 0 < found["lmtier:loaded_in_step_tokens_total"] < found["lmtier:loaded_tokens_total"]
+        assert found["lmtier:load_failures_total"] > 0
+    idle(server.path)
+
+
 @pytest.mark.parametrize("loads", ["beside steps", "on a CPU", "in steps"])
 def test_the_second_model_runner_answers_right_after_failed_loads(models, tmp_path, server, loads):
     """With asynchronous scheduling, as on a GPU. Left to vLLM, it would go on from a wrong position."""

@@ -57,14 +57,21 @@ class _Source:
 
 
 def origin_of(
-    model: ModelConfig, load: LoadConfig, built: Any = None, *, reads: bool = True, since: float = 0.0
+    model: ModelConfig,
+    load: LoadConfig,
+    built: Any = None,
+    *,
+    reads: bool = True,
+    since: float = 0.0,
+    began: bool = True,
 ) -> WeightsOrigin:
     """The origin of the weights of a model that was built. Only who `reads` computes their digest.
 
-    `since` is when loading began, in seconds since 1970: what is newer may have been loaded in part.
+    `since` is when loading began, in seconds since 1970: what is newer may have been loaded in part. `began`:
+    they were loaded as the engine began, so of a hub the commit is that of the model's configuration.
     """
     try:
-        sources = list(_sources_of(model, load, built))
+        sources = list(_sources_of(model, load, built, began=began))
     except _Unknown as why:
         return WeightsOrigin(why=str(why))
     except (OSError, RuntimeError, ValueError):  # files are missing by now, or an index does not fit them
@@ -106,7 +113,7 @@ def together(model: WeightsOrigin, draft: WeightsOrigin | None) -> WeightsOrigin
     )
 
 
-def _sources_of(model: ModelConfig, load: LoadConfig, built: Any) -> Iterator[_Source]:
+def _sources_of(model: ModelConfig, load: LoadConfig, built: Any, *, began: bool) -> Iterator[_Source]:
     how = load.load_format
     if other := _not_for_speed(load):
         raise _Unknown(f"model_loader_extra_config may name other weights with {', '.join(other)}")
@@ -135,11 +142,11 @@ def _sources_of(model: ModelConfig, load: LoadConfig, built: Any) -> Iterator[_S
         pass
     for given in asked:
         if type(loader) is RunaiModelStreamerLoader:
-            folder, commit = _place_of(given[0], given[1], model, load)
+            folder, commit = _place_of(given[0], given[1], model, load, began=began)
             paths, is_in_order, prefix = sorted(loader._prepare_weights(folder, None)), False, ""
         else:
             (source,) = given
-            folder, commit = _place_of(source.model_or_path, source.revision, model, load)
+            folder, commit = _place_of(source.model_or_path, source.revision, model, load, began=began)
             choice = (None, source.fall_back_to_pt, source.allow_patterns_overrides)
             _, paths, is_safetensors, *_ = loader._prepare_weights(folder, source.subfolder, *choice)
             is_racy = how == "instanttensor" or (load.model_loader_extra_config or {}).get(
@@ -157,11 +164,14 @@ def _sources_of(model: ModelConfig, load: LoadConfig, built: Any) -> Iterator[_S
         yield _Source(prefix, replace(files, paths=(*paths, *more)), commit)
 
 
-def _place_of(place: str, revision: str | None, model: ModelConfig, load: LoadConfig) -> tuple[str, str]:
+def _place_of(
+    place: str, revision: str | None, model: ModelConfig, load: LoadConfig, *, began: bool
+) -> tuple[str, str]:
     """The folder that is loaded from, and its commit if it is of a hub."""
     if os.path.isdir(place):
         return place, ""
-    commits = [revision, getattr(model.hf_config, "_commit_hash", None) if place == model.model else None]
+    is_of_config = began and place == model.model
+    commits = [revision, getattr(model.hf_config, "_commit_hash", None) if is_of_config else None]
     for commit in commits:
         if commit and re.fullmatch("[0-9a-f]{40}", commit):
             how: dict[str, Any] = {"cache_dir": load.download_dir, "local_files_only": True}

@@ -244,12 +244,16 @@ class LoadedModel:
             model.model, model.model_weights, model.revision = path, "", None
         is_of_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
         built, draft = self._worker.model_runner.get_model(), self._draft
-        before, self._loaded = origin_of(model, load, built, reads=False), None
+        # Of a hub vLLM now loads the newest commit, unless one is named.
+        before, self._loaded = origin_of(model, load, built, reads=False, began=False), None
         self._begin_change()
+        if self._was_written and draft is not None:
+            draft = WeightsOrigin()  # what was written may be its own
         result = method(*args, **kwargs)
         # A parameter that was not loaded keeps its old value, so the files would be a wrong name.
         if is_of_files and self._loaded is not None and names <= self._loaded:
-            after = origin_of(model, load, built, reads=self._config.parallel_config.rank == 0)
+            is_reader = self._config.parallel_config.rank == 0
+            after = origin_of(model, load, built, reads=is_reader, began=False)
             self._comes_from(after if after.files == before.files else WeightsOrigin(), draft)
         return result
 

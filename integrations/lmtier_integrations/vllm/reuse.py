@@ -52,8 +52,8 @@ class Reuse:
         """Whether ranks copy beside the engine's computing, as GPUs do."""
         self.locked = 0
         """The run of the server whose memory all ranks reach without a detour."""
-        self._decoding = 0
-        """How many running requests were in the last step."""
+        self._neighbours = 0
+        """How many requests the last step computed: most of them are in the next one too."""
         self._in_step = 0
         """The tokens that the next step loads."""
 
@@ -160,7 +160,7 @@ class Reuse:
         first = known.computed // self._chunk_tokens
         if any(entry.form is not match.form for entry in match.run[first:]):
             return True  # the engine's thread would convert them
-        if not self._decoding:
+        if not self._neighbours:
             return False
         seconds = self._copying.seconds(self._in_step + tokens)
         return seconds is None or seconds > _BESIDE
@@ -208,13 +208,10 @@ class Reuse:
             inside = 0
         return found if sum(found.values()) == external_tokens else {}
 
-    def plan(self, plan: Plan, scheduled: Collection[str], running: int) -> dict[str, int]:
-        """Load the promised chunks. Maps each such request of this step to its first loaded token.
-
-        `running`: how many of the `scheduled` requests have been in a step before.
-        """
+    def plan(self, plan: Plan, scheduled: Collection[str]) -> dict[str, int]:
+        """Load the promised chunks. Maps each such request of this step to its first loaded token."""
         loaded_from: dict[str, int] = {}
-        self._decoding, self._in_step = running, 0
+        self._neighbours, self._in_step = len(scheduled), 0
         if not self._promised:  # most steps
             return loaded_from
         promised, self._promised = self._promised, []

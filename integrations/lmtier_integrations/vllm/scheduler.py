@@ -326,10 +326,9 @@ class Scheduler:
         for request_id in self._foreign.planned(output):
             if (known := self._requests.get(request_id)) is not None:
                 known.stop_storing()
-        running = len(output.scheduled_cached_reqs.req_ids)
-        loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens, running)
+        loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
         if self._loads and self._loads_in_steps:
-            self.undoing.planned(output)
+            self.undoing.planned(output, plan.loads)
         if self._is_asynchronous:
             plan.taken = blocks_taken(output, loaded_from, self._block_tokens)
             plan.lent = self._blocks_lent(output)
