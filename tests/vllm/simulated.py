@@ -30,9 +30,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lmtier.copy.cuda.page_lock import PageLock
 from lmtier.copy.cuda.streams import Rows
+from lmtier.core.match import Match
 from lmtier.errors import DeviceError
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm import scheduler, worker
+from lmtier_integrations.vllm.followed import FollowedRequest
 from lmtier_integrations.vllm.messages import Plan
 from lmtier_integrations.vllm.reuse import Reuse
 from tests.cuda_device import SimulatedDevice, SimulatedStream
@@ -184,6 +186,10 @@ worker.Worker.save_layer = _save_if_hooked  # type: ignore[method-assign]
 worker.device_of = _device_of  # type: ignore[attr-defined]
 scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 if loads := os.environ.get("LMTIER_TEST_LOADS"):
-    most = {"in steps": 1 << 40, "short in steps": 400}.get(loads, 0)
-    Reuse._must_wait = lambda _, __, ___, tokens: tokens > most  # type: ignore[method-assign]
+    MOST = {"in steps": 1 << 40, "short in steps": 400}.get(loads, 0)
+
+    def _is_long(self: Reuse, known: FollowedRequest, match: Match, tokens: int) -> bool:
+        return tokens > MOST
+
+    Reuse._must_wait = _is_long  # type: ignore[method-assign]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]
