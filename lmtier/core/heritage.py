@@ -121,7 +121,9 @@ class Teller:
             [at for each in entries for at in each.offsets], "<u8"
         ).tobytes()
         prints = {n: [mark.hex() for mark in each.prints] for n, each in enumerate(entries) if each.prints}
-        self.books.facts[place + "others"] = {"makers": list(makers), "prints": list(prints.items())}
+        pinned = [n for n, each in enumerate(entries) if each in index.pinned]
+        others = {"makers": list(makers), "prints": list(prints.items()), "pinned": pinned}
+        self.books.facts[place + "others"] = others
 
     def match(self, match: Match) -> dict[str, Any]:
         if match.asking or match.waiting:
@@ -196,9 +198,7 @@ class Heritage:
 
     def _enter(self, cache: Cache) -> None:
         facts, index, taken = self.books.facts, cache.index, dict[int, int]()
-        for pin in facts["pins"]:
-            pins = cache.pinning.hinted if pin[3] else cache.pinning.pins
-            pins.put(pin[0], _keys(pin[1]), pin[2])
+        places = [("", index)]
         told_entries = self._read("")
         for entry, _, _ in told_entries:
             if entry.nbytes != entry.form.room:
@@ -216,6 +216,7 @@ class Heritage:
         for spec, below in zip(cache.config.stores[1:], cache.lower, strict=True):
             if isinstance(below, OwnedTier) and self.knows(spec.place):
                 _resume(below.index, self._read(spec.place))
+                places.append((spec.place, below.index))
                 below.resume()
             for key in writes.get(spec.place, ()):
                 waiting = index.get(key)
@@ -229,6 +230,17 @@ class Heritage:
                         below.discard(key, ())
                 elif waiting is not None:
                     below.offer(waiting)
+        # Last, so that nothing is pinned before it is known what was. Those of hints first: all pins together
+        # may take more than a quarter.
+        for pin in facts["pins"]:
+            pins = cache.pinning.hinted if pin[3] else cache.pinning.pins
+            pins.put(pin[0], _keys(pin[1]), pin[2])
+        for place, there in places:
+            keys = keys_of(bytes(self.books.column(place + "keys")))
+            pinned = [keys[number] for number in facts[place + "others"]["pinned"]]
+            for key in sorted(pinned, key=there.wanted.__contains__):
+                if (kept := there.get(key)) is not None and kept.state is State.READY:
+                    there.pin(kept)
 
     def knows(self, place: str) -> bool:
         """Whether the books tell what this tier holds, and only this process will write there."""

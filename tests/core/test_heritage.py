@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmtier.config import Config
@@ -63,6 +63,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS, st.sampled_from(("lru", "auto")))
+@example([("hint", 7), ("halves", 0), ("save", 7), ("pin", 0)], "lru")  # a hint's pin that came first
 def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, int]], policy: str):
     held: list[Match | Reservation] = []
     with Cache(config(policy), shared=True) as cache:
