@@ -362,7 +362,8 @@ class Server:
             self._masks[fd] = mask
         self._see(connection)
         self._ledger.note(connection, connection.held)
-        if (session := connection.caller.session) is not None:
+        # An engine that maps the slab cannot be closed and has its own bound. Others do not pay for it.
+        if (session := connection.caller.session) is not None and not connection.caller.is_local:
             self._ledger.note(session, session.held)
         goes_on = connection.is_waiting or connection.is_cut
         (self._waiting.add if goes_on else self._waiting.discard)(connection)
@@ -389,10 +390,9 @@ class Server:
             if self._ledger.is_low:
                 return
             callers = holder.members if isinstance(holder, Session) else (holder.caller,)  # type: ignore[attr-defined]
-            found = [connections[each] for each in callers if each in connections]
-            if any(map(_is_engine, found)):
-                continue
-            for each in found:
+            for each in [connections[each] for each in callers if each in connections]:
+                if _is_engine(each):
+                    continue
                 log.warning("lmtier: %s was closed: it makes the server remember most", each.caller.address)
                 each.close()
                 self._look(each)
