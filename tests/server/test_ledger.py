@@ -105,7 +105,8 @@ def test_what_all_clients_together_make_the_server_remember_is_bounded(tmp_path:
         grown, closed = attack(server, 150, kinds)
         print(f"150 clients try {TOGETHER >> 20} MiB: {grown >> 20} MiB more, {closed} were closed")
         assert grown < FIGURE
-        assert closed or kinds == (unread,)  # of which each may take a mebibyte, before it is not heard
+        # An answer that is not read has a mebibyte of its own, and a queue has its number of commands.
+        assert closed or kinds in ((unread,), (queue,))
 
 
 @pytest.mark.slow
