@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import socket
 from contextlib import ExitStack, suppress
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from lmtier.config import Config, Serving
 from lmtier.format.layout import Layout
-from lmtier.server.ledger import MOST
+from lmtier.server.ledger import KEY, MOST
+from lmtier.server.serve import Server
+from lmtier.threads import start_thread
 from lmtier.wire.resp import Error, command
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
 
@@ -141,3 +145,44 @@ def test_an_engine_that_remembers_too_much_is_refused_and_not_closed(tmp_path: P
         assert isinstance(refused, Error)
         assert "take 134217728 bytes: end some" in refused
         engine.expect("PONG", "PING")
+
+
+def test_engines_that_cannot_be_closed_close_nobody_else_whatever_they_take(tmp_path: Path, monkeypatch):
+    """Otherwise each event of the server would close everybody who connects, and never be done."""
+    monkeypatch.setattr("lmtier.server.ledger.MOST", MIB)
+    often = gc.get_threshold()
+    address = str(tmp_path / "socket")
+    server = Server(
+        Config(tiers=("cpu://?capacity=4MiB",), chunk_tokens=16, prefault=False),
+        Serving(listen="127.0.0.1:0", http="", unix=address),
+    )
+    owner = start_thread("owner", server.run)
+    try:
+        host, _, port = dict(server.where)["redis"].rpartition(":")
+        with (
+            Wire((host, int(port))) as friend,
+            Wire(address) as local,
+            Wire(address) as engine,
+            begin((host, int(port))) as enemy,
+        ):
+            engine.granted("LMTIER.HELLO", 1)
+            engine.granted("LMTIER.FORM", LAYOUT.to_json(), str(LAYOUT.whole))
+            for turn in range(2):
+                keys = b"".join(b"%16d%16d" % (turn, number) for number in range(MIB // KEY))
+                engine.granted("LMTIER.MATCH", 0, 0, 0, keys)
+            for each in friend, local:
+                each.expect("OK", "SET", "name", "value")
+                each.expect(b"value", "GET", "name")
+            value = server.cache.metrics.value
+            assert value("lmtier_clients_shed_total") == 0
+            with suppress(OSError):
+                enemy.sendall(watches(3 * MIB, 0))
+            until(lambda: value("lmtier_clients_shed_total") == 1)
+            for each in friend, local, engine:
+                each.expect("PONG", "PING")
+        until(lambda: value("lmtier_clients_remember_bytes") == 0)
+    finally:
+        server.stop()
+        owner.join(PATIENCE)
+        gc.unfreeze()  # a server has a process of its own
+        gc.set_threshold(*often)
