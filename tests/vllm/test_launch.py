@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmtier.errors import ConfigError, TierError
+from lmtier_backends.disk import DiskTier
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.settings import Settings, log
 from tests.redis_process import free_port
@@ -77,12 +78,11 @@ def test_an_error_that_cannot_heal_ends_the_start_at_once_and_is_said_once(tmp_p
 
 
 def test_a_folder_that_an_earlier_server_holds_is_waited_for(tmp_path, lines):
-    (tmp_path / "kv").mkdir(0o700)
+    earlier = DiskTier(tmp_path / "kv")
     one = launcher([CPU, f"disk://{tmp_path}/kv?capacity=64MiB"])
     clients: list[Any] = []
     thread = threading.Thread(target=lambda: clients.append(one.connect("a test")))
-    with (tmp_path / "kv" / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with closing(earlier):
         thread.start()
         assert lines.wait_for("does not start yet: disk tier: "), lines.all
         assert not clients
@@ -99,7 +99,7 @@ def test_the_engines_log_says_what_the_server_warned_of_and_which_tiers_it_has(t
         (said,) = lines.all
         assert re.fullmatch(
             r"lmtier: the private server: tier 'disk://.*': capacity=\d+ is more than the storage has: "
-            r"the tier uses \d+ bytes",
+            r"the tier uses \d+ bytes, and from then on chunks leave for new ones",
             said,
         )
         place = re.fullmatch(
