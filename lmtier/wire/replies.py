@@ -132,6 +132,8 @@ class Replies(Reader):
                 return None
             if mark not in b"$=!":
                 return self._begin(mark, length)
+            if mark == ord("!") and length > _LINE:
+                raise ProtocolError("too big error")
             self._spend(length)
             self._header = mark, length
         mark, length = self._header
