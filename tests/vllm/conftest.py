@@ -19,10 +19,14 @@ from tests.vllm.engine import UNTOUCHED, Engine, Output
 
 HERE = Path(__file__).parent
 CHUNK = 256
-AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
+FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+AVX512 = "avx512f" in FLAGS
 """Without it, vLLM on a CPU has no fp8 KV; and in bf16, see docs/LOG.md."""
-STATE_BLOCK = 288 if AVX512 else 160
-"""The tokens of a block of the tests' models with states: so many that a state fits. Kernels round up."""
+STATE_BLOCK = 288 if FLAGS & {"avx512_bf16", "amx_tile"} else 160
+"""The tokens of a block of the tests' models with states: so many that a state fits. Kernels round up.
+
+vLLM's fast kernels of these models need instructions for bf16, and keep larger states.
+"""
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "processes": True}
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

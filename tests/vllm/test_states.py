@@ -213,7 +213,8 @@ def test_the_answer_of_a_turn_is_part_of_the_next_prompt(running):
     assert tokens(running.engine.generate([prompt], BLOCK)) == [first.tokens]
     running.engine.forget()
     (found,) = running.engine.generate([following], logprobs=5)
-    assert found.tokens == wanted.tokens
+    # A state that was computed token by token has other last bits than one that was computed of a prompt.
+    assert is_as_the_engine_rounds(running.engine, following, found, wanted)
     assert found.cached == 2 * BLOCK
 
 
