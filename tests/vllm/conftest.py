@@ -22,7 +22,8 @@ CHUNK = 256
 FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 AVX512 = "avx512f" in FLAGS
 """Without it, vLLM on a CPU has no fp8 KV; and in bf16, see docs/LOG.md."""
-STATE_BLOCK = 288 if FLAGS & {"avx512_bf16", "amx_tile"} else 160
+HAS_BF16 = bool(FLAGS & {"avx512_bf16", "amx_tile"})
+STATE_BLOCK = 288 if HAS_BF16 else 160
 """The tokens of a block of the tests' models with states: so many that a state fits. Kernels round up.
 
 vLLM's fast kernels of these models need instructions for bf16, and keep larger states.
