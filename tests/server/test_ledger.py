@@ -82,7 +82,7 @@ def attack(server: Served, clients: int, kinds: Any = KINDS) -> tuple[int, int]:
         enemies = [stack.enter_context(begin(server.address)) for _ in range(clients)]
         for number, enemy in enumerate(enemies):
             kind = kinds[number % len(kinds)]
-            enemy.settimeout(0.2 if kind is unread else 2.0)  # whose answers wait is not heard
+            enemy.settimeout(0.2 if kind is unread else 30.0)  # whose answers wait is not heard
             with suppress(OSError):  # it was closed before it had said all
                 enemy.sendall(kind(each, number))
             if not number % 100:
