@@ -1,7 +1,8 @@
 """What SGLang takes from kernels and drivers of GPUs, for an engine on a CPU.
 
 SGLang publishes no kernels for CPUs. Its own native code computes the model. HiCache needs copies between its
-two pools besides, which are both CPU memory here, and need not be page-locked. All else is SGLang.
+two pools besides, which are both CPU memory here, and need not be page-locked. No memory is set aside for
+others. All else is SGLang.
 """
 
 from __future__ import annotations
@@ -121,8 +122,11 @@ def install() -> None:
     tensors: Any = torch.Tensor
     tensors.pin_memory = lambda tensor: tensor
 
-    from sglang.srt.mem_cache.pool_host import common, mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha
 
+    # HiCache leaves 10 GiB of memory to others, and does not start where less is free. Its pools have 20 MB
+    # here, and how much is free is a matter of what other tests run.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     for module in (common, mha):
         module._cuda_host_register = module._cuda_host_unregister = lambda *_, **__: None
         for name, copy in COPIES.items():
