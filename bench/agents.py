@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import rivals
 from lmtier.tools.sim import report
-from lmtier.tools.sim.replay import Outcome, replay
+from lmtier.tools.sim.replay import ReplayResult, replay
 from lmtier.tools.sim.traces import Trace, TraceRequest, read
 from lmtier.tools.terminal import say
 
@@ -63,7 +63,7 @@ def made() -> Iterator[Trace]:
     yield of("two tenants, one scans", conversations(3, 100) + scan)
 
 
-def run(trace: Trace, policy: str, hints: str, gib: int) -> Outcome:
+def run(trace: Trace, policy: str, hints: str, gib: int) -> ReplayResult:
     url = f"cpu://?capacity={gib}GiB&policy={policy}"
     outcome = replay(trace.hinted(hints), [url], chunk_tokens=BLOCK, bytes_per_token=PER_TOKEN)
     outcome.hinted = hints
@@ -75,7 +75,7 @@ def main(words: list[str]) -> None:
     plot = Path(words.pop()) if words[-2:-1] == ["--plot"] else None
     words = [word for word in words if word != "--plot"]
     began = time.process_time()
-    drawn: list[Outcome] = []
+    drawn: list[ReplayResult] = []
     for trace in (*(read(Path(path)) for path in words), *made()):
         columns = [each for each in COLUMNS if each[1] == "none" or any(r.session for r in trace.requests)]
         say(f"{trace.name}: {len(trace.requests):,} requests, {trace.tokens:,} tokens\n")

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmtier.format.compression import CODECS, find
 from lmtier.format.layout import PAGE, Layout, Name, padded
 from lmtier.format.objects import Header, Scratch, encode, seal, unseal
-from lmtier.tools.terminal import number, say, table
+from lmtier.tools.terminal import number_text, say, table
 
 CHUNK = 256
 PACKING = "token"
@@ -209,7 +209,7 @@ def approximated(
     for payload in payloads:
         stored, body = encode(header, payload, codec, scratch)
         extent = memoryview(bytearray(padded(header.nbytes)))
-        codec.decode(body[: stored.at_rest], extent[: header.nbytes], layout, layout.whole)
+        codec.decode(body[: stored.stored_nbytes], extent[: header.nbytes], layout, layout.whole)
         back.append(extent)
     near, errors = [], [[0.0, 0.0], [0.0, 0.0]]
     for layer, pair in enumerate(kv):
@@ -245,14 +245,19 @@ def show(rows: list[Row], exact: float) -> None:
         if row.ratio == 1:
             cells.append((row.kv, row.codec, "1", *["stored as it is", *[""] * 5]))
             continue
-        speeds = (number(row.encode), number(row.decode), number(row.store_below), number(row.load_below))
+        speeds = (
+            number_text(row.encode),
+            number_text(row.decode),
+            number_text(row.store_below),
+            number_text(row.load_below),
+        )
         error = (
             ("0", "") if not row.error_k else (f"{row.error_k:.4f} / {row.error_v:.4f}", f"{row.loss:+.4f}")
         )
         cells.append((row.kv, row.codec, f"{row.ratio:.2f}", *speeds, *error))
     headers = ("KV", "codec", "ratio", "encode GB/s", "decode GB/s", "store wins below", "load wins below")
     say(table((*headers, "error of K / V", f"loss {exact:.3f}"), cells))
-    say(f"one thread; a plain copy in the same run: {number(rows[0].copy)} GB/s")
+    say(f"one thread; a plain copy in the same run: {number_text(rows[0].copy)} GB/s")
 
 
 def cpu_name() -> str:

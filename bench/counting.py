@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from lmtier.client.client import Client
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.core.cache import Cache
 from lmtier.core.match import CPU
 from lmtier.format.keys import Identity, KeyChain, Tokens, seed
 from lmtier.format.layout import ChunkForm, form_of
 from lmtier.server.explain import Explain
 from lmtier.testing import opaque_layout
-from lmtier.tools.terminal import number, say, table
+from lmtier.tools.terminal import number_text, say, table
 from tests.server.process import Served
 
 ROUNDS = 2000
@@ -53,7 +53,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         config = {"tiers": ["cpu://?capacity=64MiB"], "chunk_tokens": layout.chunk_tokens}
-        serving = Serving(unix=f"{folder}/socket").unix
+        serving = ServerConfig(unix=f"{folder}/socket").unix
         server = Served(Path(folder), config=config, unix=serving)
         try:
             settings = Config(**config)  # type: ignore[arg-type]  # a dict of fields
@@ -95,7 +95,7 @@ def measured(
 
     waits, all_of_it = microseconds(put_down), microseconds(count)
     cache.release(match)
-    after = number(all_of_it - waits)
+    after = number_text(all_of_it - waits)
     found = []
     for name, store in (("in process", cache), ("through a server", client)):
 
@@ -104,7 +104,7 @@ def measured(
 
         whole = microseconds(look_up)
         what = f"{len(match.keys)} chunks, {name}"
-        found.append((what, number(whole), number(waits), f"{waits / whole:.2%}", after))
+        found.append((what, number_text(whole), number_text(waits), f"{waits / whole:.2%}", after))
     return found
 
 

@@ -89,7 +89,7 @@ def main(paths: Sequence[str]) -> None:
             curve = MissCurve(lambda unique=unique: unique, size=bound)  # type: ignore[misc]  # mypy: lambdas
             began = time.perf_counter()
             for keys in lookups:
-                curve.saw(keys)
+                curve.add_lookup(keys)
             each = (time.perf_counter() - began) / len(lookups) * 1e6
             off = max(abs(curve.hit_ratio(size) - share) for size, share in zip(sizes, right, strict=True))
             say(f"{name:32} {unique:8} {bound:8} {curve.rate:6.3f} {off:18.4f} {each:10.1f}")

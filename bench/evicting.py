@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: PYTHONPATH ma
 import lmtier
 from bench import rivals
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.format.layout import form_of
 from lmtier.rules.policy import make_policy
 from lmtier.testing import opaque_layout
@@ -39,7 +39,7 @@ def main(policy: str, chunks: int) -> None:
     def ask(prompt: int) -> None:
         run: list[Entry] = []
         for key in keys[prompt]:
-            run.append(index.add(key, form, PAGE, State.READY, run[-1] if run else None))
+            run.append(index.add(key, form, PAGE, EntryState.READY, run[-1] if run else None))
         if prompt % 3 == 0:
             index.touch(run)
 

@@ -300,7 +300,7 @@ def without_staging(machine: Machine) -> list[Row]:
             row: Row = {"model": model, "SMs": sms}
             for kernel in ("gather", "scatter"):
                 launches = list(
-                    kv.geometry.copies(kernel, kv.layers, pieces, payloads, table_of, Spread(sms))
+                    kv.geometry.copy_launches(kernel, kv.layers, pieces, payloads, table_of, Spread(sms))
                 )
 
                 def run() -> None:
@@ -336,7 +336,7 @@ def beside_compute(machine: Machine) -> list[Row]:
     def direct(kernel: str, sms: int, threads: int = 256, priority: int = 0) -> Way:
         stream = torch.cuda.Stream(priority=priority)
         some = slabs[:chunks] if kernel == "gather" else slabs[chunks:]
-        launches = list(kv.geometry.copies(kernel, kv.layers, pieces, some, chunk_ids, Spread(sms)))
+        launches = list(kv.geometry.copy_launches(kernel, kv.layers, pieces, some, chunk_ids, Spread(sms)))
         if threads != 256:
             launches = [each._replace(x=sms, y=1, threads=threads) for each in launches]
 
@@ -525,7 +525,9 @@ def calls(machine: Machine) -> list[Row]:
     kv = CudaKV(layout, layout.whole, tensors_of(machine, layout, "LBHNC", 64), device)
     pieces = device.upload(kv.geometry.pieces)
     ids = [np.zeros((1, 1), np.int32)]
-    (launch,) = kv.geometry.copies("gather", range(1), pieces, [machine.near.data_ptr()], ids, device.spread)
+    (launch,) = kv.geometry.copy_launches(
+        "gather", range(1), pieces, [machine.near.data_ptr()], ids, device.spread
+    )
     event = stream.record()
     near, host = machine.near.data_ptr(), machine.host.data_ptr()
     copies = np.array([(host + i * 65536, near + i * 65536, 65536) for i in range(512)], np.int64)
@@ -550,7 +552,9 @@ def calls(machine: Machine) -> list[Row]:
         {
             "call": "make the arguments of a launch",
             "µs": each(
-                lambda: list(kv.geometry.copies("gather", range(1), pieces, [near], ids, device.spread))
+                lambda: list(
+                    kv.geometry.copy_launches("gather", range(1), pieces, [near], ids, device.spread)
+                )
             ),
         },
         {"call": "copy 64 KiB", "µs": each(lambda: copy(host, near, 65536), 500)},

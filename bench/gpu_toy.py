@@ -34,7 +34,7 @@ from lmtier._version import __version__
 from lmtier.config import Config
 from lmtier.copy.cuda.mover import CudaMover
 from lmtier.core.cache import Cache
-from lmtier.tools.terminal import number, say, table
+from lmtier.tools.terminal import number_text, say, table
 from tests.gpu.toy import (
     LARGE,
     LAYOUTS,
@@ -282,7 +282,7 @@ class Run:
             for row in self.parts["scenarios"]
         ]
         figures = [
-            [row["figure"], row["layout"], row["graphs"], row["hooks"], name, number(value)]
+            [row["figure"], row["layout"], row["graphs"], row["hooks"], name, number_text(value)]
             for row in self.parts["figures"]
             for name, value in row["values"].items()
         ]

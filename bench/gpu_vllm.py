@@ -41,7 +41,7 @@ REPO = Path(__file__).resolve().parents[1]
 ROOTS = [str(REPO), str(REPO / "backends"), str(REPO / "integrations")]
 sys.path[:0] = ROOTS
 
-from lmtier.tools.terminal import number, say, table  # noqa: E402  # it is found by the line above
+from lmtier.tools.terminal import number_text, say, table  # noqa: E402  # it is found by the line above
 
 GIB = 1 << 30
 FAILS = "BENCH_LOADS_FAIL"  # names the file that makes the next load fail
@@ -592,7 +592,7 @@ def __getattr__(name: str) -> Any:
             with open(os.environ[FAILS_BY], "ab") as tally:
                 tally.write(b".")
             self._fail(plan)
-            return self._end(plan, Match.elsewhere(plan.id, plan.placement))
+            return self._end(plan, Match.from_placement(plan.id, plan.placement))
 
         RankLoads._prepare_as_ever = as_ever  # type: ignore[attr-defined]  # a patch
         RankLoads.prepare = prepare  # type: ignore[method-assign]  # a patch
@@ -1006,7 +1006,7 @@ class Bench:
         sizes = {**vars(self.sizes)}
         return {"date": today, "device": device, "versions": versions, "sizes": sizes}
 
-    def tell(self) -> int:
+    def print_report(self) -> int:
         say()
         say(json.dumps({name: self.head[name] for name in ("date", "device", "versions")}))
         wrong = [row for row in self.rows if row[3] not in ("identical", "tie")]
@@ -1021,7 +1021,7 @@ class Bench:
             say(table(heads, self.times))
         say()
         said = f"{len(wrong)} wrong phases" if wrong else "no wrong phase"
-        took = number(self.given.budget - self.left())
+        took = number_text(self.given.budget - self.left())
         say(f"{said}; engines that failed: {', '.join(failed) or 'none'}; {took} s")
         return int(bool(wrong or failed))
 
@@ -1163,7 +1163,7 @@ def main() -> int:
             say(f"logs: {bench.folder}")
         bench.run(_cases(given.what or KINDS, bench.device))
         bench._save()
-        return bench.tell()
+        return bench.print_report()
 
 
 if __name__ == "__main__":

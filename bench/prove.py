@@ -37,7 +37,7 @@ PORT, PATIENCE = 8123, 600
 LMTIER = ["cpu://?capacity=2GiB"]
 
 
-class Served:
+class ServedEngine:
     """`vllm serve` with a connector; `restart` is a shell command that does what its name says."""
 
     def __init__(
@@ -84,9 +84,9 @@ def serving(
     how: dict[str, Any] | None,
     path: Path | None = None,
     more: tuple[str, ...] = (),
-) -> Iterator[Served]:
+) -> Iterator[ServedEngine]:
     folder.mkdir(parents=True)
-    served = Served(folder, model, how, path, more)
+    served = ServedEngine(folder, model, how, path, more)
     subprocess.run(["sh", str(served.script)], check=True)
     try:
         yield served

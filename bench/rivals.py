@@ -34,7 +34,7 @@ class ARC(Policy[E]):
         for entry in entries:
             (self._once if entry in self._once else self._again).move_to_end(entry)
 
-    def missed(self, keys: Sequence[bytes]) -> None: ...
+    def on_miss(self, keys: Sequence[bytes]) -> None: ...
 
     def order(self) -> Generator[E, None, None]:
         once, again = iter(self._once), iter(self._again)

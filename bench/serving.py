@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import vllm_ttft as ttft
 from lmtier.tools.sim.traces import TraceRequest, read
-from lmtier.tools.terminal import complain, number, say, table
+from lmtier.tools.terminal import complain, number_text, say, table
 from lmtier_bench import header
 from tests.vllm.engine import environment
 
@@ -48,7 +48,7 @@ CALIBRATION, LEAST = 48, 30  # requests, of the first trace of a workload and of
 COLOURS = {"plain": "#7f7f7f", "offloading": "#1f77b4", "lmcache": "#ff7f0e", "lmtier": "#2ca02c"}
 
 
-class Ask(NamedTuple):
+class TimedRequest(NamedTuple):
     """One request; its time is a share of its cell's, and equal blocks are equal tokens."""
 
     at: float
@@ -58,56 +58,59 @@ class Ask(NamedTuple):
 
 Fresh: TypeAlias = "Callable[[int], list[int]]"
 """As many blocks as no prompt had before."""
-Workload: TypeAlias = "Callable[[random.Random, Fresh, int], list[Ask]]"
+Workload: TypeAlias = "Callable[[random.Random, Fresh, int], list[TimedRequest]]"
 
 
 # ---- workloads
 
 
-def no_reuse(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
-    return [Ask(chance.random(), fresh(chance.randrange(16, 33)), 16) for _ in range(asks)]
+def no_reuse(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
+    return [TimedRequest(chance.random(), fresh(chance.randrange(16, 33)), 16) for _ in range(asks)]
 
 
-def prefix_repetition(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+def prefix_repetition(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
     """Prefixes that do not fit into the engine together, each with other questions."""
     prefixes = [fresh(48) for _ in range(max(16, asks // 4))]
-    return [Ask(chance.random(), [*chance.choice(prefixes), *fresh(2)], 16) for _ in range(asks)]
+    return [TimedRequest(chance.random(), [*chance.choice(prefixes), *fresh(2)], 16) for _ in range(asks)]
 
 
-def multi_turn(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+def multi_turn(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
     """Users take turns; each prompt is the conversation so far and a question."""
     talks = [fresh(chance.randrange(32, 49)) for _ in range(max(12, asks // 5))]
     found = []
     for turn in range(asks):
         talk = talks[turn % len(talks)]
-        found.append(Ask((turn + chance.random()) / asks, [*talk], 16))
+        found.append(TimedRequest((turn + chance.random()) / asks, [*talk], 16))
         talk += fresh(chance.randrange(5, 10))
     return found
 
 
-def long_documents(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+def long_documents(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
     """Each document is asked about once, then all again in another order, and once more."""
     documents = [fresh(72) for _ in range(max(9, asks // 3))]
     order = [each for _ in range(3) for each in chance.sample(documents, len(documents))][:asks]
-    return [Ask((turn + chance.random()) / asks, [*each, *fresh(1)], 16) for turn, each in enumerate(order)]
+    return [
+        TimedRequest((turn + chance.random()) / asks, [*each, *fresh(1)], 16)
+        for turn, each in enumerate(order)
+    ]
 
 
-def convoy(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+def convoy(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
     """The same new prompt comes from many at once."""
-    found: list[Ask] = []
+    found: list[TimedRequest] = []
     while len(found) < asks:
         at, prompt = chance.random(), fresh(40)
-        found += [Ask(at, prompt, 16) for _ in range(8)]
+        found += [TimedRequest(at, prompt, 16) for _ in range(8)]
     return found[:asks]
 
 
-def agentic(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+def agentic(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
     """Sessions on one system prompt; each step adds a tool's output, after a gap."""
     system, found = fresh(12), []
     for session in range(max(6, asks // 8)):
         at, prompt = 0.4 * session / max(6, asks // 8), [*system, *fresh(chance.randrange(8, 25))]
         for _ in range(8):
-            found.append(Ask(at, [*prompt], chance.choice((8, 16, 48))))
+            found.append(TimedRequest(at, [*prompt], chance.choice((8, 16, 48))))
             prompt += fresh(min(24, 1 + round(chance.lognormvariate(1.5, 0.8))))
             at += min(0.2, chance.lognormvariate(-3.2, 0.8))
     last = max(each.at for each in found)
@@ -123,9 +126,9 @@ def recorded(file: Path) -> Workload:
             sessions[request.session].append(request)
     usual = median(run[:STEPS][-1].at - run[0].at for run in sessions.values())
 
-    def workload(chance: random.Random, fresh: Fresh, asks: int) -> list[Ask]:
+    def workload(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
         ours: defaultdict[Hashable, int] = defaultdict(lambda: fresh(1)[0])
-        found: list[Ask] = []
+        found: list[TimedRequest] = []
         for name in islice(cycle(chance.sample([*sessions], len(sessions))), -(-asks // STEPS)):
             first = chance.randrange(max(1, len(sessions[name]) - STEPS))
             some = sessions[name][first : first + STEPS]
@@ -133,7 +136,7 @@ def recorded(file: Path) -> Workload:
             for each in some:
                 at = start + min(0.4, 0.2 * (each.at - some[0].at) / usual)
                 blocks = [ours[block] for block in each.blocks[SHARE - 1 :: SHARE]]
-                found.append(Ask(at, blocks, max(4, min(48, each.output // 16))))
+                found.append(TimedRequest(at, blocks, max(4, min(48, each.output // 16))))
         return found[:asks]
 
     return workload
@@ -394,8 +397,8 @@ def run(model: Path, folder: Path, options: argparse.Namespace) -> list[Row]:
 
 def summary(found: dict[str, float]) -> str:
     return (
-        f"TTFT p50 {number(found['ttft p50'])}, p99 {number(found['ttft p99'])} ms, "
-        f"{number(found['tokens/s'])} tokens/s, hit {100 * found['hit']:.0f} %"
+        f"TTFT p50 {number_text(found['ttft p50'])}, p99 {number_text(found['ttft p99'])} ms, "
+        f"{number_text(found['tokens/s'])} tokens/s, hit {100 * found['hit']:.0f} %"
     )
 
 
@@ -411,7 +414,7 @@ def report(rows: list[Row]) -> str:
             (
                 f"{row.load:g}",
                 row.contender,
-                *(number(row[name]) for name in ("ttft p50", "ttft p99", "itl p99", "tokens/s")),
+                *(number_text(row[name]) for name in ("ttft p50", "ttft p99", "itl p99", "tokens/s")),
                 f"{100 * row['hit']:.1f}",
                 *(f"{row[name]:.1f}" for name in ("engine cpu", "cache cpu")),
                 f"{row['engine memory'] + row['cache memory']:,.0f}",
@@ -436,7 +439,9 @@ def goals(rows: list[Row]) -> Iterator[str]:
         for name in ("ttft p50", "ttft p99", "tokens/s") if is_bare else ("ttft p99", "tokens/s"):
             ratios = [behind(name, *each) for each in zip(ours.rounds, peer.rounds, strict=True)]
             all_ratios = ", ".join(f"{each:.3f}" for each in ratios)
-            what = f"{place(ours)}: {name} {number(ours[name])}, {peer.contender} {number(peer[name])}"
+            what = (
+                f"{place(ours)}: {name} {number_text(ours[name])}, {peer.contender} {number_text(peer[name])}"
+            )
             yield ttft.verdict(f"{what}: × {all_ratios}", min(ratios) <= SLACK)
 
 
@@ -461,7 +466,7 @@ def plot(rows: list[Row]) -> str:
             width, colour = 420 * row["ttft p99"] / most, COLOURS[row.contender]
             parts.append(f'<text x="10" y="{at}">{row.contender}</text>')
             parts.append(f'<rect x="100" y="{at - 11}" width="{width:.1f}" height="13" fill="{colour}"/>')
-            parts.append(f'<text x="{106 + width:.1f}" y="{at}">{number(row["ttft p99"])}</text>')
+            parts.append(f'<text x="{106 + width:.1f}" y="{at}">{number_text(row["ttft p99"])}</text>')
         at += 28
     size = f'viewBox="0 0 600 {at - 10}" font-family="sans-serif" font-size="12" fill="#777"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *parts, "</svg>\n"])

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lmtier.client.client import Client
 from lmtier.errors import TierError
-from lmtier.tools.terminal import complain, number, say, table
+from lmtier.tools.terminal import complain, number_text, say, table
 from lmtier_bench import header
 from tests.vllm.engine import Engine, EngineDied
 
@@ -165,12 +165,12 @@ class Duel:
     def measure(self, name: str, subject: Engine) -> None:
         """Ask both for all prompts, in turn."""
         for length, prompts in self.prompts.items():
-            ours, plain, before = [], [], found(subject)
+            ours, plain, before = [], [], cached_tokens(subject)
             for prompt in prompts:
                 for engine, seconds in ((self.plain, plain), (subject, ours)):
                     time.sleep(SPIN)  # the worker of the engine that was asked before: it shows nowhere
                     seconds.append(engine.seconds(prompt))
-            cached = (found(subject) - before) // len(prompts)
+            cached = (cached_tokens(subject) - before) // len(prompts)
             if subject is self.plain:
                 cached //= 2
             wanted = self._expected(length, cached)
@@ -211,7 +211,9 @@ class Duel:
             f"{same}/{len(ours)}",
         )
         self.rows.append(row)
-        say(f"{row.model} {row.tokens} {name}: {number(row.milliseconds)} ms, × {number(row.ratio)}")
+        say(
+            f"{row.model} {row.tokens} {name}: {number_text(row.milliseconds)} ms, × {number_text(row.ratio)}"
+        )
 
 
 def answer(engine: Engine, prompt: Prompt) -> list[int]:
@@ -235,7 +237,7 @@ def warm_up(engine: Engine) -> None:
             engine.seconds(prompt)
 
 
-def found(engine: Engine) -> int:
+def cached_tokens(engine: Engine) -> int:
     return int(engine.metrics().get("vllm:prompt_tokens_cached_total", 0))
 
 
@@ -383,9 +385,9 @@ def wait_for_hits(engine: Engine, probe: Prompt) -> None:
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         forget(engine)
-        before = found(engine)
+        before = cached_tokens(engine)
         engine.seconds(probe)
-        if found(engine) > before:
+        if cached_tokens(engine) > before:
             return
         time.sleep(0.2)  # a lost server is looked for once a second
     raise TimeoutError("no hit since the server's restart")
@@ -531,7 +533,10 @@ def cost(model: str, name: str, pairs: list[float], records: list[dict[str, floa
         micro(median(sums)),
         by_hook,
     )
-    say(f"{row.model} {row.name}: {number(row.end_to_end)} µs end to end, {number(row.hooks)} µs in hooks")
+    say(
+        f"{row.model} {row.name}: {number_text(row.end_to_end)} µs end to end, "
+        f"{number_text(row.hooks)} µs in hooks"
+    )
     return row
 
 

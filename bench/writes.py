@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lmtier.format.layout import stored_size
 from lmtier.tools.sim import synthetic
-from lmtier.tools.sim.replay import Outcome, replay
+from lmtier.tools.sim.replay import ReplayResult, replay
 from lmtier.tools.sim.traces import Trace, read
 from lmtier.tools.terminal import say
 
@@ -53,7 +53,7 @@ def made_up(name: str) -> Trace | None:
     return synthetic.make(kind, requests=int(requests), seed=1) if requests.isdigit() else None
 
 
-def run(trace: Trace, memory: int, disk: int, rule: str) -> Outcome:
+def run(trace: Trace, memory: int, disk: int, rule: str) -> ReplayResult:
     chunk = trace.block_tokens * BYTES_PER_TOKEN
     urls = [
         f"cpu://?capacity={memory * chunk}",
@@ -64,7 +64,7 @@ def run(trace: Trace, memory: int, disk: int, rule: str) -> Outcome:
     )
 
 
-def cell(outcome: Outcome) -> str:
+def cell(outcome: ReplayResult) -> str:
     tib = outcome.written_per_day("disk") / 2**40
     return f"{outcome.hit_ratio:.4f}, {tib:,.1f}"
 

@@ -155,23 +155,23 @@ def dashboard(
 
 
 def rate(metric: str, by: str = "", extra: str = "") -> str:
-    return summed(f"rate({chosen(metric, extra)}[$__rate_interval])", by)
+    return summed(f"rate({selected(metric, extra)}[$__rate_interval])", by)
 
 
 def summed(expr: str, by: str = "") -> str:
     return f"sum by ({by}) ({expr})" if by else f"sum({expr})"
 
 
-def chosen(metric: str, extra: str = "") -> str:
+def selected(metric: str, extra: str = "") -> str:
     return f'{metric}{{instance=~"$instance"{extra}}}'
 
 
-def now(metric: str, by: str = "", extra: str = "", how: str = "sum") -> str:
+def gauge(metric: str, by: str = "", extra: str = "", how: str = "sum") -> str:
     """Of a gauge."""
-    return f"{how} by ({by}) ({chosen(metric, extra)})" if by else f"{how}({chosen(metric, extra)})"
+    return f"{how} by ({by}) ({selected(metric, extra)})" if by else f"{how}({selected(metric, extra)})"
 
 
-def of_tier(metric: str, by: str, extra: str = "") -> str:
+def rate_of_tiers(metric: str, by: str, extra: str = "") -> str:
     return rate(metric, by, _TIER + extra)
 
 
@@ -195,7 +195,7 @@ _TIER = ', tier=~"$tier"'
 _UP = ', direction="up"'
 
 _SERVER = ', job=~".*lmtier.*"'
-READY = f"{chosen('lmtier_ready')} or on (job, instance) ({chosen('up', _SERVER)} == 0)"
+READY = f"{selected('lmtier_ready')} or on (job, instance) ({selected('up', _SERVER)} == 0)"
 """A server that is down exposes nothing. It is not ready."""
 
 
@@ -216,7 +216,7 @@ def overview() -> dict[str, Any]:
             ),
             panel(
                 "Engines",
-                (now("lmtier_clients", extra=', kind="engine"'), ""),
+                (gauge("lmtier_clients", extra=', kind="engine"'), ""),
                 kind="stat",
                 width=4,
                 text="Connections of engines. 0: no engine asks.",
@@ -224,7 +224,7 @@ def overview() -> dict[str, Any]:
             panel("Lookups", (rate("lmtier_lookups_total"), ""), kind="stat", width=4, unit="reqps"),
             panel(
                 "Breakers open",
-                (now("lmtier_breaker_open"), ""),
+                (gauge("lmtier_breaker_open"), ""),
                 kind="stat",
                 width=4,
                 steps=_GREEN_RED,
@@ -232,7 +232,7 @@ def overview() -> dict[str, Any]:
             ),
             panel(
                 "Corrupt objects",
-                (now("lmtier_tier_failures_total", extra=', reason="corrupt"'), ""),
+                (gauge("lmtier_tier_failures_total", extra=', reason="corrupt"'), ""),
                 kind="stat",
                 width=4,
                 steps=_GREEN_RED,
@@ -240,7 +240,7 @@ def overview() -> dict[str, Any]:
             ),
             panel(
                 "Version",
-                (now("lmtier_build_info", "version", how="count"), "{{version}}"),
+                (gauge("lmtier_build_info", "version", how="count"), "{{version}}"),
                 kind="stat",
                 width=4,
             ),
@@ -269,7 +269,7 @@ def overview() -> dict[str, Any]:
             ),
             panel(
                 "Tokens not computed, in this time",
-                (f"sum(increase({chosen('lmtier_hit_tokens_total')}[$__range]))", ""),
+                (f"sum(increase({selected('lmtier_hit_tokens_total')}[$__range]))", ""),
                 kind="stat",
                 text="What the hits of the time shown have saved.",
                 instant=True,
@@ -313,7 +313,7 @@ def overview() -> dict[str, Any]:
             panel(
                 "Hit ratio at other sizes",
                 (
-                    f"avg by (tier, size_factor) ({chosen('lmtier_mrc_hit_ratio')} >= 0)",
+                    f"avg by (tier, size_factor) ({selected('lmtier_mrc_hit_ratio')} >= 0)",
                     "{{tier}} × {{size_factor}}",
                 ),
                 kind="bargauge",
@@ -325,7 +325,10 @@ def overview() -> dict[str, Any]:
             ),
             panel(
                 "In use",
-                (ratio(now("lmtier_used_bytes", "tier"), now("lmtier_capacity_bytes", "tier")), "{{tier}}"),
+                (
+                    ratio(gauge("lmtier_used_bytes", "tier"), gauge("lmtier_capacity_bytes", "tier")),
+                    "{{tier}}",
+                ),
                 unit="percentunit",
                 top=1,
             ),
@@ -349,16 +352,18 @@ def tiers() -> dict[str, Any]:
             row("What they hold"),
             panel(
                 "Bytes",
-                (now("lmtier_used_bytes", "tier", _TIER), "{{tier}}"),
-                (now("lmtier_capacity_bytes", "tier", _TIER), "{{tier}} capacity"),
+                (gauge("lmtier_used_bytes", "tier", _TIER), "{{tier}}"),
+                (gauge("lmtier_capacity_bytes", "tier", _TIER), "{{tier}} capacity"),
                 unit="bytes",
             ),
-            panel("Chunks", (now("lmtier_chunks", "tier", _TIER), "{{tier}}")),
-            panel("In the slab, and cannot leave now", (now("lmtier_leased_bytes"), "leased"), unit="bytes"),
+            panel("Chunks", (gauge("lmtier_chunks", "tier", _TIER), "{{tier}}")),
+            panel(
+                "In the slab, and cannot leave now", (gauge("lmtier_leased_bytes"), "leased"), unit="bytes"
+            ),
             row("What they move"),
             panel(
                 "Throughput",
-                (of_tier("lmtier_transfer_bytes_sum", "tier, direction"), way),
+                (rate_of_tiers("lmtier_transfer_bytes_sum", "tier, direction"), way),
                 unit="Bps",
                 text="`down` is storing, `up` is loading.",
             ),
@@ -366,8 +371,8 @@ def tiers() -> dict[str, Any]:
                 "Bandwidth of one transfer",
                 (
                     ratio(
-                        of_tier("lmtier_transfer_bytes_sum", "tier, direction"),
-                        of_tier("lmtier_transfer_seconds_sum", "tier, direction"),
+                        rate_of_tiers("lmtier_transfer_bytes_sum", "tier, direction"),
+                        rate_of_tiers("lmtier_transfer_seconds_sum", "tier, direction"),
                     ),
                     way,
                 ),
@@ -387,33 +392,40 @@ def tiers() -> dict[str, Any]:
                 (quantile(0.5, "lmtier_transfer_bytes", "tier, direction", _TIER), way),
                 unit="bytes",
             ),
-            panel("Tokens stored", (of_tier("lmtier_stored_tokens_total", "tier"), "{{tier}}"), unit="cps"),
-            panel("Tokens found", (of_tier("lmtier_hit_tokens_total", "tier"), "{{tier}}"), unit="cps"),
+            panel(
+                "Tokens stored", (rate_of_tiers("lmtier_stored_tokens_total", "tier"), "{{tier}}"), unit="cps"
+            ),
+            panel("Tokens found", (rate_of_tiers("lmtier_hit_tokens_total", "tier"), "{{tier}}"), unit="cps"),
             row("What holds them up"),
             panel(
-                "Jobs waiting or running", (now("lmtier_queue_depth", "tier, op", _TIER), "{{tier}} {{op}}")
+                "Jobs waiting or running", (gauge("lmtier_queue_depth", "tier, op", _TIER), "{{tier}} {{op}}")
             ),
             panel(
-                "Breakers open", (now("lmtier_breaker_open", "tier, direction", _TIER, how="max"), way), top=1
+                "Breakers open",
+                (gauge("lmtier_breaker_open", "tier, direction", _TIER, how="max"), way),
+                top=1,
             ),
             panel(
                 "Objects that failed",
-                (of_tier("lmtier_tier_failures_total", "tier, op, reason"), "{{tier}} {{op}}: {{reason}}"),
+                (
+                    rate_of_tiers("lmtier_tier_failures_total", "tier, op, reason"),
+                    "{{tier}} {{op}}: {{reason}}",
+                ),
                 unit="cps",
             ),
             panel(
                 "Tokens not stored",
-                (of_tier("lmtier_dropped_tokens_total", "tier, reason"), "{{tier}}: {{reason}}"),
+                (rate_of_tiers("lmtier_dropped_tokens_total", "tier, reason"), "{{tier}}: {{reason}}"),
                 unit="cps",
             ),
             panel(
                 "Evicted chunks",
-                (of_tier("lmtier_evictions_total", "tier, cause"), "{{tier}}: {{cause}}"),
+                (rate_of_tiers("lmtier_evictions_total", "tier, cause"), "{{tier}}: {{cause}}"),
                 unit="cps",
             ),
             panel(
                 "Memory of the process",
-                (now("process_resident_memory_bytes", "instance"), "{{instance}}"),
+                (gauge("process_resident_memory_bytes", "instance"), "{{instance}}"),
                 unit="bytes",
                 text="The slab included.",
             ),
@@ -449,7 +461,7 @@ def fleet() -> dict[str, Any]:
             panel("Hit ratio, by server", (hits, name), unit="percentunit", top=1),
             panel(
                 "Tiers down, by server",
-                (now("lmtier_breaker_open", "instance, tier", how="max"), f"{name} {{{{tier}}}}"),
+                (gauge("lmtier_breaker_open", "instance, tier", how="max"), f"{name} {{{{tier}}}}"),
                 top=1,
                 text="1: the tier fails and is paused.",
             ),
@@ -457,8 +469,8 @@ def fleet() -> dict[str, Any]:
                 "Memory in use, by server",
                 (
                     ratio(
-                        now("lmtier_used_bytes", "instance", ', tier="cpu"'),
-                        now("lmtier_capacity_bytes", "instance", ', tier="cpu"'),
+                        gauge("lmtier_used_bytes", "instance", ', tier="cpu"'),
+                        gauge("lmtier_capacity_bytes", "instance", ', tier="cpu"'),
                     ),
                     name,
                 ),
@@ -581,12 +593,12 @@ def engines() -> dict[str, Any]:
             row("The engine"),
             panel(
                 "Requests",
-                (now("vllm:num_requests_running", extra=_MODEL), "running"),
-                (now("vllm:num_requests_waiting", extra=_MODEL), "waiting"),
+                (gauge("vllm:num_requests_running", extra=_MODEL), "running"),
+                (gauge("vllm:num_requests_waiting", extra=_MODEL), "waiting"),
             ),
             panel(
                 "Its KV cache in use",
-                (now("vllm:kv_cache_usage_perc", "instance", _MODEL, how="max"), "{{instance}}"),
+                (gauge("vllm:kv_cache_usage_perc", "instance", _MODEL, how="max"), "{{instance}}"),
                 unit="percentunit",
                 top=1,
             ),
@@ -597,7 +609,7 @@ def engines() -> dict[str, Any]:
 # ---- docs/METRICS.md
 
 
-def page() -> str:
+def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
@@ -638,12 +650,12 @@ def page() -> str:
         "| metric | |",
         "|---|---|",
     ]
-    lines += [f"| `lmtier:{name}_total` | {text} |" for name, text in connector("COUNTERS").items()]
-    lines += [f"| `lmtier:{name}` | {text} |" for name, text in connector("GAUGES").items()]
+    lines += [f"| `lmtier:{name}_total` | {text} |" for name, text in connector_metrics("COUNTERS").items()]
+    lines += [f"| `lmtier:{name}` | {text} |" for name, text in connector_metrics("GAUGES").items()]
     return "\n".join(lines) + "\n"
 
 
-def connector(kind: str) -> dict[str, str]:
+def connector_metrics(kind: str) -> dict[str, str]:
     """What the connector counts, or measures. Read, not imported: there may be no vLLM here."""
     tree = ast.parse((ROOT / "integrations/lmtier_integrations/vllm/stats.py").read_text())
     (named,) = (
@@ -658,7 +670,7 @@ def connector(kind: str) -> dict[str, str]:
 # ---- all of it
 
 
-def files() -> dict[str, str]:
+def generated_files() -> dict[str, str]:
     """Path in the repository -> content."""
     boards = {"overview": overview(), "fleet": fleet(), "tiers": tiers(), "engines": engines()}
     return {
@@ -666,11 +678,11 @@ def files() -> dict[str, str]:
             f"dashboards/grafana/{name}.json": json.dumps(each, indent=1) + "\n"
             for name, each in boards.items()
         },
-        "docs/METRICS.md": page(),
+        "docs/METRICS.md": metrics_page(),
     }
 
 
 if __name__ == "__main__":
-    for path, content in files().items():
+    for path, content in generated_files().items():
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / path).write_text(content)

@@ -21,7 +21,7 @@ from openai import APIConnectionError, OpenAI
 
 from lmtier.rules.hints import END, envelope
 from lmtier.tools import sizing
-from lmtier.tools.console import Address, Remote
+from lmtier.tools.console import ConsoleConnection, ServerAddress
 
 PORT = 8124
 BLOCK = 32
@@ -93,9 +93,9 @@ def work(client: OpenAI, model: str, run: int, *, says_what_it_knows: bool) -> t
 
 
 @contextmanager
-def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, Remote]]:
+def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, ConsoleConnection]]:
     """A cache server with room for 2,560 tokens, and an engine that has room for little more itself."""
-    room = sizing.read(Path(model), "fp32").form(BLOCK, 1).room * 2560 // BLOCK
+    room = sizing.read(Path(model), "fp32").form(BLOCK, 1).slab_bytes * 2560 // BLOCK
     lmtier = [sys.executable, "-m", "lmtier", "serve", "--unix", str(folder / "socket")]
     lmtier += ["--tier", f"cpu://?capacity={room}", "--listen", "", "--http", ""]
     lmtier += ["--set", f"chunk_tokens={BLOCK}"]
@@ -120,7 +120,7 @@ def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, Remote]]:
                 break
             except APIConnectionError:
                 time.sleep(0.2)
-        with Remote(Address(unix=str(folder / "socket"))) as remote:
+        with ConsoleConnection(ServerAddress(unix=str(folder / "socket"))) as remote:
             yield client, remote
     finally:
         for process in reversed(processes):

@@ -50,7 +50,7 @@ def main() -> None:
         chain = mover.chain(prompt, salt=asked.salt)
         if asked.tell:
             origin = Origin.of({"model": "example", "weights": "v1"}, "", asked.salt)
-            client.tell(chain.keys, prompt, origin)
+            client.send_tokens(chain.keys, prompt, origin)
         match = mover.match(chain, source=asked.source)
         with mover.save(chain, blocks) as saving, mover.load(match, blocks) as loading:
             for layer in range(LAYERS):

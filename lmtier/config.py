@@ -190,7 +190,7 @@ class TierSpec:
         return f"tier {without_secrets(self.url)!r}"
 
     @property
-    def place(self) -> str:
+    def base_url(self) -> str:
         """What two settings of one tier have in common."""
         return f"{self.scheme}://{self.location}"
 
@@ -315,7 +315,7 @@ class Config:
             raise ConfigError(f"unknown worth={excerpt(self.worth)}{suggest(self.worth, WORTH)}")
         if self.load_deadline <= 0:
             raise ConfigError(f"load_deadline={self.load_deadline}: must be more than 0 seconds")
-        specs = self.specs
+        specs = self.all_tiers
         schemes = [spec.scheme for spec in specs]
         if schemes[:1] == ["gpu"]:
             del schemes[0]
@@ -337,7 +337,7 @@ class Config:
                 )
             if spec.scheme in ("cpu", "gpu"):
                 _check_memory(spec)
-        gpu, (cpu, *_) = self.gpu, self.stores
+        gpu, (cpu, *_) = self.gpu, self.cache_tiers
         if gpu is not None and (gpu.capacity or 0) > (cpu.capacity or 0):
             raise ConfigError(
                 f"{gpu} is larger than {without_secrets(cpu.url)!r}: it holds copies "
@@ -345,23 +345,23 @@ class Config:
             )
 
     @property
-    def specs(self) -> tuple[TierSpec, ...]:
+    def all_tiers(self) -> tuple[TierSpec, ...]:
         return _parsed(tuple(self.tiers))
 
     @property
     def gpu(self) -> TierSpec | None:
         """The tier in the engine's own GPU memory. It holds copies only."""
-        return next((spec for spec in self.specs if spec.scheme == "gpu"), None)
+        return next((spec for spec in self.all_tiers if spec.scheme == "gpu"), None)
 
     @property
-    def stores(self) -> tuple[TierSpec, ...]:
+    def cache_tiers(self) -> tuple[TierSpec, ...]:
         """The tiers of a cache, `cpu` first. They exclude the GPU tier, which only holds copies of chunks."""
-        return tuple(spec for spec in self.specs if spec.scheme != "gpu")
+        return tuple(spec for spec in self.all_tiers if spec.scheme != "gpu")
 
     @property
     def approximation(self) -> str:
         """The lossy codecs of its tiers. They are part of every key."""
-        words = {spec.codec for spec in self.specs}
+        words = {spec.codec for spec in self.all_tiers}
         return ",".join(sorted(word for word in words if word in CODECS and not CODECS[word].is_exact))
 
 
@@ -388,7 +388,7 @@ def _check_memory(spec: TierSpec) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServerConfig:
     """Where a server listens, who may connect, and how long it waits for them. Empty: it does not listen."""
 
     listen: str = "127.0.0.1:6380"
@@ -437,7 +437,7 @@ class Serving:
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(
-                self, each.name, _convert(each.name, getattr(self, each.name), "arguments", Serving)
+                self, each.name, _convert(each.name, getattr(self, each.name), "arguments", ServerConfig)
             )
         for name in ("clients", "patience", "grace"):
             if getattr(self, name) <= 0:
@@ -511,7 +511,7 @@ _FORMS: dict[object, str] = {
 """What a setting expects, by its name or its type."""
 
 
-Settings = TypeVar("Settings", Config, Serving)
+Settings = TypeVar("Settings", Config, ServerConfig)
 Origins: TypeAlias = "dict[str, str]"
 
 
@@ -524,13 +524,13 @@ def load(
     return _load(Config, file, os.environ if env is None else env, overrides or {})
 
 
-def load_serving(
+def load_server(
     file: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> tuple[Serving, Origins]:
+) -> tuple[ServerConfig, Origins]:
     """The effective settings of a server, and for each the origin of its value."""
-    return _load(Serving, file, os.environ if env is None else env, overrides or {})
+    return _load(ServerConfig, file, os.environ if env is None else env, overrides or {})
 
 
 def _load(
@@ -570,7 +570,7 @@ def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str
     serve = table.pop("serve", {})
     if not isinstance(serve, dict):
         raise ConfigError(f"configuration file {file}: [serve] must be a table")
-    return serve if cls is Serving else table
+    return serve if cls is ServerConfig else table
 
 
 def _from_environment(cls: type[Settings], env: Mapping[str, str]) -> Mapping[str, str]:
@@ -581,13 +581,13 @@ def _from_environment(cls: type[Settings], env: Mapping[str, str]) -> Mapping[st
         for name in env
         if name.startswith(prefix) and name not in others and not _KUBERNETES.fullmatch(f"{name}={env[name]}")
     )
-    is_mine = cls is Serving
+    is_mine = cls is ServerConfig
     return {
         name.removeprefix(prefix).lower(): env[name]
         for name in ours
-        if is_mine or not name.startswith(_as_variable(Serving, ""))
+        if is_mine or not name.startswith(_as_variable(ServerConfig, ""))
     }
 
 
 def _as_variable(cls: type, name: str) -> str:
-    return f"{ENV_PREFIX}{'SERVE_' if cls is Serving else ''}{name.upper()}"
+    return f"{ENV_PREFIX}{'SERVE_' if cls is ServerConfig else ''}{name.upper()}"

@@ -23,7 +23,7 @@ from lmtier.format import objects
 from lmtier.format.keys import VALUES
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, padded
 from lmtier.format.objects import Header
-from lmtier.format.sealing import Keys
+from lmtier.format.sealing import SealingKeys
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 from lmtier.tiers.blocking import BlockingTier
 
@@ -190,7 +190,7 @@ class _Around(Tier):
     def use_codec(self, name: str) -> None:
         self._inner.use_codec(name)
 
-    def use_keys(self, keys: Keys) -> None:
+    def use_keys(self, keys: SealingKeys) -> None:
         self._inner.use_keys(keys)
         self.keys = keys
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lmtier.copy.cuda.kernels import Launch, Spread
-from lmtier.copy.cuda.streams import Copies, Event, Lane, Rows
+from lmtier.copy.cuda.streams import Copies, Event, Rows, StreamPair
 from tests.cuda_shim import cpu
 
 HOST = "host"
@@ -208,7 +208,7 @@ class SimulatedDevice:
         ]
         self.compute = (HostStream if host_computes else SimulatedStream)(self, "compute")
         self.streams = [self.compute, *lanes]
-        self.store, self.load = (Lane(lanes[0], lanes[1], True), Lane(lanes[2], lanes[3], False))
+        self.store, self.load = (StreamPair(lanes[0], lanes[1], True), StreamPair(lanes[2], lanes[3], False))
         self.speeds = {each.name: self.random.choice([0.01, 0.3, 1.0]) for each in self.streams}
         self._kept: list[np.ndarray] = []
 

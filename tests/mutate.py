@@ -34,7 +34,10 @@ FILES = [
     *(f"lmtier/format/{name}.py" for name in ("keys", "layout", "objects")),
     *(f"lmtier/copy/{name}.py" for name in ("mover", "paging")),
     *("lmtier/tiers/blocking.py", "lmtier/server/values.py"),
-    *(f"lmtier/server/engines/{name}.py" for name in ("arguments", "sessions", "transfers", "operating")),
+    *(
+        f"lmtier/server/engines/{name}.py"
+        for name in ("arguments", "engine_sessions", "transfers", "operator_verbs")
+    ),
     *("backends/lmtier_backends/disk.py", "backends/lmtier_backends/redis/tier.py"),
 ]
 WALKED = [

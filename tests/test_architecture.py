@@ -154,7 +154,7 @@ def test_torch_is_imported_where_tensors_are_touched():
             "model.py",
             "prefill.py",
         ),
-        *("sglang.py", "media.py", "memory.py"),
+        *("sglang.py", "media.py", "loaded_model.py"),
     }
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from lmtier.config import (
     Config,
-    Serving,
+    ServerConfig,
     TierSpec,
     first_line,
     host_and_port,
     load,
-    load_serving,
+    load_server,
     parse_seconds,
     parse_size,
     suggest,
@@ -220,7 +220,9 @@ ODD = st.one_of(
     NUMBERS.map("cpu://?capacity={}".format),
 )
 ODDS = st.one_of(ODD, st.lists(ODD, max_size=3), st.dictionaries(st.text(max_size=3), ODD, max_size=2))
-NAMES = st.sampled_from([each.name for each in (*dataclasses.fields(Config), *dataclasses.fields(Serving))])
+NAMES = st.sampled_from(
+    [each.name for each in (*dataclasses.fields(Config), *dataclasses.fields(ServerConfig))]
+)
 
 
 def one_sentence(read) -> None:
@@ -243,7 +245,7 @@ def written(value: object) -> str:
 
 @given(st.dictionaries(NAMES, ODDS, max_size=3))
 def test_any_value_is_a_setting_or_one_sentence(given):
-    for cls, reads in ((Config, load), (Serving, load_serving)):
+    for cls, reads in ((Config, load), (ServerConfig, load_server)):
         own = {each.name for each in dataclasses.fields(cls)} & given.keys()
         one_sentence(lambda own=own, reads=reads: reads(None, {}, {name: given[name] for name in own}))
         texts = {f"LMTIER_{name.upper()}": written(given[name]) for name in own}
@@ -255,10 +257,10 @@ def test_any_file_is_settings_or_one_sentence(tmp_path_factory, text):
     file = tmp_path_factory.getbasetemp() / "any.toml"
     file.write_text(text, "utf-8", "replace")
     one_sentence(lambda: load(file, {}))
-    one_sentence(lambda: load_serving(file, {}))
+    one_sentence(lambda: load_server(file, {}))
 
 
-@pytest.mark.parametrize("read", [load, load_serving])
+@pytest.mark.parametrize("read", [load, load_server])
 def test_a_wrong_time_says_how_to_write_one(read):
     name = "load_deadline" if read is load else "grace"
     with pytest.raises(ConfigError) as error:
@@ -308,7 +310,7 @@ def test_a_gpu_tier_holds_copies_so_it_is_no_larger_than_what_they_are_copies_of
     config = Config(tiers=["gpu://?capacity=1GiB&policy=lru", "cpu://?capacity=1GiB"])
     assert config.gpu is not None
     assert (config.gpu.capacity, config.gpu.policy) == (1 << 30, "lru")
-    assert [spec.scheme for spec in config.stores] == ["cpu"]
+    assert [spec.scheme for spec in config.cache_tiers] == ["cpu"]
     with pytest.raises(ConfigError, match="is larger than 'cpu://"):
         Config(tiers=["gpu://?capacity=2GiB", "cpu://?capacity=1GiB"])
 
@@ -325,7 +327,7 @@ def test_a_relative_directory_is_refused_with_the_absolute_one(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"'disk://kv.*': .*is relative.*write disk://{tmp_path}/kv$"):
         Config(tiers=[CPU, "disk://kv?capacity=1GiB"])
-    assert Config(tiers=[CPU, "disk://~/kv?capacity=1GiB"]).stores[1].location == "~/kv"
+    assert Config(tiers=[CPU, "disk://~/kv?capacity=1GiB"]).cache_tiers[1].location == "~/kv"
 
 
 @pytest.mark.parametrize(
@@ -427,8 +429,8 @@ def test_a_url_that_cannot_be_read_says_why(url, words):
 
 
 def test_a_server_is_for_this_host_alone_by_default():
-    serving, origins = load_serving(env={})
-    assert serving == Serving()
+    serving, origins = load_server(env={})
+    assert serving == ServerConfig()
     assert (serving.listen, serving.http, serving.unix) == ("127.0.0.1:6380", "127.0.0.1:9470", "")
     assert (serving.token_file, serving.tls_cert, serving.insecure) == ("", "", False)
     assert set(origins.values()) == {"default"}
@@ -438,7 +440,7 @@ def test_a_server_has_a_table_in_the_file_and_variables_of_its_own(tmp_path):
     file = tmp_path / "lmtier.toml"
     file.write_text('chunk_tokens = 64\n[serve]\nlisten = "[::1]:7000"\ngrace = "2m"\nclients = 5\n')
     env = {"LMTIER_SERVE_CLIENTS": "7", "LMTIER_SERVE_INSECURE": "yes", "LMTIER_VERIFY": "off"}
-    serving, origins = load_serving(file, env, {"http": ":9999"})
+    serving, origins = load_server(file, env, {"http": ":9999"})
     assert (serving.listen, serving.grace, serving.clients, serving.http) == ("[::1]:7000", 120.0, 7, ":9999")
     assert serving.insecure is True
     assert (origins["listen"], origins["clients"]) == (str(file), "environment")
@@ -449,7 +451,7 @@ def test_a_server_has_a_table_in_the_file_and_variables_of_its_own(tmp_path):
 
 def test_a_token_is_a_variable_and_no_setting():
     assert load(env={"LMTIER_TOKEN": "word"})[0] == Config()
-    assert load_serving(env={"LMTIER_TOKEN": "word"})[0] == Serving()
+    assert load_server(env={"LMTIER_TOKEN": "word"})[0] == ServerConfig()
 
 
 def of_kubernetes(service: str, ports: dict[str, int]) -> dict[str, str]:
@@ -468,9 +470,9 @@ def of_kubernetes(service: str, ports: dict[str, int]) -> dict[str, str]:
 def test_variables_of_a_kubernetes_service_are_no_settings(service):
     env = of_kubernetes(service, {"REDIS": 6380, "HTTP": 9470}) | {"LMTIER_CHUNK_TOKENS": "64"}
     assert load(env=env)[0] == Config(chunk_tokens=64)
-    assert load_serving(env=env)[0] == Serving()
+    assert load_server(env=env)[0] == ServerConfig()
     with pytest.raises(ConfigError, match="unknown setting"):  # a port alone is a mistake
-        load_serving(env={"LMTIER_SERVE_PORT": "6380"})
+        load_server(env={"LMTIER_SERVE_PORT": "6380"})
 
 
 @pytest.mark.parametrize(
@@ -485,13 +487,13 @@ def test_variables_of_a_kubernetes_service_are_no_settings(service):
 )
 def test_an_unknown_or_unfit_setting_of_a_server_is_named(env, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        load_serving(env=env, overrides=overrides)
+        load_server(env=env, overrides=overrides)
 
 
 def test_serve_in_a_file_is_a_table(tmp_path):
     file = tmp_path / "lmtier.toml"
     file.write_text("serve = 6380\n")
-    for each in (load, load_serving):
+    for each in (load, load_server):
         with pytest.raises(ConfigError, match=r"\[serve\] must be a table"):
             each(file, {})
 
@@ -512,7 +514,7 @@ def test_serve_in_a_file_is_a_table(tmp_path):
 )
 def test_a_server_that_cannot_be_is_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        Serving(**settings)
+        ServerConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -545,7 +547,7 @@ def test_urls_are_parsed_once(monkeypatch):
     monkeypatch.setattr(TierSpec, "parse", counted)
     config = Config(tiers=["cpu://?capacity=12345678", "null://once"])
     for _ in range(10):
-        assert len(config.stores) == len(config.specs) == 2
+        assert len(config.cache_tiers) == len(config.all_tiers) == 2
         assert config.gpu is None
         assert config.approximation == ""
     assert parsed == list(config.tiers)

@@ -15,13 +15,13 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 import lmtier
-from lmtier.config import Config, Serving, TierSpec, host_and_port, load, load_serving, parse_size
+from lmtier.config import Config, ServerConfig, TierSpec, host_and_port, load, load_server, parse_size
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import RIGHTS, Role, Secrets, Wrong
+from lmtier.server.access import RIGHTS, Role, RoleTokens, WrongTokens
 from lmtier.server.http import forms, routes
 from lmtier.server.listening import check_exposure
 from lmtier.server.redis import redis_table
-from lmtier.server.redis.service import Service
+from lmtier.server.redis.service import ServerCommands
 from lmtier.server.transactions import Transactions
 from lmtier.tools.cli import main
 
@@ -31,17 +31,17 @@ KUBERNETES = "1.30"  # and the newest that the schemas know
 ENOUGH = 4 << 30  # bytes beside the slab: the index of a million chunks, sockets, Python
 
 
-def settings(file: Path) -> tuple[Config, Serving]:
-    return load(file, {})[0], load_serving(file, {})[0]
+def settings(file: Path) -> tuple[Config, ServerConfig]:
+    return load(file, {})[0], load_server(file, {})[0]
 
 
-def slowest_stop(serving: Serving) -> float:
+def slowest_stop(serving: ServerConfig) -> float:
     """Connections may take `grace`, what waits to be written as long again, and a little."""
     return 2 * serving.grace + 2
 
 
 def disks(config: Config) -> list[PurePosixPath]:
-    return [PurePosixPath(spec.location) for spec in config.specs if spec.scheme == "disk"]
+    return [PurePosixPath(spec.location) for spec in config.all_tiers if spec.scheme == "disk"]
 
 
 # ---- systemd
@@ -130,8 +130,8 @@ def test_the_unit_serves_the_example_and_gives_it_time_and_files():
 
 def test_the_example_is_the_defaults_and_what_it_says_beside_them():
     _, serving = settings(DEPLOY / "lmtier.toml")
-    assert serving == Serving(unix="/run/lmtier/socket")
-    check_exposure(serving, Secrets({}))
+    assert serving == ServerConfig(unix="/run/lmtier/socket")
+    check_exposure(serving, RoleTokens({}))
 
 
 def test_what_the_example_has_commented_out_are_settings_too(tmp_path):
@@ -139,7 +139,7 @@ def test_what_the_example_has_commented_out_are_settings_too(tmp_path):
     file = tmp_path / "lmtier.toml"
     file.write_text(text)
     config, serving = settings(file)
-    assert (config.chunk_tokens, serving.grace) == (Config().chunk_tokens, Serving().grace)
+    assert (config.chunk_tokens, serving.grace) == (Config().chunk_tokens, ServerConfig().grace)
     assert (serving.token_file, bool(serving.tls_ca)) == ("/etc/lmtier/token", True)
 
 
@@ -168,7 +168,7 @@ MOUNTS = {each["name"]: PurePosixPath(each["mountPath"]) for each in SERVER["vol
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Serving]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, ServerConfig]:
     """The settings that the ConfigMap gives."""
     ((name, text),) = the("ConfigMap")["data"].items()
     file = tmp_path_factory.mktemp("config") / name
@@ -201,8 +201,8 @@ def test_ports_are_those_that_the_server_listens_on(served):
         "http": host_and_port(serving.http, "")[1],
     }
     assert ports == {
-        "redis": host_and_port(Serving().listen, "")[1],
-        "http": host_and_port(Serving().http, "")[1],
+        "redis": host_and_port(ServerConfig().listen, "")[1],
+        "http": host_and_port(ServerConfig().http, "")[1],
     }
     assert {each["targetPort"]: each["port"] for each in the("Service")["spec"]["ports"]} == ports
     policy = the("NetworkPolicy")["spec"]["ingress"]
@@ -223,7 +223,7 @@ def test_the_server_may_be_reached_from_other_hosts_because_it_has_a_token(serve
     assert token.parent == MOUNTS["token"]
     secret = the("Secret")
     assert VOLUMES["token"]["secret"]["secretName"] == secret["metadata"]["name"]
-    check_exposure(serving, Secrets({Role.ENGINE: secret["stringData"][token.name]}))
+    check_exposure(serving, RoleTokens({Role.ENGINE: secret["stringData"][token.name]}))
 
 
 def test_every_path_of_the_settings_is_a_mount_that_may_be_written(served):
@@ -242,7 +242,7 @@ def test_every_path_of_the_settings_is_a_mount_that_may_be_written(served):
 
 def test_memory_is_the_slab_and_enough_beside_it(served):
     config, _ = served
-    slab = config.specs[0].capacity
+    slab = config.all_tiers[0].capacity
     assert slab is not None
     for which in ("requests", "limits"):
         assert parse_size(SERVER["resources"][which]["memory"] + "B") >= slab + ENOUGH
@@ -365,7 +365,7 @@ def test_what_compose_mounts_and_builds_exists():
 
 def test_the_document_lists_every_setting_with_its_default():
     text = (ROOT / "docs/SERVER.md").read_text()
-    for name, value in ((each, getattr(Serving(), each)) for each in Serving.__dataclass_fields__):
+    for name, value in ((each, getattr(ServerConfig(), each)) for each in ServerConfig.__dataclass_fields__):
         row = re.search(rf"^\| `{name}` \| (.*?) \|", text, re.MULTILINE)
         assert row, f"{name} is not in the table"
         shown = {"": "none", "False": "false"}.get(str(value), str(value).removesuffix(".0"))
@@ -374,8 +374,13 @@ def test_the_document_lists_every_setting_with_its_default():
 
 def test_the_document_lists_every_command_of_redis_and_no_other():
     (block,) = re.findall(r"## For Redis clients\n\n`([A-Z\s]+)`", (ROOT / "docs/SERVER.md").read_text())
-    service = Service(
-        tokens=lambda: Secrets({}), wrong=Wrong(Metrics()), info=dict, settings=dict, present=list, kill=bool
+    service = ServerCommands(
+        tokens=lambda: RoleTokens({}),
+        wrong=WrongTokens(Metrics()),
+        info=dict,
+        settings=dict,
+        present=list,
+        kill=bool,
     )
     known = {**redis_table(cast(Any, None), service), **Transactions(cast(Any, None)).table()}
     assert sorted(block.split()) == sorted(name.decode() for name in known)

@@ -90,7 +90,7 @@ def test_from_a_client_to_the_socket(tmp_path):
             "commit": lambda: client.commit(reservation),
             "match": lambda: client.release(client.match(keys, form)),
             "reserve": lambda: client.reserve([b"x" * 32], form),
-            "seen": lambda: client.seen(keys),
+            "seen": lambda: client.touch(keys),
         }
         counted = {name: hops_to({"send", "recv"}, call) for name, call in calls.items()}
     served.kill()

@@ -93,9 +93,11 @@ class DiskTier(BlockingTier):
                 "disk tier: which directory? write it like disk:///var/lib/lmtier?capacity=500GiB"
             )
         self.root = Path(root).expanduser().absolute()  # the process may change its directory
-        self.foreign = 0
+        self.foreign_entries = 0
         """Foreign entries of the directory that the last scan found. They are not touched."""
-        self.is_left = lock is not None  # until this process has taken over, the other one may need the lock
+        self.is_handed_over = (
+            lock is not None
+        )  # until this process has taken over, the other one may need the lock
         self._owners = None if trust_others else frozenset({0, os.geteuid()})
         self._adopts = adopt
         if os.path.realpath(self.root) == "/":
@@ -105,13 +107,13 @@ class DiskTier(BlockingTier):
             )
         try:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
-            self._home = os.open(self.root, _DIRECTORY)
+            self._root_fd = os.open(self.root, _DIRECTORY)
         except OSError as error:
             raise _unusable(self.root, error) from error
         try:
             self._lock = self._prepare(lock)
         except BaseException as error:
-            _let_go(self._home)
+            _let_go(self._root_fd)
             if isinstance(error, OSError):
                 raise _unusable(self.root, error) from error
             raise
@@ -127,29 +129,29 @@ class DiskTier(BlockingTier):
         New directories, and a new root, are closed to other users. An existing root keeps its mode: it may be
         a mount point, or the wrong directory by mistake.
         """
-        self._need_ours(self.root, os.fstat(self._home))
-        if not self._adopts and (others := _others_things(self._home)):
+        self._need_ours(self.root, os.fstat(self._root_fd))
+        if not self._adopts and (others := _foreign_entries(self._root_fd)):
             raise TierError(
                 f"disk tier: {self.root} holds other things, such as {others[0]!r}: name an empty "
                 "directory, which may be in it, or set adopt=yes in the tier's URL to use this one"
             )
         for name in (PARTIAL, *sorted(_FANS)):
             with suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=self._home)
-            status = os.lstat(name, dir_fd=self._home)
+                os.mkdir(name, 0o700, dir_fd=self._root_fd)
+            status = os.lstat(name, dir_fd=self._root_fd)
             if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{name} in it is not a directory")
             self._need_ours(self.root / name, status)
-        lock = _take_lock(self.root, self._home, os.O_CREAT, given)
+        lock = _take_lock(self.root, self._root_fd, os.O_CREAT, given)
         try:
-            for name in _leftovers(self._home):
-                os.unlink(name, dir_fd=self._home)
-            self._direct = _probe_direct(self.root, self._home)
-            space = os.statvfs(self._home)
+            for name in _leftovers(self._root_fd):
+                os.unlink(name, dir_fd=self._root_fd)
+            self._direct = _probe_direct(self.root, self._root_fd)
+            space = os.statvfs(self._root_fd)
         except BaseException:
             lock.close()
             raise
-        self.most = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize or None
+        self.storage_bytes = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize or None
         return lock
 
     def _need_ours(self, path: Path, status: os.stat_result) -> None:
@@ -165,12 +167,12 @@ class DiskTier(BlockingTier):
         return f"<DiskTier {self.root} {'O_DIRECT' if self._direct else 'buffered'}>"
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        got = _read(self._home, _path(item.name), self._direct, buffers, self._owners)
+        got = _read(self._root_fd, _path(item.name), self._direct, buffers, self._owners)
         self.touch([item])
         return got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        home, partial = self._home, f"{PARTIAL}/{item.name}"
+        home, partial = self._root_fd, f"{PARTIAL}/{item.name}"
         if item.replaces is not None:
             # Existing blocks are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
             with suppress(FileNotFoundError):
@@ -186,19 +188,19 @@ class DiskTier(BlockingTier):
     def delete(self, names: Sequence[Name]) -> None:
         for name in names:
             with suppress(FileNotFoundError):
-                os.unlink(_path(name), dir_fd=self._home)
+                os.unlink(_path(name), dir_fd=self._root_fd)
 
     def touch(self, items: Sequence[Item]) -> None:
         for item in items:
             used = item.used or time.time_ns()
             with suppress(OSError):  # an error here only loses the order of use, not the object
-                os.utime(_path(item.name), ns=(used, used), dir_fd=self._home, follow_symlinks=False)
+                os.utime(_path(item.name), ns=(used, used), dir_fd=self._root_fd, follow_symlinks=False)
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         found = {}
         for name in names:
             with suppress(FileNotFoundError):
-                status = os.stat(_path(name), dir_fd=self._home, follow_symlinks=False)
+                status = os.stat(_path(name), dir_fd=self._root_fd, follow_symlinks=False)
                 if (known := _object_stat(status, self._owners)) is not None:
                     found[name] = known
         return found
@@ -211,17 +213,17 @@ class DiskTier(BlockingTier):
         One file of each size is read: a damaged file most likely has a unique size, such as a sparse TiB,
         which must not count.
         """
-        self.foreign = 0
+        self.foreign_entries = 0
         sizes: set[tuple[Shard, int]] = set()
         page = memoryview(mmap.mmap(-1, PAGE))
         refused: OSError | None = None
-        for path, name, status in _walk(self._home):
+        for path, name, status in _walk(self._root_fd):
             if isinstance(status, OSError):
                 if path in _FANS:  # what it holds is not known, and may be what others want deleted
                     raise status
                 refused = status
             if name is None or isinstance(status, OSError):
-                self.foreign += 1
+                self.foreign_entries += 1
                 continue
             known = _object_stat(status, self._owners)
             if known is not None:
@@ -231,28 +233,28 @@ class DiskTier(BlockingTier):
                     yield name, known
                     continue
             try:
-                os.unlink(path, dir_fd=self._home)
+                os.unlink(path, dir_fd=self._root_fd)
             except FileNotFoundError:
                 pass  # deleted or replaced meanwhile
             except OSError as error:
                 refused = error
-                self.foreign += 1
+                self.foreign_entries += 1
         if refused:
             log.error(
                 "lmtier: the system refuses to examine or delete files in %s, such as the last one: %s; they "
                 "are left alone, so look at the disk and at their attributes",
                 *(self.root, refused),
             )
-        if self.foreign:
-            log.warning("lmtier: %d foreign entries in %s are left alone", self.foreign, self.root)
+        if self.foreign_entries:
+            log.warning("lmtier: %d foreign entries in %s are left alone", self.foreign_entries, self.root)
 
     def _is_sound(self, path: str, name: Name, known: Stat, page: memoryview) -> bool:
         """Whether its header says that it is this object, of this size."""
         try:
-            _read(self._home, path, self._direct, (page,), self._owners)
+            _read(self._root_fd, path, self._direct, (page,), self._owners)
             header, _ = peek(page, name)
-            if padded(header.at_rest) != known.nbytes:
-                raise CorruptObject(f"{known.nbytes} payload bytes, its header says {header.at_rest}")
+            if padded(header.stored_nbytes) != known.nbytes:
+                raise CorruptObject(f"{known.nbytes} payload bytes, its header says {header.stored_nbytes}")
         except CorruptObject as error:
             log.error("lmtier: %s is corrupt, deleting it: %s", name, error)
             return False
@@ -269,14 +271,14 @@ class DiskTier(BlockingTier):
     def close(self) -> None:
         super().close()
         if not self._lock.closed:
-            if not self.is_left:  # otherwise the lock is another's too
+            if not self.is_handed_over:  # otherwise the lock is another's too
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked in C may still have it open
             self._lock.close()
             if not self._left_behind:  # otherwise its thread could write to another file with this number
                 self._leave()
 
     def _leave(self) -> None:
-        home, self._home = self._home, -1
+        home, self._root_fd = self._root_fd, -1
         _let_go(home)
 
 
@@ -370,7 +372,7 @@ def verify(
     except OSError as error:
         raise _unusable(root, error) from error
     try:
-        if _others_things(home):  # before the lock of another program is taken
+        if _foreign_entries(home):  # before the lock of another program is taken
             raise TierError(f"disk tier: {root} is not the directory of a disk tier")
         with _take_lock(root, home, 0):
             try:
@@ -426,7 +428,7 @@ class _Checker:
         self.key_id = b""
         _read(self._home, path, self._direct, (self._page,))
         header, proof = read_header(self._page)
-        need = padded(header.at_rest)
+        need = padded(header.stored_nbytes)
         if size != PAGE + need:  # before memory is allocated for a size in a header
             raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
         if len(self._payload) < need:
@@ -442,7 +444,7 @@ class _Checker:
     def reseal(self, path: str, used: int) -> None:
         """Seal the object that was checked last with the current key, in its place."""
         assert self._header is not None
-        body = self._payload[: padded(self._header.at_rest)]
+        body = self._payload[: padded(self._header.stored_nbytes)]
         stored = seal(self._page, self._header, body, self._keys, self._scratch)
         partial = f"{PARTIAL}/{self._header.name}"
         _write(self._home, partial, self._direct, (self._page, stored), used)
@@ -537,7 +539,7 @@ def _object_stat(status: os.stat_result, owners: Owners) -> Stat | None:
 # ---- the directory
 
 
-def _others_things(home: int) -> list[str]:
+def _foreign_entries(home: int) -> list[str]:
     """What is in a directory that is neither empty nor lmtier's.
 
     It is lmtier's if all directories and the lock are there: then people may have put something beside them.
@@ -617,11 +619,11 @@ def _leftovers(home: int) -> list[str]:
     return [f"{PARTIAL}/{name}" for name in names if name == _PROBE or Name.parse(name)]
 
 
-_Found: TypeAlias = "tuple[str, Name | None, os.stat_result | OSError]"
+_WalkedEntry: TypeAlias = "tuple[str, Name | None, os.stat_result | OSError]"
 """A path; its name, unless it has no valid one for its place; its status, or why the system has none."""
 
 
-def _walk(home: int) -> Iterator[_Found]:
+def _walk(home: int) -> Iterator[_WalkedEntry]:
     """All entries except partial files and the lock."""
     with _listing(home, ".") as entries:
         for entry in entries:
@@ -629,14 +631,14 @@ def _walk(home: int) -> Iterator[_Found]:
                 try:
                     with _listing(home, entry.name) as files:
                         for file in files:
-                            yield from _judged(file, f"{entry.name}/{file.name}")
+                            yield from _classified(file, f"{entry.name}/{file.name}")
                 except OSError as error:
                     yield entry.name, None, error
             elif entry.name not in (LOCK, PARTIAL, _EMPTY):
-                yield from _judged(entry, entry.name)
+                yield from _classified(entry, entry.name)
 
 
-def _judged(entry: os.DirEntry[str], path: str) -> Iterator[_Found]:
+def _classified(entry: os.DirEntry[str], path: str) -> Iterator[_WalkedEntry]:
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:  # deleted or replaced meanwhile

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def need(scheme: str, condition: bool, otherwise: str) -> None:
+def require(scheme: str, condition: bool, otherwise: str) -> None:
     if not condition:
         raise ConfigError(f"{scheme} tier: {otherwise}")
 
 
-def need_common(scheme: str, namespace: str, connections: int, deadline: float) -> None:
+def require_common_options(scheme: str, namespace: str, connections: int, deadline: float) -> None:
     """Check the options that all of them have."""
-    need(scheme, connections >= 1, f"connections={connections}: must be 1 or more")
-    need(scheme, deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
+    require(scheme, connections >= 1, f"connections={connections}: must be 1 or more")
+    require(scheme, deadline > 0, f"deadline={deadline}: must be more than 0 seconds")
     is_name = _NAMESPACE.fullmatch(namespace) is not None
-    need(scheme, is_name, f"namespace={namespace!r}: up to 64 letters, digits and . _ -")
+    require(scheme, is_name, f"namespace={namespace!r}: up to 64 letters, digits and . _ -")
 
 
-class _Load(threading.local):
+class _LoadDeadline(threading.local):
     ends = 0.0
     """When the load of this thread has to end; 0: it has none."""
 
@@ -42,10 +42,10 @@ class TimedTier(BlockingTier):
     _deadline: float
 
     def __init__(self, name: str, readers: int, writers: int, askers: int = 0) -> None:
-        self._load = _Load()
+        self._load = _LoadDeadline()
         super().__init__(name, readers, writers, askers)
 
-    def _by(self) -> float:
+    def _call_deadline(self) -> float:
         """When a call that begins now has to end."""
         return self._load.ends or time.monotonic() + self._deadline
 

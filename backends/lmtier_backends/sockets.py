@@ -34,7 +34,7 @@ _IDLE = 60  # seconds; firewalls forget a silent connection after some minutes
 _PIECES = 512  # the most pieces for one sendmsg
 _ENCRYPTED = 1 << 20  # bytes of one send over TLS, so that its time is limited again and again
 _TIMEVAL = struct.Struct("@ll")
-_EARLY = 7 / 8  # of the time that is left: for so long the kernel may keep it
+_KERNEL_SHARE = 7 / 8  # of the time that is left: for so long the kernel may keep it
 _END = {socket.SO_SNDTIMEO: 0.25, socket.SO_RCVTIMEO: 0.02}
 """The last seconds, which `poll` keeps. A send may wait .2 s in the kernel before it looks at its limit."""
 
@@ -43,7 +43,7 @@ class BadReply(ConnectionError):
     """An answer that no server of this kind sends."""
 
 
-def shown(said: object) -> str:
+def printable_excerpt(said: object) -> str:
     """What a server said, for a message: one short line. The repr of a whole answer may take seconds."""
     if isinstance(said, bytes):
         said = said[:_SHOWN].decode(errors="replace")
@@ -52,7 +52,7 @@ def shown(said: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in said[:_SHOWN])
 
 
-def left(until: float) -> float:
+def seconds_left(until: float) -> float:
     """Seconds until then. Raises TimeoutError if there are none."""
     seconds = until - time.monotonic()
     if seconds <= 0:
@@ -67,7 +67,7 @@ def connect(address: Address, until: float, tls: ssl.SSLContext | None = None) -
         sock.settimeout(None)
         return sock
     try:
-        sock.settimeout(left(until))
+        sock.settimeout(seconds_left(until))
         sock = tls.wrap_socket(sock, server_hostname=address if isinstance(address, str) else address[0])
         forks.close_in_child(sock)
     except BaseException:
@@ -83,7 +83,7 @@ def _connect(address: Address, until: float) -> socket.socket:
         try:
             found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         except (ValueError, OverflowError):  # a server named it
-            raise BadReply(f"{shown(address[0])!r} is not the name of a host") from None
+            raise BadReply(f"{printable_excerpt(address[0])!r} is not the name of a host") from None
         places = [(family, place) for family, *_, place in found]
     problem: OSError = ConnectionError(f"{address} is no address")
     for tried, (family, place) in enumerate(places):
@@ -91,7 +91,7 @@ def _connect(address: Address, until: float) -> socket.socket:
         forks.close_in_child(sock)
         try:
             # So that a silent address leaves time for the next one.
-            sock.settimeout(left(until) / (len(places) - tried))
+            sock.settimeout(seconds_left(until) / (len(places) - tried))
             sock.connect(place)  # type: ignore[arg-type]  # a path or a pair, as the family wants it
             if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -155,7 +155,7 @@ class TimedSocket:
 
     def _send(self, rest: list[memoryview], until: float) -> int:
         if self._is_tls:
-            self._sock.settimeout(left(until))
+            self._sock.settimeout(seconds_left(until))
             return self._sock.send(rest[0][:_ENCRYPTED])
         while True:
             flags = self._limit(socket.SO_SNDTIMEO, until)
@@ -167,7 +167,7 @@ class TimedSocket:
     def receive(self, view: memoryview, until: float) -> int:
         """Receive at least one byte."""
         if self._is_tls:
-            self._sock.settimeout(left(until))
+            self._sock.settimeout(seconds_left(until))
             return self._some(self._sock.recv_into(view))
         while True:
             flags = self._limit(socket.SO_RCVTIMEO, until)
@@ -191,15 +191,15 @@ class TimedSocket:
 
     def _limit(self, option: int, until: float) -> int:
         """Let the kernel limit the next call, or near `until` wait here. Returns the flags of the call."""
-        seconds = left(until)
+        seconds = seconds_left(until)
         if seconds > _END[option]:
-            whole, rest = divmod(seconds * _EARLY, 1)
+            whole, rest = divmod(seconds * _KERNEL_SHARE, 1)
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(rest * 1e6)))
             return 0
         end = select.poll()
         end.register(self._sock, select.POLLOUT if option == socket.SO_SNDTIMEO else select.POLLIN)
         if not end.poll(seconds * 1000):
-            left(until)
+            seconds_left(until)
         return socket.MSG_DONTWAIT
 
 

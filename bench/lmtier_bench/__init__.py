@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier._version import __version__
 from lmtier.errors import ConfigError
-from lmtier.tools.terminal import Progress, complain, number, table
+from lmtier.tools.terminal import Progress, complain, number_text, table
 from lmtier_bench import gpu_paths
 
 if TYPE_CHECKING:
@@ -299,10 +299,10 @@ def report(rows: list[Row]) -> str:
             [
                 (
                     row.path,
-                    number(row.ours),
-                    number(row.limit),
+                    number_text(row.ours),
+                    number_text(row.limit),
                     row.unit,
-                    number(row.ratio),
+                    number_text(row.ratio),
                     _bound(row, row.floor),
                     _bound(row, row.goal),
                     "" if row.ok else "BELOW FLOOR",
@@ -314,7 +314,7 @@ def report(rows: list[Row]) -> str:
     for row in rows:
         if not row.reached:
             is_rate = _TARGETS[row.path].is_rate
-            got = f"{number(row.ratio)} <" if is_rate else f"{number(row.ours)} {row.unit} >"
+            got = f"{number_text(row.ratio)} <" if is_rate else f"{number_text(row.ours)} {row.unit} >"
             lines.append(f"below goal: {row.path} {got} {row.goal:g}")
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmtier.config import Config
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.cache import Cache
@@ -79,7 +79,7 @@ class Engine:
         return list(range(end - 1, first - 1, -1))
 
 
-def touched(nbytes: int) -> Bytes:
+def faulted_memory(nbytes: int) -> Bytes:
     """Memory whose pages are there, with no zeros in it."""
     memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     memory.reshape(-1, 4096)[:] = np.random.default_rng(0).integers(1, 256, 4096, np.uint8)
@@ -111,7 +111,7 @@ class Memcpy:
         memory, bare = self._spans(pieces)
         return seconds(partial(_copy, bare, memory))
 
-    def gain(self, crew: Crew) -> float:
+    def gain(self, crew: CopyThreads) -> float:
         """How many times faster two threads are just now: a second core that is busy, or memory that one
         thread can saturate, has nothing to give. The best of two readings each, or noise would choose."""
         ones, twos = [], []
@@ -148,7 +148,7 @@ def paired(
 
 def alone(scale: Scale) -> Samples:
     """Gather and scatter, without keys, index or leases."""
-    engine = Engine(large_layout(scale.large_layers), touched(scale.memory))
+    engine = Engine(large_layout(scale.large_layers), faulted_memory(scale.memory))
     kv = PagedKV(engine.layout, engine.layout.whole, engine.tensors)
     memcpy = Memcpy(engine.memory, kv.nbytes)
     slab = Slab(engine.chunks * kv.nbytes, hugepages=Config().hugepages)
@@ -192,7 +192,7 @@ def alone(scale: Scale) -> Samples:
 def large(scale: Scale) -> Samples:
     with OneTierCache(scale, large_layout(scale.large_layers)) as tier:
         yield from tier.samples("32 MiB objects")
-        crew = Crew(helpers=1)
+        crew = CopyThreads(helpers=1)
         try:
             yield from tier.samples("32 MiB objects, 2 cores", crew)
         finally:
@@ -209,7 +209,7 @@ class OneTierCache:
 
     def __init__(self, scale: Scale, layout: Layout, prompt_chunks: int = PROMPT_CHUNKS) -> None:
         self._rounds = scale.rounds
-        self._engine = Engine(layout, touched(scale.memory))
+        self._engine = Engine(layout, faulted_memory(scale.memory))
         self._chunks = min(prompt_chunks, self._engine.chunks // 2)
         self._memcpy = Memcpy(self._engine.memory, self._engine.nbytes)
         url = f"cpu://?capacity={self._engine.chunks * self._engine.nbytes}"
@@ -223,7 +223,7 @@ class OneTierCache:
     def __exit__(self, *_: object) -> None:
         self._cache.close()
 
-    def samples(self, what: str, crew: Crew | None = None) -> Samples:
+    def samples(self, what: str, crew: CopyThreads | None = None) -> Samples:
         """Fill the tier; rounds of saves, of which each must evict; rounds of loads of what is there."""
         engine, chunks, memcpy = self._engine, self._chunks, self._memcpy
         layout = engine.layout
@@ -271,7 +271,7 @@ class OneTierCache:
             )
         self._cache.check()
 
-    def _numbers(self, crew: Crew | None) -> Iterator[int]:
+    def _numbers(self, crew: CopyThreads | None) -> Iterator[int]:
         """Of the rounds; with a crew, of those that begin while bare threads gain from a second core."""
         if crew is not None and median(self._memcpy.gain(crew) for _ in range(9)) < FREE_CORE:
             return  # else the few rounds in which noise slowed the one thread would be all there is

@@ -21,13 +21,13 @@ from time import perf_counter
 
 from lmtier.client.client import Client
 from lmtier.config import Config
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.core.cache import Cache
 from lmtier.core.match import Entry, Match
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.format.layout import PAGE, ChunkForm, form_of, stored_size
 from lmtier_bench import Samples, Scale
-from lmtier_bench.copies import CHUNK_TOKENS, large_layout, paired, seconds, small_layout, touched
+from lmtier_bench.copies import CHUNK_TOKENS, faulted_memory, large_layout, paired, seconds, small_layout
 from lmtier_bench.server import lmtier_process
 
 READERS, WRITERS = 8, 8
@@ -39,7 +39,7 @@ PATIENCE = 120.0
 def store_and_load(scale: Scale) -> Samples:
     layout = large_layout(scale.large_layers)
     form = form_of(layout, [layout.whole])
-    chunks, room = scale.disk_chunks, form.room
+    chunks, room = scale.disk_chunks, form.slab_bytes
     nbytes = chunks * room
     # The slab holds two sets, the disk SETS. A set is loaded two rounds after it was stored: it has left
     # the slab by then, and of the disk's sets it is the least recently used.
@@ -70,7 +70,7 @@ def new_engine(scale: Scale) -> Samples:
     memory and the bare time of the disk."""
     layout = small_layout()
     form = form_of(layout, [layout.whole])
-    chunks, room = min(PROMPT_CHUNKS, scale.disk_chunks), form.room
+    chunks, room = min(PROMPT_CHUNKS, scale.disk_chunks), form.slab_bytes
     unix = str(scale.directory / "new-engine.sock")
     # The slab holds two prompts. The third to be stored is one too many.
     tiers = (
@@ -78,7 +78,7 @@ def new_engine(scale: Scale) -> Samples:
         f"disk://{scale.directory}/new-engine?capacity={8 * chunks * stored_size(room)}",
     )
     settings = {"LMTIER_TIERS": " ".join(tiers), "LMTIER_CHUNK_TOKENS": str(CHUNK_TOKENS)}
-    memory = touched(chunks * room).data
+    memory = faulted_memory(chunks * room).data
     parts = [memory[at : at + room] for at in range(0, len(memory), room)]
     bare = BareFiles(scale.directory / "bare-prompt", lambda: parts, room)
     with ExitStack() as stack:
@@ -161,14 +161,14 @@ class ChunkSets:
 
         took = seconds(work)
         assert found[0].sources == ["disk"] * self._chunks, (
-            f"{found[0]!r} came from {found[0].sources}, {found[0].cut}"
+            f"{found[0]!r} came from {found[0].sources}, {found[0].cut_reason}"
         )
         self.extents = self._extents(found[0].run)
         cache.release(found[0])
         return took
 
     def _extents(self, entries: Iterable[Entry]) -> list[memoryview]:
-        return [self._cache.slab.view(entry.offsets[0], self._form.room) for entry in entries]
+        return [self._cache.slab.view(entry.offsets[0], self._form.slab_bytes) for entry in entries]
 
 
 class BareFiles:
@@ -186,7 +186,7 @@ class BareFiles:
         self._size = PAGE + room
         self._paths = [directory / str(number) for number in range(len(extents()))]
         self._pages = [memoryview(mmap.mmap(-1, PAGE)) for _ in self._paths]
-        self._readers, self._writers = Crew(READERS - 1), Crew(WRITERS - 1)
+        self._readers, self._writers = CopyThreads(READERS - 1), CopyThreads(WRITERS - 1)
         for path in self._paths:
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._size)
@@ -201,7 +201,7 @@ class BareFiles:
         self._readers.close()
         self._writers.close()
 
-    def _all(self, crew: Crew, threads: int, one: Callable[[int], None]) -> float:
+    def _all(self, crew: CopyThreads, threads: int, one: Callable[[int], None]) -> float:
         left = deque(range(len(self._paths)))
 
         def work() -> None:

@@ -23,7 +23,7 @@ from lmtier.copy.cuda.kernels import TensorMemory
 from lmtier.copy.cuda.mover import CudaMover
 from lmtier.copy.cuda.page_lock import PageLockingDevice
 from lmtier.copy.cuda.paging import CudaKV
-from lmtier.copy.cuda.streams import Device, Lane
+from lmtier.copy.cuda.streams import Device, StreamPair
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError
 from lmtier.format.keys import Identity, KeyChain
@@ -133,7 +133,7 @@ class Rig:
         chunks: int,
         *,
         is_apart: bool = False,
-        near: bool = False,
+        with_gpu_copies: bool = False,
         is_proven: bool = False,
     ) -> None:
         """`is_proven`: nothing is copied, so the canary would find fault with it."""
@@ -145,7 +145,7 @@ class Rig:
         every = gpu.tensor((*shape, heads, BLOCK_TOKENS, k + v))
         self.kv = CudaKV(layout, layout.whole, list(every if is_apart else every.swapaxes(0, 1)), gpu.device)
         urls = [f"cpu://?capacity={4 * chunks * padded(nbytes)}&policy=lru"]
-        if near:
+        if with_gpu_copies:
             urls.insert(0, f"gpu://?capacity={padded(nbytes) * chunks}&policy=lru")
         config = Config(chunk_tokens=layout.chunk_tokens, tiers=urls, prefault=False, verify="sample")
         self.cache = Cache(config)
@@ -211,7 +211,7 @@ class Rig:
 
     # ---- seconds
 
-    def on_device(self, *ways: tuple[Lane, Callable[[], None]]) -> tuple[float, float]:
+    def on_device(self, *ways: tuple[StreamPair, Callable[[], None]]) -> tuple[float, float]:
         """Of the device, from the first byte to the last of all of these; of this thread, to enqueue them."""
         self.gpu.synchronize()
         self.gpu.matmuls(_AHEAD_MS)
@@ -230,8 +230,8 @@ class Rig:
         self.mover.drain()
         return ended.since(began), took
 
-    def bare(self, *ways: tuple[Lane, list[tuple[int, int, int]]]) -> float:
-        def copy(lane: Lane, copies: list[tuple[int, int, int]]) -> Callable[[], None]:
+    def bare(self, *ways: tuple[StreamPair, list[tuple[int, int, int]]]) -> float:
+        def copy(lane: StreamPair, copies: list[tuple[int, int, int]]) -> Callable[[], None]:
             return lambda: lane.copies.copy(copies)
 
         return self.on_device(*[(lane, copy(lane, copies)) for lane, copies in ways])[0]
@@ -290,7 +290,7 @@ def beside_work(scale: Scale, gpu: Gpu) -> Samples:
 
 def by_way_of_copies(scale: Scale, gpu: Gpu) -> Samples:
     """What copies in GPU memory are worth, and what it costs to leave them there."""
-    with Rig(gpu, *_one_model(scale), near=True) as rig:
+    with Rig(gpu, *_one_model(scale), with_gpu_copies=True) as rig:
         yield from _near(scale, rig)
 
 
@@ -379,16 +379,18 @@ def _kernels(scale: Scale, rig: Rig) -> Samples:
         ids = np.array(rig.ids()[0], np.int32).reshape(rig.chunks, -1)
 
         def work() -> None:
-            for launch in kv.geometry.copies("gather", kv.layers, pieces, payloads, [ids], device.spread):
+            for launch in kv.geometry.copy_launches(
+                "gather", kv.layers, pieces, payloads, [ids], device.spread
+            ):
                 lane.kernels.launch(launch)
 
         return rig.on_device((lane, work))[0]
 
     def fingerprint() -> float:
         chunks = kv.check(rig.ids()[0])
-        marks = kv.take_marks(len(chunks))
-        took, _ = rig.on_device((lane, lambda: kv.enqueue_marks(lane, kv.layers, chunks, marks)))
-        kv.give_back(marks)
+        marks = kv.take_fingerprints(len(chunks))
+        took, _ = rig.on_device((lane, lambda: kv.enqueue_fingerprints(lane, kv.layers, chunks, marks)))
+        kv.free_fingerprints(marks)
         return took
 
     for number in _numbers(scale):

@@ -46,7 +46,7 @@ def chunks(name: object, many: int) -> list[bytes]:
 def engines(scale: Scale) -> Samples:
     rounds = range(min(ROUNDS, scale.rounds))
     with ExitStack() as stack:
-        server = stack.enter_context(Loaded.server(scale, "load", CAPACITY))
+        server = stack.enter_context(ServerUnderLoad.server(scale, "load", CAPACITY))
         server.run("fill", scale.engine_prompts)
         for number in rounds:
             ours = server.cost(f"{number}", scale.engine_prompts)
@@ -68,7 +68,9 @@ def many_chunks(scale: Scale) -> Samples:
     with ExitStack() as stack:
         servers = {}
         for name, capacity in sizes.items():
-            server = servers[name] = stack.enter_context(Loaded.server(scale, f"load{name}", capacity))
+            server = servers[name] = stack.enter_context(
+                ServerUnderLoad.server(scale, f"load{name}", capacity)
+            )
             server.run("fill", capacity // (ENGINES * CHUNKS // 2) + 1)
             held = server.client.stats()["cpu"]["chunks"]
             assert held > 0.99 * capacity - CHUNKS, f"it holds {held} of {capacity} chunks"
@@ -82,7 +84,7 @@ def many_chunks(scale: Scale) -> Samples:
                 yield where + "p99 of lookups, over 20k", waits[name] / waits[""], 1
 
 
-class Loaded:
+class ServerUnderLoad:
     """A server, the engines that work with it, and a client of ours."""
 
     def __init__(self, path: str, stack: ExitStack) -> None:
@@ -93,11 +95,11 @@ class Loaded:
 
     @classmethod
     @contextmanager
-    def server(cls, scale: Scale, name: str, capacity: int) -> Iterator[Loaded]:
+    def server(cls, scale: Scale, name: str, capacity: int) -> Iterator[ServerUnderLoad]:
         """It has room for so many chunks. They stay empty, so they take no memory."""
         path = str(scale.directory / f"{name}.sock")
         settings = {"LMTIER_CHUNK_TOKENS": str(TOKENS), "LMTIER_PREFAULT": "false"}
-        with lmtier_process(capacity * FORM.room, path, **settings), ExitStack() as stack:
+        with lmtier_process(capacity * FORM.slab_bytes, path, **settings), ExitStack() as stack:
             yield cls(path, stack)
 
     def run(self, name: str, prompts: int) -> None:

@@ -18,7 +18,7 @@ from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.cache import Cache
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Layout, form_of
 from lmtier.rules.policy import make_policy
@@ -119,7 +119,7 @@ def _filled(policy: str, count: int) -> Index:
         if len(run) == 8:
             index.refresh(run)
             run = []
-        run.append(index.add(_key(number), form, 1, State.READY, run[-1] if run else None))
+        run.append(index.add(_key(number), form, 1, EntryState.READY, run[-1] if run else None))
     index.refresh(run)
     return index
 
@@ -159,7 +159,7 @@ def _use(index: Index, keys: list[bytes]) -> float:
                 index.release(entry)
             victims = index.evict(1)
             assert victims, "nobody could leave"
-            index.add(victims[0].key, victims[0].form, 1, State.READY, None)
+            index.add(victims[0].key, victims[0].form, 1, EntryState.READY, None)
 
     return seconds(work)
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from lmtier.config import TierSpec
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.errors import ConfigError
 from lmtier.tiers.registry import open_tier
 from lmtier_bench import Samples, Scale
-from lmtier_bench.copies import large_layout, paired, seconds, touched
+from lmtier_bench.copies import faulted_memory, large_layout, paired, seconds
 from lmtier_bench.redis import BATCH, Objects
 from lmtier_bench.server import NAMES, PATIENCE, free_port, installed
 
@@ -49,7 +49,7 @@ def store_and_load(scale: Scale) -> Samples:
     layout = large_layout(scale.large_layers)
     nbytes = layout.nbytes(layout.whole)
     total = BATCH * nbytes
-    memory = touched(min(scale.memory, NAMES * nbytes))
+    memory = faulted_memory(min(scale.memory, NAMES * nbytes))
     with ExitStack() as stack:
         master, metadata = stack.enter_context(_cluster(program, scale.directory))
         url = f"mooncake://{master}?metadata={metadata}&local=127.0.0.1&deadline=1m&connections={THREADS}"
@@ -76,7 +76,7 @@ class OwnCalls:
         self._memory = np.copy(memory)
         self._nbytes = nbytes
         assert self._store.register_buffer(self._memory.ctypes.data, self._memory.nbytes) == 0
-        self._crew = Crew(THREADS - 1)
+        self._crew = CopyThreads(THREADS - 1)
         self._numbers = count()
         self._stored: deque[int] = deque(maxlen=NAMES)
 

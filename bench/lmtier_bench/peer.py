@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 
-from lmtier_bench.copies import touched
+from lmtier_bench.copies import faulted_memory
 
 MEMORY = 1 << 30
 ORDER = struct.Struct("<cQ")
@@ -47,7 +47,7 @@ def serve(listener: socket.socket, memory: memoryview) -> None:
 
 def main(place: str) -> None:
     address: str | tuple[str, int] = ("127.0.0.1", int(place)) if place.isdigit() else place
-    memory = touched(MEMORY).data
+    memory = faulted_memory(MEMORY).data
     with socket.socket(socket.AF_INET if place.isdigit() else socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(1)

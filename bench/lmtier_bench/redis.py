@@ -24,7 +24,7 @@ from lmtier.testing import opaque_layout, pages, run
 from lmtier.tiers.base import Item, Job, Op, Tier
 from lmtier.tiers.registry import open_tier
 from lmtier_bench import Samples, Scale
-from lmtier_bench.copies import large_layout, paired, seconds, touched
+from lmtier_bench.copies import faulted_memory, large_layout, paired, seconds
 from lmtier_bench.server import (
     LOOKUP_CHUNKS,
     NAMES,
@@ -47,7 +47,7 @@ def store_and_load(scale: Scale) -> Samples:
     layout = large_layout(scale.large_layers)
     nbytes = layout.nbytes(layout.whole)
     total = BATCH * nbytes
-    memory = touched(scale.memory).data
+    memory = faulted_memory(scale.memory).data
     with ExitStack() as stack:
         bare = BareSocket(
             stack.enter_context(process(*module("lmtier_bench.peer"), free_port())), memory, nbytes
@@ -61,7 +61,7 @@ def store_and_load(scale: Scale) -> Samples:
         ]
         other = stack.enter_context(redis_process(scale.directory))
         if (client := _redis_py(other.getpeername()[1])) is not None:
-            whole = Whole(stack.enter_context(closing(client)), memory, nbytes)
+            whole = RedisPyValues(stack.enter_context(closing(client)), memory, nbytes)
             others.append(("against redis-py", whole.set, whole.get))
         for what, send, receive in others:
             for _ in range(ROOM // BATCH):  # full, and what was there before is gone
@@ -150,7 +150,7 @@ class Objects:
         return seconds(work)
 
 
-class Whole:
+class RedisPyValues:
     """Values as redis-py moves them: one call, one value."""
 
     def __init__(self, client: Any, memory: memoryview, nbytes: int) -> None:

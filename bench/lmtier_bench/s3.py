@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lmtier.config import TierSpec
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.errors import ConfigError
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import Header
@@ -32,7 +32,7 @@ from lmtier.testing import opaque_layout, pages, run
 from lmtier.tiers.base import Item, Job, Op, Tier
 from lmtier.tiers.registry import open_tier
 from lmtier_bench import Samples, Scale
-from lmtier_bench.copies import large_layout, paired, seconds, touched
+from lmtier_bench.copies import faulted_memory, large_layout, paired, seconds
 from lmtier_bench.redis import BATCH, Objects
 from lmtier_bench.server import LOOKUP_CHUNKS, NAMES, PATIENCE, REPEATS, free_port, installed
 
@@ -46,7 +46,7 @@ def store_and_load(scale: Scale) -> Samples:
     layout = large_layout(scale.large_layers)
     nbytes = layout.nbytes(layout.whole)
     total = BATCH * nbytes
-    memory = touched(scale.memory).data
+    memory = faulted_memory(scale.memory).data
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, KEYS))
         port = stack.enter_context(_seaweed(program, scale.directory))
@@ -101,7 +101,7 @@ class Bare:
     def __init__(self, port: str, memory: memoryview, nbytes: int) -> None:
         self._views = cycle([memory[at : at + nbytes] for at in range(0, len(memory) - nbytes + 1, nbytes)])
         self._nbytes = nbytes
-        self._crew = Crew(BATCH - 1)
+        self._crew = CopyThreads(BATCH - 1)
         self._wires = [socket.create_connection(("127.0.0.1", int(port))) for _ in range(BATCH)]
         for wire in self._wires:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -161,7 +161,7 @@ class Boto3:
 
     def __init__(self, client: Any, memory: memoryview, nbytes: int) -> None:
         self._client = client
-        self._crew = Crew(BATCH - 1)
+        self._crew = CopyThreads(BATCH - 1)
         self._values = cycle(
             [bytes(memory[at : at + nbytes]) for at in range(0, min(len(memory), 8 * nbytes), nbytes)]
         )

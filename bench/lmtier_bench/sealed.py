@@ -28,7 +28,7 @@ def store_and_load(scale: Scale) -> Samples:
     os.environ[_KEY] = os.urandom(32).hex()
     layout = large_layout(scale.large_layers)
     form = form_of(layout, [layout.whole])
-    chunks, room = scale.disk_chunks // 2, form.room  # there are two of everything
+    chunks, room = scale.disk_chunks // 2, form.slab_bytes  # there are two of everything
     nbytes = chunks * room
     with ExitStack() as stack:
 

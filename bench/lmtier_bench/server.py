@@ -23,9 +23,9 @@ from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.errors import ConfigError
 from lmtier.format.keys import Identity
-from lmtier.wire.resp import command
+from lmtier.wire.resp import encode_command
 from lmtier_bench import Samples, Scale
-from lmtier_bench.copies import CHUNK_TOKENS, Engine, large_layout, paired, seconds, touched
+from lmtier_bench.copies import CHUNK_TOKENS, Engine, faulted_memory, large_layout, paired, seconds
 from lmtier_bench.lookups import TINY
 from lmtier_bench.peer import ORDER, take
 
@@ -39,7 +39,7 @@ PATIENCE = 60.0
 def values(scale: Scale) -> Samples:
     """SET and GET of large values over TCP, one connection."""
     nbytes = VALUE if scale.large_layers == 32 else 1 << 20
-    memory = touched(scale.memory).data
+    memory = faulted_memory(scale.memory).data
     with ExitStack() as stack:
         bare = BareSocket(
             stack.enter_context(process(*module("lmtier_bench.peer"), free_port())), memory, nbytes
@@ -66,13 +66,13 @@ def values(scale: Scale) -> Samples:
 def engines(scale: Scale) -> Samples:
     """What an engine on this host sends and waits for; its KV goes through shared memory."""
     layout = large_layout(scale.large_layers)
-    engine = Engine(layout, touched(4 * layout.nbytes(layout.whole)))
+    engine = Engine(layout, faulted_memory(4 * layout.nbytes(layout.whole)))
     unix = str(scale.directory / "server.sock")
     with ExitStack() as stack:
         stack.enter_context(lmtier_process(8 * engine.nbytes + LOOKUP_CHUNKS * 4096, unix))
         peer = str(scale.directory / "peer.sock")
         sock = stack.enter_context(process(*module("lmtier_bench.peer"), peer))
-        bare = BareSocket(sock, touched(1 << 20).data, LOOKUP_CHUNKS * 32)
+        bare = BareSocket(sock, faulted_memory(1 << 20).data, LOOKUP_CHUNKS * 32)
         client = stack.enter_context(Client(unix))
         yield from _lookups(scale, client, bare)
         kv = PagedKV(layout, layout.whole, engine.tensors)
@@ -144,7 +144,7 @@ class LeanClient:
         self._set, self._got = count(), count()
 
     def set(self) -> None:
-        head = command("SET", f"value {next(self._set) % NAMES}", "").removesuffix(b"$0\r\n\r\n")
+        head = encode_command("SET", f"value {next(self._set) % NAMES}", "").removesuffix(b"$0\r\n\r\n")
         self._sock.sendall(head + bytes(self._header))
         self._sock.sendall(next(self._views))
         self._sock.sendall(b"\r\n")
@@ -152,7 +152,7 @@ class LeanClient:
         assert bytes(self._answer[:5]) == b"+OK\r\n", bytes(self._answer)
 
     def get(self) -> None:
-        self._sock.sendall(command("GET", f"value {next(self._got) % NAMES}"))
+        self._sock.sendall(encode_command("GET", f"value {next(self._got) % NAMES}"))
         take(self._sock, self._answer)
         assert self._answer == self._header, bytes(self._answer)
         take(self._sock, next(self._views))

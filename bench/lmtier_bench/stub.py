@@ -10,7 +10,7 @@ import numpy as np
 
 from lmtier.copy.cuda.driver import Driver
 from lmtier.copy.cuda.kernels import Launch, Spread
-from lmtier.copy.cuda.streams import Copies, Event, Lane, Rows
+from lmtier.copy.cuda.streams import Copies, Event, Rows, StreamPair
 from lmtier.format.layout import Array
 from lmtier_bench import Samples, Scale
 from lmtier_bench.gpu import Rig, layout_of
@@ -72,7 +72,10 @@ class Stub:
         self.driver, self.calls = Driver(Library()), 0
         streams = [NoStream(self) for _ in range(4)]
         self.compute = NoStream(self)
-        self.store, self.load = Lane(streams[0], streams[1], True), Lane(streams[2], streams[3], False)
+        self.store, self.load = (
+            StreamPair(streams[0], streams[1], True),
+            StreamPair(streams[2], streams[3], False),
+        )
         self._kept: dict[int, Array] = {}
 
     @property

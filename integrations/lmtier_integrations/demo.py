@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from lmtier.client.client import Client
 from lmtier.errors import ConfigError, TierError
-from lmtier.tools.terminal import Progress, number, say, table
+from lmtier.tools.terminal import Progress, number_text, say, table
 from lmtier_integrations.transformers import PrefixCache
 
 CHUNK_TOKENS = 64
@@ -342,7 +342,7 @@ class Play:
         is_same = ours == plain or (count > 0 and ours == self._speaker.in_two_pieces(ids, count))
         self.is_same = self.is_same and is_same
         tiers = [sum(n for name, n in loaded.items() if name.startswith(tier)) for tier in TIERS]
-        times = number(looked_up + computing), number(without)
+        times = number_text(looked_up + computing), number_text(without)
         tokens = ids.shape[1]
         self.rows.append((name, tokens, *tiers, tokens - count, *times, "yes" if is_same else "NO"))
         text = self._speaker.text(ours)

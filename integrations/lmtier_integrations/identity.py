@@ -41,7 +41,7 @@ _TRIES = 3  # readings of files that change during the reading
 
 Stamp: TypeAlias = tuple[str, int, int, int, int]
 """Path, inode, size, and when content and inode changed last in ns, of one file or folder."""
-Stamps: TypeAlias = tuple[Stamp, ...]
+FileStamps: TypeAlias = tuple[Stamp, ...]
 
 _digests: dict[Stamp, str] = {}
 
@@ -53,7 +53,7 @@ class WeightFiles:
     folder: str
     paths: tuple[str, ...]
 
-    def stamps(self) -> Stamps:
+    def stamps(self) -> FileStamps:
         """The stamps that show a change of these files, or of their choice, without reading them.
 
         A file that appears or disappears changes the stamp of its folder. Empty: a file is missing.
@@ -67,7 +67,7 @@ class WeightFiles:
         named = ((os.path.relpath(path, self.folder), _content_of(path)) for path in self.paths)
         return hashlib.sha256(json.dumps(list(named)).encode()).hexdigest()
 
-    def settled(self) -> tuple[Stamps, str]:
+    def settled(self) -> tuple[FileStamps, str]:
         """Stamps and digest that belong together. Empty: the files are missing, or change all the time."""
         for _ in range(_TRIES):
             if not (stamps := self.stamps()):
@@ -144,7 +144,7 @@ def adapter_in(place: str) -> str:
     return weights_in(os.path.expanduser(place), "adapter_config.json")
 
 
-def stamps_of(paths: Iterable[str]) -> Stamps:
+def stamps_of(paths: Iterable[str]) -> FileStamps:
     """The stamps of these files and folders. Empty: one is missing."""
     try:
         return tuple(
@@ -156,7 +156,7 @@ def stamps_of(paths: Iterable[str]) -> Stamps:
         return ()
 
 
-def newest(stamps: Stamps) -> int:
+def newest(stamps: FileStamps) -> int:
     """When the last of these files changed, or was put in its place: nanoseconds since 1970."""
     return max(max(stamp[-2:]) for stamp in stamps)
 

@@ -364,7 +364,7 @@ class LMTierHiCache(HiCacheStorage):
             while done < len(keys):  # in several rounds, because the slab may be smaller than the batch
                 with _matched(client, pool, names[done:]) as match:
                     client.wait(match)
-                    ready = match.run if match.ready else []
+                    ready = match.run if match.is_ready else []
                     for entry, page in zip(ready, pages[done:], strict=False):
                         _copy(client, entry.offsets[0], page, is_load=True)
                 if not ready:
@@ -405,7 +405,9 @@ class LMTierHiCache(HiCacheStorage):
                 client.commit(reservation)
                 if client.unserved > unserved:
                     break
-                stored = max([reservation.known, *(number + 1 for number in reservation.entries)]) - first
+                stored = (
+                    max([reservation.leading_stored, *(number + 1 for number in reservation.entries)]) - first
+                )
                 at = at + stored if reservation.dropped else len(keys)
                 left = until - time.monotonic()
                 if at == len(keys) or left < 0 or not client.flush(left):
@@ -505,7 +507,7 @@ def _matched(client: Client, pool: NamedPool, names: list[bytes]) -> Iterator[Ma
 def _count(client: Client, pool: NamedPool, names: list[bytes]) -> int:
     """The number of leading pages that are stored. Nothing is loaded."""
     with _matched(client, pool, names) as match:
-        while match.asking and time.monotonic() < match.deadline:
+        while match.pending_lookups and time.monotonic() < match.deadline:
             time.sleep(_POLL)  # waiting at the server would load the pages, which is not wanted here
             client.step()
         return match.chunks

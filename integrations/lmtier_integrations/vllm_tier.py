@@ -50,20 +50,20 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmtier.config import Config
 from lmtier.core.index import Index
-from lmtier.core.lower import Above
+from lmtier.core.lower import CacheContext
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.errors import ConfigError
 from lmtier.format.keys import KEY_BYTES, PREFIX_BYTES, Identity, seed
 from lmtier.format.layout import LayerShape, Layout, Name, Shard, form_of
 from lmtier.format.objects import Header
-from lmtier.observe.follower import Follower, Followers
+from lmtier.observe.follower import CacheObserver, CacheObservers
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.policy import make_policy
 from lmtier.tiers.base import Reason, Stat
 from lmtier_integrations.identity import preparing_files_in
 from lmtier_integrations.vllm.identity import name_of
-from lmtier_integrations.vllm.memory import caller, loaded_by, wrap
+from lmtier_integrations.vllm.loaded_model import loaded_by, object_on_stack, wrap_method
 
 log = logging.getLogger("vllm.lmtier")
 
@@ -95,7 +95,7 @@ class RequestState:
     """For each group of layers: where its last stored chunk ends in the prompt, and its entry."""
 
 
-class _Unwritten(Follower):
+class _Unwritten(CacheObserver):
     """The chunks that were not stored in the tier since the last report to vLLM."""
 
     def __init__(self) -> None:
@@ -123,14 +123,14 @@ class _Weights:
         self._forgotten = forgotten
         self._leave = ExitStack()
         self.close = self._leave.close
-        core, scheduler = caller(EngineCore), caller(SchedulerInterface)
+        core, scheduler = object_on_stack(EngineCore), object_on_stack(SchedulerInterface)
         self.core = core if scheduler is not None else None
         """None: changes are not seen."""
         if core is not None and scheduler is not None:
             for name in ("collective_rpc", "remove_lora"):
-                wrap(self._leave, core, name, self._call)
-            wrap(self._leave, core, "add_lora", self._add_lora)
-            wrap(self._leave, scheduler, "reset_prefix_cache", self._reset)
+                wrap_method(self._leave, core, name, self._call)
+            wrap_method(self._leave, core, "add_lora", self._add_lora)
+            wrap_method(self._leave, scheduler, "reset_prefix_cache", self._reset)
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         was_known, self.have_changed = self.have_changed, True
@@ -181,7 +181,7 @@ class LMTierSecondary(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = Config(tiers=["cpu://?capacity=4KiB", tier], load_deadline=load_deadline)
-        _, spec = config.specs
+        _, spec = config.all_tiers
         self.locality = Locality.LOCAL if spec.scheme == "disk" else Locality.REMOTE
         if spec.scheme != "disk":
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -208,9 +208,9 @@ class LMTierSecondary(SecondaryTierManager):
         self._corrupt = 0
         self._patience = config.load_deadline
         self._wake = threading.Event()
-        followers = Followers()
+        followers = CacheObservers()
         followers.add(self._unwritten)
-        above = Above(
+        above = CacheContext(
             slab=self._going,
             view=self._view,
             release=self._released,
@@ -241,10 +241,10 @@ class LMTierSecondary(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         below, request = self._below, _request(req_context)
         answer = request.answers.get(key, ...)
-        if answer is False or self._weights.have_changed or not below.up.allows():
+        if answer is False or self._weights.have_changed or not below.load_breaker.allows():
             return LookupResult.MISS
         if self._shared is None:
-            return LookupResult.HIT if below.holds(self._key(key), self._form) else LookupResult.MISS
+            return LookupResult.HIT if below.is_stored(self._key(key), self._form) else LookupResult.MISS
         if answer is True:
             return LookupResult.HIT
         if answer is not None:
@@ -277,10 +277,12 @@ class LMTierSecondary(SecondaryTierManager):
             key=lambda chunk: job_metadata.req_context.get_offload_key_position(chunk[0]) or 0,
         )
         progress = self._begin(job_metadata)
-        can_store = self._below.is_warm and self._below.down.allows() and not self._weights.have_changed
+        can_store = (
+            self._below.is_warm and self._below.store_breaker.allows() and not self._weights.have_changed
+        )
         for each, place in chunks:
             key = self._key(each)
-            if not self._weights.have_changed and self._below.holds(key, self._form):
+            if not self._weights.have_changed and self._below.is_stored(key, self._form):
                 self._below.touch([key])
                 self._arrived(progress, each, ok=True)
             elif key in self._going:
@@ -295,13 +297,13 @@ class LMTierSecondary(SecondaryTierManager):
                     key,
                     self._form,
                     self.block_size_bytes,
-                    State.READY,
+                    EntryState.READY,
                     parent if before < position else None,
                 )
                 entry.offsets = (int(place) * self.block_size_bytes,)
                 request.tails[group] = position, entry
                 self._writing[key] = [(progress, each)]
-                self._below.offer(entry)
+                self._below.queue_write(entry)
         self._step()
 
     def _released(self, entry: Entry) -> None:
@@ -316,8 +318,8 @@ class LMTierSecondary(SecondaryTierManager):
         request, progress = _request(job_metadata.req_context), self._begin(job_metadata)
         for each, place in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
             key, at = self._key(each), int(place) * self.block_size_bytes
-            form = None if self._weights.have_changed else self._below.form(key, self._form)
-            if form is None or form.sizes != self._form.sizes or not self._below.up.allows():
+            form = None if self._weights.have_changed else self._below.load_form(key, self._form)
+            if form is None or form.sizes != self._form.sizes or not self._below.load_breaker.allows():
                 self._loaded(progress, request, each, Reason.ABSENT)
             else:
                 payload = self._memory[at : at + self.block_size_bytes]
@@ -372,7 +374,7 @@ class LMTierSecondary(SecondaryTierManager):
         below = self._below
         below.poll()
         below.expire()
-        if below.down.is_open and not below.down.allows():
+        if below.store_breaker.is_open and not below.store_breaker.allows():
             # vLLM cannot use the memory of waiting chunks, and a tier may fail for a long time.
             self._unwritten.keys.update(entry.key for entry in self._going.entries() if not entry.leases)
         below.pump()
@@ -381,7 +383,7 @@ class LMTierSecondary(SecondaryTierManager):
             if entry is not None and not entry.leases:
                 self._going.remove(entry)
             # A disk that has just turned out to be full reports nothing: it offers the chunk again, in vain.
-            is_there = self._shared is not None or below.holds(key, self._form)
+            is_there = self._shared is not None or below.is_stored(key, self._form)
             for progress, each in self._writing.pop(key, ()):
                 self._arrived(progress, each, ok=is_there and key not in self._unwritten.keys)
         self._written.clear()

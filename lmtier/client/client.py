@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmtier import forks
-from lmtier.client.link import Answer, Argument, Link, Window
+from lmtier.client.link import Argument, Link, MappedSlab, PendingReply
 from lmtier.client.remote import RemoteServer
 from lmtier.config import Config
-from lmtier.core.match import Entry, Match, Reservation, State, unplaced
+from lmtier.core.match import Entry, EntryState, Match, Reservation, unplaced
 from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
@@ -40,9 +40,9 @@ from lmtier.wire.verbs import (
     MAX_KEYS,
     MAX_MS,
     RUN_SHIFT,
-    arguments,
-    fields_of,
+    pack_keys,
     read_changes,
+    read_fields,
     read_match,
     read_reservation,
 )
@@ -53,7 +53,7 @@ _LOST = "tier_down"
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class PendingReservation:
     """A reservation that was requested."""
 
     keys: list[bytes]
@@ -61,7 +61,7 @@ class Asked:
     first: int
     link: Link | None = None
     """The connection of the request; None: it was not sent."""
-    answer: Answer | None = None
+    answer: PendingReply | None = None
 
 
 class Client:
@@ -99,7 +99,7 @@ class Client:
     def __repr__(self) -> str:
         server = self._server
         state = "closed" if server.is_closed else "no server" if server.outage else "connected"
-        return f"<Client of {server.address}, {state}, {len(server.held)} matches and reservations>"
+        return f"<Client of {server.address}, {state}, {len(server.grants)} matches and reservations>"
 
     def __enter__(self) -> Client:
         return self
@@ -108,18 +108,18 @@ class Client:
         self.close()
 
     @property
-    def slab(self) -> Window:
+    def slab(self) -> MappedSlab:
         """The slab of the connected run of the server."""
-        return self._server.link.window
+        return self._server.link.slab
 
     @property
     def config(self) -> Config:
         return self._server.link.config
 
     @property
-    def run(self) -> int:
+    def run_id(self) -> int:
         """The run of the server to which `slab` belongs. Offsets of one run are invalid in another."""
-        return self._server.link.run
+        return self._server.link.run_id
 
     @property
     def traffic(self) -> int:
@@ -150,7 +150,7 @@ class Client:
         *,
         tokens: int | None = None,
         deadline: float | None = None,
-        ends: ChunkForm | None = None,
+        state_form: ChunkForm | None = None,
         session: str = "",
         parent: str = "",
         source: str = "",
@@ -162,42 +162,42 @@ class Client:
         if asked < whole:
             raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        match = Match(0, names, form, asked, time.monotonic() + seconds, ends)
+        match = Match(0, names, form, asked, time.monotonic() + seconds, state_form)
         link, number = self._server.number_of(form)
         which: Argument = number
-        if link is not None and ends is not None:
-            link, last = self._server.number_of(ends) if self.knows_states else (None, 0)
+        if link is not None and state_form is not None:
+            link, last = self._server.number_of(state_form) if self.knows_states else (None, 0)
             which = f"{number}{AND_STATE}{last}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
             words = _words(link.options, session, parent, source)
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
             # So is another server that a source names.
-            look = None if link.traces or source else link.look
+            look = None if link.traces or source else link.presence_reader
             if names and look is not None and look.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
-                self._server.post("LMTIER.MISSED", which, asked, *words, *arguments(names))
+                self._server.post("LMTIER.MISSED", which, asked, *words, *pack_keys(names))
                 return match
-            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *words, *arguments(names)]
+            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *words, *pack_keys(names)]
             entries: list[Entry] = []
 
             def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
-                entries.extend(unplaced(names, form, State.READY))
+                entries.extend(unplaced(names, form, EntryState.READY))
 
             reply = self._server.call(*request, link=link, undo=self._server.unmatch, meanwhile=meanwhile)
-            if self._fill(match, reply, entries):
-                self._server.held[match.id] = match
+            if self._update_match(match, reply, entries):
+                self._server.grants[match.id] = match
         return match
 
     def costs(self, cost: Cost) -> None:
         """Set the cost of computing for this engine's matches from now on. Never waits or connects."""
         link = self._server.link
-        if link.is_lost or link.stalled:  # do not connect during an engine's step
+        if link.is_lost or link.is_stalled:  # do not connect during an engine's step
             return
         old = link.cost or Cost(0.0, 0.0, 0.0, 0.0)
-        if any(abs(new - told) > _NEWS * told for new, told in zip(cost, old, strict=True)):
+        if any(abs(new - sent) > _NEWS * sent for new, sent in zip(cost, old, strict=True)):
             link.cost = cost
             self._server.post("LMTIER.COST", *map(repr, cost))
 
@@ -205,33 +205,35 @@ class Client:
         """As Cache.prefetch."""
         if match.released:
             raise MisuseError("prefetch of a match that was released")
-        if match.id and (not match.ready or (chunks is not None and chunks < match.chunks)):
+        if match.id and (not match.is_ready or (chunks is not None and chunks < match.chunks)):
             limit = () if chunks is None else (chunks,)
             knows_has = "HAS" in self._server.link.options
             has_some: tuple[Argument, ...] = ("HAS", has) if has and knows_has else ()
             reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_some)
-            if not self._fill(match, reply):
-                _cut(match, *limit)
+            if not self._update_match(match, reply):
+                _keep_complete_chunks(match, *limit)
 
     def wait(self, match: Match) -> Match:
         """As Cache.wait: until the match is ready, or its deadline has passed."""
         if match.released:
             raise MisuseError("wait for a match that was released")
-        if not match.ready:
+        if not match.is_ready:
             left = max(0.0, match.deadline - time.monotonic())
-            if not self._fill(match, self._call_for(match, "LMTIER.WAIT", match.id, seconds=left)):
-                _cut(match)
+            if not self._update_match(match, self._call_for(match, "LMTIER.WAIT", match.id, seconds=left)):
+                _keep_complete_chunks(match)
         return match
 
     def step(self) -> int:
         """Update the matches that are not ready. Returns how many have changed."""
-        unready = [each for each in self._server.held.values() if isinstance(each, Match) and not each.ready]
-        before = [_outline(match) for match in unready]
+        unready = [
+            each for each in self._server.grants.values() if isinstance(each, Match) and not each.is_ready
+        ]
+        before = [_progress_of(match) for match in unready]
         replies = self._server.call_all([("LMTIER.POLL", match.id) for match in unready])
         for match, reply in zip(unready, replies, strict=True):
-            if not self._fill(match, reply):
-                _cut(match)
-        return sum(old != _outline(match) for old, match in zip(before, unready, strict=True))
+            if not self._update_match(match, reply):
+                _keep_complete_chunks(match)
+        return sum(old != _progress_of(match) for old, match in zip(before, unready, strict=True))
 
     def release(self, match: Match) -> None:
         """End the match's leases. Idempotent; does not wait for the server."""
@@ -239,21 +241,21 @@ class Client:
             return
         match.released = True
         match.run = []
-        if self._server.held.pop(match.id, None) is not None:
+        if self._server.grants.pop(match.id, None) is not None:
             self._server.end("LMTIER.RELEASE", match.id)
 
-    def seen(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """As Cache.seen; does not wait for the server."""
         if self._server.reach() is not None:
-            self._server.post("LMTIER.SEEN", *arguments(keys))
+            self._server.post("LMTIER.SEEN", *pack_keys(keys))
 
-    def tell(self, keys: Sequence[bytes], tokens: Any, origin: Origin, parent: bytes = b"") -> None:
+    def send_tokens(self, keys: Sequence[bytes], tokens: Any, origin: Origin, parent: bytes = b"") -> None:
         """Send the tokens of these chunks, and the chunk before them. Does not wait for the server.
 
         Only `lmtier explain` and KV events need them. An engine that uses neither need not send them.
         """
         link, whence = self._server.link, origin.to_json()
-        if link.is_lost or link.stalled or len(whence) > MAX_ORIGIN:
+        if link.is_lost or link.is_stalled or len(whence) > MAX_ORIGIN:
             return
         step = max(1, _TOKENS_AN_ARGUMENT // self.chunk_tokens)  # chunks in one command
         ids, size = as_tokens(tokens), self.chunk_tokens
@@ -267,7 +269,7 @@ class Client:
         """Send the trace of `thing`, from the request's W3C headers, if the server traces. Does not wait."""
         if not headers or not self._server.link.traces or "traceparent" not in headers:
             return
-        if thing.id in self._server.held:
+        if thing.id in self._server.grants:
             parts = [headers[name] for name in ("traceparent", "tracestate") if name in headers]
             self._server.post("LMTIER.TRACE", thing.id, *parts)
 
@@ -277,57 +279,57 @@ class Client:
         self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
     ) -> Reservation:
         """As Cache.reserve; everything is dropped if no server answers."""
-        return self.reserved(self.ask_to_reserve(keys, form, first=first, ttl=ttl))
+        return self.finish_reserve(self.begin_reserve(keys, form, first=first, ttl=ttl))
 
-    def ask_to_reserve(
+    def begin_reserve(
         self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
-    ) -> Asked:
+    ) -> PendingReservation:
         """Send the request of `reserve` without waiting. `reserved` or `withdraw` must follow."""
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
-        asked = Asked(list(keys), form, first)
+        asked = PendingReservation(list(keys), form, first)
         lifetime = _lifetime(ttl)
         link, number = self._server.number_of(form)
         if link is not None and (not lifetime or self._can_end(link)):
-            asked.link, asked.answer = link, Answer(self._server.unreserve)
-            request: list[Argument] = [number, first, *lifetime, *arguments(asked.keys)]
+            asked.link, asked.answer = link, PendingReply(self._server.unreserve)
+            request: list[Argument] = [number, first, *lifetime, *pack_keys(asked.keys)]
             self._server.post("LMTIER.RESERVE", *request, then=asked.answer)
         return asked
 
-    def reserved(self, asked: Asked) -> Reservation:
+    def finish_reserve(self, asked: PendingReservation) -> Reservation:
         """The result of `reserve`. Everything is dropped also if the server was restarted meanwhile."""
         reply = reservation = None
         if asked.link is not None and asked.answer is not None:
-            reply = self._server.hear(asked.link, asked.answer, "LMTIER.RESERVE")
+            reply = self._server.wait_for_reply(asked.link, asked.answer, "LMTIER.RESERVE")
         if reply is not None:
-            reservation = self._server.understood(
-                lambda: read_reservation(fields_of(reply), asked.keys, asked.form)
+            reservation = self._server.parse_reply(
+                lambda: read_reservation(read_fields(reply), asked.keys, asked.form)
             )
         if reservation is None:
             known = min(asked.first, len(asked.keys))
             return Reservation(0, asked.form, {}, known, len(asked.keys) - known, set())
         if reservation.entries:
-            self._server.held[reservation.id] = reservation
+            self._server.grants[reservation.id] = reservation
         return reservation
 
     @property
-    def is_there(self) -> bool:
+    def is_server_alive(self) -> bool:
         """Whether the server of this client's matches is still there. Does not wait for it."""
-        return self._server.is_there
+        return self._server.is_server_alive
 
-    def withdraw(self, asked: Asked) -> None:
+    def cancel_reserve(self, asked: PendingReservation) -> None:
         """Give the reservation up. Does not wait for the server."""
         if asked.link is self._server.link and asked.answer is not None:
-            asked.answer.give_up()
-            if not asked.answer.has_come and not asked.link.is_lost:
+            asked.answer.abandon()
+            if not asked.answer.has_arrived and not asked.link.is_lost:
                 self._withdrawn = time.monotonic()
 
     @property
-    def is_owed(self) -> bool:
+    def has_late_reservation(self) -> bool:
         """Whether a reservation that was given up may still arrive: `step` gives it back at once."""
         link = self._server.link
         is_recent = time.monotonic() - self._withdrawn < self._server.timeout
-        return is_recent and bool(link.owed) and not (link.is_lost or link.stalled)
+        return is_recent and bool(link.callbacks) and not (link.is_lost or link.is_stalled)
 
     def _can_end(self, link: Link) -> bool:
         """Whether the server knows TTL.
@@ -346,13 +348,13 @@ class Client:
         self,
         reservation: Reservation,
         shard: Shard | None = None,
-        prints: Mapping[int, bytes] | None = None,
+        marks: Mapping[int, bytes] | None = None,
     ) -> None:
         """As Cache.commit. With no server, nothing becomes visible."""
         if reservation.entries:
             done = self._finish(reservation, shard)
-            marks = [word for chunk, mark in (prints or {}).items() for word in (chunk, mark.hex())]
-            self._end(reservation, "LMTIER.COMMIT", reservation.id, str(done), *marks)
+            pairs = [word for chunk, mark in (marks or {}).items() for word in (chunk, mark.hex())]
+            self._end(reservation, "LMTIER.COMMIT", reservation.id, str(done), *pairs)
 
     def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
         """As Cache.abort."""
@@ -368,27 +370,29 @@ class Client:
                     f"this reservation has {len(reservation.form.shards)} shards: pass the one that is done"
                 )
             shard = reservation.form.shards[0]
-        if shard not in reservation.left:
+        if shard not in reservation.pending_shards:
             raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
-        if reservation.id not in self._server.held:
+        if reservation.id not in self._server.grants:
             raise MisuseError(
                 f"{reservation!r} was made by another process: adopt it before you use its extents"
             )
-        reservation.left.remove(shard)
+        reservation.pending_shards.remove(shard)
         return shard
 
     def _end(self, reservation: Reservation, *request: Argument) -> None:
         server, link = self._server, self._server.link
-        answer = Answer()
+        answer = PendingReply()
         try:
             # The bytes are in place, so a commit counts as soon as the server reads it.
-            is_late = link.stalled or link.is_lost or not self._waits
+            is_late = link.is_stalled or link.is_lost or not self._waits
             server.end(*request, then=self._ended if is_late else answer)
             if not is_late:
-                server.hear(link, answer, request[0])
+                server.wait_for_reply(link, answer, request[0])
         finally:
-            if not reservation.left:  # only now: while it is held, no other connection can get this call
-                del self._server.held[reservation.id]
+            if (
+                not reservation.pending_shards
+            ):  # only now: while it is held, no other connection can get this call
+                del self._server.grants[reservation.id]
 
     # ---- matches and reservations of other processes of this engine
 
@@ -397,14 +401,14 @@ class Client:
 
         A release counts for all processes. Call `disown` instead if others still use it.
         """
-        if self._server.reach() is None or thing.id >> RUN_SHIFT != self._server.link.run:
+        if self._server.reach() is None or thing.id >> RUN_SHIFT != self._server.link.run_id:
             return False
-        self._server.held[thing.id] = thing
+        self._server.grants[thing.id] = thing
         return True
 
     def disown(self, thing: Match | Reservation) -> None:
         """This process stops using its extents. Others finish it; it does not end by this."""
-        self._server.held.pop(thing.id, None)
+        self._server.grants.pop(thing.id, None)
 
     # ---- lifetimes
 
@@ -414,16 +418,16 @@ class Client:
         link, number = self._server.number_of(form)
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, deadline), MAX_MS / 1000))
-            request: list[Argument] = [number, milliseconds, *arguments(match.keys)]
+            request: list[Argument] = [number, milliseconds, *pack_keys(match.keys)]
             reply = self._server.call("LMTIER.BRING", *request, link=link, undo=self._server.unmatch)
-            if self._fill(match, reply):
-                self._server.held[match.id] = match
+            if self._update_match(match, reply):
+                self._server.grants[match.id] = match
         return match
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
         """As Cache.pin. The pin outlives this client, but not the server. Empty if no server answers."""
-        reply = self._server.call("LMTIER.PIN", name, *_lifetime(ttl), *arguments(keys))
-        return (self._server.understood(lambda: fields_of(reply)) if reply is not None else None) or {}
+        reply = self._server.call("LMTIER.PIN", name, *_lifetime(ttl), *pack_keys(keys))
+        return (self._server.parse_reply(lambda: read_fields(reply)) if reply is not None else None) or {}
 
     def unpin(self, name: str) -> bool:
         """As Cache.unpin."""
@@ -434,7 +438,7 @@ class Client:
         reply = self._server.call("LMTIER.PINS")
         if reply is None:
             return []
-        return self._server.understood(lambda: [Pinned(**each) for each in json.loads(reply)]) or []
+        return self._server.parse_reply(lambda: [Pinned(**each) for each in json.loads(reply)]) or []
 
     def declare(self, identity: Identity, form: ChunkForm, lora: str = "") -> None:
         """Send how this engine makes its keys, so that users can name prompts by their tokens.
@@ -492,14 +496,14 @@ class Client:
         link, before = self._server.reach(), self._read_to
         if link is None:
             return []
-        is_new = before is None or before[0] != link.run
+        is_new = before is None or before[0] != link.run_id
         position = () if before is None or is_new else (before[1],)
         reply = self._server.call("LMTIER.CHANGES", *position, link=link)
-        found = self._server.understood(lambda: read_changes(reply)) if isinstance(reply, list) else None
+        found = self._server.parse_reply(lambda: read_changes(reply)) if isinstance(reply, list) else None
         if found is None:
             return []
         end, is_lost, changes = found
-        self._read_to = link.run, end
+        self._read_to = link.run_id, end
         return None if is_lost or (is_new and before is not None) else changes
 
     def stats(self) -> dict[str, dict[str, int]]:
@@ -507,8 +511,8 @@ class Client:
         reply = self._server.call("LMTIER.STATS")
         if reply is None:
             return {}
-        read = self._server.understood(
-            lambda: {tier: fields_of(each) for tier, each in fields_of(reply).items()}
+        read = self._server.parse_reply(
+            lambda: {tier: read_fields(each) for tier, each in read_fields(reply).items()}
         )
         return read or {}
 
@@ -517,7 +521,7 @@ class Client:
         reply = self._server.call("LMTIER.REPORT")
         if reply is None:
             return {}
-        return self._server.understood(lambda: dict(json.loads(reply))) or {}
+        return self._server.parse_reply(lambda: dict(json.loads(reply))) or {}
 
     def check(self) -> None:
         """As Cache.check: AssertionError if an invariant of the server does not hold."""
@@ -537,10 +541,10 @@ class Client:
         self._server.forked()
         forks.call_in_child(self)  # its children too
 
-    def together(self) -> AbstractContextManager[None]:
+    def batched(self) -> AbstractContextManager[None]:
         """Send all requests of this block that need no reply at once: each send may have to wake the
         server."""
-        return self._server.together()
+        return self._server.batched()
 
     def _ended(self, reply: Any) -> None:
         if isinstance(reply, Error):
@@ -548,13 +552,13 @@ class Client:
 
     def _call_for(self, match: Match, *request: Argument, seconds: float = 0.0) -> Any:
         """A call about a match. Only the server that made it knows it."""
-        return self._server.call(*request, seconds=seconds) if match.id in self._server.held else None
+        return self._server.call(*request, seconds=seconds) if match.id in self._server.grants else None
 
-    def _fill(self, match: Match, reply: Any, entries: list[Entry] | None = None) -> bool:
+    def _update_match(self, match: Match, reply: Any, entries: list[Entry] | None = None) -> bool:
         """Update a match from the server's reply. False: the reply does not contain it."""
         if not isinstance(reply, list):
             return False
-        return self._server.understood(lambda: read_match(match, fields_of(reply), entries)) is not None
+        return self._server.parse_reply(lambda: read_match(match, read_fields(reply), entries)) is not None
 
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
@@ -574,19 +578,21 @@ def _lifetime(ttl: float | None) -> tuple[Argument, ...]:
     return () if ttl is None else ("TTL", max(1, int(seconds_of(ttl) * 1000)))
 
 
-def _outline(match: Match) -> tuple[object, ...]:
-    end = () if match.end is None else _outline(match.end)
-    return match.chunks, len(match.run), match.waiting, match.asking, match.cut, end
+def _progress_of(match: Match) -> tuple[object, ...]:
+    end = () if match.state_match is None else _progress_of(match.state_match)
+    return match.chunks, len(match.run), match.pending_loads, match.pending_lookups, match.cut_reason, end
 
 
-def _cut(match: Match, limit: int | None = None) -> None:
+def _keep_complete_chunks(match: Match, limit: int | None = None) -> None:
     """Keep the complete chunks, at most the first `limit`. The rest will not be loaded."""
-    complete = [entry.state is State.READY for entry in match.run[:limit]]
+    complete = [entry.state is EntryState.READY for entry in match.run[:limit]]
     chunks = complete.index(False) if False in complete else len(complete)
-    if match.ends is not None and (chunks < match.chunks or match.end is None or not match.end.ready):
-        chunks, match.end = 0, None
-    if chunks < match.chunks and not match.cut:
-        match.cut, match.found = _LOST, match.chunks
+    if match.state_form is not None and (
+        chunks < match.chunks or match.state_match is None or not match.state_match.is_ready
+    ):
+        chunks, match.state_match = 0, None
+    if chunks < match.chunks and not match.cut_reason:
+        match.cut_reason, match.found = _LOST, match.chunks
     del match.run[chunks:]
     del match.sources[chunks:]
-    match.waiting = match.asking = 0
+    match.pending_loads = match.pending_lookups = 0

@@ -13,17 +13,17 @@ from typing import Any, TypeAlias
 from lmtier import forks
 from lmtier.config import Config
 from lmtier.core.match import CPU
-from lmtier.core.presence import Look
+from lmtier.core.presence import PresenceReader
 from lmtier.core.slab import Memory
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.layout import ChunkForm
 from lmtier.rules.worth import Cost
-from lmtier.wire.commands import Limits
-from lmtier.wire.replies import Replies
-from lmtier.wire.resp import INCOMPLETE, Error, command
-from lmtier.wire.verbs import PROTOCOL, fields_of
+from lmtier.wire.command_reader import Limits
+from lmtier.wire.reply_reader import ReplyReader
+from lmtier.wire.resp import INCOMPLETE, Error, encode_command
+from lmtier.wire.verbs import PROTOCOL, read_fields
 
-Then: TypeAlias = "Callable[[Any], None]"
+ReplyCallback: TypeAlias = "Callable[[Any], None]"
 Argument: TypeAlias = "bytes | str | int"
 _LIMITS = Limits()
 
@@ -32,7 +32,7 @@ def ignore(reply: Any) -> None:
     """For replies that no caller waits for."""
 
 
-class Window:
+class MappedSlab:
     """A server's slab as this process sees it. Its memory lives as long as a view of it."""
 
     def __init__(self, capacity: int, fd: int) -> None:
@@ -43,25 +43,25 @@ class Window:
         return self._view[offset : offset + nbytes]
 
 
-class Answer:
+class PendingReply:
     """Receives the reply of one call: for the caller, or for `undo` if the caller has given up."""
 
-    __slots__ = ("has_come", "is_late", "undo", "value")
+    __slots__ = ("has_arrived", "is_abandoned", "undo", "value")
 
-    def __init__(self, undo: Then = ignore) -> None:
+    def __init__(self, undo: ReplyCallback = ignore) -> None:
         self.value: Any = None
-        self.has_come = False
-        self.is_late = False
+        self.has_arrived = False
+        self.is_abandoned = False
         self.undo = undo
 
     def __call__(self, reply: Any) -> None:
-        self.value, self.has_come = reply, True
-        if self.is_late:
+        self.value, self.has_arrived = reply, True
+        if self.is_abandoned:
             self.undo(reply)
 
-    def give_up(self) -> None:
-        self.is_late = True
-        if self.has_come:
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        if self.has_arrived:
             self.undo(self.value)
 
 
@@ -70,20 +70,20 @@ class Link:
 
     def __init__(self, address: str, token: str | None, hello: Sequence[str], timeout: float) -> None:
         self.forms: dict[ChunkForm, int] = {}
-        self.owed: deque[Then] = deque()
+        self.callbacks: deque[ReplyCallback] = deque()
         """The callbacks for the outstanding replies, in order."""
         self.cost: Cost | None = None
         """The cost that was last sent to this run of the server."""
         self.has_warned_of_ttl = False
         """The log has a warning that the server is too old."""
         self.is_lost = False
-        self.stalled = False
+        self.is_stalled = False
         """A call has given up. Until all outstanding replies have arrived, no other call begins."""
-        self.holds = False
+        self.is_batching = False
         """Posted requests are sent later."""
         self.traffic = 0
         self._unsent = bytearray()
-        self._replies = Replies()
+        self._replies = ReplyReader()
         self._fds: list[int] = []
         self._setting_up = True
         path = _path(address)
@@ -114,9 +114,9 @@ class Link:
         self._poll.register(self._socket, select.POLLIN)
         if token is not None:
             self._ask(until, address, "AUTH", token)
-        facts = fields_of(self._ask(until, address, "LMTIER.HELLO", PROTOCOL, *hello))
+        facts = read_fields(self._ask(until, address, "LMTIER.HELLO", PROTOCOL, *hello))
         capacity = self._ask(until, address, "LMTIER.SLAB")
-        self.run: int = facts["run"]
+        self.run_id: int = facts["run"]
         self.traces = bool(facts.get("traces"))
         self.options = facts.get("options", b"").decode().split()
         self.approximation: str = facts.get("approximation", b"").decode()
@@ -128,34 +128,34 @@ class Link:
         )
         if not self._fds or os.fstat(self._fds[0]).st_size < capacity:
             raise TierError(f"the server at {address} gave no slab of {capacity} bytes")
-        self.window = Window(capacity, self._fds[0])
-        self.look: Look | None = None
+        self.slab = MappedSlab(capacity, self._fds[0])
+        self.presence_reader: PresenceReader | None = None
         if "PRESENCE" in self.options and self._ask(until, address, "LMTIER.PRESENCE"):
-            self.look = Look(self._fds[1])
+            self.presence_reader = PresenceReader(self._fds[1])
 
     def _ask(self, until: float, address: str, *request: Argument) -> Any:
-        answer = Answer()
+        answer = PendingReply()
         self.post(answer, *request)
-        self.hear(answer, until - time.monotonic())
+        self.wait_for_reply(answer, until - time.monotonic())
         if isinstance(answer.value, Error):
             raise TierError(f"the server at {address} refused the connection: {answer.value}")
         return answer.value
 
     def close(self) -> None:
         self.is_lost = True
-        self.owed.clear()  # they may name the owner of this link, which would keep the memory mapped
+        self.callbacks.clear()  # they may name the owner of this link, which would keep the memory mapped
         self._socket.close()
 
-    def hear(self, answer: Answer, seconds: float) -> None:
+    def wait_for_reply(self, answer: PendingReply, seconds: float) -> None:
         """Wait for the reply. TimeoutError: the call has given up."""
         if self.is_lost:
             raise ConnectionResetError("the connection was lost")
-        if answer.has_come:
+        if answer.has_arrived:
             return
         try:
-            self.drain(0.0 if self.stalled else seconds)
+            self.drain(0.0 if self.is_stalled else seconds)
         except BaseException:  # an interrupt too
-            answer.give_up()
+            answer.abandon()
             raise
 
     @property
@@ -163,24 +163,24 @@ class Link:
         """Bytes of requests that the server does not take yet."""
         return len(self._unsent)
 
-    def post(self, then: Then, *request: Argument) -> None:
+    def post(self, then: ReplyCallback, *request: Argument) -> None:
         """Send as much as possible without waiting. `then` gets the reply in a later `drain`."""
-        data = command(*request)  # it may raise: then nothing is owed
+        data = encode_command(*request)  # it may raise: then nothing is owed
         if len(data) > _LIMITS.argument:
             _need_room(request, data)
-        self.owed.append(then)
+        self.callbacks.append(then)
         self._unsent += data
-        if not self.holds:
-            self.push()
+        if not self.is_batching:
+            self.send_unsent()
 
     def drain(self, seconds: float) -> None:
         """Wait for all outstanding replies. TimeoutError if that takes longer than `seconds`."""
         until = time.monotonic() + seconds
-        self.push()
-        while self.owed:
+        self.send_unsent()
+        while self.callbacks:
             reply = self._replies.next()
             if reply is not INCOMPLETE:
-                self.owed.popleft()(reply)
+                self.callbacks.popleft()(reply)
                 continue
             if self._unsent:
                 self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
@@ -190,16 +190,16 @@ class Link:
             if not ready:
                 raise TimeoutError("it does not answer")
             if ready[0][1] & select.POLLOUT:
-                self.push()
+                self.send_unsent()
             if ready[0][1] & ~select.POLLOUT:
                 self._receive()
 
-    def glance(self) -> None:
+    def check_alive(self) -> None:
         """Notice, without waiting, that the server has closed the connection."""
         if self._poll.poll(0):
             self._receive()
 
-    def push(self) -> None:
+    def send_unsent(self) -> None:
         try:
             while self._unsent:
                 count = self._socket.send(self._unsent)

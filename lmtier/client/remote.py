@@ -11,13 +11,13 @@ from dataclasses import asdict
 from itertools import repeat
 from typing import Any, TypeVar
 
-from lmtier.client.link import Answer, Argument, Link, Then, ignore
+from lmtier.client.link import Argument, Link, PendingReply, ReplyCallback, ignore
 from lmtier.core.match import Match, Reservation
 from lmtier.errors import LMTierError, MisuseError, TierError, log
 from lmtier.format.keys import Identity
 from lmtier.format.layout import ChunkForm
 from lmtier.wire.resp import Error, ProtocolError
-from lmtier.wire.verbs import MAX_MODELS, fields_of
+from lmtier.wire.verbs import MAX_MODELS, read_fields
 
 _AGAIN = 1.0  # seconds between attempts to reach a server
 _OWED = 64  # outstanding replies of posted requests, above which they are read
@@ -33,7 +33,7 @@ class RemoteServer:
 
     def __init__(self, address: str, hello: Sequence[str], token: str | None, timeout: float) -> None:
         self.address, self.timeout = address, timeout
-        self.held: dict[int, Match | Reservation] = {}
+        self.grants: dict[int, Match | Reservation] = {}
         """Matches and reservations of this connection.
 
         While there are any, it does not connect to another run.
@@ -47,7 +47,7 @@ class RemoteServer:
         self._try_after = 0.0
         self.compared = self.differing = 0
         """Chunks whose fingerprints were compared, and those of them that differed."""
-        self._told = 0, 0
+        self._sent_compared = 0, 0
         """The part of these numbers that was sent. The server sums them up for all of its engines."""
         self._ending: dict[tuple[Argument, ...], int] = {}
         """Ends of what was held, until the server answers; and its run."""
@@ -60,12 +60,12 @@ class RemoteServer:
         self._chunk_tokens, self._approximation = self.link.config.chunk_tokens, self.link.approximation
 
     @property
-    def is_there(self) -> bool:
+    def is_server_alive(self) -> bool:
         """Whether the server of what is held here is still there. Does not wait for it."""
         link = self.link
         if not link.is_lost:
             try:
-                link.glance()
+                link.check_alive()
             except (OSError, ProtocolError) as error:
                 self.lose(link, error)
         return not link.is_lost
@@ -77,10 +77,10 @@ class RemoteServer:
         link = self.link
         if not link.is_lost:
             try:
-                link.glance()
-                if link.stalled:
+                link.check_alive()
+                if link.is_stalled:
                     link.drain(0.0)
-                    link.stalled = False
+                    link.is_stalled = False
                     self._back()
                 return link
             except TimeoutError:
@@ -88,7 +88,7 @@ class RemoteServer:
                 return None
             except (OSError, ProtocolError) as error:
                 self.lose(link, error)
-        if not self.held and time.monotonic() >= self._try_after and self._connect():
+        if not self.grants and time.monotonic() >= self._try_after and self._connect():
             return self.link
         self.unserved += 1
         return None
@@ -117,21 +117,21 @@ class RemoteServer:
         self._back()
         ending, self._ending = self._ending, {}
         for request, run in ending.items():
-            if run == link.run:
+            if run == link.run_id:
                 self.end(*request)
         return True
 
     def forked(self) -> None:
         """A child needs its own connection and holds nothing of its parent's."""
-        self.held.clear()
+        self.grants.clear()
         self._ending.clear()
         self.link.close()
-        self.link.stalled = False
+        self.link.is_stalled = False
         self._try_after = 0.0
 
     def close(self) -> None:
         self.is_closed = True
-        self.held.clear()
+        self.grants.clear()
         self.link.close()
 
     # ---- calls
@@ -140,7 +140,7 @@ class RemoteServer:
         self,
         *request: Argument,
         link: Link | None = None,
-        undo: Then = ignore,
+        undo: ReplyCallback = ignore,
         meanwhile: Callable[[], None] | None = None,
         seconds: float = 0.0,
         errors: bool = False,
@@ -152,18 +152,18 @@ class RemoteServer:
         link = link or self.reach()
         if link is None:
             return None
-        answer = Answer(undo)
+        answer = PendingReply(undo)
         self.post(*request, then=answer)
         if meanwhile is not None:
             meanwhile()
-        return self.hear(link, answer, request[0], seconds, errors)
+        return self.wait_for_reply(link, answer, request[0], seconds, errors)
 
-    def hear(
-        self, link: Link, answer: Answer, verb: Argument, seconds: float = 0.0, errors: bool = False
+    def wait_for_reply(
+        self, link: Link, answer: PendingReply, verb: Argument, seconds: float = 0.0, errors: bool = False
     ) -> Any:
         """As `call`, for a request that was posted."""
         try:
-            link.hear(answer, self.timeout + seconds)
+            link.wait_for_reply(answer, self.timeout + seconds)
         except TimeoutError:
             self.stall(link)
             return None
@@ -185,7 +185,7 @@ class RemoteServer:
         link, replies = self.reach(), list[Any]()
         try:
             if link is not None:
-                self._tell_compared(link)
+                self._send_compared(link)
                 for request in requests:
                     link.post(replies.append, *request)
                 link.drain(self.timeout if requests else 0.0)
@@ -197,15 +197,15 @@ class RemoteServer:
         replies += repeat(None, len(requests) - len(replies))
         return replies
 
-    def post(self, *request: Argument, then: Then = ignore) -> None:
+    def post(self, *request: Argument, then: ReplyCallback = ignore) -> None:
         """Send without waiting for the reply."""
         link = self.link
         if link.is_lost:
             return
         try:
-            self._tell_compared(link)
+            self._send_compared(link)
             link.post(then, *request)
-            if len(link.owed) > _OWED and not link.stalled:
+            if len(link.callbacks) > _OWED and not link.is_stalled:
                 link.drain(0.0)
         except TimeoutError:
             if link.unsent > _UNSENT:
@@ -213,7 +213,7 @@ class RemoteServer:
         except (OSError, ProtocolError) as error:
             self.lose(link, error)
 
-    def end(self, *request: Argument, then: Then = ignore) -> None:
+    def end(self, *request: Argument, then: ReplyCallback = ignore) -> None:
         """As `post`, for the end of what is held.
 
         If the connection is lost before the reply, the same run of the server hears it over the next one.
@@ -223,25 +223,25 @@ class RemoteServer:
             self._ending.pop(request, None)
             then(reply)
 
-        self._ending[request] = self.link.run
+        self._ending[request] = self.link.run_id
         self.post(*request, then=ended)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def batched(self) -> Iterator[None]:
         """Send all requests that are posted in this block at once: each send may have to wake the server."""
         link = self.link
-        link.holds = True
+        link.is_batching = True
         try:
             yield
         finally:
-            link.holds = False
+            link.is_batching = False
             try:
                 if not link.is_lost:
-                    link.push()
+                    link.send_unsent()
             except OSError as error:
                 self.lose(link, error)
 
-    def understood(self, read: Callable[[], T]) -> T | None:
+    def parse_reply(self, read: Callable[[], T]) -> T | None:
         """The result of `read` for a reply. None: the reply is invalid, and the connection is closed."""
         try:
             return read()
@@ -260,7 +260,7 @@ class RemoteServer:
             self.end("LMTIER.ABORT", number, "*")
 
     def _id_of(self, reply: Any) -> int | None:
-        return self.understood(lambda: int(fields_of(reply)["id"])) if isinstance(reply, list) else None
+        return self.parse_reply(lambda: int(read_fields(reply)["id"])) if isinstance(reply, list) else None
 
     # ---- sent again to each run of the server
 
@@ -295,10 +295,10 @@ class RemoteServer:
         elif link is not None:
             self.number_of(form)
 
-    def _tell_compared(self, link: Link) -> None:
-        compared, differing = self._told
+    def _send_compared(self, link: Link) -> None:
+        compared, differing = self._sent_compared
         if self.compared != compared:
-            now = self._told = self.compared, self.differing
+            now = self._sent_compared = self.compared, self.differing
             link.post(ignore, "LMTIER.VERIFIED", now[0] - compared, now[1] - differing)
 
     # ---- outages
@@ -306,12 +306,12 @@ class RemoteServer:
     def stall(self, link: Link | None) -> None:
         if link is not None:
             self.unserved += 1
-            link.stalled = True
+            link.is_stalled = True
             self._down(f"no answer within {self.timeout} s")
 
     def lose(self, link: Link | None, error: Exception) -> None:
         if link is not None and not link.is_lost:
-            link.is_lost, link.stalled = True, False
+            link.is_lost, link.is_stalled = True, False
             self.lost += 1
             self._down(_reason(error))
 

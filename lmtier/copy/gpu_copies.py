@@ -21,34 +21,34 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.core.slab import Extents
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.rules.policy import make_policy
 
 
-class GpuPlace(NamedTuple):
+class GpuSlot(NamedTuple):
     """The place of one chunk's copy. Two plain values, for messages."""
 
     offset: int
-    is_there: bool
+    is_filled: bool
     """True: the copy is complete, so read it. False: fill it."""
 
 
 @dataclass(eq=False, slots=True)
-class GpuPlaces:
+class GpuSlots:
     """The places that one load uses until `GpuCopies.done`."""
 
-    near: tuple[GpuPlace | None, ...]
+    by_chunk: tuple[GpuSlot | None, ...]
     """The place of each chunk, in order."""
     held: list[tuple[Entry, Entry]]
     """Pairs (our entry, the slab's entry) of the chunks that have a place. Our entry is leased."""
 
     @property
-    def there(self) -> int:
+    def filled(self) -> int:
         """The number of chunks that need no PCIe transfer."""
-        return sum(place is not None and place.is_there for place in self.near)
+        return sum(place is not None and place.is_filled for place in self.by_chunk)
 
 
 class GpuCopies:
@@ -57,12 +57,12 @@ class GpuCopies:
     def __init__(self, capacity: int, policy: str = "lru") -> None:
         self.extents = Extents(capacity)
         self.index = Index(self.extents.capacity, make_policy(policy))
-        self._open: set[GpuPlaces] = set()
+        self._open: set[GpuSlots] = set()
 
     def __repr__(self) -> str:
         return f"<GpuCopies {self.index!r} in use by {len(self._open)}>"
 
-    def load(self, run: Sequence[Entry], form: ChunkForm) -> GpuPlaces:
+    def load(self, run: Sequence[Entry], form: ChunkForm) -> GpuSlots:
         """Places for these chunks of a match, head first, as payloads of `form`, the reader's form."""
         ready = [self._ready(source, form) for source in run]
         for copy in ready:
@@ -71,7 +71,7 @@ class GpuCopies:
         self.index.touch([copy for copy in ready if copy is not None])
         return self._give(run, ready, form)
 
-    def done(self, places: GpuPlaces, *, believed: bool = True) -> None:
+    def release(self, places: GpuSlots, *, is_verified: bool = True) -> None:
         """No rank reads or writes these places any more. Filled places can be read from now on.
 
         `believed`: everything arrived, and all compared fingerprints agree. Otherwise these copies are
@@ -81,11 +81,11 @@ class GpuCopies:
             raise MisuseError("these places were given back before")
         self._open.remove(places)
         for copy, source in places.held:
-            if believed and copy.state is State.FILLING:
-                copy.prints = source.prints
-                self.index.ready(copy)
+            if is_verified and copy.state is EntryState.FILLING:
+                copy.marks = source.marks
+                self.index.make_ready(copy)
                 continue
-            if not believed and copy.state is not State.GONE:
+            if not is_verified and copy.state is not EntryState.GONE:
                 self.index.remove(copy)
             if self.index.release(copy):
                 self.extents.free(copy.offsets)
@@ -102,7 +102,7 @@ class GpuCopies:
 
     def _ready(self, source: Entry, form: ChunkForm) -> Entry | None:
         copy = self.index.get(source.key)
-        if copy is None or copy.state is not State.READY:
+        if copy is None or copy.state is not EntryState.READY:
             return None
         # Other marks: the chunk was computed again, by another engine. The KV is the same except for its last
         # bits.
@@ -111,13 +111,13 @@ class GpuCopies:
         self.forget([copy.key])
         return None
 
-    def _give(self, run: Sequence[Entry], ready: Sequence[Entry | None], form: ChunkForm) -> GpuPlaces:
-        near: list[GpuPlace | None] = []
+    def _give(self, run: Sequence[Entry], ready: Sequence[Entry | None], form: ChunkForm) -> GpuSlots:
+        gpu_slots: list[GpuSlot | None] = []
         held: list[tuple[Entry, Entry]] = []
         parent: Entry | None = None
         for source, there in zip(run, ready, strict=True):
             copy = there or self._put(source.key, form)
-            near.append(None if copy is None else GpuPlace(copy.offsets[0], there is not None))
+            gpu_slots.append(None if copy is None else GpuSlot(copy.offsets[0], there is not None))
             if copy is not None:
                 held.append((copy, source))
             here = self.index.get(source.key)
@@ -126,7 +126,7 @@ class GpuCopies:
                     self.index.link(here, parent)
                 parent = here
         self.index.refresh([copy for copy, _ in held])
-        places = GpuPlaces(tuple(near), held)
+        places = GpuSlots(tuple(gpu_slots), held)
         self._open.add(places)
         return places
 
@@ -141,7 +141,7 @@ class GpuCopies:
                 return None
             for victim in victims:
                 self.extents.free(victim.offsets)
-        copy = self.index.add(key, form, nbytes, State.FILLING, None)
+        copy = self.index.add(key, form, nbytes, EntryState.FILLING, None)
         copy.offsets = offsets
         return copy
 
@@ -154,7 +154,7 @@ class GpuCopies:
         for copy in indexed:
             assert copy.leases == leases[copy], f"{copy!r} is in use by {leases[copy]}"
         for copy in leases.keys() - set(indexed):
-            assert copy.state is State.GONE, f"{copy!r} is not indexed"
+            assert copy.state is EntryState.GONE, f"{copy!r} is not indexed"
         at = 0
         for copy in sorted({*indexed, *leases}, key=lambda copy: copy.offsets):
             assert copy.offsets[0] >= at, f"{copy!r} overlaps another"
@@ -165,4 +165,4 @@ class GpuCopies:
 
 def _marks(entry: Entry) -> tuple[bytes, ...]:
     """Its fingerprints, if it has any."""
-    return entry.prints if any(entry.prints) else ()
+    return entry.marks if any(entry.marks) else ()

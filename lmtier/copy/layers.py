@@ -47,7 +47,7 @@ class LayerKV:
         self.at, self.end = layout.offsets(shard)[number - shard.first_layer :][:2]
         self.outer = layout.blocks, heads, -1
 
-    def cut(self, raw: Array) -> Sequence[Array]:
+    def payload_views(self, raw: Array) -> Sequence[Array]:
         """Views onto raw head-blocks [B, H, bytes] of this layout that match `views`, one for one."""
         if len(self.views) == 2:
             return self.layout.split(raw, self.number)
@@ -77,7 +77,7 @@ class LayerKV:
     def convert(self, stored: Layout, raw: Array, heads: slice, ids: Ids, first_block: int) -> None:
         """Convert head-blocks `raw` [B, H, bytes] of layout `stored` into our `heads` of blocks `ids`."""
         if (stored.packing, stored.block_tokens) == (self.layout.packing, self.layout.block_tokens):
-            for view, source in zip(self.views, self.cut(raw), strict=True):
+            for view, source in zip(self.views, self.payload_views(raw), strict=True):
                 view[:, heads][ids] = source[first_block:]
             return
         # Tokens move in groups of the common divisor of both block sizes; the two block grids repeat

@@ -78,7 +78,7 @@ class Mover:
         chain: KeyChain,
         *,
         deadline: float | None = None,
-        ends: ChunkForm | None = None,
+        state_form: ChunkForm | None = None,
         source: str = "",
     ) -> Match:
         """Load the longest stored prefix into the slab. At least one token is left to compute.
@@ -89,7 +89,7 @@ class Mover:
         whole = max(0, chain.tokens - 1) // chain.chunk_tokens
         keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
         match = self.cache.match(
-            keys, self.form, tokens=chain.tokens, deadline=deadline, ends=ends, source=source
+            keys, self.form, tokens=chain.tokens, deadline=deadline, state_form=state_form, source=source
         )
         try:
             return self.cache.wait(match)
@@ -161,10 +161,10 @@ class Mover:
         """The number of unfinished saves and loads. On a CPU they finish before the calls return."""
         return 0
 
-    def reuse(self, block_ids: Blocks) -> None:
+    def order_before_reuse(self, block_ids: Blocks) -> None:
         """The engine reuses these blocks. On a CPU no copy is unfinished, so nothing must be done."""
 
-    def let_go(self, block_ids: Blocks) -> None:
+    def wait_until_uncopied(self, block_ids: Blocks) -> None:
         """Another writer than the engine gets these blocks. Wait until nothing copies them."""
 
     def poll(self) -> int:
@@ -265,7 +265,7 @@ class Load:
     """The chunks that come from copies in GPU memory which the mover manages."""
 
     def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
-        if match.released or not match.ready:
+        if match.released or not match.is_ready:
             state = "was released" if match.released else "is not ready: wait for it"
             raise MisuseError(f"load of a match that {state}")
         kv, size = mover.kv, mover.cache.chunk_tokens
@@ -285,10 +285,10 @@ class Load:
         skipped = inside // kv.layout.block_tokens
         self._chunks = [(chunk, ids, skipped if chunk == first else 0) for chunk, ids in blocks]
         """For each chunk: its number, its blocks, and how many of these are computed already."""
-        offsets, others = self._placed.offsets, self._placed.others
+        offsets, others = self._placed.offsets, self._placed.other_forms
         number = mover.number
         own = [(ids, offsets[n][number], at) for n, ids, at in self._chunks if n not in others]
-        self._foreign = [each for each in self._chunks if each[0] in others]
+        self._to_convert = [each for each in self._chunks if each[0] in others]
         self._bound = kv.bind_all(own, mover.cache.slab.view)
 
     def layer(self, layer: int) -> None:
@@ -311,14 +311,14 @@ class Load:
 
     def _convert_all(self, layer: int | None) -> None:
         kv = cast("PagedKV", self._mover.kv)  # a CudaLoad has converted them when it began
-        for chunk, ids, first_block in self._foreign:
+        for chunk, ids, first_block in self._to_convert:
             for payload, stored, held, part in self._parts_of(chunk):
                 if layer is None or part.first_layer <= layer < part.end_layer:
                     kv.convert(layer, payload, stored, held, ids, part=part, first_block=first_block)
 
     def _parts_of(self, chunk: int) -> Iterator[tuple[memoryview, Layout, Shard, Shard]]:
         """The pieces that this rank needs of a chunk in another form: payload, layout, shard, and part."""
-        form, offsets = self._placed.others[chunk], self._placed.offsets[chunk]
+        form, offsets = self._placed.other_forms[chunk], self._placed.offsets[chunk]
         assert form.layout is not None  # the chunk's header was read, so it is known
         for held, part in cover(self._mover.kv.shard, form.shards) or ():
             n = form.shards.index(held)
@@ -367,7 +367,7 @@ class Load:
 
     def _is_comparable(self, chunk: int, ids: BlockIds, first_block: int) -> bool:
         mover, placed = self._mover, self._placed
-        if first_block or not ids.is_whole or chunk not in placed.marks or chunk in placed.others:
+        if first_block or not ids.is_whole or chunk not in placed.marks or chunk in placed.other_forms:
             return False
         mark = placed.marks[chunk][mover.number]
         return mark != NO_MARK and mark[:8] == mover.kv.raw_tag
@@ -407,10 +407,10 @@ class Save:
         self._bound = mover.kv.bind_all(own, cache.slab.view)
         self.tokens = len(self._chunks) * cache.chunk_tokens
         """The number of tokens that are being stored."""
-        self.skip_leading_tokens = self.reservation.known * cache.chunk_tokens
+        self.skip_leading_tokens = self.reservation.leading_stored * cache.chunk_tokens
         self._missing = set(mover.kv.layers)
         sampled = mover.sampled(placed.keys)
-        self._prints: dict[int, dict[int, bytes]] = {
+        self._fingerprints: dict[int, dict[int, bytes]] = {
             chunk: {} for chunk, is_sampled in zip(reservation.entries, sampled, strict=True) if is_sampled
         }
         """Maps chunk -> layer -> fingerprint."""
@@ -420,8 +420,8 @@ class Save:
         kv = self._mover.kv
         self._bound.gather(layer)
         for chunk, ids in self._chunks:
-            if chunk in self._prints:
-                self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+            if chunk in self._fingerprints:
+                self._fingerprints[chunk][layer] = kv.raw_fingerprint(ids, layer)
         self._missing.discard(layer)
 
     def all(self) -> None:
@@ -433,9 +433,9 @@ class Save:
             return
         self._bound.gather(None)
         for chunk, ids in self._chunks:
-            if chunk in self._prints:
+            if chunk in self._fingerprints:
                 for layer in self._missing:
-                    self._prints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+                    self._fingerprints[chunk][layer] = kv.raw_fingerprint(ids, layer)
         self._missing.clear()
 
     def commit(self) -> None:
@@ -445,7 +445,7 @@ class Save:
             raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
         prints = {
             chunk: kv.raw_tag + kv.fold([marks[layer] for layer in sorted(marks)])
-            for chunk, marks in self._prints.items()
+            for chunk, marks in self._fingerprints.items()
         }
         self._mover.cache.commit(self.reservation, kv.shard, prints)
 

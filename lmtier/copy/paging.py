@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from lmtier.copy.blocks import BlockIds, Blocks, Buffer, payload_of, tensors_of_layers
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.copy.layers import LayerKV
 from lmtier.copy.plans import CopyPlan, grouped
 from lmtier.copy.witness import RawTensor
@@ -54,7 +54,7 @@ class PagedKV(Blocks):
         layout: Layout,
         shard: Shard,
         tensors: Sequence[Planes],
-        crew: Crew | None = None,
+        crew: CopyThreads | None = None,
         *,
         tables: Sequence[int] = (),
         table_count: int = 0,
@@ -76,7 +76,7 @@ class PagedKV(Blocks):
         self.groups = grouped(self._layers)
         self._raw = [[RawTensor(tensor) for tensor in t] for _, t in given]
         self.crew = crew
-        self._spans = {layer: self._cut(*self._range(layer)) for layer in (None, *self.layers)}
+        self._spans = {layer: self._spans_of(*self._range(layer)) for layer in (None, *self.layers)}
         self.raw_tag = self.tag_of([[raw.order for raw in tensors] for tensors in self._raw])
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class PagedKV(Blocks):
         ids = tables[self._layers[number].table]
         return (piece for tensor in self._raw[number] for block in ids for piece in tensor.pieces(block))
 
-    def _cut(self, low: int, high: int) -> list[_Span]:
+    def _spans_of(self, low: int, high: int) -> list[_Span]:
         """The groups of layers [low, high), each with its part of them, counted from its first layer."""
         cuts = (
             (number, group.first_layer, max(low, group.first_layer), min(high, group.end_layer))
@@ -259,7 +259,7 @@ class Batch:
     def _cuts(self) -> Iterator[tuple[CopyPlan, int, int]]:
         for number, low, high in self._kv.spans(None):
             for plan in self._plans[number]:
-                yield from plan.cuts(low, high)
+                yield from plan.thread_tasks(low, high)
 
     def _share(self, copies: list[Callable[[], None]]) -> None:
         crew = self._kv.crew

@@ -59,7 +59,7 @@ class _Strided:
     def _pairs(self, payload: Array, ids: Ids, first_block: int) -> Iterator[tuple[Array, Array]]:
         """Pairs of views of our memory and the payload's, for each plane and run of consecutive blocks."""
         layer = self._layer
-        cuts = layer.cut(payload[layer.at : layer.end].reshape(self._shape))
+        cuts = layer.payload_views(payload[layer.at : layer.end].reshape(self._shape))
         edges = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
         for view, cut in zip(layer.views, cuts, strict=True):
             for a, b in pairwise(edges):
@@ -167,7 +167,7 @@ class CopyPlan:
     def scatter(self, low: int, high: int) -> None:
         raise NotImplementedError
 
-    def cuts(self, low: int, high: int) -> Iterator[_Cut]:
+    def thread_tasks(self, low: int, high: int) -> Iterator[_Cut]:
         """Pieces of this copy for several threads, each as fast as within one copy."""
         yield self, low, high
 
@@ -197,9 +197,9 @@ class _Parts(CopyPlan):
     def __init__(self, parts: Sequence[CopyPlan]) -> None:
         self._parts = parts
 
-    def cuts(self, low: int, high: int) -> Iterator[_Cut]:
+    def thread_tasks(self, low: int, high: int) -> Iterator[_Cut]:
         for part in self._parts:
-            yield from part.cuts(low, high)
+            yield from part.thread_tasks(low, high)
 
     def gather(self, low: int, high: int) -> None:
         for part in self._parts:
@@ -221,7 +221,7 @@ class _Piece(CopyPlan):
         self._rows, self._first, self._count = rows, first, rows.shape[1] * rows.shape[2]
         self._word = group.word
 
-    def cuts(self, low: int, high: int) -> Iterator[_Cut]:
+    def thread_tasks(self, low: int, high: int) -> Iterator[_Cut]:
         return ((self, layer, layer + 1) for layer in range(low, high))
 
     def _piece(self, layer: int) -> Array:

@@ -36,7 +36,7 @@ class Store(Protocol):
         *,
         tokens: int | None = None,
         deadline: float | None = None,
-        ends: ChunkForm | None = None,
+        state_form: ChunkForm | None = None,
         source: str = "",
     ) -> Match: ...
 
@@ -52,7 +52,7 @@ class Store(Protocol):
         self,
         reservation: Reservation,
         shard: Shard | None = None,
-        prints: Mapping[int, bytes] | None = None,
+        marks: Mapping[int, bytes] | None = None,
     ) -> None: ...
 
     def abort(self, reservation: Reservation, shard: Shard | None = None) -> None: ...

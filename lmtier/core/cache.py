@@ -14,32 +14,32 @@ from dataclasses import replace
 
 from lmtier import forks
 from lmtier.config import Config, TierSpec
-from lmtier.core import ram
-from lmtier.core.forgetting import Leaving
-from lmtier.core.gauges import Gauges, places
-from lmtier.core.heritage import Heritage
+from lmtier.core import memory_limits
+from lmtier.core.cache_metrics import CacheMetrics, bounded_tiers
+from lmtier.core.forgetting import ForgottenTenants
+from lmtier.core.handover import Handover
 from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
-from lmtier.core.lower import Above, LowerTier
+from lmtier.core.load_decider import LoadDecider
+from lmtier.core.lower import CacheContext, LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, Match, Reservation, State, check_chain
+from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, EntryState, Match, Reservation, check_chain
 from lmtier.core.matches import Matches
+from lmtier.core.memory import MemoryPlace
 from lmtier.core.owned import OwnedTier
 from lmtier.core.pinning import NamedPins
 from lmtier.core.presence import Presence
 from lmtier.core.reservations import Reservations, at_once
-from lmtier.core.room import Room
 from lmtier.core.sessions import AgentSessions
 from lmtier.core.shared import SharedTier
 from lmtier.core.slab import Slab
-from lmtier.core.weighing import Weighing
 from lmtier.errors import ConfigError, MisuseError, log
-from lmtier.format.keys import NOBODY
+from lmtier.format.keys import NO_TENANT
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.format.objects import Suspect, now_ms
-from lmtier.observe.follower import Followers
+from lmtier.observe.follower import CacheObservers
 from lmtier.observe.metrics import Metrics
-from lmtier.observe.miss_curve import Outlook
+from lmtier.observe.miss_curve import MissCurves
 from lmtier.rules.hints import Action, ActionResult
 from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.policy import make_policy
@@ -66,12 +66,12 @@ class Cache:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         is_record: Callable[[bytes], bool] = no_record,
-        heritage: Heritage | None = None,
+        handover: Handover | None = None,
     ) -> None:
         """Open the tiers of `config`. `tiers` maps some of its URLs to tiers that are already open.
 
         `shared` makes a slab that other processes can map. `wake` is called, from any thread, when `step`
-        would find something to do. `is_record` tells the keys of records from the keys of KV. `heritage` is
+        would find something to do. `is_record` tells the keys of records from the keys of KV. `handover` is
         what a cache of another process leaves to this one.
 
         Returns when the lower tiers know what they hold, unless `wait_until_warm` is false. It waits for at
@@ -81,19 +81,19 @@ class Cache:
         self.chunk_tokens = config.chunk_tokens
         self.approximation = config.approximation
         self.metrics = metrics or Metrics()
-        self.followers = Followers()
+        self.followers = CacheObservers()
         self._wake = threading.Event()
-        self._tell = wake
+        self._wake_owner = wake
         self._clock = clock
         self._lost_at_flush = 0
         """How many of `lost` `flush` has reported."""
         self._closed = threading.Event()
-        top, *lower = config.stores
+        top, *lower = config.cache_tiers
         assert top.capacity is not None
-        if heritage is None:
-            ram.check(str(top), top.capacity)
-        size = top.capacity if heritage is None else heritage.capacity
-        memory = None if heritage is None else heritage.slab
+        if handover is None:
+            memory_limits.check(str(top), top.capacity)
+        size = top.capacity if handover is None else handover.capacity
+        memory = None if handover is None else handover.slab
         try:
             self.slab = Slab(size, hugepages=config.hugepages, shared=shared, fd=memory)
         except (OSError, OverflowError) as error:
@@ -105,12 +105,12 @@ class Cache:
         self.indexes = {CPU: self.index}
         """Of the slab and of owned tiers, by label."""
         self.lower = LowerTiers()
-        self._gauges = Gauges(self.metrics, self.indexes, self.lower, self.chunk_tokens)
-        self.room = Room(self.slab, self.index, self.metrics, self._gauges.evict, clock, top.ttl)
-        above = Above(
+        self._gauges = CacheMetrics(self.metrics, self.indexes, self.lower, self.chunk_tokens)
+        self.memory = MemoryPlace(self.slab, self.index, self.metrics, self._gauges.evict, clock, top.ttl)
+        above = CacheContext(
             slab=self.index,
             view=self.slab.view,
-            release=self.room.release,
+            release=self.memory.release,
             metrics=self.metrics,
             followers=self.followers,
             chunk_tokens=self.chunk_tokens,
@@ -119,30 +119,30 @@ class Cache:
             clock=clock,
             shares=config.shares,
         )
-        locks, is_known = (heritage.locks, heritage.knows) if heritage else ({}, lambda place: False)
+        locks, is_known = (handover.locks, handover.knows) if handover else ({}, lambda place: False)
         self.lower.open(lower, tiers or {}, self._woken, above, locks, is_known)
         self.indexes |= {tier.label: tier.index for tier in self.lower.owned}
-        of_both = self.room, self.lower, self._gauges, self.followers
+        of_both = self.memory, self.lower, self._gauges, self.followers
         self._reservations = Reservations(*of_both)
-        weighing = Weighing(config.worth, self.chunk_tokens, self.lower, self.metrics)
-        self.leaving = Leaving(self)
-        self._matches = Matches(*of_both, weighing, self.leaving.covers)
+        weighing = LoadDecider(config.worth, self.chunk_tokens, self.lower, self.metrics)
+        self.forgotten_tenants = ForgottenTenants(self)
+        self._matches = Matches(*of_both, weighing, self.forgotten_tenants.covers)
         self.presence: Presence | None = None
         """The table that other processes read. It exists only if no tier must always be asked what it has."""
         if shared and all(tier.source for tier in self.lower.shared):
-            self.presence = Presence(heritage.presence if heritage else None)
+            self.presence = Presence(handover.presence if handover else None)
         self.pinning = NamedPins(self.indexes, clock)
         self.sessions = AgentSessions(self.indexes, self.metrics, self.chunk_tokens, clock)
         self._hinting = Hinting(self, clock)
-        self._inherited = heritage.presence if heritage is not None else None
-        if heritage is None:
+        self._inherited = handover.presence if handover is not None else None
+        if handover is None:
             for index in self.indexes.values():
                 index.presence = self.presence
         else:
-            heritage.enter(self)
-            self.room.resize(min(top.capacity, self.slab.capacity))
-            self.room.live_for(top.ttl)
-        self.outlook = Outlook(places(self.index, self.lower), self.chunk_tokens)
+            handover.enter(self)
+            self.memory.resize(min(top.capacity, self.slab.capacity))
+            self.memory.set_ttl(top.ttl)
+        self.outlook = MissCurves(bounded_tiers(self.index, self.lower), self.chunk_tokens)
         self.followers.add(self.outlook)
         self._gauges.declare(self.outlook, self.pinning)
         forks.call_in_child(self)
@@ -172,7 +172,7 @@ class Cache:
 
     def _woken(self) -> None:
         self._wake.set()
-        self._tell()
+        self._wake_owner()
 
     @property
     def lost(self) -> int:
@@ -194,7 +194,7 @@ class Cache:
         tokens: int | None = None,
         deadline: float | None = None,
         cost: Cost | None = None,
-        ends: ChunkForm | None = None,
+        state_form: ChunkForm | None = None,
         session: str = "",
         parent: str = "",
         source: str = "",
@@ -218,10 +218,12 @@ class Cache:
             than = "less" if whole else "more"
             raise MisuseError(f"tokens={asked} is {than} than the {whole} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        agent = self.sessions.asks(names, form, asked, session, parent, ends) if whole else None
-        match = self._matches.begin(names, form, asked, began + seconds, cost, began, ends, agent, source)
+        agent = self.sessions.asks(names, form, asked, session, parent, state_form) if whole else None
+        match = self._matches.begin(
+            names, form, asked, began + seconds, cost, began, state_form, agent, source
+        )
         self.index.touch(match.run)
-        self.lower.see(names, match.run)
+        self.lower.on_request(names, match.run)
         if whole:
             for hear in self.followers.asked:
                 hear(names, asked, form)
@@ -248,7 +250,7 @@ class Cache:
         """End the match's leases. Idempotent."""
         self._matches.release(match)
 
-    def seen(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """The engine has this prefix itself. Mark it as used here too: the engine will evict it first."""
         run = []
         for key in keys:
@@ -257,13 +259,13 @@ class Cache:
                 break
             run.append(entry)
         self.index.touch(run)
-        self.lower.see(keys, run)
+        self.lower.on_request(keys, run)
         for hear in self.followers.used:
             hear(keys)
 
     # ---- save: reserve, commit, abort
 
-    def reserving(
+    def reserve_in_steps(
         self,
         keys: Sequence[bytes],
         form: ChunkForm,
@@ -288,23 +290,23 @@ class Cache:
         self._need_open()
         end = len(keys) if most is None else most
         reservation = yield from self._reservations.reserving(keys, form, first, seconds_of(ttl), by, end)
-        self.lower.seen.append(tuple(keys))
+        self.lower.pending_touches.append(tuple(keys))
         self.sessions.reserves(keys)
         return reservation
 
-    reserve = at_once(reserving)
+    reserve = at_once(reserve_in_steps)
 
     def commit(
         self,
         reservation: Reservation,
         shard: Shard | None = None,
-        prints: Mapping[int, bytes] | None = None,
+        marks: Mapping[int, bytes] | None = None,
     ) -> None:
         """The bytes of `shard` (None: the only one) are in place. With the last shard chunks become visible.
 
         `prints` maps chunk numbers to the fingerprint of this shard.
         """
-        self._reservations.commit(reservation, shard, prints)
+        self._reservations.commit(reservation, shard, marks)
 
     def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
         """`shard` will not be written. Its chunks never become visible.
@@ -321,19 +323,19 @@ class Cache:
         A smaller capacity is reached by eviction, a few milliseconds in each step. A shorter lifetime also
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
-        before, after = self.config.stores, config.stores
+        before, after = self.config.cache_tiers, config.cache_tiers
         _check_change(self.config, config)
-        places = [*zip(before, after, (self.room, *self.lower), strict=True)]
+        places = [*zip(before, after, (self.memory, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
                 raise MisuseError(f"{place.label} is shared: its server decides about capacity and policy")
         for resized, capacity in _resize(places):  # capacities first: only they may be refused
             self.outlook.resize(resized.index.label, capacity)
         for old, new, place in places:
-            if isinstance(place, Room | OwnedTier) and old.policy != new.policy:
+            if isinstance(place, MemoryPlace | OwnedTier) and old.policy != new.policy:
                 place.index.use(make_policy(new.policy))
             if old.ttl != new.ttl:
-                place.live_for(new.ttl)
+                place.set_ttl(new.ttl)
         self.config = config
 
     # ---- I/O results
@@ -357,7 +359,7 @@ class Cache:
                 spare = self.index.capacity * _WAITING_SHARE - waiting if waiting else self.index.capacity
                 tier.pump(spare)
             self._matches.expire()
-        self.room.begin_step()
+        self.memory.begin_step()
         self.metrics.count()
         for hear in self.followers.stepped:
             hear()
@@ -366,17 +368,17 @@ class Cache:
     def _write_ahead(self) -> None:
         """For tiers with write=evicted: write the next chunks to be evicted, before their room is needed."""
         if self.lower.written_ahead:
-            entries = self.room.next_to_leave()
+            entries = self.memory.next_victims()
             for tier in self.lower.written_ahead:
-                tier.leaves(entries)
+                tier.on_evicting(entries)
 
     def wait(self, match: Match) -> Match:
         """For owners without a loop: prefetch, then step until the match is ready or its deadline passes."""
-        while match.asking:
+        while match.pending_lookups:
             self._wait(match.deadline)
             self.step()
         self.prefetch(match)
-        while not match.ready:
+        while not match.is_ready:
             self._wait(match.deadline)
             self.step()
         return match
@@ -412,7 +414,7 @@ class Cache:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def purging(self, suspect: Suspect, *, force: bool = False) -> Generator[None, None, None]:
+    def purge_in_steps(self, suspect: Suspect, *, force: bool = False) -> Generator[None, None, None]:
         """Delete the chunks that `suspect` covers, except those in use; with `force` those too.
 
         In lower tiers headers are read one by one to find them; `flush` waits for that. Until then lookups
@@ -421,13 +423,13 @@ class Cache:
         suspect = replace(suspect, until=min(suspect.until, now_ms()))
         self.lower.doubt(suspect)
         try:
-            yield from self.room.purging(suspect, None if force else self.lower.only_lease)
+            yield from self.memory.purging(suspect, None if force else self.lower.is_leased_only_by_writes)
         finally:  # also if the one who asked has left between two steps
             self.lower.purge(suspect)
 
-    purge = at_once(purging)
+    purge = at_once(purge_in_steps)
 
-    def clearing(self, namespace: bytes = b"", *, force: bool = False) -> Generator[None, None, None]:
+    def clear_in_steps(self, namespace: bytes = b"", *, force: bool = False) -> Generator[None, None, None]:
         """Delete everything that is not leased; with `force` leased chunks too. Later releases are harmless.
 
         `namespace`, from `keys.namespace`, limits it to a model. Shared tiers are searched for its chunks,
@@ -435,27 +437,27 @@ class Cache:
         of them there. Between its small steps the owner can serve others: a million chunks take seconds.
         """
         for tier in self.lower:
-            tier.let_leave(namespace)
+            tier.unlease_queued(namespace)
         places: list[tuple[Index, Callable[[Entry], None]]] = [
-            (self.index, lambda entry: self.room.take_out(entry, CLEARED)),
+            (self.index, lambda entry: self.memory.take_out(entry, CLEARED)),
             *((tier.index, tier.clear_one) for tier in self.lower.owned),
         ]
         for index, clear_one in places:
             for number, entry in enumerate(index.entries(), 1):
-                is_there = entry.state is not State.GONE and entry.key.startswith(namespace)
+                is_there = entry.state is not EntryState.GONE and entry.key.startswith(namespace)
                 if is_there and (force or not entry.leases):
                     clear_one(entry)
                 if not number % _CLEARED_AT_ONCE:
                     yield
         for tier in self.lower:  # at once: chunks that were stored again in the meantime
-            tier.let_leave(namespace)
+            tier.unlease_queued(namespace)
         for entry in self.index.entries():
             if entry.key.startswith(namespace) and (force or not entry.leases):
-                self.room.take_out(entry, CLEARED)
+                self.memory.take_out(entry, CLEARED)
         for tier in self.lower:
             tier.clear(namespace, force=force)
 
-    clear = at_once(clearing)
+    clear = at_once(clear_in_steps)
 
     def compared(self, chunks: int, differing: int) -> None:
         """Count the chunks whose fingerprints were compared after a load, and how many of them differed."""
@@ -468,10 +470,10 @@ class Cache:
         What was stored under its key since then is deleted too: a server and lower tiers know only the key.
         """
         known = self.index.get(entry.key)
-        if entry.state is not State.GONE and known is not entry:
+        if entry.state is not EntryState.GONE and known is not entry:
             raise MisuseError(f"discard of {entry!r}, which belongs to another cache")
         if known is not None:
-            self.room.take_out(known, DIFFERED)
+            self.memory.take_out(known, DIFFERED)
         forms = {entry.form} if known is None else {entry.form, known.form}
         for tier in self.lower:
             tier.discard(entry.key, forms, DIFFERED)
@@ -481,7 +483,7 @@ class Cache:
     def _end_lifetimes(self) -> None:
         """Delete some chunks that expired or are forgotten, and end some sessions; the next step goes on."""
         self.pinning.expire()
-        more = self.room.expire() | self.sessions.step() | self.leaving.step()
+        more = self.memory.expire() | self.sessions.step() | self.forgotten_tenants.step()
         for tier in self.lower:
             more |= tier.expire()
         if more:
@@ -489,7 +491,7 @@ class Cache:
 
     def _come_down(self) -> None:
         """Evict what is above capacities that have become smaller; the next step continues."""
-        places: list[Room | OwnedTier] = [self.room, *self.lower.owned]
+        places: list[MemoryPlace | OwnedTier] = [self.memory, *self.lower.owned]
         for place in places:
             if place.index.capacity != place.index.target:
                 before = place.index.used
@@ -505,7 +507,7 @@ class Cache:
         that does not fit now is refused, and a chunk that comes later and does not fit is not pinned.
         """
         self._need_open()
-        self.room.expire_among(keys)
+        self.memory.expire_among(keys)
         return self.pinning.pin(name, keys, seconds_of(ttl))
 
     def unpin(self, name: str) -> bool:
@@ -518,7 +520,7 @@ class Cache:
     # ---- sessions
 
     def hint(
-        self, actions: Sequence[Action], tenant: bytes = NOBODY, session: str = ""
+        self, actions: Sequence[Action], tenant: bytes = NO_TENANT, session: str = ""
     ) -> list[ActionResult]:
         """Execute hints of a tenant. `session` is meant where an action names none."""
         self._need_open()
@@ -526,32 +528,32 @@ class Cache:
 
     # ---- named values: chunks that may be replaced
 
-    def forget(self, key: bytes, form: ChunkForm) -> None:
-        """Delete the value under `key` in every tier. When `is_leaving` is false, it is gone permanently."""
+    def delete_value(self, key: bytes, form: ChunkForm) -> None:
+        """Delete the value under `key` in every tier. When not `may_come_back`, it is gone permanently."""
         if (entry := self.index.get(key)) is not None:
-            self.room.take_out(entry)
+            self.memory.take_out(entry)
         for tier in self.lower.owned:  # shared tiers never got it
             tier.discard(key, (form,))
 
-    def replace(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
+    def commit_value(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
         """Commit the one chunk of `reservation`, which was made under a temporary key, under `key`.
 
         A tier overwrites the old value in its time. After a kill a restart finds either, or one between.
         """
         (entry,) = reservation.entries.values()
         if (old := self.index.get(key)) is not None:
-            self.room.take_out(old)
+            self.memory.take_out(old)
         with self.lower.replacing(key):
             self.index.rekey(entry, key)
-            self.commit(reservation, prints={0: mark})
+            self.commit(reservation, marks={0: mark})
 
     def is_behind(self, nbytes: int) -> bool:
         """Whether a new value should wait: it could not be written now, but a little later it could."""
         return any(tier.is_behind(nbytes) for tier in self.lower)
 
-    def is_leaving(self, key: bytes) -> bool:
+    def may_come_back(self, key: bytes) -> bool:
         """Whether a restart now could still find an old value under this key."""
-        return any(tier.is_leaving(key) for tier in self.lower.owned)  # shared tiers never got it
+        return any(tier.may_come_back(key) for tier in self.lower.owned)  # shared tiers never got it
 
     def close(self, timeout: float = 30.0) -> None:
         """Write the waiting chunks to the tiers and release everything, within `timeout`. Idempotent."""
@@ -560,7 +562,7 @@ class Cache:
         until = time.monotonic() + timeout
         self.pause(False)
         for owned in self.lower.owned:
-            owned.offer_records()
+            owned.queue_unwritten_records()
         if not self._drain(timeout):
             log.warning("lmtier: the cache was closed before all chunks were written to the lower tiers")
         for tier in self.lower:
@@ -583,31 +585,31 @@ class Cache:
         """Take the results of tiers. Why another process cannot take over now; empty: it can."""
         for tier in self.lower:
             tier.poll()
-        if self.room.erasing:
+        if self.memory.to_wipe:
             return "chunks of a tenant that was forgotten are still in use"
         return next((why for tier in self.lower if (why := tier.why_busy())), "")
 
-    def resume(self, thing: Match | Reservation) -> None:
+    def restore(self, thing: Match | Reservation) -> None:
         """An engine holds this since a time when another process owned the slab."""
         if isinstance(thing, Match):
-            self._matches.resume(thing)
+            self._matches.restore(thing)
         else:
-            self._reservations.resume(thing)
+            self._reservations.restore(thing)
 
-    def taken(self) -> None:
-        """This process owns the heritage now. Before, the other one may still need all of it unchanged."""
+    def complete_takeover(self) -> None:
+        """This process owns the handover now. Before, the other one may still need all of it unchanged."""
         if self._inherited is not None:  # others look at it, also if it is of no more use here
             presence = self.presence or Presence(self._inherited)
             presence.begin(entry.key for index in self.indexes.values() for entry in index.entries_now())
         for index in self.indexes.values():
             index.presence = self.presence
-        self.lower.taken()
+        self.lower.complete_takeover()
 
-    def leave(self) -> None:
+    def close_after_handover(self) -> None:
         """Another process owns the slab and the tiers from now on: end, and change nothing."""
         self._closed.set()
         for tier in self.lower:
-            tier.tier.is_left = True
+            tier.tier.is_handed_over = True
             tier.tier.patience = 0.0
             tier.tier.close()
 
@@ -615,7 +617,7 @@ class Cache:
         if self._closed.is_set():
             raise MisuseError("this cache is closed")
 
-    # ---- books
+    # ---- handover
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Chunks, bytes used and capacity per tier, as they are now."""
@@ -623,7 +625,7 @@ class Cache:
             CPU: {"chunks": len(self.index), "used": self.index.used, "capacity": self.index.capacity}
         }
         for tier in self.lower.owned:
-            index, used = tier.index, tier.index.used + tier.deleting
+            index, used = tier.index, tier.index.used + tier.deleting_bytes
             tiers[tier.label] = {"chunks": len(index), "used": used, "capacity": index.capacity}
         return tiers
 
@@ -634,7 +636,7 @@ class Cache:
         self.pinning.check()
         self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
-        self.room.check()
+        self.memory.check()
         leases: dict[Entry, int] = {}
         self._matches.check()
         for match in self._matches.open.values():
@@ -642,7 +644,7 @@ class Cache:
                 leases[entry] = leases.get(entry, 0) + 1
         for reservation in self._reservations.open.values():
             for entry in reservation.entries.values():
-                leases[entry] = leases.get(entry, 0) + len(reservation.left)
+                leases[entry] = leases.get(entry, 0) + len(reservation.pending_shards)
         for entry in (*self.index.pinned, *(entry for tier in self.lower for entry in tier.leased)):
             leases[entry] = leases.get(entry, 0) + 1
         for entry in self.index.entries():
@@ -656,23 +658,23 @@ class Cache:
 
 def _check_change(before: Config, after: Config) -> None:
     """Raises MisuseError if they differ in what cannot change."""
-    if len(before.stores) != len(after.stores):
+    if len(before.cache_tiers) != len(after.cache_tiers):
         raise MisuseError("tiers cannot come or go while the cache is open: open a new one")
     if replace(after, tiers=before.tiers) != before or not all(
         replace(old, url=new.url, capacity=new.capacity, policy=new.policy, ttl=new.ttl) == new
-        for old, new in zip(before.stores, after.stores, strict=True)
+        for old, new in zip(before.cache_tiers, after.cache_tiers, strict=True)
     ):
         raise MisuseError("only capacity, policy and ttl of a tier can change while it runs")
 
 
 def _resize(
-    places: Sequence[tuple[TierSpec, TierSpec, Room | LowerTier]],
-) -> list[tuple[Room | OwnedTier, int]]:
+    places: Sequence[tuple[TierSpec, TierSpec, MemoryPlace | LowerTier]],
+) -> list[tuple[MemoryPlace | OwnedTier, int]]:
     """Change all capacities that differ, or none. Raises MisuseError."""
     found = [
         (place, new.capacity)
         for old, new, place in places
-        if isinstance(place, Room | OwnedTier) and new.capacity and old.capacity != new.capacity
+        if isinstance(place, MemoryPlace | OwnedTier) and new.capacity and old.capacity != new.capacity
     ]
     for place, capacity in found:
         place.need_fits(capacity)

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier.core.lower import LowerTier
-from lmtier.core.match import CLEARED, State
+from lmtier.core.match import CLEARED, EntryState
 from lmtier.core.shared import SharedTier
 from lmtier.errors import LMTierError, MisuseError, audit, log
-from lmtier.format.keys import NOBODY, TENANT_BYTES, tenant_of
+from lmtier.format.keys import NO_TENANT, TENANT_BYTES, tenant_of
 from lmtier.format.sealing import TenantKeys, Tombstone
 from lmtier.tiers.blocking import LEARNED_WITHIN
 
@@ -35,7 +35,7 @@ BY_TENANT, BY_TIER, NOT = "tenant", "tier", "none"
 
 
 @dataclass(slots=True)
-class Forgotten:
+class TierReport:
     """What became of a tenant in one tier."""
 
     tier: str
@@ -66,7 +66,7 @@ class TenantReport:
     """Bytes of the slab that are zeros now: all of its free ones."""
     in_use: int = 0
     """Chunks that engines are reading. They are overwritten as soon as that ends."""
-    tiers: list[Forgotten] = field(default_factory=list)
+    tiers: list[TierReport] = field(default_factory=list)
     others_within: float | None = None
     """Seconds after which all servers that share the keys of tenants know it. None: no keys are shared."""
 
@@ -82,7 +82,7 @@ def need_tenant(tenant: bytes) -> None:
     """Raises MisuseError."""
     if len(tenant) != TENANT_BYTES:
         raise MisuseError(f"the id of a tenant has {TENANT_BYTES} bytes, not {len(tenant)}")
-    if tenant == NOBODY:
+    if tenant == NO_TENANT:
         raise MisuseError("requests without a salt belong to no tenant; `lmtier clear` deletes them")
 
 
@@ -109,16 +109,16 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     until = time.monotonic() + patience
     report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
-    with cache.leaving.in_hand(tenant) as stores:
+    with cache.forgotten_tenants.in_hand(tenant) as stores:
         stones = (store.forgotten.get(tenant) for store in stores)
         report.since = max((stone.at for stone in stones if stone is not None), default=0)
         report.others_within = LEARNED_WITHIN if stores else None
         for tier in cache.lower.ours:
             keys = tier.tier.keys
             sealed = NOT if keys is None else BY_TIER if keys.tenants is None else BY_TENANT
-            report.tiers.append(Forgotten(tier.label, sealed))
+            report.tiers.append(TierReport(tier.label, sealed))
         _destroy_keys(cache, tenant, report)
-        known = cache.leaving.known((tenant,))
+        known = cache.forgotten_tenants.known((tenant,))
         for hear in cache.followers.forgotten:
             hear((tenant,))
         yield from _leave_slab(cache, (tenant,), report)
@@ -126,34 +126,39 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
             yield True  # a scan would bring its chunks back
         yield from _leave_slab(cache, (tenant,), report)  # what was on its way up
         until = time.monotonic() + patience
-        found = {told.tier: told for told in report.tiers}
+        found = {tier_report.tier: tier_report for tier_report in report.tiers}
         for owned in cache.lower.owned:
             found[owned.label].chunks = 0
         for tiers in (cache.lower.owned, cache.lower):
             for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
-                for chunks in tier.forget((tenant,)):
+                for chunks in tier.delete_tenants((tenant,)):
                     found[tier.label].chunks = (found[tier.label].chunks or 0) + chunks
                     yield False
         while time.monotonic() < until and any(
-            _is_left(tier, tenant) and not _is_hopeless(tier, tenant) for tier in cache.lower.ours
+            _is_deletion_unfinished(tier, tenant) and not _is_hopeless(tier, tenant)
+            for tier in cache.lower.ours
         ):
             yield True
-        for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
+        for tier, tier_report in zip(cache.lower.ours, report.tiers, strict=True):
             if not tier.is_warm:
-                told.problem = told.problem or "what it holds is not known yet"
-            elif _is_left(tier, tenant):
-                told.problem = told.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
+                tier_report.problem = tier_report.problem or "what it holds is not known yet"
+            elif _is_deletion_unfinished(tier, tenant):
+                tier_report.problem = (
+                    tier_report.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
+                )
         yield from _leave_slab(cache, (tenant,), report)  # what a tier gave before it had deleted it
-        is_storing = any(tenant_of(entry.key) == tenant for tier in cache.lower for entry in tier.storing)
-        if not (is_storing or cache.leaving.hears_of_others):  # otherwise `step` waits for that
-            cache.leaving.have_left(known)
+        is_storing = any(
+            tenant_of(entry.key) == tenant for tier in cache.lower for entry in tier.storing_entries
+        )
+        if not (is_storing or cache.forgotten_tenants.hears_of_others):  # otherwise `step` waits for that
+            cache.forgotten_tenants.have_left(known)
         yield from _wipe(cache, report)
-    report.in_use = sum(tenant_of(entry.key) == tenant for entry in cache.room.erasing)
-    _tell(report)
+    report.in_use = sum(tenant_of(entry.key) == tenant for entry in cache.memory.to_wipe)
+    _audit(report)
     return report
 
 
-class Leaving:
+class ForgottenTenants:
     """The tenants whom another server has forgotten, and who leave this one.
 
     A tombstone in a store of keys says so. From the moment that a thread of a tier has read it, their chunks
@@ -225,20 +230,22 @@ class Leaving:
             if isinstance(tier, SharedTier) and _seals_by_tenant(tier):
                 tier.doubt_all()  # who wrote the tombstone searches it, and its objects cannot be read
                 continue
-            told = Forgotten(tier.label, BY_TENANT if _seals_by_tenant(tier) else NOT)
-            report.tiers.append(told)
-            for chunks in tier.forget(tenants):
-                told.chunks = (told.chunks or 0) + chunks
+            tier_report = TierReport(tier.label, BY_TENANT if _seals_by_tenant(tier) else NOT)
+            report.tiers.append(tier_report)
+            for chunks in tier.delete_tenants(tenants):
+                tier_report.chunks = (tier_report.chunks or 0) + chunks
                 yield False
         while self.hears_of_others and time.monotonic() < began + LEARNED_WITHIN:
             yield True
         yield from _leave_slab(cache, tenants, report)  # what was on its way up
-        before = {entry for tier in cache.lower for entry in tier.storing if tenant_of(entry.key) in tenants}
-        while any(not before.isdisjoint(tier.storing) for tier in cache.lower):
+        before = {
+            entry for tier in cache.lower for entry in tier.storing_entries if tenant_of(entry.key) in tenants
+        }
+        while any(not before.isdisjoint(tier.storing_entries) for tier in cache.lower):
             yield True
         self.have_left(known)
         yield from _wipe(cache, report)
-        _tell(report)
+        _audit(report)
 
     @contextmanager
     def in_hand(self, tenant: bytes) -> Iterator[list[TenantKeys]]:
@@ -265,18 +272,18 @@ class Leaving:
 
     # ---- to and from another process
 
-    def told(self) -> dict[str, dict[str, int]]:
+    def dropped_generations(self) -> dict[str, dict[str, int]]:
         """What this process has dropped, for one that takes over its memory."""
         return {
             store.place: {tenant.hex(): number for tenant, number in store.dropped.items()}
             for store in self._stores
         }
 
-    def resume(self, told: Mapping[str, Mapping[str, int]]) -> None:
+    def restore(self, dumped: Mapping[str, Mapping[str, int]]) -> None:
         """The memory of another process is here, which had dropped this."""
         for store in self._stores:
             store.dropped.clear()
-            for digits, generation in told.get(store.place, {}).items():
+            for digits, generation in dumped.get(store.place, {}).items():
                 store.dropped[bytes.fromhex(digits)] = generation
         self._steps = None
 
@@ -287,29 +294,31 @@ def _seals_by_tenant(tier: LowerTier) -> bool:
 
 def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
     places = set[str]()
-    for tier, told in zip(cache.lower.ours, report.tiers, strict=True):
+    for tier, dumped in zip(cache.lower.ours, report.tiers, strict=True):
         store = None if tier.tier.keys is None else tier.tier.keys.tenants
         if store is not None:
             try:
                 if store.place in places:
-                    store.look()
+                    store.read_tombstones()
                 else:
                     places.add(store.place)
-                    told.keys += store.forget(tenant)
+                    dumped.keys += store.forget(tenant)
             except (LMTierError, OSError) as error:  # the others go nevertheless
                 log.error("lmtier: %s", error)
-                told.problem = str(error)
+                dumped.problem = str(error)
 
 
 def _leave_slab(
     cache: Cache, tenants: Collection[bytes], report: TenantReport
 ) -> Generator[bool, None, None]:
     # What was deleted for another reason, while an engine reads it.
-    cache.room.erasing.update(entry for entry in cache.room.leaving if tenant_of(entry.key) in tenants)
+    cache.memory.to_wipe.update(
+        entry for entry in cache.memory.deleted_in_use if tenant_of(entry.key) in tenants
+    )
     done = 0
     for number, entry in enumerate(cache.index.entries(), 1):
-        if tenant_of(entry.key) in tenants and entry.state is not State.GONE:
-            cache.room.erase(entry, CLEARED)
+        if tenant_of(entry.key) in tenants and entry.state is not EntryState.GONE:
+            cache.memory.erase(entry, CLEARED)
             report.chunks += 1
             done += entry.nbytes
         if not number % _AT_ONCE or done > _BYTES_AT_ONCE:
@@ -323,19 +332,19 @@ def _wipe(cache: Cache, report: TenantReport) -> Generator[bool, None, None]:
         yield False
 
 
-def _tell(report: TenantReport) -> None:
+def _audit(report: TenantReport) -> None:
     audit.info(
         "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %d bytes overwritten",
         *(report.tenant, report.chunks, report.in_use, report.overwritten),
     )
-    for told in report.tiers:
-        audit.info("lmtier: tenant %s: %s", report.tenant, told)
+    for dumped in report.tiers:
+        audit.info("lmtier: tenant %s: %s", report.tenant, dumped)
 
 
-def _is_left(tier: LowerTier, tenant: bytes) -> bool:
-    return tier.is_moving(tenant) or not tier.is_clear
+def _is_deletion_unfinished(tier: LowerTier, tenant: bytes) -> bool:
+    return tier.is_changing_tenant(tenant) or not tier.is_clear_done
 
 
 def _is_hopeless(tier: LowerTier, tenant: bytes) -> bool:
     """Whether waiting does not help: the tier fails."""
-    return tier.down.is_open or tier.cannot_clear or tier.fails_to_delete(tenant)
+    return tier.store_breaker.is_open or tier.is_clear_failing or tier.fails_to_delete(tenant)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmtier.core.match import Match, State
+from lmtier.core.match import EntryState, Match
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_value, tenant_of
 from lmtier.rules import hints
-from lmtier.rules.hints import Action, ActionResult, Remembered
+from lmtier.rules.hints import Action, ActionResult, DoneActions
 from lmtier.rules.sessions import Agent
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Hinting:
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
-        self._remembered = Remembered()
+        self._remembered = DoneActions()
         self._bringing: list[Match] = []
         """What prefetches load. They lease it until it is in the slab."""
 
@@ -73,7 +73,7 @@ class Hinting:
                 seconds = action.seconds(hints.MAX_PIN if action.type == hints.PIN else None, hints.MAX_PIN)
                 if seconds is None:
                     raise MisuseError("retain needs seconds")
-                self._cache.room.expire_among(chain)
+                self._cache.memory.expire_among(chain)
                 self._cache.pinning.pin(pin, chain, seconds, hinted=True)
             case hints.PREFETCH:
                 self._prefetch(chain, agent, action.seconds(_DEADLINE) or _DEADLINE, action.source)
@@ -98,9 +98,9 @@ class Hinting:
     def _wait(self, agent: Agent, what: object) -> None:
         match what:
             case "person":
-                self._cache.sessions.wait(agent)
+                self._cache.sessions.wait_for_person(agent)
             case "tool":
-                self._cache.sessions.work(agent)
+                self._cache.sessions.wait_for_tool(agent)
             case _:
                 raise MisuseError("session_wait is for a person or for a tool")
 
@@ -114,7 +114,7 @@ class Hinting:
             raise MisuseError(f"{MAX_BRINGING} prefetches are running: try again later")
         match = self._cache.bring(keys, form, deadline=seconds, source=source)
         self._bringing.append(match)
-        if not match.asking:
+        if not match.pending_lookups:
             self._cache.prefetch(match)
 
     def _end_in(self, keys: Sequence[bytes], seconds: float) -> None:
@@ -122,23 +122,23 @@ class Hinting:
         end = self._clock() + seconds
         for index in self._cache.indexes.values():
             for key in keys:
-                if (entry := index.get(key)) is not None and end < index.ends.end(entry):
-                    index.ends.set(entry, end)
+                if (entry := index.get(key)) is not None and end < index.expiries.expiry(entry):
+                    index.expiries.set(entry, end)
 
     def _demote(self, keys: Sequence[bytes]) -> None:
         """Write them to the tiers below, and let them leave the slab before others."""
         index = self._cache.index
         run = [entry for key in keys if (entry := index.get(key)) is not None]
         for entry in run:
-            for tier in self._cache.lower if entry.state is State.READY else ():
-                tier.offer(entry)
-        index.over(run)
+            for tier in self._cache.lower if entry.state is EntryState.READY else ():
+                tier.queue_write(entry)
+        index.evict_first(run)
 
     def step(self) -> None:
         """Continue the prefetches, and release what has arrived."""
         for match in list(self._bringing):
-            if not match.asking and match.below and not match.waiting:
+            if not match.pending_lookups and match.below and not match.pending_loads:
                 self._cache.prefetch(match)
-            if match.ready:  # its deadline has passed at the latest
+            if match.is_ready:  # its deadline has passed at the latest
                 self._bringing.remove(match)
                 self._cache.release(match)

@@ -21,15 +21,15 @@ from heapq import merge
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
+from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, EntryState
 from lmtier.core.presence import Presence
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm
-from lmtier.observe.follower import Followers
-from lmtier.rules.foretold import Foretold
+from lmtier.observe.follower import CacheObservers
 from lmtier.rules.fullness import UNBOUNDED
-from lmtier.rules.lifetimes import FOREVER, Ends
+from lmtier.rules.lifetimes import FOREVER, Expiries
 from lmtier.rules.policy import Keyed, Policy
+from lmtier.rules.session_policy import SessionAwarePolicy
 from lmtier.rules.shares import Pool, Pools, Share
 
 
@@ -43,7 +43,7 @@ class Occupancy(NamedTuple):
     pools: tuple[Pool, ...] = ()
 
 
-WANTED, HINTED = 2, 4
+PINS_DIVISOR, HINT_PINS_DIVISOR = 2, 4
 """The part of a place that pins may take: a half, and a quarter for those of hints."""
 _AT_ONCE = 64  # the most entries that leave together because a place became smaller, or they expired
 
@@ -61,7 +61,7 @@ def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
 
 def expire(index: Index, now: float, take_out: Callable[[Entry], None]) -> bool:
     """Take out some of the expired entries. Returns whether there may be more."""
-    over = index.ends.over(now, _AT_ONCE)
+    over = index.expiries.expired(now, _AT_ONCE)
     for entry in over:
         take_out(entry)
     return len(over) == _AT_ONCE
@@ -70,7 +70,7 @@ def expire(index: Index, now: float, take_out: Callable[[Entry], None]) -> bool:
 def limit(index: Index, end: float) -> None:
     """No entry may be served after `end`."""
     for entry in index.entries() if end < FOREVER else ():
-        index.ends.set(entry, min(end, index.ends.end(entry)))
+        index.expiries.set(entry, min(end, index.expiries.expiry(entry)))
 
 
 def _follows(entry: Entry | None, first: Entry) -> bool:
@@ -105,23 +105,23 @@ class Index:
         self.leased_bytes = 0
         """Bytes that cannot leave now: leased or not READY. They let `evict` give up early."""
         self._entries: dict[bytes, Entry] = {}
-        self._policy = Foretold(policy)
+        self._policy = SessionAwarePolicy(policy)
         self.pools = Pools(shares, capacity, self._policy) if shares else None
         self._max_ghosts = ghosts
         self.records: set[bytes] = set()
         """The keys of complete records."""
         self._ghosts: OrderedDict[bytes, str] = OrderedDict()
         """Why past entries left, if they were evicted or expired."""
-        self.ends: Ends[Entry] = Ends()
-        self.wanted: Container[bytes] = ()
+        self.expiries: Expiries[Entry] = Expiries()
+        self.keys_to_pin: Container[bytes] = ()
         """Keys whose entries are pinned as soon as they are READY."""
-        self.hinted: Container[bytes] = ()
+        self.keys_to_pin_by_hints: Container[bytes] = ()
         """The same, for hints."""
         self.pinned: set[Entry] = set()
         """The pinned entries. The pin holds a lease on each."""
         self.pinned_bytes = 0
         self.label = ""
-        self.followers = Followers()
+        self.followers = CacheObservers()
         """Notified of the keys that become READY, or leave after that, in the tier of this label."""
         self.presence: Presence | None = None
         """Updated with every key that is added or removed, if other processes read it."""
@@ -179,7 +179,13 @@ class Index:
         return list(self._entries.values())
 
     def add(
-        self, key: bytes, form: ChunkForm, nbytes: int, state: State, parent: Entry | None, makers: int = 1
+        self,
+        key: bytes,
+        form: ChunkForm,
+        nbytes: int,
+        state: EntryState,
+        parent: Entry | None,
+        makers: int = 1,
     ) -> Entry:
         return self.add_run((key,), form, nbytes, state, parent, makers)[0]
 
@@ -188,7 +194,7 @@ class Index:
         keys: Sequence[bytes],
         form: ChunkForm,
         nbytes: int,
-        state: State,
+        state: EntryState,
         parent: Entry | None,
         makers: int = 1,
     ) -> list[Entry]:
@@ -199,19 +205,19 @@ class Index:
         entries, ghosts = self._entries, self._ghosts
         if not entries.keys().isdisjoint(keys):
             raise MisuseError(f"chunk {next(filter(entries.get, keys)).hex()[:8]} is here already")
-        leases = 0 if state is State.READY else makers
+        leases = 0 if state is EntryState.READY else makers
         run: list[Entry] = []
         for key in keys:
             entry = entries[key] = Entry(key, form, nbytes, state)
             entry.leases = leases
             if parent is not None:
                 entry.parent = parent
-                parent.kids += 1
+                parent.child_count += 1
             parent = entry
             run.append(entry)
         for key in ghosts.keys() & keys if ghosts else ():
             del ghosts[key]
-            entries[key].seen = True
+            entries[key].is_reused = True
         if self.presence is not None:
             self.presence.add(*keys)
         leased = nbytes if leases else 0
@@ -231,7 +237,7 @@ class Index:
         if self.pools is not None:
             self.pools.of(entry.key).count(used, leased)
 
-    def _policy_of(self, entry: Entry) -> Foretold[Keyed]:
+    def _policy_of(self, entry: Entry) -> SessionAwarePolicy[Keyed]:
         return self._policy if self.pools is None else self.pools.of(entry.key).policy
 
     def rekey(self, entry: Entry, key: bytes) -> None:
@@ -260,17 +266,17 @@ class Index:
         if self.is_wanted(entry.key):
             self.pin(entry)
 
-    def resume(self, entry: Entry) -> None:
-        """Add an entry of the books of another process, the first to leave first. Leases follow.
+    def restore(self, entry: Entry) -> None:
+        """Add an entry that another process hands over, the first to leave first. Leases follow.
 
         One that is GONE only takes room, until the last of its leases ends.
         """
-        if entry.state is State.GONE:
+        if entry.state is EntryState.GONE:
             self._count(entry, entry.nbytes, 0)
             return
         if entry.key in self._entries:
             raise ValueError(f"chunk {entry.key.hex()[:8]} is there twice")
-        if entry.state is State.READY:
+        if entry.state is EntryState.READY:
             self.adopt(entry)
             return
         self._entries[entry.key] = entry
@@ -285,11 +291,11 @@ class Index:
         self._count(entry, more, more if entry.leases else 0)
         entry.nbytes = nbytes
 
-    def ready(self, *entries: Entry) -> None:
+    def make_ready(self, *entries: Entry) -> None:
         """Their maker is done. They are visible from now on, and the maker's leases end."""
         keys = [entry.key for entry in entries]
         for entry in entries:
-            entry.state = State.READY
+            entry.state = EntryState.READY
         self.records.update(filter(self.is_record, keys))
         for hear in self.followers.changed:
             hear(self.label, True, keys, "")
@@ -300,12 +306,12 @@ class Index:
 
     def link(self, entry: Entry, parent: Entry | None) -> None:
         """`entry` follows `parent`. Not if `parent` follows it: keys that are no chain could say so."""
-        if entry.parent is not parent and not (entry.kids and _follows(parent, entry)):
+        if entry.parent is not parent and not (entry.child_count and _follows(parent, entry)):
             if entry.parent is not None:
-                entry.parent.kids -= 1
+                entry.parent.child_count -= 1
             entry.parent = parent
             if parent is not None:
-                parent.kids += 1
+                parent.child_count += 1
 
     def lease(self, entry: Entry) -> None:
         if not entry.leases:
@@ -316,13 +322,17 @@ class Index:
 
     def is_wanted(self, key: bytes) -> bool:
         """Whether a pin of any kind wants it."""
-        return key in self.wanted or key in self.hinted
+        return key in self.keys_to_pin or key in self.keys_to_pin_by_hints
 
     def pin(self, entry: Entry) -> bool:
         """Never evict the entry. False: pins of its kind would take too much of this place."""
         if entry in self.pinned:
             return True
-        part = HINTED if entry.key in self.hinted and entry.key not in self.wanted else WANTED
+        part = (
+            HINT_PINS_DIVISOR
+            if entry.key in self.keys_to_pin_by_hints and entry.key not in self.keys_to_pin
+            else PINS_DIVISOR
+        )
         if self.pinned_bytes + entry.nbytes > self.capacity // part:
             return False
         self.pinned.add(entry)
@@ -345,12 +355,12 @@ class Index:
             entry.leases -= 1
             if not entry.leases:
                 ended.append(entry)
-        gone = [entry for entry in ended if entry.state is State.GONE]
+        gone = [entry for entry in ended if entry.state is EntryState.GONE]
         self.leased_bytes -= sum([entry.nbytes for entry in ended])
         self.used -= sum([entry.nbytes for entry in gone])
         if self.pools is not None:
             for entry in ended:
-                is_gone = entry.state is State.GONE
+                is_gone = entry.state is EntryState.GONE
                 self.pools.of(entry.key).count(-entry.nbytes if is_gone else 0, -entry.nbytes)
         return gone
 
@@ -375,7 +385,7 @@ class Index:
                 if evicted:
                     pool.evicted(len(mine))
         if self.followers.changed:
-            visible = [entry.key for entry in entries if entry.state is State.READY]
+            visible = [entry.key for entry in entries if entry.state is EntryState.READY]
             for hear in self.followers.changed:
                 hear(self.label, False, visible, why)
         keys = [entry.key for entry in entries]
@@ -384,13 +394,13 @@ class Index:
         for entry in entries:
             del self._entries[entry.key]
             if entry.parent is not None:
-                entry.parent.kids -= 1
+                entry.parent.child_count -= 1
                 entry.parent = None
-            entry.state = State.GONE
+            entry.state = EntryState.GONE
             if not entry.leases:
                 self.used -= entry.nbytes
-        for entry in entries if self.ends else ():
-            self.ends.forget(entry)
+        for entry in entries if self.expiries else ():
+            self.expiries.forget(entry)
         if evicted or why == EXPIRED:
             self._ghosts.update(dict.fromkeys(keys, why))
         while len(self._ghosts) > self._max_ghosts:
@@ -407,27 +417,27 @@ class Index:
         """Another host asked for these. The policy learns which of them should have stayed."""
         absent = [key for key in keys if key not in self._entries and not self.is_record(key)]
         if self.pools is None and absent:
-            self._policy.missed(absent)
+            self._policy.on_miss(absent)
         elif self.pools is not None:
             for pool, part in groupby(absent, key=self.pools.of):
-                pool.policy.missed([*part])
+                pool.policy.on_miss([*part])
 
     def refresh(self, run: Sequence[Entry]) -> None:
         """The request that used this prefix still uses it."""
         for policy, part in self._by_policy(run):
             policy.refresh(part)
 
-    def over(self, run: Sequence[Entry]) -> None:
+    def evict_first(self, run: Sequence[Entry]) -> None:
         """These are not asked for again: they leave before others. `run` is given head first."""
         for policy, part in self._by_policy(run):
-            policy.over(part)
+            policy.evict_first(part)
 
-    def wait(self, run: Sequence[Entry]) -> None:
+    def evict_next(self, run: Sequence[Entry]) -> None:
         """These are asked for again, but late. `run` is given head first."""
         for policy, part in self._by_policy(run):
-            policy.wait(part)
+            policy.evict_next(part)
 
-    def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[Foretold[Keyed], Iterable[Entry]]]:
+    def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[SessionAwarePolicy[Keyed], Iterable[Entry]]]:
         """Tail first. Nearly always all entries belong to one tenant."""
         if self.pools is None:
             return ((self._policy, reversed(run)),)
@@ -452,13 +462,13 @@ class Index:
         orders = (
             [each for each in dict.fromkeys(policy.order()) if isinstance(each, Entry)] for policy in policies
         )
-        return list(merge(*orders, key=lambda entry: entry.used))
+        return list(merge(*orders, key=lambda entry: entry.last_used_ns))
 
     def pool(self, key: bytes) -> Pool | None:
         """The pool of the share to which this key counts, if there are shares."""
         return None if self.pools is None else self.pools.of(key)
 
-    def next_to_leave(self, need: int, asker: Pool | None = None, claim: int = 0) -> tuple[list[Entry], int]:
+    def next_victims(self, need: int, asker: Pool | None = None, claim: int = 0) -> tuple[list[Entry], int]:
         """The next victims, tails before their heads, until `need` bytes are free; and the bytes they free.
 
         With shares the victims depend on `asker`, which wants the room, and on `claim`, its total.
@@ -472,7 +482,7 @@ class Index:
         with closing(turns) as order:
             for entry in order:
                 assert isinstance(entry, Entry)
-                if entry.leases or entry.kids != childless.get(entry, 0):
+                if entry.leases or entry.child_count != childless.get(entry, 0):
                     continue
                 victims.append(entry)
                 childless[entry] = -1  # an order may have it twice
@@ -496,7 +506,7 @@ class Index:
         victims: list[Entry] = []
         freed = 0
         if need <= self.used - self.leased_bytes:
-            victims, freed = self.next_to_leave(need, asker, claim)
+            victims, freed = self.next_victims(need, asker, claim)
         if keep is not None:
             self.release(keep)
         if freed < need:
@@ -515,13 +525,13 @@ class Index:
         entries = self._entries.values()
         kids: dict[Entry, int] = {}
         for entry in entries:
-            assert entry.state is not State.GONE, f"{entry!r} is indexed"
-            assert entry.leases >= (entry.state is not State.READY), f"{entry!r} lost its maker's lease"
+            assert entry.state is not EntryState.GONE, f"{entry!r} is indexed"
+            assert entry.leases >= (entry.state is not EntryState.READY), f"{entry!r} lost its maker's lease"
             assert entry in self._policy_of(entry), f"{entry!r} is unknown to the policy"
             if entry.parent is not None:
                 kids[entry.parent] = kids.get(entry.parent, 0) + 1
         for entry in entries:
-            assert entry.kids == kids.get(entry, 0), f"{entry!r} has {kids.get(entry, 0)} kids"
+            assert entry.child_count == kids.get(entry, 0), f"{entry!r} has {kids.get(entry, 0)} kids"
         policies = [self._policy] if self.pools is None else [pool.policy for pool in self.pools]
         assert sum(map(len, policies)) == len(self._entries), "the policy holds more than the index"
         for pool in self.pools or ():
@@ -540,10 +550,12 @@ class Index:
         assert not self._ghosts.keys() & self._entries.keys(), "a ghost is also an entry"
         pinned = [entry for entry in entries if entry in self.pinned]
         assert len(pinned) == len(self.pinned), "a pinned entry has left"
-        assert all(entry.leases and entry.state is State.READY for entry in pinned), "a pinned one may leave"
+        assert all(entry.leases and entry.state is EntryState.READY for entry in pinned), (
+            "a pinned one may leave"
+        )
         assert self.pinned_bytes == sum(entry.nbytes for entry in pinned) <= self.capacity // 2, (
             "pinned_bytes"
         )
-        self.ends.check()
-        complete = {entry.key for entry in entries if entry.state is State.READY}
+        self.expiries.check()
+        complete = {entry.key for entry in entries if entry.state is EntryState.READY}
         assert self.records == set(filter(self.is_record, complete)), "records are wrong"

@@ -19,19 +19,19 @@ from typing import NamedTuple, TypeAlias
 from lmtier.config import TierSpec
 from lmtier.core.index import Index, Occupancy
 from lmtier.core.jobs import Jobs
-from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, State
-from lmtier.core.writes import Writes
+from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, EntryState
+from lmtier.core.write_queue import WriteQueue
 from lmtier.errors import log
 from lmtier.format.compression import AUTO, RAW, WORDS
 from lmtier.format.keys import is_state, tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
 from lmtier.format.objects import NO_MARK, Header, Suspect
-from lmtier.observe.follower import Followers
+from lmtier.observe.follower import CacheObservers
 from lmtier.observe.metrics import INTENDED_DROPS, Metrics
-from lmtier.rules.lifetimes import FOREVER, Stamps
+from lmtier.rules.lifetimes import FOREVER, HeaderClock
 from lmtier.rules.shares import Share
-from lmtier.rules.worth import Speed
-from lmtier.rules.writing import Budget, Choice, Pace
+from lmtier.rules.worth import TierSpeed
+from lmtier.rules.writing import Budget, WriteRate, WriteRuleTrial
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
 MAX_STORING = 12
@@ -49,7 +49,7 @@ Heard: TypeAlias = "Callable[[dict[Shard, Header] | Reason, float], None]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Above:
+class CacheContext:
     """What a lower tier knows about the cache above it."""
 
     slab: Index
@@ -58,7 +58,7 @@ class Above:
     release: Callable[[Entry], None]
     """Ends a lease in the slab."""
     metrics: Metrics
-    followers: Followers
+    followers: CacheObservers
     chunk_tokens: int
     queue_length: int
     patience: float
@@ -67,7 +67,7 @@ class Above:
     shares: Sequence[Share] = ()
 
 
-class Spot(NamedTuple):
+class WriteTarget(NamedTuple):
     """Where a chunk is written, and for how long."""
 
     entry: Entry | None
@@ -78,7 +78,7 @@ class Spot(NamedTuple):
     """When the chunk expires."""
 
 
-class NoSpot(Enum):
+class WriteDeferral(Enum):
     LATER = auto()
     """Room is being made. This chunk waits, and so do those behind it."""
     SKIPPED = auto()
@@ -88,28 +88,29 @@ class NoSpot(Enum):
 class LowerTier(ABC):
     """The base of OwnedTier and SharedTier."""
 
-    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above) -> None:
+    def __init__(self, label: str, spec: TierSpec, tier: Tier, context: CacheContext) -> None:
         self.label = label
         self.tier = tier
         self.write = spec.write
         self.ttl = spec.ttl
-        self._above = above
-        self._clock = clock = above.clock
-        self._metrics = above.metrics
-        self.stamps = Stamps(clock(), time.time())
+        self._context = context
+        self._clock = clock = context.clock
+        self._metrics = context.metrics
+        self.stamps = HeaderClock(clock(), time.time())
         self.budget = Budget(spec.writes_per_day, clock()) if spec.writes_per_day else None
-        self.pace = Pace(clock())
-        self.choice: Choice | None = None
+        self.pace = WriteRate(clock())
+        self.choice: WriteRuleTrial | None = None
         """With write=auto, this chooses the rule."""
         self._has_codec = spec.codec != RAW
-        self._jobs = Jobs(label, tier, above.metrics, above.patience, self._is_excused)
-        self.up, self.down, self.clearing = self._jobs.up, self._jobs.down, self._jobs.clearing
+        self._jobs = Jobs(label, tier, context.metrics, context.patience, self._is_excused)
+        self.load_breaker, self.store_breaker = self._jobs.up, self._jobs.down
+        self.clear_breaker = self._jobs.clearing
         self.deleting_again = self._jobs.deleting_again
-        self.speed = Speed()
+        self.speed = TierSpeed()
         """The speed of loads."""
         self.is_warm = True
         """Whether the content of the tier is known, if it can be. Until then nothing is written."""
-        self.deleting = 0
+        self.deleting_bytes = 0
         """Bytes of objects whose deletion has not been confirmed. They still take room."""
         self.undeletable = 0
         """Those of them whose deletion has failed. They take room until it succeeds, perhaps for ever."""
@@ -119,12 +120,12 @@ class LowerTier(ABC):
         """Deletions that failed, to be tried again in turn: some objects can never be deleted."""
         self._is_deleting_again = False
         """One of them is tried now."""
-        self._going: set[bytes] = set()
+        self._busy_keys: set[bytes] = set()
         """Chunks that are being written, deleted or overwritten. A name is in one such job at a time."""
-        self.storing: set[Entry] = set()
+        self.storing_entries: set[Entry] = set()
         """Chunks of the slab that are being written, each leased for that."""
         self._storing_bytes = 0
-        self._writes = Writes(above.slab, above.release, self._given_up, above.queue_length)
+        self._writes = WriteQueue(context.slab, context.release, self._given_up, context.queue_length)
         self._suspects: list[Suspect] = []
         """A chunk that one of these covers is not loaded. It is deleted as soon as its header is read."""
         self.why_uncleared = ""
@@ -139,21 +140,21 @@ class LowerTier(ABC):
         self._declare(spec.endurance)
 
     def __repr__(self) -> str:
-        return f"<{self.label} backlog {self.backlog}, breakers up {self.up}, down {self.down}>"
+        return f"<{self.label} backlog {self.backlog}, breakers {self.load_breaker}, {self.store_breaker}>"
 
     # ---- what it holds
 
     @abstractmethod
-    def holds(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored(self, key: bytes, form: ChunkForm) -> bool:
         """Whether the chunk is known to be stored here, in a form that a reader of `form` can use."""
 
     @abstractmethod
-    def supplies(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored_or_storing(self, key: bytes, form: ChunkForm) -> bool:
         """Whether the chunk is known to be stored or being written, and readable, so need not be stored
         again."""
 
     @abstractmethod
-    def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+    def load_form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         """The form in which to load a chunk. None: it is not stored here, or is being deleted."""
 
     @abstractmethod
@@ -168,11 +169,11 @@ class LowerTier(ABC):
     def expire(self) -> bool:
         """Delete some expired chunks. Returns whether there may be more."""
 
-    def live_for(self, ttl: float) -> None:
+    def set_ttl(self, ttl: float) -> None:
         """From now on the tier may serve a chunk for so many seconds."""
         self.ttl = ttl
 
-    def has(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored_or_queued(self, key: bytes, form: ChunkForm) -> bool:
         """Whether the chunk is stored, being written, or waiting to be written, in a form that serves
         `form`."""
         return key in self._writes
@@ -191,7 +192,7 @@ class LowerTier(ABC):
     @property
     def backlog(self) -> int:
         """Chunks that are still to be written or deleted, and namespaces to be cleared."""
-        return len(self._writes) + len(self.storing) + self._deletions + len(self._undeleted)
+        return len(self._writes) + len(self.storing_entries) + self._deletions + len(self._undeleted)
 
     @property
     def is_busy(self) -> bool:
@@ -199,21 +200,21 @@ class LowerTier(ABC):
         return self._jobs.is_moving or (self.backlog > 0 and not self._is_stuck)
 
     @property
-    def cannot_clear(self) -> bool:
+    def is_clear_failing(self) -> bool:
         """Whether what is still to be cleared or searched only fails now."""
-        return self.clearing.is_open
+        return self.clear_breaker.is_open
 
     @property
-    def cannot_delete(self) -> bool:
+    def is_delete_failing(self) -> bool:
         """Whether what is still to be deleted only fails now."""
         return self.deleting_again.is_open and not self._deletions
 
     @property
     def _is_stuck(self) -> bool:
         """Nothing gets done: a breaker is open, or all waits for objects that cannot be deleted."""
-        if self.down.is_open or not self.cannot_delete:
-            return self.down.is_open
-        held = sum(key in self._going for key in self.waiting_writes)
+        if self.store_breaker.is_open or not self.is_delete_failing:
+            return self.store_breaker.is_open
+        held = sum(key in self._busy_keys for key in self.waiting_writes)
         return self.backlog == len(self._undeleted) + held
 
     @property
@@ -230,7 +231,7 @@ class LowerTier(ABC):
         """Why another process must not use this tier now; empty: it may."""
         if self._jobs:
             return f"tier {self.label}: {len(self._jobs)} reads, writes or deletions have not ended"
-        if self._undeleted or not self.is_clear or self.uncleared:
+        if self._undeleted or not self.is_clear_done or self.pending_clears:
             return f"tier {self.label}: a deletion is not done"
         return ""
 
@@ -245,13 +246,13 @@ class LowerTier(ABC):
         return is_full and not self._is_stuck and not self._jobs.is_silent
 
     @property
-    def uncleared(self) -> int:
+    def pending_clears(self) -> int:
         """The namespaces that are still to be cleared, and the unfinished searches for suspect chunks."""
         return 0
 
     @property
     @abstractmethod
-    def is_clear(self) -> bool:
+    def is_clear_done(self) -> bool:
         """Whether every clear is done."""
 
     # ---- writing
@@ -266,28 +267,28 @@ class LowerTier(ABC):
         """Whether writes here depend on which chunks are asked for again."""
         return self.write in ("reused", "auto") or self.budget is not None
 
-    def came(self, entry: Entry, source: LowerTier | None = None) -> None:
+    def on_ready(self, entry: Entry, source: LowerTier | None = None) -> None:
         """A chunk is complete in the slab: it came from an engine, or from a tier."""
         if self.choice is not None:
-            self.choice.came(entry.key, entry.seen, entry.form.at_rest, self._clock())
-        if source is not self and (self.rule == "always" or (self.rule == "reused" and entry.seen)):
-            self.offer(entry)
+            self.choice.on_stored(entry.key, entry.is_reused, entry.form.stored_bytes, self._clock())
+        if source is not self and (self.rule == "always" or (self.rule == "reused" and entry.is_reused)):
+            self.queue_write(entry)
 
-    def missed(self, keys: Sequence[bytes]) -> None:
+    def on_miss(self, keys: Sequence[bytes]) -> None:
         """A request asked for these chunks, and the slab does not have them."""
         if self.choice is not None:
-            self.choice.asked(keys)
+            self.choice.on_miss(keys)
 
-    def saw(self, run: Sequence[Entry]) -> None:
+    def on_hit(self, run: Sequence[Entry]) -> None:
         """A request asked for these chunks, and the slab has them."""
         if self.choice is not None and run:
-            self.choice.seen([entry.key for entry in run], run[0].form.at_rest, self._clock())
+            self.choice.on_hit([entry.key for entry in run], run[0].form.stored_bytes, self._clock())
         if self.rule == "reused":
             for entry in run:
-                if entry.state is State.READY:
-                    self.offer(entry)
+                if entry.state is EntryState.READY:
+                    self.queue_write(entry)
 
-    def leaves(self, entries: Iterable[Entry]) -> None:
+    def on_evicting(self, entries: Iterable[Entry]) -> None:
         """These chunks leave the slab next. The chunks before them in their prompts are written first.
 
         A chunk is useless without those before it, and the budget may end, or a restart may lose the slab.
@@ -304,11 +305,11 @@ class LowerTier(ABC):
                 above = above.parent
             for each in reversed(run):
                 if self.choice is not None:
-                    self.choice.leaves(each.key, each.seen, each.form.at_rest, self._clock())
-                if self.rule == "evicted" and each.state is State.READY:
-                    self.offer(each)
+                    self.choice.on_evicting(each.key, each.is_reused, each.form.stored_bytes, self._clock())
+                if self.rule == "evicted" and each.state is EntryState.READY:
+                    self.queue_write(each)
 
-    def offer(self, entry: Entry) -> None:
+    def queue_write(self, entry: Entry) -> None:
         """Write this chunk when its turn comes, if the slab still has it then."""
         if self.write == "never" or not self._needs(entry.key, entry.form):
             return
@@ -319,15 +320,15 @@ class LowerTier(ABC):
 
     def _needs(self, key: bytes, form: ChunkForm) -> bool:
         """Whether the chunk must still be written here, as far as is known."""
-        return not self.has(key, form)
+        return not self.is_stored_or_queued(key, form)
 
     @abstractmethod
     def _given_up(self, key: bytes) -> None:
         """What waited under this key will not be written."""
 
-    def let_leave(self, prefix: bytes) -> None:
+    def unlease_queued(self, prefix: bytes) -> None:
         """Waiting chunks whose keys begin with `prefix` may leave the slab before they are written."""
-        self._writes.let_leave(prefix)
+        self._writes.unlease_queued(prefix)
 
     def pump(self, spare: float = float("inf")) -> None:
         """Submit waiting writes, as far as the tier, its room and its breaker allow.
@@ -335,7 +336,7 @@ class LowerTier(ABC):
         Each chunk is leased in the slab until its write is done. At most `spare` bytes are leased in addition
         to those that are leased now.
         """
-        self._look_after()
+        self._run_background()
         if not self.is_paused:
             self._submit_writes(spare)
         self._delete_again()
@@ -343,17 +344,17 @@ class LowerTier(ABC):
     def _delete_again(self) -> None:
         if self._undeleted and not self._is_deleting_again and self.deleting_again.allows():
             names, nbytes = self._undeleted.popleft()
-            self.deleting -= nbytes
+            self.deleting_bytes -= nbytes
             self._is_deleting_again = True
             self._delete(names, nbytes, is_again=True)
 
     def _submit_writes(self, spare: float) -> None:
-        slab, writes, postponed = self._above.slab, self._writes, 0
+        slab, writes, postponed = self._context.slab, self._writes, 0
         while (
             len(writes) > postponed
-            and len(self.storing) < MAX_STORING
+            and len(self.storing_entries) < MAX_STORING
             and self.is_warm
-            and self.down.allows()
+            and self.store_breaker.allows()
         ):
             key = writes.next()
             if self._must_wait(key):
@@ -361,7 +362,7 @@ class LowerTier(ABC):
                 postponed += 1
                 continue
             entry = slab.get(key)
-            if entry is None or entry.state is not State.READY:
+            if entry is None or entry.state is not EntryState.READY:
                 why = slab.why_gone(key)
                 reason = EXPIRED if why == EXPIRED else "evicted_before_write"
                 self._drop(writes.give_up(key), reason, is_lost=why == EVICTED)
@@ -369,14 +370,14 @@ class LowerTier(ABC):
             if not entry.leases and entry.nbytes > spare:
                 break  # writes that hang must not take all of the slab
             if self.budget is not None and not self.budget.allows(
-                entry.form.at_rest, entry.seen, self._clock()
+                entry.form.stored_bytes, entry.is_reused, self._clock()
             ):
                 self._skip(entry, "write_budget")
                 continue
             spot = self._spot_for(entry)
-            if spot is NoSpot.LATER:
+            if spot is WriteDeferral.LATER:
                 break
-            if spot is NoSpot.SKIPPED:
+            if spot is WriteDeferral.SKIPPED:
                 continue
             spare -= 0 if entry.leases else entry.nbytes
             slab.lease(entry)
@@ -385,25 +386,25 @@ class LowerTier(ABC):
 
     def _must_wait(self, key: bytes) -> bool:
         """Whether a running job for this chunk has to end first."""
-        return key in self._going
+        return key in self._busy_keys
 
     @abstractmethod
-    def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+    def _spot_for(self, entry: Entry) -> WriteTarget | WriteDeferral:
         """Where to write this chunk. A chunk that should not be written is removed from the queue."""
 
-    def _store(self, entry: Entry, spot: Spot) -> None:
+    def _store(self, entry: Entry, spot: WriteTarget) -> None:
         form = entry.form
-        self._going.update((entry.key, *(name.key for name in spot.replaces if name)))
+        self._busy_keys.update((entry.key, *(name.key for name in spot.replaces if name)))
         assert form.layout is not None  # every chunk in the slab was declared, or loaded with its header
-        prints = entry.prints or (NO_MARK,) * len(form.shards)
+        prints = entry.marks or (NO_MARK,) * len(form.shards)
         used = self._use(spot.entry)
         expires = self.stamps.stamp(spot.end)
         lives = 0.0 if spot.end == FOREVER else max(1e-3, spot.end - self._clock())
         items = tuple(
             Item(
                 name := Name(entry.key, shard),
-                self._above.view(offset, padded(size)),
-                Header(name, form.layout, size, mark, expires=expires, made=entry.made),
+                self._context.view(offset, padded(size)),
+                Header(name, form.layout, size, mark, expires=expires, provenance=entry.provenance),
                 old,
                 used,
                 lives,
@@ -412,36 +413,36 @@ class LowerTier(ABC):
                 form.shards, form.sizes, entry.offsets, prints, spot.replaces, strict=True
             )
         )
-        self.storing.add(entry)
+        self.storing_entries.add(entry)
         self._storing_bytes += entry.nbytes
         if self.budget is not None:
-            self.budget.reserve(form.at_rest)
+            self.budget.reserve(form.stored_bytes)
         self._jobs.submit(Op.STORE, items, partial(self._end_store, entry, spot))
 
-    def _end_store(self, entry: Entry, spot: Spot, done: Done) -> None:
-        self.storing.remove(entry)
+    def _end_store(self, entry: Entry, spot: WriteTarget, done: Done) -> None:
+        self.storing_entries.remove(entry)
         self._storing_bytes -= entry.nbytes
-        self._going.difference_update((entry.key, *(name.key for name in spot.replaces if name)))
-        self._above.release(entry)
+        self._busy_keys.difference_update((entry.key, *(name.key for name in spot.replaces if name)))
+        self._context.release(entry)
         nbytes = _stored_bytes(entry.form, done)
         # A failed store may have written any part of an object.
-        written, now = entry.form.at_rest if done.failed else nbytes, self._clock()
+        written, now = entry.form.stored_bytes if done.failed else nbytes, self._clock()
         self.pace.wrote(written, now)
         if self.budget is not None:
-            self.budget.spend(entry.form.at_rest, written, now)
+            self.budget.spend(entry.form.stored_bytes, written, now)
         if not done.failed:
             self._metrics.stored_tokens.labels(self.label).inc(self._tokens(entry.key))
             self._count_transfer("down", nbytes, done.seconds)
             if self._has_codec:
                 headers = len(entry.form.shards) * PAGE
-                self._metrics.codec_bytes.labels(self.label, "given").inc(entry.form.at_rest - headers)
+                self._metrics.codec_bytes.labels(self.label, "given").inc(entry.form.stored_bytes - headers)
                 self._metrics.codec_bytes.labels(self.label, "stored").inc(nbytes - headers)
         elif not self._is_excused(Op.STORE, done):
             self._drop(entry, next(iter(done.failed.values())))
         self._note_stored(entry, spot, nbytes, done)
 
     @abstractmethod
-    def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
+    def _note_stored(self, entry: Entry, spot: WriteTarget, nbytes: int, done: Done) -> None:
         """Update this kind of tier after a store."""
 
     def _is_excused(self, op: Op, done: Done) -> bool:
@@ -454,7 +455,7 @@ class LowerTier(ABC):
 
     def _end_of(self, entry: Entry) -> float:
         """When a chunk of the slab would expire here, if it were written now."""
-        return min(self._above.slab.ends.end(entry), self._clock() + self.ttl)
+        return min(self._context.slab.expiries.expiry(entry), self._clock() + self.ttl)
 
     # ---- loading
 
@@ -470,19 +471,19 @@ class LowerTier(ABC):
             for shard, payload in zip(form.shards, payloads, strict=True)
         )
         now = time.monotonic()
-        self.speed.asked(form.at_rest, now)
+        self.speed.asked(form.stored_bytes, now)
         end_load = partial(self._end_load, mine, known_end, form, then)
-        self._jobs.submit(Op.LOAD, items, end_load, now + self._above.patience)
+        self._jobs.submit(Op.LOAD, items, end_load, now + self._context.patience)
 
     def _end_load(
         self, mine: Entry | None, known_end: float, form: ChunkForm, then: Heard, done: Done
     ) -> None:
         end, reason = self._judge_read(mine, known_end, done)
         took = reason is None or (reason is Reason.DEADLINE and not done.has_waited)
-        self.speed.ended(form.at_rest, time.monotonic(), counts=took)
+        self.speed.ended(form.stored_bytes, time.monotonic(), counts=took)
         if reason is None:
             headers = {name.shard: each for name, each in done.ok.items() if isinstance(each, Header)}
-            nbytes = sum(stored_size(header.at_rest) for header in headers.values())
+            nbytes = sum(stored_size(header.stored_nbytes) for header in headers.values())
             self._count_transfer("up", nbytes, done.seconds)
             then(headers, end)
         else:
@@ -494,11 +495,11 @@ class LowerTier(ABC):
         headers = [(name.key, each) for name, each in done.ok.items() if isinstance(each, Header)]
         end = min([known_end, *(self.stamps.end(header.expires) for _, header in headers)])
         reasons = set(done.failed.values())
-        if any(each.covers(key, header.made) for each in self._suspects for key, header in headers):
+        if any(each.covers(key, header.provenance) for each in self._suspects for key, header in headers):
             reasons.add(Reason.CLEARED)
         if end <= self._clock():
             reasons.add(Reason.EXPIRED)
-            if mine is None or mine.state is not State.GONE:  # otherwise it was counted when it left
+            if mine is None or mine.state is not EntryState.GONE:  # otherwise it was counted when it left
                 self._metrics.expired.labels(self.label).inc()
         self._end_read(mine, end, reasons, done)
         return end, worst(reasons) if reasons else None
@@ -530,24 +531,24 @@ class LowerTier(ABC):
         self._writes.forget_missing()
 
     @abstractmethod
-    def forget(self, tenants: Collection[bytes]) -> Iterable[int]:
+    def delete_tenants(self, tenants: Collection[bytes]) -> Iterable[int]:
         """Delete all chunks of these tenants, in small steps: how many in each, if that is known."""
 
-    def is_moving(self, tenant: bytes) -> bool:
+    def is_changing_tenant(self, tenant: bytes) -> bool:
         """Whether chunks of this tenant are being written or deleted now."""
-        return any(tenant_of(key) == tenant for key in self._going)
+        return any(tenant_of(key) == tenant for key in self._busy_keys)
 
     def fails_to_delete(self, tenant: bytes) -> bool:
         """Whether all that is still to be done for this tenant are deletions that fail."""
-        if not (self.cannot_delete and self.is_clear):
+        if not (self.is_delete_failing and self.is_clear_done):
             return False
         failing = {name.key for names, _ in self._undeleted for name in names}
-        return all(key in failing for key in self._going if tenant_of(key) == tenant)
+        return all(key in failing for key in self._busy_keys if tenant_of(key) == tenant)
 
-    def doubt(self, suspect: Suspect) -> None:
+    def block_loads(self, suspect: Suspect) -> None:
         """Load no chunk that `suspect` covers. `purge` follows."""
         if suspect not in self._suspects:
-            if self.is_clear:
+            if self.is_clear_done:
                 del self._suspects[: 1 - _SUSPECTS]
             self._suspects.append(suspect)
 
@@ -557,12 +558,12 @@ class LowerTier(ABC):
         Their headers must be read first; until then none is loaded.
         """
         self._writes.forget_missing()
-        self.doubt(suspect)
+        self.block_loads(suspect)
 
     def _delete(self, names: list[Name], nbytes: int = 0, *, is_again: bool = False) -> None:
         if names:
-            self.deleting += nbytes
-            self._going.update(name.key for name in names)
+            self.deleting_bytes += nbytes
+            self._busy_keys.update(name.key for name in names)
             self._deletions += 1
             items = tuple(Item(name) for name in names)
             end_delete = partial(self._end_delete, names, nbytes, is_again)
@@ -577,10 +578,10 @@ class LowerTier(ABC):
             self.undeletable += nbytes
             self._undeleted.append((names, nbytes))
         else:
-            self.deleting -= nbytes
-            self._going.difference_update(name.key for name in names)
+            self.deleting_bytes -= nbytes
+            self._busy_keys.difference_update(name.key for name in names)
 
-    # ---- books
+    # ---- handover
 
     def poll(self) -> int:
         """Apply the results of the tier. Returns the number of jobs."""
@@ -597,29 +598,29 @@ class LowerTier(ABC):
         self._writes.close()
         self._log_dropped()
 
-    def _look_after(self) -> None:
+    def _run_background(self) -> None:
         """Count late jobs as failures of the tier, and do what goes on in the background."""
         if self._dropped and time.monotonic() - self._dropped_logged > _LOG_PAUSE:
             self._log_dropped()
         self._jobs.blame_late_ones()
 
     def _tokens(self, key: bytes) -> int:
-        return 0 if self._above.slab.is_record(key) or is_state(key) else self._above.chunk_tokens
+        return 0 if self._context.slab.is_record(key) or is_state(key) else self._context.chunk_tokens
 
     def _drop(self, entry: Entry, reason: str, *, is_lost: bool = True) -> None:
         """Count a chunk that should be written here and is not."""
-        self._metrics.drop(self.label, reason, [entry.form.at_rest], self._tokens(entry.key))
+        self._metrics.drop(self.label, reason, [entry.form.stored_bytes], self._tokens(entry.key))
         if reason not in INTENDED_DROPS:
             self._dropped[reason] += 1
             self.lost += is_lost
-        for hear in self._above.followers.not_stored:
+        for hear in self._context.followers.not_stored:
             hear(self.label, (entry.key,), reason)
 
-    def _skip(self, entry: Entry, why: str) -> NoSpot:
+    def _skip(self, entry: Entry, why: str) -> WriteDeferral:
         """This chunk of the slab, whose turn it is, is not written here at all."""
         self._writes.give_up(entry.key)
         self._drop(entry, why)
-        return NoSpot.SKIPPED
+        return WriteDeferral.SKIPPED
 
     def _log_dropped(self) -> None:
         if self._dropped:
@@ -634,7 +635,7 @@ class LowerTier(ABC):
 
     def _declare(self, endurance: float | None) -> None:
         metrics, label = self._metrics, self.label
-        for direction, breaker in (("up", self.up), ("down", self.down)):
+        for direction, breaker in (("up", self.load_breaker), ("down", self.store_breaker)):
             gauge = metrics.breaker_open.labels(label, direction)
             gauge.set_function(lambda breaker=breaker: float(breaker.is_open))  # type: ignore[misc]  # mypy: lambdas
         sealed = [(Op.LOAD, Reason.SEALED)] if self.tier.keys is not None else []
@@ -651,7 +652,9 @@ class LowerTier(ABC):
             metrics.life_days.labels(label).set_function(
                 lambda: endurance / pace if (pace := self.pace.per_day(self._clock())) else float("inf")
             )
-        metrics.queue_depth.labels(label, "store").set_function(lambda: len(self._writes) + len(self.storing))
+        metrics.queue_depth.labels(label, "store").set_function(
+            lambda: len(self._writes) + len(self.storing_entries)
+        )
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
         for word in WORDS if self._has_codec else ():
             if word != AUTO:
@@ -667,7 +670,7 @@ class LowerTier(ABC):
 def count_shares(metrics: Metrics, tier: str, index: Index) -> None:
     for pool in index.pools or ():
         labels = (tier, pool.name)
-        metrics.share_bytes.labels(*labels).set(pool.room)
+        metrics.share_bytes.labels(*labels).set(pool.share_bytes)
         used = metrics.share_used_bytes.labels(*labels)
         used.set_function(lambda pool=pool: pool.used)  # type: ignore[misc]  # mypy: lambdas
         pool.evicted = metrics.share_evictions.labels(*labels).inc

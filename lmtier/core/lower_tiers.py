@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from lmtier.config import TierSpec
-from lmtier.core.lower import Above, LowerTier
+from lmtier.core.lower import CacheContext, LowerTier
 from lmtier.core.match import Entry
 from lmtier.core.owned import OwnedTier
 from lmtier.core.shared import SharedTier
@@ -32,7 +32,7 @@ class LowerTiers(list[LowerTier]):
         """The tiers whose writes depend on which chunks are asked for again."""
         self.written_ahead: list[LowerTier] = []
         """The tiers that get chunks when they are about to leave the slab."""
-        self.seen: deque[tuple[bytes, ...]] = deque(maxlen=_SEEN)
+        self.pending_touches: deque[tuple[bytes, ...]] = deque(maxlen=_SEEN)
         """Prefixes that `touch` will mark as used."""
 
     def open(
@@ -40,7 +40,7 @@ class LowerTiers(list[LowerTier]):
         specs: Sequence[TierSpec],
         opened: Mapping[str, Tier],
         wake: Callable[[], None],
-        above: Above,
+        above: CacheContext,
         locks: Mapping[str, int],
         is_known: Callable[[str], bool],
     ) -> None:
@@ -52,13 +52,15 @@ class LowerTiers(list[LowerTier]):
         left = dict(locks)
         try:
             for number, spec in enumerate(specs):
-                tier = opened.get(spec.url) or open_tier(spec, left.pop(spec.place, None))
+                tier = opened.get(spec.url) or open_tier(spec, left.pop(spec.base_url, None))
                 tier.wake = wake
                 twins = sum(each.scheme == spec.scheme for each in specs[:number])
                 label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
                 try:
                     if tier.keeps:
-                        self.owned.append(OwnedTier(label, spec, tier, above, scans=not is_known(spec.place)))
+                        self.owned.append(
+                            OwnedTier(label, spec, tier, above, scans=not is_known(spec.base_url))
+                        )
                         self.append(self.owned[-1])
                     else:
                         self.shared.append(SharedTier(label, spec, tier, above))
@@ -78,23 +80,23 @@ class LowerTiers(list[LowerTier]):
         self.watching = [tier for tier in self if tier.watches]
         self.written_ahead = [tier for tier in self if tier.write in ("evicted", "auto")]
 
-    def taken(self) -> None:
+    def complete_takeover(self) -> None:
         """No other process needs the locks of the tiers any more: to close a tier ends its lock."""
         for tier in self:
-            tier.tier.is_left = False
+            tier.tier.is_handed_over = False
 
-    def only_lease(self, entry: Entry) -> bool:
+    def is_leased_only_by_writes(self, entry: Entry) -> bool:
         """Whether only their writes lease this chunk of the slab: no engine reads it, and nothing pins it."""
-        return entry.leases == sum(entry in tier.storing for tier in self)
+        return entry.leases == sum(entry in tier.storing_entries for tier in self)
 
-    def asked(self, source: str) -> list[SharedTier]:
+    def tiers_to_ask(self, source: str) -> list[SharedTier]:
         """The tiers that a request with this source asks what they have."""
         return [tier for tier in self.shared if tier.source in ("", source)]
 
     def doubt(self, suspect: Suspect) -> None:
         """Load no chunk that `suspect` covers. `purge` follows."""
         for tier in self:
-            tier.doubt(suspect)
+            tier.block_loads(suspect)
 
     def purge(self, suspect: Suspect) -> None:
         for tier in self:
@@ -104,24 +106,24 @@ class LowerTiers(list[LowerTier]):
     def replacing(self, key: bytes) -> Iterator[None]:
         """Within it a newer value comes under this key."""
         for tier in self.owned:  # shared tiers never got it
-            tier.outdate(key)
+            tier.begin_replacing(key)
         yield
         for tier in self.owned:
-            tier.settle(key)
+            tier.end_replacing(key)
 
-    def see(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
+    def on_request(self, keys: Sequence[bytes], run: Sequence[Entry]) -> None:
         """A request asked for this prefix; the slab has `run` of it."""
         if self:
-            self.seen.append(tuple(keys))
+            self.pending_touches.append(tuple(keys))
         if self.watching:
             for entry in run:
-                entry.seen = True
+                entry.is_reused = True
             for tier in self.watching:
-                tier.saw(run)
+                tier.on_hit(run)
 
     def touch(self) -> None:
         """Mark the prefixes as used that were seen since the last call."""
-        while self.seen:
-            keys = self.seen.popleft()
+        while self.pending_touches:
+            keys = self.pending_touches.popleft()
             for tier in self:
                 tier.touch(keys)

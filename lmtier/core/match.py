@@ -10,7 +10,7 @@ from itertools import repeat
 from lmtier.core.placement import Placement
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, Shard
-from lmtier.format.objects import UNSAID
+from lmtier.format.objects import UNKNOWN_PROVENANCE
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
@@ -23,7 +23,7 @@ EXPIRED = "expired"
 """Why a chunk left. A `Reason` stands there instead if it could not be read."""
 
 
-class State(IntEnum):
+class EntryState(IntEnum):
     FILLING = 0
     LOADING = 1
     READY = 2
@@ -34,69 +34,71 @@ class Entry:
     """One chunk in one place. It has slots, because there may be a million entries."""
 
     __slots__ = (
+        "child_count",
         "form",
+        "is_reused",
         "key",
-        "kids",
+        "last_used_ns",
         "leases",
-        "made",
+        "marks",
         "nbytes",
         "offsets",
         "parent",
-        "prints",
-        "seen",
+        "provenance",
         "state",
-        "used",
     )
 
-    def __init__(self, key: bytes, form: ChunkForm, nbytes: int, state: State, used: int = 0) -> None:
+    def __init__(self, key: bytes, form: ChunkForm, nbytes: int, state: EntryState, used: int = 0) -> None:
         self.key = key
         self.form = form
         self.nbytes = nbytes
         self.state = state
         self.leases = 0
-        self.kids = 0
+        self.child_count = 0
         self.parent: Entry | None = None
-        self.seen = False
+        self.is_reused = False
         """It was asked for at least twice: it is remembered from before, or was found since it came."""
         self.offsets: tuple[int, ...] = ()
         """In the slab: the offset of each shard."""
-        self.prints: tuple[bytes, ...] = ()
+        self.marks: tuple[bytes, ...] = ()
         """In the slab: the fingerprint of each shard, if its writer took one."""
-        self.made = UNSAID
+        self.provenance = UNKNOWN_PROVENANCE
         """In the slab: who stored it, and when."""
-        self.used = used
+        self.last_used_ns = used
         """In a lower tier: the time of last use that the tier has recorded, in ns."""
 
     def __repr__(self) -> str:
-        return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.kids}>"
+        return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.child_count}>"
 
 
 def ancestry(entry: Entry | None) -> list[Entry]:
     """An entry and those of its ancestors that still exist, head first."""
     run: list[Entry] = []
-    while entry is not None and entry.state is not State.GONE:
+    while entry is not None and entry.state is not EntryState.GONE:
         run.append(entry)
         entry = entry.parent
     return run[::-1]
 
 
-def entries_of(placement: Placement, state: State, made: list[Entry] | None = None) -> list[Entry]:
+def entries_from_placement(
+    placement: Placement, state: EntryState, made: list[Entry] | None = None
+) -> list[Entry]:
     """Entries made from a placement, in another process. `made` holds the leading ones that exist already."""
-    if placement.others:
+    if placement.other_forms:
         pairs = zip(placement.keys, placement.forms, strict=True)
-        entries = [Entry(key, form, form.room, state) for key, form in pairs]
+        entries = [Entry(key, form, form.slab_bytes, state) for key, form in pairs]
     else:
         entries = (made or list(unplaced(placement.keys, placement.form, state)))[: len(placement.keys)]
     for entry, offsets in zip(entries, placement.offsets, strict=True):
         entry.offsets = offsets
     for chunk, marks in placement.marks.items():
-        entries[chunk].prints = marks
+        entries[chunk].marks = marks
     return entries
 
 
-def unplaced(keys: Sequence[bytes], form: ChunkForm, state: State) -> Iterator[Entry]:
+def unplaced(keys: Sequence[bytes], form: ChunkForm, state: EntryState) -> Iterator[Entry]:
     """Makes entries whose offsets are not known yet."""
-    return map(Entry, keys, repeat(form), repeat(form.room), repeat(state))
+    return map(Entry, keys, repeat(form), repeat(form.slab_bytes), repeat(state))
 
 
 @dataclass(eq=False, slots=True)
@@ -118,13 +120,13 @@ class Match:
     form: ChunkForm
     asked_tokens: int
     deadline: float
-    ends: ChunkForm | None = None
+    state_form: ChunkForm | None = None
     """The form of the state that is needed at the end of the prefix, if one is."""
     source: str = ""
     """Another server that is asked too."""
-    end: Match | None = None
+    state_match: Match | None = None
     """The match of that state."""
-    ended: Match | None = None
+    prompt_match: Match | None = None
     """If this is the match of a state: the match that ends with it."""
     states: dict[int, str] = field(default_factory=dict)
     """Chunks after which shared tiers have a state, and which tier."""
@@ -133,10 +135,10 @@ class Match:
     sources: list[str] = field(default_factory=list)
     """Where each chunk was found. It is longer than `run` until the rest is prefetched. Beyond `run`, "cpu"
     means that the slab has the chunk, but a lower tier has one before it."""
-    waiting: int = 0
+    pending_loads: int = 0
     """Chunks of `run` that are LOADING."""
-    asking: int = 0
-    cut: str = ""
+    pending_lookups: int = 0
+    cut_reason: str = ""
     """Why the match ends before the last found chunk, if it does."""
     found: int = 0
     """How many chunks were found before it was cut."""
@@ -144,7 +146,7 @@ class Match:
     released: bool = False
     asker: str = ""
     """Who asked, for display."""
-    session: Agent | None = None
+    agent: Agent | None = None
     """The session that asked, if a request did."""
     limit: float = field(init=False)
     """The requested deadline. `deadline` is earlier if computing takes less time."""
@@ -152,7 +154,7 @@ class Match:
     """Seconds after `prefetch` until the engine computes instead."""
     cost: Cost | None = None
     """The engine's time to compute, if only chunks that are worth it should be loaded."""
-    has: int = 0
+    engine_tokens: int = 0
     """The number of tokens that the engine has itself."""
     decision: tuple[str, str] | None = None
     """How much of the chunks in lower tiers is loaded, and why."""
@@ -164,9 +166,9 @@ class Match:
         self.limit = self.deadline
 
     @classmethod
-    def elsewhere(cls, number: int, placement: Placement) -> Match:
+    def from_placement(cls, number: int, placement: Placement) -> Match:
         """A match that another process of this engine holds, with all that a copy needs."""
-        run = entries_of(placement, State.READY)
+        run = entries_from_placement(placement, EntryState.READY)
         return cls(number, placement.keys, placement.form, 0, 0.0, run=run, sources=[""] * len(run))
 
     @property
@@ -177,7 +179,7 @@ class Match:
             form,
             self.keys[: len(run)],
             [entry.offsets for entry in run],
-            {chunk: entry.prints for chunk, entry in enumerate(run) if entry.prints},
+            {chunk: entry.marks for chunk, entry in enumerate(run) if entry.marks},
             {chunk: entry.form for chunk, entry in enumerate(run) if entry.form is not form},
         )
 
@@ -189,19 +191,21 @@ class Match:
     def complete(self) -> int:
         """How many leading chunks are in the slab, complete."""
         states = enumerate(self.run)
-        return next((i for i, entry in states if entry.state is not State.READY), len(self.run))
+        return next((i for i, entry in states if entry.state is not EntryState.READY), len(self.run))
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         beyond = len(self.sources) > len(self.run) and not self.released
-        return not (self.asking or self.waiting or beyond) and (self.end is None or self.end.ready)
+        return not (self.pending_lookups or self.pending_loads or beyond) and (
+            self.state_match is None or self.state_match.is_ready
+        )
 
     @property
     def parent(self) -> Entry | None:
         """The entry that the next one of `run` follows."""
         if self.run:
             return self.run[-1]
-        return self.ended.parent if self.ended is not None else None
+        return self.prompt_match.parent if self.prompt_match is not None else None
 
     @property
     def below(self) -> list[str]:
@@ -209,7 +213,7 @@ class Match:
         return [] if self.released else self.sources[len(self.run) :]
 
     def __repr__(self) -> str:
-        state = "asking" if self.asking else "ready" if self.ready else "found"
+        state = "asking" if self.pending_lookups else "ready" if self.is_ready else "found"
         return f"<Match {self.chunks} of {len(self.keys)} chunks, {len(self.run)} in the slab, {state}>"
 
 
@@ -221,12 +225,12 @@ class Reservation:
     form: ChunkForm
     entries: dict[int, Entry]
     """Maps a chunk's number to its entry, which is FILLING. Shard n goes to `entry.offsets[n]`."""
-    known: int
+    leading_stored: int
     """The number of leading chunks that are stored, or that the caller skipped (skip_leading_tokens)."""
     dropped: int
     """The number of chunks that are neither stored nor in `entries`."""
-    left: set[Shard]
-    prints: dict[int, list[bytes]] = field(default_factory=dict)
+    pending_shards: set[Shard]
+    marks: dict[int, list[bytes]] = field(default_factory=dict)
     aborted: bool = False
     ttl: float = FOREVER
     """Seconds for which its chunks may be used, from the commit of the last shard."""
@@ -236,7 +240,7 @@ class Reservation:
         cls, number: int, chunks: Sequence[int], placement: Placement, left: set[Shard]
     ) -> Reservation:
         """A reservation that another process of this engine holds, with all that a copy needs."""
-        entries = dict(zip(chunks, entries_of(placement, State.FILLING), strict=True))
+        entries = dict(zip(chunks, entries_from_placement(placement, EntryState.FILLING), strict=True))
         return cls(number, placement.form, entries, 0, 0, left)
 
     @property
@@ -248,7 +252,8 @@ class Reservation:
         )
 
     def __repr__(self) -> str:
-        return f"<Reservation {sorted(self.entries)} known={self.known} left={len(self.left)}>"
+        pending = len(self.pending_shards)
+        return f"<Reservation {sorted(self.entries)} leading_stored={self.leading_stored} pending={pending}>"
 
 
 def check_chain(keys: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from lmtier.core.gauges import Gauges
+from lmtier.core.cache_metrics import CacheMetrics
+from lmtier.core.load_decider import LoadDecider
 from lmtier.core.lower import LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, Entry, Match, State
-from lmtier.core.room import Room
-from lmtier.core.weighing import Weighing
+from lmtier.core.match import CPU, Entry, EntryState, Match
+from lmtier.core.memory import MemoryPlace
 from lmtier.errors import MisuseError
 from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded
 from lmtier.format.objects import Header
-from lmtier.observe.follower import Followers
+from lmtier.observe.follower import CacheObservers
 from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
 from lmtier.tiers.base import Reason, Stat
@@ -32,14 +32,14 @@ _LOADING_SHARE = 7 / 8
 class Matches:
     def __init__(
         self,
-        room: Room,
+        room: MemoryPlace,
         lower: LowerTiers,
-        gauges: Gauges,
-        followers: Followers,
-        weighing: Weighing,
-        is_leaving: Callable[[Sequence[bytes]], bool],
+        gauges: CacheMetrics,
+        followers: CacheObservers,
+        weighing: LoadDecider,
+        is_forgotten: Callable[[Sequence[bytes]], bool],
     ) -> None:
-        """`is_leaving`: these are of a tenant who was forgotten and has not left yet."""
+        """`is_forgotten`: these are of a tenant who was forgotten and has not left yet."""
         self.open: dict[int, Match] = {}
         self._pending: dict[Match, None] = {}
         """Those that ask tiers or wait for loads, the first one first, and some that have ended since."""
@@ -48,16 +48,16 @@ class Matches:
         self.loading = 0
         """Bytes of extents that wait for lower tiers."""
         self.weighing = weighing
-        self._is_leaving = is_leaving
+        self._is_leaving = is_forgotten
         self._room, self._index, self._slab = room, room.index, room.slab
         self._lower = lower
         self._gauges = gauges
         self._followers = followers
         self._ids = count(1)
 
-    def resume(self, match: Match) -> None:
+    def restore(self, match: Match) -> None:
         """A match of another process goes on here, with its leases. No answers that it waited for come."""
-        match.id, match.asking, match.waiting = next(self._ids), 0, 0
+        match.id, match.pending_lookups, match.pending_loads = next(self._ids), 0, 0
         self.open[match.id] = match
         for entry in match.run:
             self._index.lease(entry)
@@ -71,18 +71,18 @@ class Matches:
         cost: Cost | None = None,
         began: float = 0.0,
         ends: ChunkForm | None = None,
-        session: Agent | None = None,
+        agent: Agent | None = None,
         source: str = "",
     ) -> Match:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record. `source`: a tier that is only asked by name."""
-        match = Match(next(self._ids), keys, form, tokens, deadline, ends, source, session=session)
+        match = Match(next(self._ids), keys, form, tokens, deadline, ends, source, agent=agent)
         self.open[match.id] = match
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
-            match.cut, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
+            match.cut_reason, match.found, match.decision = "not_worth_it", len(keys), ("none", "never")
         elif self._is_leaving(keys):
-            match.cut = "cleared"
+            match.cut_reason = "cleared"
         else:
             if is_weighed and cost is not None:
                 self.weighing.begin(match, cost, began)
@@ -96,16 +96,16 @@ class Matches:
         """Lease the chunks from `run` to `end` that are in the slab now, or are being loaded into it."""
         index, form, run, keys = self._index, match.form, match.run, match.keys
         self._room.expire_among(keys[len(run) : end])
-        ready, add = State.READY, run.append
+        ready, add = EntryState.READY, run.append
         parent = match.parent
         is_shared, leased = index.pools is not None, 0
         for entry in map(index.get, keys[len(run) : end]):
             if entry is None or (entry.form is not form and not entry.form.serves(form)):
                 break
             if entry.state is not ready:
-                if entry.state is not State.LOADING:
+                if entry.state is not EntryState.LOADING:
                     break
-                match.waiting += 1
+                match.pending_loads += 1
                 self.waiters.setdefault(entry, []).append(match)
             if entry.parent is not parent:
                 index.link(entry, parent)
@@ -118,25 +118,25 @@ class Matches:
             add(entry)
             parent = entry
         index.leased_bytes += leased
-        if match.waiting:
+        if match.pending_loads:
             self._pending[match] = None
         match.sources.extend([CPU] * (len(run) - len(match.sources)))
 
     def _find_below(self, match: Match) -> None:
         """Add the chunks beyond `run` whose place is known, and ask the shared tiers for the rest."""
         keys, form = match.keys, match.form
-        known = [tier for tier in self._lower.owned if tier.up.allows() and len(tier.index)]
+        known = [tier for tier in self._lower.owned if tier.load_breaker.allows() and len(tier.index)]
         for each in self._lower.watching:
-            each.missed(keys[len(match.run) :])
-        asked = [tier for tier in self._lower.asked(match.source) if tier.up.allows()]
+            each.on_miss(keys[len(match.run) :])
+        asked = [tier for tier in self._lower.tiers_to_ask(match.source) if tier.load_breaker.allows()]
         if keys and self._index.is_record(keys[0]):
             asked = []  # no record is ever stored there
         for i in range(match.chunks, len(keys)):
             entry = self._index.get(keys[i])
-            if entry is not None and entry.state >= State.LOADING and entry.form.serves(form):
+            if entry is not None and entry.state >= EntryState.LOADING and entry.form.serves(form):
                 match.sources.append(CPU)  # the slab again, after a chunk that a lower tier has
                 continue
-            owned = next((tier for tier in known if tier.holds(keys[i], form)), None)
+            owned = next((tier for tier in known if tier.is_stored(keys[i], form)), None)
             if owned is None:
                 break
             match.sources.append(owned.label)
@@ -144,12 +144,14 @@ class Matches:
             return
         first = match.chunks
         names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
-        if match.ends is not None and (names or (first and not self._place_of_state(match, first))):
+        if match.state_form is not None and (names or (first and not self._place_of_state(match, first))):
             states = [_state_of(match, chunks) for chunks in range(1, len(keys) + 1)]
-            names += [Name(key, shard) for key in states for shard in match.ends.shards]
+            names += [Name(key, shard) for key in states for shard in match.state_form.shards]
         for tier in asked if names else ():
-            match.asking += tier.lookup(names, match.deadline, partial(self._answered, match, tier, first))
-        if match.asking:
+            match.pending_lookups += tier.lookup(
+                names, match.deadline, partial(self._answered, match, tier, first)
+            )
+        if match.pending_lookups:
             self._pending[match] = None
 
     def _answered(self, match: Match, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
@@ -157,15 +159,15 @@ class Matches:
         there = first
         while there < len(match.keys) and _is_found(match.keys[there], match.form, found):
             there += 1
-        if match.ends is not None:
+        if match.state_form is not None:
             for chunks in range(1, len(match.keys) + 1):
-                if _is_found(_state_of(match, chunks), match.ends, found):
+                if _is_found(_state_of(match, chunks), match.state_form, found):
                     match.states.setdefault(chunks, tier.label)
-        if not match.asking or match.released:  # no request waits for the answer
-            if match.cut == "not_worth_it":
-                self.weighing.overlook(tier, match.keys[:there], first, match.form)
+        if not match.pending_lookups or match.released:  # no request waits for the answer
+            if match.cut_reason == "not_worth_it":
+                self.weighing.remember_skipped(tier, match.keys[:there], first, match.form)
             return
-        match.asking -= 1
+        match.pending_lookups -= 1
         new = there - match.chunks
         match.sources.extend([tier.label] * new)
         self._decide(match)
@@ -173,10 +175,10 @@ class Matches:
 
     def _decide(self, match: Match) -> None:
         """How much of it to load: what is worth it, and of that, what ends with a state."""
-        if match.ends is not None and match.asking:
+        if match.state_form is not None and match.pending_lookups:
             return
         self._weigh(match)
-        if match.ends is None or match.end is not None:
+        if match.state_form is None or match.state_match is not None:
             return
         ends = (chunks for chunks in range(match.chunks, 0, -1) if self._place_of_state(match, chunks))
         chunks = next(ends, 0)
@@ -184,7 +186,9 @@ class Matches:
             self._truncate(match, chunks, "no_state")
         if chunks:
             key = _state_of(match, chunks)
-            end = match.end = Match(next(self._ids), (key,), match.ends, 0, match.deadline, ended=match)
+            end = match.state_match = Match(
+                next(self._ids), (key,), match.state_form, 0, match.deadline, prompt_match=match
+            )
             self.open[end.id] = end
             place = self._place_of_state(match, chunks)
             self._extend(end, 1)
@@ -192,19 +196,23 @@ class Matches:
             # A use of the state, which stays older than its chunks and so leaves before them.
             self._index.touch(end.run)
             # Some may have left while a tier was asked.
-            self._index.refresh([entry for entry in match.run if entry.state is not State.GONE])
-            self._lower.see(end.keys, end.run)
+            self._index.refresh([entry for entry in match.run if entry.state is not EntryState.GONE])
+            self._lower.on_request(end.keys, end.run)
 
     def _place_of_state(self, match: Match, chunks: int) -> str:
         """A tier that can supply the state after so many chunks; empty: none is known."""
-        key, form = _state_of(match, chunks), match.ends
+        key, form = _state_of(match, chunks), match.state_form
         assert form is not None
         self._room.expire_among([key])
         entry = self._index.get(key)
         if entry is not None:
-            return CPU if entry.state in (State.LOADING, State.READY) and entry.form.serves(form) else ""
+            return (
+                CPU
+                if entry.state in (EntryState.LOADING, EntryState.READY) and entry.form.serves(form)
+                else ""
+            )
         for tier in self._lower.owned:
-            if tier.up.allows() and tier.holds(key, form):
+            if tier.load_breaker.allows() and tier.is_stored(key, form):
                 return tier.label
         return match.states.get(chunks, "")
 
@@ -217,9 +225,9 @@ class Matches:
     def prefetch(self, match: Match, chunks: int | None, has: int) -> None:
         if self.open.get(match.id) is not match:
             raise MisuseError("prefetch of a match that was released, or that another cache made")
-        if match.asking or has > match.has:
-            match.asking = 0  # late answers are not waited for
-            match.has = min(has, match.asked_tokens)
+        if match.pending_lookups or has > match.engine_tokens:
+            match.pending_lookups = 0  # late answers are not waited for
+            match.engine_tokens = min(has, match.asked_tokens)
             self._decide(match)
         if chunks is not None and chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")
@@ -227,9 +235,9 @@ class Matches:
             match.decided = time.monotonic()
             match.deadline = min(match.limit, match.decided + match.patience)
         self._load_all(match)
-        if match.end is not None:
-            match.end.deadline = match.deadline
-            self._load_all(match.end)
+        if match.state_match is not None:
+            match.state_match.deadline = match.deadline
+            self._load_all(match.state_match)
         self._settle_if_ready(match)
 
     def _load_all(self, match: Match) -> None:
@@ -243,12 +251,12 @@ class Matches:
         """Start loading the chunk that follows `run` into a new entry, or end the match here."""
         at = len(match.run)
         key, tier = match.keys[at], self._lower.named.get(match.sources[at])
-        form = tier.form(key, match.form) if tier is not None else None
-        if tier is None or form is None or not tier.up.allows():
+        form = tier.load_form(key, match.form) if tier is not None else None
+        if tier is None or form is None or not tier.load_breaker.allows():
             self._truncate(match, at, "left_meanwhile" if form is None else "tier_down")
             return
         if (entry := self._index.get(key)) is not None:
-            self._truncate(match, at, "being_filled" if entry.state is State.FILLING else "foreign")
+            self._truncate(match, at, "being_filled" if entry.state is EntryState.FILLING else "foreign")
             return
         started = self._load(key, form, tier, match.parent)
         if started is None:
@@ -256,21 +264,21 @@ class Matches:
             return
         self._index.lease(started)
         match.run.append(started)
-        match.waiting += 1
+        match.pending_loads += 1
         self._pending[match] = None
         self.waiters[started] = [match]
 
     def _load(self, key: bytes, form: ChunkForm, tier: LowerTier, parent: Entry | None) -> Entry | None:
         """Start loading a chunk into a new entry. Matches may wait for it. None: there is no room."""
-        if self.waiting_bytes + form.room > self._index.capacity * _LOADING_SHARE:
+        if self.waiting_bytes + form.slab_bytes > self._index.capacity * _LOADING_SHARE:
             return None
         offsets = self._room.allocate(key, form, parent)
         if offsets is None:
             return None
-        entry = self._index.add(key, form, form.room, State.LOADING, parent)
+        entry = self._index.add(key, form, form.slab_bytes, EntryState.LOADING, parent)
         entry.offsets = offsets
-        self.loading += form.room
-        self.weighing.coming[entry] = tier
+        self.loading += form.slab_bytes
+        self.weighing.loading_tier[entry] = tier
         payloads = [
             self._slab.view(offset, padded(size)) for offset, size in zip(offsets, form.sizes, strict=True)
         ]
@@ -287,21 +295,21 @@ class Matches:
     ) -> None:
         """A load from a lower tier has ended or failed."""
         self.loading -= entry.nbytes
-        del self.weighing.coming[entry]
+        del self.weighing.loading_tier[entry]
         waiters = self.waiters.pop(entry, [])
-        failure = result.value if isinstance(result, Reason) else self._adopt(entry, result)
+        failure = result.value if isinstance(result, Reason) else self._take_layout(entry, result)
         if not isinstance(result, Reason):
             self._room.live_until(end, entry)
         if failure == "foreign" and not isinstance(result, Reason):
             tier.discard(entry.key, (entry.form,), failure)
         if not failure:
-            self._index.ready(entry)
+            self._index.make_ready(entry)
             for each in self._lower:
-                each.came(entry, tier)
-        elif entry.state is not State.GONE:
+                each.on_ready(entry, tier)
+        elif entry.state is not EntryState.GONE:
             self._index.remove(entry)
         for match in waiters:
-            match.waiting -= 1
+            match.pending_loads -= 1
             if match.released:
                 continue
             if failure or not entry.form.serves(match.form):
@@ -310,9 +318,9 @@ class Matches:
         if failure:
             self._room.release(entry)  # the lease of the load itself
 
-    def _adopt(self, entry: Entry, headers: dict[Shard, Header]) -> str:
+    def _take_layout(self, entry: Entry, headers: dict[Shard, Header]) -> str:
         """Take the chunk's layout from its verified headers. Returns why that is impossible, or nothing."""
-        if entry.state is State.GONE:
+        if entry.state is EntryState.GONE:
             return "cleared"
         each = [headers[shard] for shard in entry.form.shards]
         layout = each[0].layout
@@ -322,8 +330,8 @@ class Matches:
         if [padded(size) for size in form.sizes] != [padded(size) for size in entry.form.sizes]:
             return "foreign"
         entry.form = form
-        entry.prints = tuple(header.mark for header in each)
-        entry.made = each[0].made
+        entry.marks = tuple(header.mark for header in each)
+        entry.provenance = each[0].provenance
         return ""
 
     def release(self, match: Match) -> None:
@@ -331,13 +339,13 @@ class Matches:
             return
         if self.open.get(match.id) is not match:
             raise MisuseError("release of a match that another cache made")
-        was_ready, match.released = match.ready, True
+        was_ready, match.released = match.is_ready, True
         del self.open[match.id]
         if not match.settled:
             if not was_ready:
                 self._truncate(match, match.complete, "cancelled")
             self._settle(match)
-        if match.end is not None:
+        if match.state_match is not None:
             self._drop_end(match)
         if match.run:
             self._room.release(*match.run)
@@ -346,18 +354,18 @@ class Matches:
     def _truncate(self, match: Match, chunks: int, reason: str) -> None:
         """Keep the first `chunks` of the match; end the leases of the rest. One that has an end has to keep
         it, or keeps nothing."""
-        if match.ended is not None:
-            match, chunks = match.ended, 0
-        if match.ends is not None and (match.end is not None or match.asking):
+        if match.prompt_match is not None:
+            match, chunks = match.prompt_match, 0
+        if match.state_form is not None and (match.state_match is not None or match.pending_lookups):
             chunks = 0
-        if match.end is not None:
+        if match.state_match is not None:
             self._drop_end(match)
-        if not match.cut:
-            match.cut, match.found = reason, match.chunks
+        if not match.cut_reason:
+            match.cut_reason, match.found = reason, match.chunks
         self._let_go(match, chunks)
 
     def _drop_end(self, match: Match) -> None:
-        end, match.end = match.end, None
+        end, match.state_match = match.state_match, None
         assert end is not None
         self._let_go(end, 0)
         end.released = True
@@ -368,7 +376,7 @@ class Matches:
             waiters = self.waiters.get(entry, [])
             if match in waiters:
                 waiters.remove(match)
-                match.waiting -= 1
+                match.pending_loads -= 1
         self._room.release(*match.run[chunks:])
         del match.run[chunks:]
         del match.sources[chunks:]
@@ -377,49 +385,55 @@ class Matches:
         """End the waits whose deadlines have passed. Those requests compute the rest instead."""
         now = time.monotonic()
         for match in list(self._pending):
-            if match.released or not (match.waiting or match.asking):
+            if match.released or not (match.pending_loads or match.pending_lookups):
                 del self._pending[match]
                 continue
             if now <= match.deadline:
                 continue
-            if match.asking and match.ends is not None:
-                match.asking, match.cut, match.found = 0, match.cut or "deadline", match.chunks
+            if match.pending_lookups and match.state_form is not None:
+                match.pending_lookups, match.cut_reason, match.found = (
+                    0,
+                    match.cut_reason or "deadline",
+                    match.chunks,
+                )
                 self._decide(match)
-            match.asking = 0
-            if match.ends is None or not match.ready:
-                self._truncate(match, self.weighing.come(match), "deadline")
+            match.pending_lookups = 0
+            if match.state_form is None or not match.is_ready:
+                self._truncate(match, self.weighing.arrived_chunks(match), "deadline")
             self._settle_if_ready(match)
 
     def _settle_if_ready(self, match: Match) -> None:
-        match = match.ended or match
-        if match.ready and not match.settled:
+        match = match.prompt_match or match
+        if match.is_ready and not match.settled:
             self._settle(match)
 
     def _settle(self, match: Match) -> None:
         match.settled = True
-        missed = self._gauges.settle(match)
+        missed = self._gauges.count_lookup(match)
         if missed is None:
             return
         self.weighing.settle(match)
         hit = match.asked_tokens - sum(missed.values())
-        if match.session is not None:
-            match.session.saved += hit
+        if match.agent is not None:
+            match.agent.saved += hit
         for hear in self._followers.settled:
             hear(match, missed)
 
     def check(self) -> None:
         for match in self.open.values():
             waiting = sum(match in waiters for waiters in self.waiters.values())
-            assert match.waiting == waiting, f"{match!r} waits for {waiting}"
-            assert match in self._pending or not (waiting or match.asking), f"{match!r} would wait for ever"
+            assert match.pending_loads == waiting, f"{match!r} waits for {waiting}"
+            assert match in self._pending or not (waiting or match.pending_lookups), (
+                f"{match!r} would wait for ever"
+            )
             assert len(match.run) <= match.chunks, f"{match!r} lost count"
 
 
 def _state_of(match: Match, chunks: int) -> bytes:
     """The key of the state after so many chunks."""
-    assert match.ends is not None
-    assert match.ends.layout is not None
-    return state_key(match.keys[chunks - 1], match.ends.layout.to_json())
+    assert match.state_form is not None
+    assert match.state_form.layout is not None
+    return state_key(match.keys[chunks - 1], match.state_form.layout.to_json())
 
 
 def _is_found(key: bytes, form: ChunkForm, found: dict[Name, Stat]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
-from lmtier.core.writes import Writes
+from lmtier.core.match import Entry, EntryState
+from lmtier.core.write_queue import WriteQueue
 
 
 class Outdated:
@@ -50,9 +50,11 @@ class Outdated:
 
     def copies(self) -> list[Entry]:
         """As they would stand in the index."""
-        return [Entry(e.key, e.form, e.nbytes, State.READY, e.used) for e in self._entries.values()]
+        return [
+            Entry(e.key, e.form, e.nbytes, EntryState.READY, e.last_used_ns) for e in self._entries.values()
+        ]
 
-    def check(self, index: Index, writes: Writes, going: Set[bytes]) -> None:
+    def check(self, index: Index, writes: WriteQueue, going: Set[bytes]) -> None:
         for key in self._entries:
             assert key in writes, "an old value that nothing overwrites"
             assert key not in index, "an old value beside a new one"

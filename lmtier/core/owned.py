@@ -16,16 +16,16 @@ from lmtier.config import TierSpec
 from lmtier.core.index import Index, Occupancy, evictions, expire, limit
 from lmtier.core.lower import (
     LOST,
-    Above,
+    CacheContext,
     LowerTier,
-    NoSpot,
-    Spot,
+    WriteDeferral,
+    WriteTarget,
     bytes_at_rest,
     count_shares,
     names_of,
     worst,
 )
-from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, State, ancestry
+from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, EntryState, ancestry
 from lmtier.core.outdated import Outdated
 from lmtier.core.placement import form_of_parts
 from lmtier.errors import log
@@ -33,10 +33,10 @@ from lmtier.format.keys import tenant_of
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded, stored_size
 from lmtier.format.objects import Header, Suspect
 from lmtier.observe.metrics import Metrics
-from lmtier.rules.fullness import UNBOUNDED, Fullness
+from lmtier.rules.fullness import UNBOUNDED, StorageLimit
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.policy import make_policy
-from lmtier.rules.writing import Choice
+from lmtier.rules.writing import WriteRuleTrial
 from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
@@ -46,25 +46,26 @@ _HEADERS = 8  # read at once in a search for suspect chunks, so that loads conti
 
 
 class OwnedTier(LowerTier):
-    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above, *, scans: bool = True) -> None:
-        """`scans`: find out what the storage holds. If not, `resume` follows."""
-        super().__init__(label, spec, tier, above)
-        capacity, shares = _capacity(spec, tier), above.shares if spec.capacity else ()
-        self.index = Index(capacity, make_policy(spec.policy), shares=shares, is_record=above.slab.is_record)
-        self.index.label, self.index.followers = label, above.followers
+    def __init__(
+        self, label: str, spec: TierSpec, tier: Tier, context: CacheContext, *, scans: bool = True
+    ) -> None:
+        """`scans`: find out what the storage holds. If not, `finish_restore` follows."""
+        super().__init__(label, spec, tier, context)
+        capacity, shares = _capacity(spec, tier), context.shares if spec.capacity else ()
+        policy, is_record = make_policy(spec.policy), context.slab.is_record
+        self.index = Index(capacity, policy, shares=shares, is_record=is_record)
+        self.index.label, self.index.followers = label, context.followers
         if spec.write == "auto":
-            self.choice = Choice(capacity, spec.writes_per_day, self._clock())
-        self._fullness = Fullness(self._clock)
+            self.choice = WriteRuleTrial(capacity, spec.writes_per_day, self._clock())
+        self._fullness = StorageLimit(self._clock)
         self._found = 0
         """Bytes that the scan found. They exceed the capacity if a user has reduced it."""
-        self._unwanted: set[bytes] = set()
-        self._unwanted_prefixes: tuple[bytes, ...] = ()
-        """Chunks, and prefixes of keys, that were deleted before the scan was done. The scan finds their
-        parts, also those of other forms; until then they stay in the storage."""
+        self._deleted_before_scan: set[bytes] = set()
+        self._prefixes_cleared_before_scan: tuple[bytes, ...] = ()
+        """Deleted before the scan was done. It finds their parts, which stay in the storage until then."""
         self._unreadable: dict[bytes, Entry] = {}
         """Chunks that cannot be read: their key is not known, or the storage failed twice while others were
-        read. They stay until they are evicted, or stored again. Until a restart they are not asked for again.
-        """
+        read. They stay until they are evicted or stored again. They are not asked for until a restart."""
         self._failed: dict[bytes, Entry] = {}
         """Chunks that could not be read once."""
         self._searches = deque[tuple[Suspect, Iterator[Entry]]]()
@@ -76,31 +77,31 @@ class OwnedTier(LowerTier):
         """What no job uses of it is in `deleting` too."""
         self._added: list[Entry] = []
         """The entries that this `pump` added."""
-        _declare(self, above.metrics, above.clock)
+        _declare(self, context.metrics, context.clock)
         self.is_warm = False
         if scans:
             self._scan()
 
     # ---- what it holds
 
-    def holds(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored(self, key: bytes, form: ChunkForm) -> bool:
         entry = self._live(key)
-        return entry is not None and entry.state is State.READY and entry.form.serves(form)
+        return entry is not None and entry.state is EntryState.READY and entry.form.serves(form)
 
-    def has(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored_or_queued(self, key: bytes, form: ChunkForm) -> bool:
         entry = self._live(key)
-        return super().has(key, form) or (entry is not None and entry.form.serves(form))
+        return super().is_stored_or_queued(key, form) or (entry is not None and entry.form.serves(form))
 
-    def supplies(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored_or_storing(self, key: bytes, form: ChunkForm) -> bool:
         entry = self._live(key)
-        return entry is not None and entry.form.serves(form) and not self.up.is_open
+        return entry is not None and entry.form.serves(form) and not self.load_breaker.is_open
 
     def _live(self, key: bytes) -> Entry | None:
         """The entry under this key, if it can be read. An expired one is deleted."""
         entry = self.index.get(key)
         if entry is None or self._is_unreadable(entry):
             return None
-        if not self.index.ends.is_over(entry, self._clock()):
+        if not self.index.expiries.is_expired(entry, self._clock()):
             return entry
         self._expire(entry)
         return None
@@ -108,9 +109,9 @@ class OwnedTier(LowerTier):
     def _is_unreadable(self, entry: Entry) -> bool:
         return bool(self._unreadable) and self._unreadable.get(entry.key) is entry
 
-    def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+    def load_form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         entry = self.index.get(key)
-        if entry is None or entry.state is not State.READY or self._is_unreadable(entry):
+        if entry is None or entry.state is not EntryState.READY or self._is_unreadable(entry):
             return None
         form, layout = entry.form, asked.layout
         if form.layout is None and layout is not None:  # a scan found it: its sizes are those after encoding
@@ -122,17 +123,17 @@ class OwnedTier(LowerTier):
         return form
 
     def occupancy(self) -> Occupancy:
-        return self.index.occupancy(self.deleting)
+        return self.index.occupancy(self.deleting_bytes)
 
-    def is_leaving(self, key: bytes) -> bool:
+    def may_come_back(self, key: bytes) -> bool:
         """Whether a restart now could find a chunk that was discarded under this key.
 
         Not if another one is written there: that began when the discarded one was gone.
         """
-        return (key in self._going and key not in self.index) or self._is_unwanted(key)
+        return (key in self._busy_keys and key not in self.index) or self._was_deleted_before_scan(key)
 
-    def _is_unwanted(self, key: bytes) -> bool:
-        return key in self._unwanted or key.startswith(self._unwanted_prefixes)
+    def _was_deleted_before_scan(self, key: bytes) -> bool:
+        return key in self._deleted_before_scan or key.startswith(self._prefixes_cleared_before_scan)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         if len(self.index):
@@ -151,38 +152,39 @@ class OwnedTier(LowerTier):
     @property
     def backlog(self) -> int:
         unread = len(self._searches) + len(self._unread) + self._reading + self._unsearched
-        return super().backlog + len(self._unwanted) + len(self._unwanted_prefixes) + unread
+        deleted = len(self._deleted_before_scan) + len(self._prefixes_cleared_before_scan)
+        return super().backlog + deleted + unread
 
     @property
-    def uncleared(self) -> int:
-        return 0 if self.is_clear else len(self._suspects)
+    def pending_clears(self) -> int:
+        return 0 if self.is_clear_done else len(self._suspects)
 
     @property
-    def is_clear(self) -> bool:
+    def is_clear_done(self) -> bool:
         unread = self._searches or self._unread or self._reading or self._unsearched
-        return not (self._unwanted_prefixes or unread)
+        return not (self._prefixes_cleared_before_scan or unread)
 
     @property
     def _unsearched(self) -> int:
         """The suspects that are searched for once the scan has found out what the tier holds."""
         return 0 if self.is_warm else len(self._suspects)
 
-    def _look_after(self) -> None:
-        super()._look_after()
+    def _run_background(self) -> None:
+        super()._run_background()
         self._search_on()
         self._read_headers()
-        if not self.is_warm and not self._jobs and self.up.allows():
+        if not self.is_warm and not self._jobs and self.load_breaker.allows():
             self._scan()
 
     # ---- writing
 
-    def offer_records(self) -> None:
+    def queue_unwritten_records(self) -> None:
         """At the end: offer the records that were not written because they came too fast, or the tier
         failed."""
-        slab = self._above.slab
+        slab = self._context.slab
         for key in list(slab.records) if self.write != "never" else ():
             entry = slab.get(key)
-            if entry is not None and not self.has(key, entry.form):
+            if entry is not None and not self.is_stored_or_queued(key, entry.form):
                 self._writes.add(entry)
 
     def pump(self, spare: float = float("inf")) -> None:
@@ -195,89 +197,89 @@ class OwnedTier(LowerTier):
         self._live(key)  # if it has expired, its deletion has to end first
         return super()._must_wait(key)
 
-    def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+    def _spot_for(self, entry: Entry) -> WriteTarget | WriteDeferral:
         key, form = entry.key, entry.form
         there = self.index.get(key)
         if there is not None and there.form.serves(form) and not self._is_unreadable(there):
             self._writes.give_up(key)
-            return NoSpot.SKIPPED
+            return WriteDeferral.SKIPPED
         if there is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
             self._remove(there, REPLACED)
-            return NoSpot.SKIPPED
+            return WriteDeferral.SKIPPED
         parent = self._nearest(entry)
         replaces = self._room_for(entry, parent)
-        if isinstance(replaces, NoSpot):
+        if isinstance(replaces, WriteDeferral):
             return replaces
-        mine = self.index.add(key, form, form.at_rest, State.FILLING, parent)
+        mine = self.index.add(key, form, form.stored_bytes, EntryState.FILLING, parent)
         end = self._end_of(entry)
-        self.index.ends.set(mine, end)
+        self.index.expiries.set(mine, end)
         self._added.append(mine)
         self.outdated.begin(key)
-        return Spot(mine, replaces, end)
+        return WriteTarget(mine, replaces, end)
 
-    def _room_for(self, entry: Entry, parent: Entry | None) -> Sequence[Name | None] | NoSpot:
+    def _room_for(self, entry: Entry, parent: Entry | None) -> Sequence[Name | None] | WriteDeferral:
         """The object that each shard may overwrite, if any."""
-        key, form, index, need = entry.key, entry.form, self.index, entry.form.at_rest
+        key, form, index, need = entry.key, entry.form, self.index, entry.form.stored_bytes
         if need > index.capacity:
             return self._skip(entry, "larger_than_tier")
         room = min(index.capacity, self._fullness.nbytes)
         if need > room:
             return self._skip(entry, "full")
         staying = self.undeletable + self.outdated.nbytes
-        leaving = self.deleting - staying
+        leaving = self.deleting_bytes - staying
         short = need - (room - index.used - staying)
         if short <= 0:
-            return NoSpot.LATER if leaving > -short else (None,) * len(form.shards)
+            return WriteDeferral.LATER if leaving > -short else (None,) * len(form.shards)
         if self.choice is not None:
-            self.choice.full()
+            self.choice.on_full()
         if (
             self.undeletable
-            and self.down.is_open
+            and self.store_breaker.is_open
             and (leaving or not self._could_overwrite(key, form, parent, short))
         ):
-            return NoSpot.LATER  # deletions fail: what leaves and is not overwritten would leave for nothing
+            return WriteDeferral.LATER  # deletions fail: what leaves would leave for nothing
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
         victims = index.evict(short, parent, index.pool(key), need)
         if victims is None and self.outdated.nbytes:  # there is no room for both
             for old in self.outdated.pop_all():
                 self._delete_outdated(old)
-            return NoSpot.LATER
+            return WriteDeferral.LATER
         if victims is None:  # chunks that are being written can be evicted later
-            return NoSpot.LATER if self.storing else self._skip(entry, "no_room")
+            return WriteDeferral.LATER if self.storing_entries else self._skip(entry, "no_room")
         self._evicted(victims)
         if len(victims) == 1 and not leaving and _rooms(victims[0].form) == _rooms(form):
             return names_of(victims[0])
         for victim in victims:
             self._delete(names_of(victim), victim.nbytes)
-        return NoSpot.LATER
+        return WriteDeferral.LATER
 
     def _could_overwrite(self, key: bytes, form: ChunkForm, parent: Entry | None, short: int) -> bool:
         """Whether the next to leave for this chunk is a single one of its size."""
         index = self.index
         if parent is not None:
             index.lease(parent)
-        victims, _ = index.next_to_leave(short, index.pool(key), form.at_rest)
+        victims, _ = index.next_victims(short, index.pool(key), form.stored_bytes)
         if parent is not None:
             index.release(parent)
         return len(victims) == 1 and _rooms(victims[0].form) == _rooms(form)
 
     def _nearest(self, entry: Entry) -> Entry | None:
         """The entry here of the nearest ancestor that this tier holds."""
-        above = entry.parent
-        while above is not None:
-            if (mine := self.index.get(above.key)) is not None:
+        context = entry.parent
+        while context is not None:
+            if (mine := self.index.get(context.key)) is not None:
                 return mine
-            above = above.parent
+            context = context.parent
         return None
 
     def _use(self, mine: Entry | None) -> int:
         now = super()._use(mine)
         if mine is None:
             return now
-        mine.used = now if mine.parent is None else min(now, mine.parent.used - 1000)
-        return mine.used
+        mine.last_used_ns = now if mine.parent is None else min(now, mine.parent.last_used_ns - 1000)
+        return mine.last_used_ns
 
-    def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
+    def _note_stored(self, entry: Entry, spot: WriteTarget, nbytes: int, done: Done) -> None:
         mine = spot.entry
         assert mine is not None
         # A victim that could neither be overwritten nor deleted must not come back after a restart.
@@ -288,18 +290,18 @@ class OwnedTier(LowerTier):
         }
         self._delete(list(stuck), sum(stuck.values()))
         if (old := self.outdated.end(mine.key)) is not None:
-            self.deleting -= old.nbytes
+            self.deleting_bytes -= old.nbytes
         if not done.failed:
-            self._fullness.fit()
-        if not done.failed and mine.state is not State.GONE:
+            self._fullness.on_fit()
+        if not done.failed and mine.state is not EntryState.GONE:
             if self.index.is_record(mine.key):
-                mine.prints = entry.prints
+                mine.marks = entry.marks
             self.index.shrink(mine, nbytes)
-            self.index.ready(mine)
+            self.index.make_ready(mine)
             return
-        is_deleted = mine.state is State.GONE and mine not in self.outdated
+        is_deleted = mine.state is EntryState.GONE and mine not in self.outdated
         self.outdated.pop(mine.key)
-        if mine.state is not State.GONE:
+        if mine.state is not EntryState.GONE:
             self.index.remove(mine)
         self.index.release(mine)
         if Reason.FULL in done.failed.values():
@@ -325,13 +327,13 @@ class OwnedTier(LowerTier):
                 "lmtier: the storage of tier %s is full with %d of %d bytes: new chunks replace old ones",
                 *(self.label, self.index.used, self.index.capacity),
             )
-        self._fullness.meet(done.id, self.index.used, self._jobs.last + 1)
-        if again and entry.state is State.READY:
-            self.offer(entry)
+        self._fullness.on_full(done.id, self.index.used, self._jobs.last + 1)
+        if again and entry.state is EntryState.READY:
+            self.queue_write(entry)
 
     def _is_excused(self, op: Op, done: Done) -> bool:
         is_full = op is Op.STORE and Reason.FULL in done.failed.values()
-        return is_full and self._fullness.is_news_to(done.id)
+        return is_full and self._fullness.is_unknown_to(done.id)
 
     # ---- changes while it runs
 
@@ -340,11 +342,11 @@ class OwnedTier(LowerTier):
         self.index.need_room_for_pins(self._most(capacity))
 
     def _most(self, capacity: int) -> int:
-        return capacity if self.tier.most is None else min(capacity, self.tier.most)
+        return capacity if self.tier.storage_bytes is None else min(capacity, self.tier.storage_bytes)
 
     def resize(self, capacity: int) -> None:
         most = self._most(capacity)
-        self._found = max(self._found, self.index.used + self.deleting)
+        self._found = max(self._found, self.index.used + self.deleting_bytes)
         self.index.resize(most)
         if self.choice is not None:
             self.choice.resize(most)
@@ -361,8 +363,8 @@ class OwnedTier(LowerTier):
         for victim in victims:
             self._forget_faults(victim.key)
 
-    def live_for(self, ttl: float) -> None:
-        super().live_for(ttl)
+    def set_ttl(self, ttl: float) -> None:
+        super().set_ttl(ttl)
         limit(self.index, self._clock() + ttl)
 
     # ---- loading
@@ -372,17 +374,17 @@ class OwnedTier(LowerTier):
         if mine is None:
             return None, FOREVER
         self.index.lease(mine)
-        return mine, self.index.ends.end(mine)
+        return mine, self.index.expiries.expiry(mine)
 
     def _end_here(self, mine: Entry | None) -> float:
-        return FOREVER if mine is None else self.index.ends.end(mine)
+        return FOREVER if mine is None else self.index.expiries.expiry(mine)
 
     def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
         if mine is None:
             return
         if self.index.release(mine):  # discarded or outdated while it was read
             if mine in self.outdated:
-                self._going.remove(mine.key)
+                self._busy_keys.remove(mine.key)
                 self._keep(mine)
             else:
                 self._delete(names_of(mine), mine.nbytes)
@@ -395,11 +397,11 @@ class OwnedTier(LowerTier):
                 self._note_error(mine)
             else:
                 self._failed.pop(mine.key, None)
-                self.index.ends.set(mine, end)  # a scan does not find out when a chunk expires
+                self.index.expiries.set(mine, end)  # a scan does not find out when a chunk expires
 
     def _note_error(self, mine: Entry) -> None:
         """A fault of the whole storage passes. One of the medium under a chunk does not."""
-        if self.up.is_open or self.index.is_record(mine.key):
+        if self.load_breaker.is_open or self.index.is_record(mine.key):
             return  # a record that is there must not be taken for one that is not
         if self._failed.pop(mine.key, None) is mine:
             self._unreadable[mine.key] = mine
@@ -414,12 +416,12 @@ class OwnedTier(LowerTier):
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk with one shard, and store it in the entry."""
         mine = self.index.get(key)
-        if mine is None or mine.state is not State.READY:
+        if mine is None or mine.state is not EntryState.READY:
             then(Reason.ABSENT)
             return
         _, known_end = self._begin_read(key)
-        item = Item(Name(key, mine.form.shards[0]), used=mine.used)
-        deadline = time.monotonic() + self._above.patience
+        item = Item(Name(key, mine.form.shards[0]), used=mine.last_used_ns)
+        deadline = time.monotonic() + self._context.patience
         self._jobs.submit(Op.PEEK, (item,), partial(self._end_peek, mine, known_end, then), deadline)
 
     def _end_peek(
@@ -429,25 +431,25 @@ class OwnedTier(LowerTier):
         if reason is None:
             (header,) = done.ok.values()
             assert isinstance(header, Header)
-            mine.prints = (header.mark,)
+            mine.marks = (header.mark,)
             then(header.mark)
         else:
             then(reason)
 
     # ---- values that replace others
 
-    def came(self, entry: Entry, source: LowerTier | None = None) -> None:
+    def on_ready(self, entry: Entry, source: LowerTier | None = None) -> None:
         if source in (None, self) or not self.index.is_record(entry.key):
-            super().came(entry, source)
+            super().on_ready(entry, source)
             return
         # A scan found both. After a kill one of them may be older, and only the one that was read counts.
         mine = self.index.get(entry.key)
-        if mine is not None and not mine.prints:
-            self.outdate(entry.key)
-        super().came(entry, source)
-        self.settle(entry.key)
+        if mine is not None and not mine.marks:
+            self.begin_replacing(entry.key)
+        super().on_ready(entry, source)
+        self.end_replacing(entry.key)
 
-    def outdate(self, key: bytes) -> None:
+    def begin_replacing(self, key: bytes) -> None:
         """A newer value comes under this key. What is stored stays until the new one overwrites it."""
         if key in self._writes:
             self._writes.take(key)
@@ -456,32 +458,32 @@ class OwnedTier(LowerTier):
             if self.index.remove(old, REPLACED):
                 self._keep(old)
             else:
-                self._going.add(key)
+                self._busy_keys.add(key)
                 self.outdated.add(old)
 
-    def settle(self, key: bytes) -> None:
+    def end_replacing(self, key: bytes) -> None:
         """The newer value has come. If it does not wait to be written, what it outdated is deleted."""
         if key not in self._writes:
             self._given_up(key)
 
     def write_on(self, entry: Entry) -> None:
         """This value waited to be written when another process owned the tier."""
-        self.outdate(entry.key)
+        self.begin_replacing(entry.key)
         self._writes.add(entry)
 
     def _keep(self, old: Entry) -> None:
         """No job uses it, and the value that waits under its key will overwrite it."""
         self.outdated.add(old)
-        self.deleting += old.nbytes
+        self.deleting_bytes += old.nbytes
 
     def _given_up(self, key: bytes) -> None:
         if not self.is_warm and self.index.is_record(key):
-            self._unwanted.add(key)
+            self._deleted_before_scan.add(key)
         if (old := self.outdated.pop(key)) is not None:  # otherwise a job that uses it deletes it at its end
             self._delete_outdated(old)
 
     def _delete_outdated(self, old: Entry) -> None:
-        self.deleting -= old.nbytes
+        self.deleting_bytes -= old.nbytes
         self._delete(names_of(old), old.nbytes)
 
     # ---- deleting
@@ -490,13 +492,13 @@ class OwnedTier(LowerTier):
         if key in self._writes and self.index.is_record(key):
             self._writes.give_up(key)
         if not self.is_warm:
-            self._unwanted.add(key)
+            self._deleted_before_scan.add(key)
         elif (entry := self.index.get(key)) is not None:
             self._remove(entry, why)
 
     def _remove(self, entry: Entry, why: str) -> None:
         self._forget_faults(entry.key)
-        self._going.add(entry.key)
+        self._busy_keys.add(entry.key)
         if self.index.remove(entry, why):
             self._delete(names_of(entry), entry.nbytes)
 
@@ -508,14 +510,15 @@ class OwnedTier(LowerTier):
         for entry in self.index.entries():
             if entry.key.startswith(namespace) and (force or not entry.leases):
                 self.clear_one(entry)
-        if not self.is_warm and namespace not in self._unwanted_prefixes:
-            self._unwanted_prefixes += (namespace,)
+        if not self.is_warm and namespace not in self._prefixes_cleared_before_scan:
+            self._prefixes_cleared_before_scan += (namespace,)
 
-    def forget(self, tenants: Collection[bytes]) -> Iterator[int]:
+    def delete_tenants(self, tenants: Collection[bytes]) -> Iterator[int]:
         self._writes.forget_missing()
         entries = iter(self.index.entries())
         while some := list(islice(entries, _AT_ONCE)):
-            mine = [each for each in some if tenant_of(each.key) in tenants and each.state is not State.GONE]
+            mine = [entry for entry in some if tenant_of(entry.key) in tenants]
+            mine = [entry for entry in mine if entry.state is not EntryState.GONE]
             for entry in mine:
                 self.clear_one(entry)
             yield len(mine)
@@ -543,9 +546,9 @@ class OwnedTier(LowerTier):
 
     def _read_headers(self) -> None:
         """Read the headers of chunks that may be suspect, a few at a time, so that loads continue."""
-        for key in list(islice(self._unread, _HEADERS - self._reading)) if self.up.allows() else ():
+        for key in list(islice(self._unread, _HEADERS - self._reading)) if self.load_breaker.allows() else ():
             entry = self.index.get(key)
-            if entry is not None and entry.state is not State.READY:
+            if entry is not None and entry.state is not EntryState.READY:
                 continue  # it is being written
             del self._unread[key]
             if entry is not None:
@@ -583,17 +586,17 @@ class OwnedTier(LowerTier):
             lost: list[bytes] = []
             for key in sorted(parts, key=used.__getitem__):
                 form = forms[parts[key]]
-                if form is None or form.at_rest > index.capacity or self._is_unwanted(key):
+                if form is None or form.stored_bytes > index.capacity or self._was_deleted_before_scan(key):
                     lost.append(key)
                     continue
-                entry = Entry(key, form, form.at_rest, State.READY, used[key])
+                entry = Entry(key, form, form.stored_bytes, EntryState.READY, used[key])
                 if key in self._writes and index.is_record(key):
                     self._keep(entry)
                 else:
                     index.adopt(entry)
                     if self.ttl < FOREVER:  # an upper limit, because it was stored before its last use
                         last = min(now, self.stamps.end(used[key] // 1_000_000))
-                        index.ends.set(entry, last + self.ttl)
+                        index.expiries.set(entry, last + self.ttl)
         for key in lost:
             self._delete([Name(key, shard) for shard, _ in parts[key]])
         self._found = index.used + self.outdated.nbytes
@@ -601,16 +604,16 @@ class OwnedTier(LowerTier):
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
                 self._delete(names_of(victim), victim.nbytes)
-        self._unwanted.clear()
-        self._unwanted_prefixes = ()
+        self._deleted_before_scan.clear()
+        self._prefixes_cleared_before_scan = ()
         self.is_warm = True
         for suspect in self._suspects:  # of a purge that came before the scan was done
             self._search(suspect)
         if len(index):
             log.info("lmtier: tier %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
 
-    def resume(self) -> None:
-        """The index was filled from the books of another process, which wrote here until now."""
+    def finish_restore(self) -> None:
+        """The index was filled from the handover of another process, which wrote here until now."""
         self.is_warm = True
         self._found = self.index.used
         self.index.resize(self.index.capacity)
@@ -618,21 +621,20 @@ class OwnedTier(LowerTier):
             limit(self.index, self._clock() + self.ttl)
 
     def persist_order(self) -> None:
-        items: list[Item] = []
-        newest = 0
+        items, newest = list[Item](), 0
         for entry in self.index.order():
-            if entry.used <= newest:
-                entry.used = newest + 1000
-                items.extend(Item(name, used=entry.used) for name in names_of(entry))
-            newest = entry.used
-        if items and not self.down.is_open:
+            if entry.last_used_ns <= newest:
+                entry.last_used_ns = newest + 1000
+                items.extend(Item(name, used=entry.last_used_ns) for name in names_of(entry))
+            newest = entry.last_used_ns
+        if items and not self.store_breaker.is_open:
             self._jobs.submit(Op.TOUCH, tuple(items), lambda done: None)
 
     def close(self, timeout: float = 5.0) -> None:
         super().close(timeout)
         self.outdated = Outdated()  # the next start finds it
 
-    # ---- books
+    # ---- handover
 
     def check(self) -> None:
         super().check()
@@ -640,21 +642,21 @@ class OwnedTier(LowerTier):
         assert self.index.used <= self.index.capacity, "over capacity"
         for key, entry in (self._failed | self._unreadable).items():
             assert self.index.get(key) is entry, "a fault of a chunk that has left"
-        self.outdated.check(self.index, self._writes, self._going)
+        self.outdated.check(self.index, self._writes, self._busy_keys)
         most = max(self.index.capacity, self._found)
-        assert self.index.used + self.deleting <= most, "over capacity, with the bytes being deleted"
+        assert self.index.used + self.deleting_bytes <= most, "over capacity, with the bytes being deleted"
 
 
 def _declare(tier: OwnedTier, metrics: Metrics, clock: Callable[[], float]) -> None:
     label, index = tier.label, tier.index
     metrics.written_bytes_per_day.labels(label).set_function(lambda: tier.pace.per_day(clock()))
-    for rule in Choice.RULES if tier.choice is not None else ():
+    for rule in WriteRuleTrial.RULES if tier.choice is not None else ():
         metrics.write_rule.labels(label, rule).set_function(
             lambda rule=rule: float(tier.rule == rule)  # type: ignore[misc]  # mypy: lambdas
         )
     if index.capacity < UNBOUNDED:
         metrics.capacity_bytes.labels(label).set_function(lambda: index.target)
-    metrics.used_bytes.labels(label).set_function(lambda: index.used + tier.deleting)
+    metrics.used_bytes.labels(label).set_function(lambda: index.used + tier.deleting_bytes)
     metrics.pinned_bytes.labels(label).set_function(lambda: index.pinned_bytes)
     metrics.chunks.labels(label).set_function(lambda: len(index))
     count_shares(metrics, label, index)
@@ -664,13 +666,13 @@ def _capacity(spec: TierSpec, tier: Tier) -> int:
     """The configured capacity, or the size of the storage if that is less."""
     if spec.capacity is None:
         return UNBOUNDED
-    if tier.most is not None and tier.most < spec.capacity:
+    if tier.storage_bytes is not None and tier.storage_bytes < spec.capacity:
         log.warning(
             "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes, and from then on "
             "chunks leave for new ones",
-            *(spec, spec.capacity, tier.most),
+            *(spec, spec.capacity, tier.storage_bytes),
         )
-        return max(1, tier.most)
+        return max(1, tier.storage_bytes)
     return spec.capacity
 
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from lmtier.core.index import HINTED, WANTED, Index
-from lmtier.core.match import CPU, State
+from lmtier.core.index import HINT_PINS_DIVISOR, PINS_DIVISOR, Index
+from lmtier.core.match import CPU, EntryState
 from lmtier.errors import MisuseError
 from lmtier.rules.lifetimes import FOREVER, Pin, Pinned, Pins
 
 
 class NamedPins:
-    def __init__(self, places: Mapping[str, Index], clock: Callable[[], float]) -> None:
-        """`places`: the indexes of the slab and of owned tiers, by label."""
+    def __init__(self, indexes: Mapping[str, Index], clock: Callable[[], float]) -> None:
+        """`indexes`: those of the slab and of owned tiers, by label."""
         self.pins = Pins()
         self.hinted = Pins()
-        self._places = places
+        self._places = indexes
         self._clock = clock
-        for index in places.values():
-            index.wanted, index.hinted = self.pins.wanted, self.hinted.wanted
+        for index in indexes.values():
+            index.keys_to_pin, index.keys_to_pin_by_hints = self.pins.wanted, self.hinted.wanted
 
     def __len__(self) -> int:
         return len(self.pins) + len(self.hinted)
@@ -36,7 +36,7 @@ class NamedPins:
         self, name: str, keys: Sequence[bytes], seconds: float, *, hinted: bool = False
     ) -> dict[str, int]:
         """Protect `keys` from eviction in every place that has or gets them. Replaces a pin of this name."""
-        pins, part = (self.hinted, HINTED) if hinted else (self.pins, WANTED)
+        pins, part = (self.hinted, HINT_PINS_DIVISOR) if hinted else (self.pins, PINS_DIVISOR)
         end = self._clock() + seconds
         if len(set(keys)) != len(keys) or any(map(self._places[CPU].is_record, keys)):
             raise MisuseError("a pin takes keys of KV, each of them once")
@@ -54,7 +54,7 @@ class NamedPins:
         self._let_go(pins.put(name, keys, end))
         for index in self._places.values():
             for key in keys:
-                if (entry := index.get(key)) is not None and entry.state is State.READY:
+                if (entry := index.get(key)) is not None and entry.state is EntryState.READY:
                     index.pin(entry)
         return self._held(keys)
 

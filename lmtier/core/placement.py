@@ -25,19 +25,19 @@ class Placement:
     """For each chunk, the offset of each shard of its form."""
     marks: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Maps few of the chunks to the fingerprint of each shard, or to nothing."""
-    others: Mapping[int, ChunkForm] = field(default_factory=dict)
+    other_forms: Mapping[int, ChunkForm] = field(default_factory=dict)
     """Maps a chunk to its form, if it is stored in a form other than `form`."""
 
     @property
     def forms(self) -> list[ChunkForm]:
         """The form of each chunk."""
-        return [self.others.get(chunk, self.form) for chunk in range(len(self.keys))]
+        return [self.other_forms.get(chunk, self.form) for chunk in range(len(self.keys))]
 
     def fields(self) -> dict[str, Any]:
         """The placement as a few fields that are cheap to write and to read, without `form` and `keys`."""
         offsets = [*chain.from_iterable(self.offsets)]
         fields: dict[str, Any] = {"offsets": struct.pack(f"<{len(offsets)}Q", *offsets)}
-        if self.others:
+        if self.other_forms:
             numbers = {self.form: 0}
             which = [numbers.setdefault(form, len(numbers)) for form in self.forms]
             fields["forms"] = write_runs(which)

@@ -90,7 +90,7 @@ def _close(*fds: int) -> None:
         os.close(fd)
 
 
-class Look:
+class PresenceReader:
     """The table, as another process sees it."""
 
     def __init__(self, fd: int) -> None:

@@ -7,15 +7,15 @@ from functools import wraps
 from itertools import count
 from typing import ParamSpec, TypeVar
 
-from lmtier.core.gauges import Gauges
+from lmtier.core.cache_metrics import CacheMetrics
 from lmtier.core.lower import LowerTier
-from lmtier.core.match import CPU, Entry, Reservation, State, check_chain
-from lmtier.core.room import Room
+from lmtier.core.match import CPU, Entry, EntryState, Reservation, check_chain
+from lmtier.core.memory import MemoryPlace
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm, Shard
-from lmtier.format.objects import NO_MARK, Made, mark_room, now_ms
-from lmtier.observe.follower import Followers
+from lmtier.format.objects import NO_MARK, Provenance, mark_room, now_ms
+from lmtier.observe.follower import CacheObservers
 
 _STEP = 128
 """New chunks for which others wait: less than a millisecond."""
@@ -42,7 +42,9 @@ def at_once(in_steps: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
 
 
 class Reservations:
-    def __init__(self, room: Room, lower: Sequence[LowerTier], gauges: Gauges, followers: Followers) -> None:
+    def __init__(
+        self, room: MemoryPlace, lower: Sequence[LowerTier], gauges: CacheMetrics, followers: CacheObservers
+    ) -> None:
         self.open: dict[int, Reservation] = {}
         self._room, self._index, self._slab = room, room.index, room.slab
         self._lower = lower
@@ -50,12 +52,12 @@ class Reservations:
         self._followers = followers
         self._ids = count(1)
 
-    def resume(self, reservation: Reservation) -> None:
+    def restore(self, reservation: Reservation) -> None:
         """A reservation of another process goes on here, with a lease for each shard that is to come."""
         reservation.id = next(self._ids)
         self.open[reservation.id] = reservation
         for entry in reservation.entries.values():
-            for _ in reservation.left:
+            for _ in reservation.pending_shards:
                 self._index.lease(entry)
 
     def reserving(
@@ -65,7 +67,7 @@ class Reservations:
 
         They live `ttl` seconds. If it is closed before its end, nothing stays reserved.
         """
-        made = Made(by, now_ms())
+        made = Provenance(by, now_ms())
         check_chain(keys)
         if form.layout is None or form.layout.chunk_tokens != self._gauges.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
@@ -74,7 +76,7 @@ class Reservations:
         wanted = [number >= first and get(key) is None for number, key in enumerate(keys)]
         if lower:  # a lower tier may have it, or get it, in a form that `form` can read
             wanted = [
-                is_wanted and not any(tier.supplies(key, form) for tier in lower)
+                is_wanted and not any(tier.is_stored_or_storing(key, form) for tier in lower)
                 for is_wanted, key in zip(wanted, keys, strict=True)
             ]
         missing = min(sum(wanted), most)
@@ -91,7 +93,7 @@ class Reservations:
             number, key, entry = at, keys[at], get(keys[at])
             at += 1
             if new and entry is None and number >= first and not wanted[number]:  # it left meanwhile, perhaps
-                wanted[number] = not any(tier.supplies(key, form) for tier in lower)
+                wanted[number] = not any(tier.is_stored_or_storing(key, form) for tier in lower)
             if entry is None and wanted[number]:
                 end = max(end, at)
                 while end < min(len(keys), number + _STEP) and wanted[end] and get(keys[end]) is None:
@@ -100,7 +102,7 @@ class Reservations:
                 more: list[Entry] = []
                 if not why:
                     if not len(new) % _STEP:
-                        self._room.make(keys, min(_STEP, missing - len(new)) * form.room, parent)
+                        self._room.make(keys, min(_STEP, missing - len(new)) * form.slab_bytes, parent)
                     last = number + min(most - len(new), _STEP - len(new) % _STEP)
                     more = self._add(keys[number : min(end, last)], form, parent)
                 if not more:
@@ -108,7 +110,7 @@ class Reservations:
                     dropped.append(key)
                     continue
                 for added in more:
-                    added.made = made
+                    added.provenance = made
                 at = number + len(more)
                 new.update(zip(range(number, at), more, strict=True))
                 run += more
@@ -121,7 +123,7 @@ class Reservations:
                             self.abort(reservation, shard)
                         raise
                     end = at  # others may have stored the next ones meanwhile
-                    if more[-1].state is State.GONE:  # by a clear with `force`
+                    if more[-1].state is EntryState.GONE:  # by a clear with `force`
                         parent = None
             elif entry is not None and number >= first and not entry.form.serves(form):
                 why = why or "foreign"  # this engine cannot read the chunk that has its key
@@ -134,13 +136,13 @@ class Reservations:
                     run.append(entry)
                     parent = entry
         # A clear may have removed some between the steps.
-        self._index.refresh([entry for entry in run if entry.state is not State.GONE])
+        self._index.refresh([entry for entry in run if entry.state is not EntryState.GONE])
         if not (keys and is_state(keys[-1])):
             self._gauges.skip(len(keys) - len(dropped) - len(new))
         self._drop(dropped, why, form)
-        reservation.known, reservation.dropped = known, len(dropped)
+        reservation.leading_stored, reservation.dropped = known, len(dropped)
         if not new:
-            reservation.left.clear()
+            reservation.pending_shards.clear()
             del self.open[reservation.id]
         return reservation
 
@@ -150,7 +152,7 @@ class Reservations:
         if not offsets and (places := self._room.allocate(keys[0], form, parent)) is not None:
             offsets = [places]
         added = keys[: len(offsets)]
-        run = self._index.add_run(added, form, form.room, State.FILLING, parent, len(form.shards))
+        run = self._index.add_run(added, form, form.slab_bytes, EntryState.FILLING, parent, len(form.shards))
         for entry, places in zip(run, offsets, strict=True):
             entry.offsets = places
         return run
@@ -167,7 +169,7 @@ class Reservations:
             )
         number = self._finish(reservation, shard)
         for chunk, mark in (prints or {}).items():
-            marks = reservation.prints.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
+            marks = reservation.marks.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
             marks[number] = mark
         self._close_if_finished(reservation)
 
@@ -176,7 +178,7 @@ class Reservations:
         if not reservation.aborted:
             reservation.aborted = True
             for entry in reservation.entries.values():
-                if entry.state is not State.GONE:
+                if entry.state is not EntryState.GONE:
                     self._room.take_out(entry)
             self._drop([entry.key for entry in reservation.entries.values()], "aborted", reservation.form)
         self._close_if_finished(reservation)
@@ -196,33 +198,33 @@ class Reservations:
             shard = shards[0]
         if not reservation.entries:
             return 0
-        if shard not in reservation.left:
+        if shard not in reservation.pending_shards:
             raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
         if self.open.get(reservation.id) is not reservation:
             raise MisuseError("commit or abort of a reservation that another cache made")
-        reservation.left.remove(shard)
+        reservation.pending_shards.remove(shard)
         return shards.index(shard)
 
     def _close_if_finished(self, reservation: Reservation) -> None:
         """Each entry was leased once per shard; end one of them, and with the last one make it visible."""
         if not reservation.entries:
             return
-        if reservation.left or reservation.aborted:
+        if reservation.pending_shards or reservation.aborted:
             self._room.release(*reservation.entries.values())
         else:
             self._publish(reservation)
-        if not reservation.left:
+        if not reservation.pending_shards:
             del self.open[reservation.id]
 
     def _publish(self, reservation: Reservation) -> None:
         form = reservation.form
-        for chunk, marks in reservation.prints.items():
+        for chunk, marks in reservation.marks.items():
             if chunk in reservation.entries:
-                reservation.entries[chunk].prints = tuple(marks)
+                reservation.entries[chunk].marks = tuple(marks)
         entries: list[Entry] = []
         cleared: list[Entry] = []
         for entry in reservation.entries.values():
-            (cleared if entry.state is State.GONE else entries).append(entry)
+            (cleared if entry.state is EntryState.GONE else entries).append(entry)
         for entry in cleared:  # by a clear with `force`, while they were written
             self._room.release(entry)
             self._drop([entry.key], "cleared", form)
@@ -230,8 +232,8 @@ class Reservations:
             for offset, nbytes in zip(entry.offsets, form.sizes, strict=True):
                 self._slab.clear_padding(offset, nbytes)
         self._room.live_until(self._room.clock() + reservation.ttl, *entries)
-        self._index.ready(*entries)
+        self._index.make_ready(*entries)
         for tier in self._lower:
             for entry in entries:
-                tier.came(entry)
+                tier.on_ready(entry)
         self._gauges.store([entry.key for entry in entries])

@@ -17,8 +17,8 @@ from lmtier.core.match import CPU, Entry
 from lmtier.format.keys import is_state, state_key, tenant_of
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.metrics import Metrics
-from lmtier.rules.foretold import Gaps
-from lmtier.rules.sessions import ASKING, OVER, WAITING, Agent, Book
+from lmtier.rules.session_policy import ReturnTimes
+from lmtier.rules.sessions import ASKING, ENDED, WAITING, Agent, SessionTable
 
 _AT_ONCE = 16  # sessions that end in one step: each end looks at all others
 
@@ -50,8 +50,8 @@ class AgentSessions:
         clock: Callable[[], float],
     ) -> None:
         """`places`: the indexes of the slab and of owned tiers, by label."""
-        self.book = Book()
-        self.gaps = Gaps()
+        self.book = SessionTable()
+        self.gaps = ReturnTimes()
         self._places = places
         self._slab = places[CPU]
         self._chunk_tokens = chunk_tokens
@@ -89,7 +89,7 @@ class AgentSessions:
             agent.began = now
         if (since := self._waiting.pop(agent, None)) is not None:
             self.gaps.add(now - since)
-        agent.state, agent.seen, agent.form, agent.ends = ASKING, now, form, ends
+        agent.state, agent.last_asked_at, agent.form, agent.state_form = ASKING, now, form, ends
         agent.requests += 1
         agent.asked += tokens
         self._extend(agent, keys)
@@ -122,24 +122,24 @@ class AgentSessions:
     @staticmethod
     def _with_states(agent: Agent, first: int = 0) -> tuple[bytes, ...]:
         """The keys of its last prompt from number `first` on, each before that of its state."""
-        if agent.ends is None or agent.ends.layout is None:
+        if agent.state_form is None or agent.state_form.layout is None:
             return agent.chain[first:]
-        if agent.stated[0] is not agent.chain:
-            layout = agent.ends.layout.to_json()
+        if agent.keys_with_states[0] is not agent.chain:
+            layout = agent.state_form.layout.to_json()
             keys = tuple(each for key in agent.chain for each in (key, state_key(key, layout)))
-            agent.stated = agent.chain, keys
-        return agent.stated[1][2 * first :]
+            agent.keys_with_states = agent.chain, keys
+        return agent.keys_with_states[1][2 * first :]
 
     def end(self, agent: Agent) -> None:
         """It asks for nothing any more."""
         if agent not in self.book:
             return
         self._waiting.pop(agent, None)
-        agent.state = OVER
-        while agent.state == OVER and not agent.children:
+        agent.state = ENDED
+        while agent.state == ENDED and not agent.children:
             own = self.own(agent)
             for index in self._places.values():
-                index.over(self._run(index, own))
+                index.evict_first(self._run(index, own))
             above = agent.parent
             self.book.drop(agent)
             self._ended.inc()
@@ -149,9 +149,9 @@ class AgentSessions:
             if agent.state == WAITING and not agent.children:
                 self._let_wait(agent)
 
-    def wait(self, agent: Agent) -> None:
+    def wait_for_person(self, agent: Agent) -> None:
         """It waits for a person, so it asks again, but late."""
-        if agent.state == OVER or agent not in self.book:
+        if agent.state == ENDED or agent not in self.book:
             return
         agent.state = WAITING
         self._waiting[agent] = self._clock()
@@ -160,9 +160,9 @@ class AgentSessions:
             self._let_wait(agent)
 
     def _let_wait(self, agent: Agent) -> None:
-        self._slab.wait(self._run(self._slab, self.own(agent)))
+        self._slab.evict_next(self._run(self._slab, self.own(agent)))
 
-    def work(self, agent: Agent) -> None:
+    def wait_for_tool(self, agent: Agent) -> None:
         """It waits for a tool, so it asks again soon."""
         if self._waiting.pop(agent, None) is not None:
             agent.state = ASKING
@@ -190,7 +190,7 @@ class AgentSessions:
 
     def recent(self, most: int) -> list[Agent]:
         """Those that asked last, the youngest first."""
-        return nlargest(most, self.book, key=lambda agent: agent.seen)
+        return nlargest(most, self.book, key=lambda agent: agent.last_asked_at)
 
     def now(self, agent: Agent) -> SessionNow:
         now = self._clock()
@@ -205,7 +205,7 @@ class AgentSessions:
             "asked": agent.asked,
             "saved": agent.saved,
             "age": now - agent.began,
-            "idle": now - agent.seen,
+            "idle": now - agent.last_asked_at,
         }
 
     def kept(self, agent: Agent) -> dict[str, int]:

@@ -13,18 +13,18 @@ from functools import partial
 
 from lmtier.config import WRITES, TierSpec
 from lmtier.core.index import Occupancy
-from lmtier.core.lower import LOST, Above, LowerTier, NoSpot, Spot, names_of
+from lmtier.core.lower import LOST, CacheContext, LowerTier, WriteDeferral, WriteTarget, names_of
 from lmtier.core.match import DELETED, Entry
 from lmtier.errors import ConfigError
 from lmtier.format.layout import ChunkForm, Name
 from lmtier.format.objects import Suspect, now_ms
 from lmtier.rules.lifetimes import FOREVER
-from lmtier.rules.worth import Line, Speed
+from lmtier.rules.worth import ArrivalEstimate, TierSpeed
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
 MAX_LOOKUPS = 64
 """The most unanswered lookups of a tier. Beyond that it is not asked."""
-MAX_THERE = 1 << 18
+MAX_ASSUMED = 1 << 18
 """Objects that are remembered to be in the tier: 80 MB at most. Only chunks of the slab are written, and so
 many of 2 MiB are half a TiB. One that is forgotten is written once more."""
 
@@ -39,7 +39,7 @@ class _Search:
 
 
 class SharedTier(LowerTier):
-    def __init__(self, label: str, spec: TierSpec, tier: Tier, above: Above) -> None:
+    def __init__(self, label: str, spec: TierSpec, tier: Tier, context: CacheContext) -> None:
         if spec.write == "auto":
             raise ConfigError(
                 f"{spec}: write=auto is only for tiers that keep what they store;"
@@ -47,39 +47,39 @@ class SharedTier(LowerTier):
             )
         if tier.source and spec.write not in ("always", "never"):
             raise ConfigError(f"{spec}: nothing is written to another server; remove write=")
-        super().__init__(label, spec, tier, above)
+        super().__init__(label, spec, tier, context)
         self.source = tier.source
         if self.source:
             self.write = "never"
-        self._answers = Speed()
+        self._answers = TierSpeed()
         """The speed of lookups. They are answered one after the other, whatever their size."""
         self._lookups = 0
-        self._there = OrderedDict[Name, float]()
+        self._assumed_stored = OrderedDict[Name, float]()
         """Objects that this cache wrote or found here, or writes now, and when each expires. They are not
         written again until a lookup or a read misses them. The tier may drop them at any time, so nothing
         else relies on this."""
-        self._afterwards: dict[bytes, set[Name]] = {}
+        self._delete_after_job: dict[bytes, set[Name]] = {}
         """The objects to delete of chunks that are being written or deleted now."""
-        self._uncleared: tuple[bytes, ...] = ()
+        self._clear_queue: tuple[bytes, ...] = ()
         """Prefixes of keys that the tier must still delete. If `_is_clearing`, it is deleting the first one.
         Until it is done, chunks with this prefix are neither read nor written."""
         self._is_clearing = False
-        self._unsifted: list[_Search] = []
-        self._is_sifting = False
+        self._search_queue: list[_Search] = []
+        self._is_searching = False
         self.cleared = 0
         """The number of clears and searches that have ended."""
 
     # ---- what it holds
 
-    def holds(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored(self, key: bytes, form: ChunkForm) -> bool:
         return False
 
-    def supplies(self, key: bytes, form: ChunkForm) -> bool:
+    def is_stored_or_storing(self, key: bytes, form: ChunkForm) -> bool:
         return False
 
-    def form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+    def load_form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
         # A read may overtake a concurrent deletion and return a chunk that must not be seen again.
-        return None if key in self._going or key.startswith(self._uncleared) else asked
+        return None if key in self._busy_keys or key.startswith(self._clear_queue) else asked
 
     def occupancy(self) -> Occupancy:
         return Occupancy()
@@ -93,21 +93,21 @@ class SharedTier(LowerTier):
     def persist_order(self) -> None:
         """The tier has its own order."""
 
-    def _note_there(self, names: Iterable[Name], end: float) -> None:
+    def _assume_stored(self, names: Iterable[Name], end: float) -> None:
         """Remember that these objects are in the tier, until then at most."""
         for name in names if self.write != "never" else ():
-            self._there[name] = end
-            self._there.move_to_end(name)
-        while len(self._there) > MAX_THERE:
-            self._there.popitem(last=False)
+            self._assumed_stored[name] = end
+            self._assumed_stored.move_to_end(name)
+        while len(self._assumed_stored) > MAX_ASSUMED:
+            self._assumed_stored.popitem(last=False)
 
-    def _note_gone(self, names: Iterable[Name]) -> None:
+    def _assume_absent(self, names: Iterable[Name]) -> None:
         for name in names:
-            self._there.pop(name, None)
+            self._assumed_stored.pop(name, None)
 
-    def _tell(self, came: bool, keys: Collection[bytes]) -> None:
+    def _notify_followers(self, came: bool, keys: Collection[bytes]) -> None:
         """Notify the followers: these chunks were written to the tier, or were found missing."""
-        for hear in () if self.source else self._above.followers.changed_elsewhere:
+        for hear in () if self.source else self._context.followers.changed_elsewhere:
             hear(self.label, came, keys)
 
     # ---- asking
@@ -126,7 +126,7 @@ class SharedTier(LowerTier):
         is_late = line.start + line.byte > max(0.0, deadline - now)
         if self._lookups >= (1 if is_late else MAX_LOOKUPS):
             return False
-        items = tuple(Item(name) for name in names if not name.key.startswith(self._uncleared))
+        items = tuple(Item(name) for name in names if not name.key.startswith(self._clear_queue))
         if not items:
             return False
         self._lookups += 1
@@ -134,7 +134,7 @@ class SharedTier(LowerTier):
         heard = (lambda found: None) if is_late else then
         # A request may wait for less time than this. Then a late answer is no fault of the tier.
         end_lookup = partial(self._end_lookup, heard, [item.name for item in items])
-        self._jobs.submit(Op.LOOKUP, items, end_lookup, now + self._above.patience)
+        self._jobs.submit(Op.LOOKUP, items, end_lookup, now + self._context.patience)
         return not is_late
 
     def _end_lookup(
@@ -146,57 +146,57 @@ class SharedTier(LowerTier):
         # The answer may be older than a write or deletion that is under way.
         sure = [name for name in asked if not self._must_wait(name.key)]
         gone = (name for name in sure if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT)
-        self._note_gone(name for name in gone if name not in done.ok)
-        if not self._unsifted:  # what a search may still delete is not there
-            self._note_there((name for name in sure if name in done.ok), self._clock() + self.ttl)
+        self._assume_absent(name for name in gone if name not in done.ok)
+        if not self._search_queue:  # what a search may still delete is not there
+            self._assume_stored((name for name in sure if name in done.ok), self._clock() + self.ttl)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
 
-    def prospect(self, now: float) -> Line:
+    def prospect(self, now: float) -> ArrivalEstimate:
         """When the tier could deliver chunks, after its open lookups."""
         line, answer = self.speed.line(now), self._answers.line(now)
-        return Line(answer.start + line.start, line.byte)
+        return ArrivalEstimate(answer.start + line.start, line.byte)
 
     # ---- unfinished work
 
     @property
     def backlog(self) -> int:
-        return super().backlog + self.uncleared
+        return super().backlog + self.pending_clears
 
     @property
-    def uncleared(self) -> int:
-        return len(self._uncleared) + len(self._unsifted)
+    def pending_clears(self) -> int:
+        return len(self._clear_queue) + len(self._search_queue)
 
     @property
-    def is_clear(self) -> bool:
-        return not self.uncleared
+    def is_clear_done(self) -> bool:
+        return not self.pending_clears
 
     @property
     def _is_stuck(self) -> bool:
-        return super()._is_stuck or self.cannot_clear
+        return super()._is_stuck or self.is_clear_failing
 
     @property
-    def cannot_clear(self) -> bool:
+    def is_clear_failing(self) -> bool:
         searching = self._jobs.searching
-        can_clear = bool(self._uncleared) and not self.clearing.is_open
-        can_search = bool(self._unsifted) and not searching.is_open
-        return bool(self.uncleared) and not (can_clear or can_search)
+        can_clear = bool(self._clear_queue) and not self.clear_breaker.is_open
+        can_search = bool(self._search_queue) and not searching.is_open
+        return bool(self.pending_clears) and not (can_clear or can_search)
 
-    def _look_after(self) -> None:
-        super()._look_after()
-        if self.up.is_open or self.down.is_open:
-            self._there.clear()  # a server that comes back may be empty
+    def _run_background(self) -> None:
+        super()._run_background()
+        if self.load_breaker.is_open or self.store_breaker.is_open:
+            self._assumed_stored.clear()  # a server that comes back may be empty
         self._clear_next()
-        self._sift()
+        self._search_next()
 
     # ---- writing and loading
 
-    def offer(self, entry: Entry) -> None:
+    def queue_write(self, entry: Entry) -> None:
         # A record may change, and others would not notice.
-        if not (self.source or self._above.slab.is_record(entry.key)):
-            super().offer(entry)
+        if not (self.source or self._context.slab.is_record(entry.key)):
+            super().queue_write(entry)
 
     def _needs(self, key: bytes, form: ChunkForm) -> bool:
-        now, end = self._clock(), self._there.get
+        now, end = self._clock(), self._assumed_stored.get
         return super()._needs(key, form) and not all(
             end(Name(key, shard), 0.0) > now for shard in form.shards
         )
@@ -205,21 +205,21 @@ class SharedTier(LowerTier):
         """It holds no records, so nothing here is older than what waited."""
 
     def _must_wait(self, key: bytes) -> bool:
-        return super()._must_wait(key) or key.startswith(self._uncleared)
+        return super()._must_wait(key) or key.startswith(self._clear_queue)
 
-    def _spot_for(self, entry: Entry) -> Spot | NoSpot:
+    def _spot_for(self, entry: Entry) -> WriteTarget | WriteDeferral:
         end = self._end_of(entry)
-        self._note_there(names_of(entry), end)
-        return Spot(None, (None,) * len(entry.form.shards), end)
+        self._assume_stored(names_of(entry), end)
+        return WriteTarget(None, (None,) * len(entry.form.shards), end)
 
-    def _note_stored(self, entry: Entry, spot: Spot, nbytes: int, done: Done) -> None:
-        names, unwanted = names_of(entry), self._afterwards.pop(entry.key, set())
+    def _note_stored(self, entry: Entry, spot: WriteTarget, nbytes: int, done: Done) -> None:
+        names, unwanted = names_of(entry), self._delete_after_job.pop(entry.key, set())
         if unwanted or done.failed:
-            self._note_gone(names)
+            self._assume_absent(names)
         if unwanted:
             self._delete(sorted(unwanted.union(names)))
         elif not done.failed:
-            self._tell(True, (entry.key,))
+            self._notify_followers(True, (entry.key,))
 
     def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
         return None, FOREVER
@@ -230,8 +230,8 @@ class SharedTier(LowerTier):
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
             for name in done.ok:
                 self._delete_soon(name.key, {name})
-        self._note_gone((*done.ok, *done.failed))
-        self._tell(False, {name.key for name in (*done.ok, *done.failed)})
+        self._assume_absent((*done.ok, *done.failed))
+        self._notify_followers(False, {name.key for name in (*done.ok, *done.failed)})
 
     # ---- deleting
 
@@ -239,21 +239,21 @@ class SharedTier(LowerTier):
         names = {Name(key, shard) for form in forms for shard in form.shards}
         if names:
             self._delete_soon(key, names)
-            self._note_gone(names)
-            self._tell(False, (key,))
+            self._assume_absent(names)
+            self._notify_followers(False, (key,))
 
     def _delete_soon(self, key: bytes, names: set[Name]) -> None:
         """Delete the objects after the running job that writes or deletes the chunk: no job may overtake
         it."""
-        if key in self._going:
-            self._afterwards.setdefault(key, set()).update(names)
+        if key in self._busy_keys:
+            self._delete_after_job.setdefault(key, set()).update(names)
         else:
             self._delete(sorted(names))
 
     def _end_delete(self, names: list[Name], nbytes: int, is_again: bool, done: Done) -> None:
         super()._end_delete(names, nbytes, is_again, done)
-        for key in {name.key for name in names} & self._afterwards.keys() - self._going:
-            self._delete(sorted(self._afterwards.pop(key)))
+        for key in {name.key for name in names} & self._delete_after_job.keys() - self._busy_keys:
+            self._delete(sorted(self._delete_after_job.pop(key)))
 
     def clear(self, namespace: bytes, *, force: bool) -> None:
         """Delete the chunks of `namespace`. From now on this cache finds none of them.
@@ -261,37 +261,37 @@ class SharedTier(LowerTier):
         A failed clear is repeated until it is done or this process ends.
         """
         super().clear(namespace, force=force)
-        self._there.clear()  # to find those of the namespace would take longer than to write some twice
-        if namespace not in self._uncleared[self._is_clearing :]:
-            self._uncleared += (namespace,)
+        self._assumed_stored.clear()  # to find those of the namespace takes longer than to write some twice
+        if namespace not in self._clear_queue[self._is_clearing :]:
+            self._clear_queue += (namespace,)
             self._clear_next()
 
     def _clear_next(self) -> None:
         """Begin the next clear once earlier writes have ended: the search would miss their objects."""
-        if self._is_clearing or not self._uncleared or not self.clearing.allows():
+        if self._is_clearing or not self._clear_queue or not self.clear_breaker.allows():
             return
-        if not any(key.startswith(self._uncleared[0]) for key in self._going):
+        if not any(key.startswith(self._clear_queue[0]) for key in self._busy_keys):
             self._is_clearing = True
-            ended = partial(self._end_clear, self._unsifted.copy())
-            self._jobs.submit(Op.CLEAR, (), ended, prefix=self._uncleared[0])
+            ended = partial(self._end_clear, self._search_queue.copy())
+            self._jobs.submit(Op.CLEAR, (), ended, prefix=self._clear_queue[0])
 
     def _end_clear(self, searches: list[_Search], done: Done) -> None:
         """`searches`: those that waited when the clear began."""
         self._is_clearing = False
         self.why_uncleared = done.error
         if not done.error:
-            cleared, self._uncleared = self._uncleared[0], self._uncleared[1:]
+            cleared, self._clear_queue = self._clear_queue[0], self._clear_queue[1:]
             # What was suspect there is gone. Some stores can be cleared, but not searched.
             for search in searches:
-                if search in self._unsifted and search.suspect.prefix.startswith(cleared):
-                    self._unsifted.remove(search)
+                if search in self._search_queue and search.suspect.prefix.startswith(cleared):
+                    self._search_queue.remove(search)
             self.cleared += 1
             return
         # Other writes must not wait behind writes that may wait for ever.
-        for key in self._writes.under(self._uncleared):
+        for key in self._writes.under(self._clear_queue):
             self._drop(self._writes.give_up(key), "cleared")
 
-    def forget(self, tenants: Collection[bytes]) -> Iterable[int]:
+    def delete_tenants(self, tenants: Collection[bytes]) -> Iterable[int]:
         for tenant in tenants:
             self.purge(Suspect(tenant=tenant, until=now_ms()))
         return ()
@@ -299,27 +299,27 @@ class SharedTier(LowerTier):
     def doubt_all(self) -> None:
         """Another server deletes a tenant's objects here: rely no longer on what was seen."""
         self._writes.forget_missing()
-        self._there.clear()
+        self._assumed_stored.clear()
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
-        self._there.clear()
-        self._unsifted.append(_Search(suspect, frozenset(self._going)))
-        self._sift()
+        self._assumed_stored.clear()
+        self._search_queue.append(_Search(suspect, frozenset(self._busy_keys)))
+        self._search_next()
 
-    def _sift(self) -> None:
-        search = next(iter(self._unsifted), None)
-        if search is None or self._is_sifting or not self._going.isdisjoint(search.before):
+    def _search_next(self) -> None:
+        search = next(iter(self._search_queue), None)
+        if search is None or self._is_searching or not self._busy_keys.isdisjoint(search.before):
             return
         if self._jobs.searching.allows():
-            self._is_sifting = True
-            self._jobs.submit(Op.CLEAR, (), partial(self._end_sift, search), suspect=search.suspect)
+            self._is_searching = True
+            self._jobs.submit(Op.CLEAR, (), partial(self._end_search, search), suspect=search.suspect)
 
-    def _end_sift(self, search: _Search, done: Done) -> None:
-        self._is_sifting = False
-        if search not in self._unsifted:  # a clear was faster
+    def _end_search(self, search: _Search, done: Done) -> None:
+        self._is_searching = False
+        if search not in self._search_queue:  # a clear was faster
             return
         self.why_uncleared = done.error
         if not done.error:
-            self._unsifted.remove(search)
+            self._search_queue.remove(search)
             self.cleared += 1

@@ -291,7 +291,7 @@ class Extents:
             size += self._drop_free(end)
         self._add_free(offset, size)
 
-    def resume(self, taken: dict[int, int]) -> None:
+    def restore(self, taken: dict[int, int]) -> None:
         """Begin with these extents, offset to size, in place of none. ValueError: they overlap."""
         self._drop_free(0)
         at = 0

@@ -17,7 +17,7 @@ from lmtier.errors import log
 from lmtier.format.compression import CODECS, RAW, Codec, NotDecodable, find
 from lmtier.format.keys import is_value
 from lmtier.format.layout import PAGE
-from lmtier.format.objects import Header, Scratch, worth
+from lmtier.format.objects import Header, Scratch, max_encoded_bytes
 
 PIECE = 1 << 20
 """The bytes of an object on which a codec is tried."""
@@ -46,7 +46,7 @@ class _Trials:
     left: _Average = field(default_factory=_Average)
 
 
-class Auto:
+class AutoCodec:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._codecs = {name: find(name) for name, codec in CODECS.items() if codec.is_exact}
         self._clock = clock
@@ -86,7 +86,7 @@ class Auto:
         size = min(PIECE, header.nbytes)
         at = number * PIECE % max(1, header.nbytes - size + 1) // PAGE * PAGE
         piece = payload[at : at + size]
-        if not (room := worth(size)):
+        if not (room := max_encoded_bytes(size)):
             return  # too small for any codec
         memory = scratch.take(2 * PIECE)
         layout, shard = header.layout, header.name.shard

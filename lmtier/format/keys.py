@@ -36,7 +36,7 @@ PREFIX_BYTES = NAMESPACE_BYTES + TENANT_BYTES
 """The first bytes of a key, which are the same along its chain. The rest is a hash."""
 VALUES = bytes(NAMESPACE_BYTES)
 """The namespace of named values, which are not KV and may change."""
-NOBODY = bytes(TENANT_BYTES)
+NO_TENANT = bytes(TENANT_BYTES)
 """The tenant of the empty salt, and of named values."""
 STATE = b"\0end"
 """What follows the tenant in the key of a state."""
@@ -114,13 +114,13 @@ def namespace(model: str) -> bytes:
 def tenant(salt: str) -> bytes:
     """The 4 bytes of a tenant in its keys. They are for accounting; all of H separates the contents."""
     if not salt:
-        return NOBODY
+        return NO_TENANT
     digest = hashlib.sha256(_pack(b"tenant", _utf8(salt, "salt"))).digest()[:TENANT_BYTES]
-    return digest if digest != NOBODY else b"\1" * TENANT_BYTES
+    return digest if digest != NO_TENANT else b"\1" * TENANT_BYTES
 
 
 def tenant_of(key: bytes) -> bytes:
-    return NOBODY if is_value(key) else key[NAMESPACE_BYTES:PREFIX_BYTES]
+    return NO_TENANT if is_value(key) else key[NAMESPACE_BYTES:PREFIX_BYTES]
 
 
 def value_key(name: bytes) -> bytes:

@@ -388,7 +388,7 @@ class ChunkForm:
     """Payload bytes of each shard."""
 
     @cached_property
-    def room(self) -> int:
+    def slab_bytes(self) -> int:
         """The bytes of its extents, in whole pages."""
         return sum(padded(size) for size in self.sizes)
 
@@ -397,7 +397,7 @@ class ChunkForm:
         return all(size % PAGE == 0 for size in self.sizes)
 
     @cached_property
-    def at_rest(self) -> int:
+    def stored_bytes(self) -> int:
         """The bytes of its objects in a lower tier, with header pages."""
         return sum(stored_size(size) for size in self.sizes)
 

@@ -46,14 +46,14 @@ from lmtier.format.keys import is_value, tenant_of
 from lmtier.format.layout import PAGE, Layout, Name, Shard, padded
 from lmtier.format.sealing import (
     ID_BYTES,
-    OF_MARK,
-    OF_PAYLOAD,
+    MARK_NONCE,
+    PAYLOAD_NONCE,
     SALT_BYTES,
     TAG_BYTES,
     BadSeal,
     Buffer,
-    Keys,
     NoKey,
+    SealingKeys,
     decrypt,
     encrypt,
     new_salt,
@@ -81,13 +81,33 @@ _WORTH = 16
 """A payload is stored encoded if that saves one part in so many, because every reader must decode it."""
 
 __all__ = [
-    "PAGE", "UNSAID", "CorruptObject", "Header", "Made", "Scratch", "Seal", "Suspect",
-    "UnreadableObject", "UnsealedObject", "authenticate", "check", "checksum", "describe", "encode",
-    "mark_room", "now_ms", "padded", "peek", "read_header", "seal", "unseal", "worth",
+    "PAGE",
+    "UNKNOWN_PROVENANCE",
+    "CorruptObject",
+    "Header",
+    "Provenance",
+    "Scratch",
+    "Seal",
+    "Suspect",
+    "UnreadableObject",
+    "UnsealedObject",
+    "authenticate",
+    "check",
+    "checksum",
+    "describe",
+    "encode",
+    "mark_room",
+    "max_encoded_bytes",
+    "now_ms",
+    "padded",
+    "peek",
+    "read_header",
+    "seal",
+    "unseal",
 ]  # fmt: skip
 
 
-class Made(NamedTuple):
+class Provenance(NamedTuple):
     """Who stored an object, and when. Only `lmtier clear --stored-by` uses it."""
 
     by: str = ""
@@ -95,7 +115,7 @@ class Made(NamedTuple):
     """In ms since the epoch, by the clock of the server that stored it; 0: unknown."""
 
 
-UNSAID = Made()
+UNKNOWN_PROVENANCE = Provenance()
 """Neither is known. This one object serves every entry without a maker."""
 
 
@@ -126,7 +146,7 @@ class Suspect:
         is_theirs = not self.tenant or tenant_of(key) == self.tenant
         return is_theirs and key.startswith(self.prefix) and not is_value(key)
 
-    def covers(self, key: bytes, made: Made) -> bool:
+    def covers(self, key: bytes, made: Provenance) -> bool:
         """Whether this chunk is suspect. A chunk without a time of storing is not, except by its tenant."""
         since = self.since if self.tenant else max(self.since, 1)
         return since <= made.at <= self.until and fnmatchcase(made.by, self.by) and self.concerns(key)
@@ -174,10 +194,10 @@ class Header:
     """Payload bytes as stored, if they went through a codec."""
     expires: int = 0
     """When it expires, in ms since the epoch; 0: never. The cache that reads it checks this."""
-    made: Made = UNSAID
+    provenance: Provenance = UNKNOWN_PROVENANCE
 
     @property
-    def at_rest(self) -> int:
+    def stored_nbytes(self) -> int:
         """Payload bytes as stored."""
         return self.encoded or self.nbytes
 
@@ -213,7 +233,7 @@ def checksum(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def worth(nbytes: int) -> int:
+def max_encoded_bytes(nbytes: int) -> int:
     """The most bytes that `nbytes` may take encoded: a page and a sixteenth less. 0: impossible."""
     return max(0, nbytes - max(PAGE, nbytes // _WORTH))
 
@@ -225,7 +245,7 @@ def encode(header: Header, payload: memoryview, codec: Codec, scratch: Scratch) 
     approximately loses its mark: the original bytes will not come back.
     """
     body = payload[: header.nbytes]
-    room = worth(header.nbytes)
+    room = max_encoded_bytes(header.nbytes)
     if not room or is_value(header.name.key):
         return header, payload
     memory = scratch.take(room)
@@ -247,7 +267,7 @@ def seal(
     page: memoryview,
     header: Header,
     payload: memoryview,
-    keys: Keys | None = None,
+    keys: SealingKeys | None = None,
     scratch: Scratch | None = None,
 ) -> memoryview:
     """Write the header of `payload`, which is encoded already, into `page`. Returns the payload to store.
@@ -255,10 +275,10 @@ def seal(
     One pass over the payload, outside the GIL. With `keys` the pass encrypts it into `scratch`, where it may
     be already; otherwise it is unchanged. Raises NoKey.
     """
-    digest = bytes(TAG_BYTES) if keys is not None else checksum(payload[: header.at_rest])
+    digest = bytes(TAG_BYTES) if keys is not None else checksum(payload[: header.stored_nbytes])
     describe(page, header, digest, VERSION if keys is None else SEALED_VERSION)
     if keys is not None:
-        payload = _encrypt(page, header, payload, keys, (scratch or Scratch()).take(header.at_rest))
+        payload = _encrypt(page, header, payload, keys, (scratch or Scratch()).take(header.stored_nbytes))
         page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
     return payload
 
@@ -274,23 +294,23 @@ def describe(page: memoryview, header: Header, digest: bytes, version: int = VER
     key, shard = header.name
     head = _HEAD.pack(
         *(MAGIC, version, len(layout), key, *shard, header.codec.encode()),
-        *(header.nbytes, header.at_rest, digest, len(header.mark), header.expires),
+        *(header.nbytes, header.stored_nbytes, digest, len(header.mark), header.expires),
     )
-    made = _MADE.pack(header.made.at, header.made.by.encode()[:MAX_NAME])
+    made = _MADE.pack(header.provenance.at, header.provenance.by.encode()[:MAX_NAME])
     page[:PAGE] = (head + layout + header.mark).ljust(_MADE_AT, b"\0") + made + bytes(16)
     page[PAGE - 16 : PAGE] = checksum(page[: PAGE - 16])
 
 
 def _encrypt(
-    page: memoryview, header: Header, payload: memoryview, keys: Keys, target: memoryview
+    page: memoryview, header: Header, payload: memoryview, keys: SealingKeys, target: memoryview
 ) -> memoryview:
-    secret, salt = keys.to_seal(header.name.key), new_salt()
+    secret, salt = keys.sealing_secret(header.name.key), new_salt()
     key = secret.key(salt)
-    body = payload[: padded(header.at_rest)]
-    page[_TAG_AT : _TAG_AT + TAG_BYTES] = encrypt(key, OF_PAYLOAD, body, target, (page[:_TAG_AT],))
+    body = payload[: padded(header.stored_nbytes)]
+    page[_TAG_AT : _TAG_AT + TAG_BYTES] = encrypt(key, PAYLOAD_NONCE, body, target, (page[:_TAG_AT],))
     _SEAL.pack_into(page, _SEAL_AT, secret.id, salt, bytes(TAG_BYTES))
     mark, rest = _around_mark(page, len(header.layout.to_json()), len(header.mark))
-    page[_MARK_TAG_AT:_MADE_AT] = encrypt(key, OF_MARK, mark, mark, rest)
+    page[_MARK_TAG_AT:_MADE_AT] = encrypt(key, MARK_NONCE, mark, mark, rest)
     return target
 
 
@@ -334,7 +354,7 @@ def read_header(page: memoryview) -> tuple[Header, Proof]:
         raise CorruptObject(str(error)) from None
     mark, encoded = bytes(page[end : end + mark_len]), 0 if word == RAW else stored
     at, by = _MADE.unpack_from(page, _MADE_AT)
-    made = Made(by.rstrip(b"\0").decode(errors="replace"), at)
+    made = Provenance(by.rstrip(b"\0").decode(errors="replace"), at)
     header = Header(Name(key, shard), layout, raw, mark, word, encoded, expires, made)
     if version == VERSION:
         return header, digest
@@ -353,7 +373,7 @@ def peek(page: memoryview, name: Name) -> tuple[Header, Proof]:
     return header, proof
 
 
-def authenticate(page: memoryview, name: Name, keys: Keys | None) -> tuple[Header, Proof, bytes]:
+def authenticate(page: memoryview, name: Name, keys: SealingKeys | None) -> tuple[Header, Proof, bytes]:
     """`peek`, with a seal checked, and the mark decrypted. Returns the key of the object too, if it has one.
 
     With `keys` only sealed objects are accepted: others could be anyone's. Without, only unsealed ones.
@@ -363,21 +383,21 @@ def authenticate(page: memoryview, name: Name, keys: Keys | None) -> tuple[Heade
         if keys is not None:
             raise UnsealedObject("it is not sealed, and this tier serves sealed objects only")
         return header, proof, b""
-    secret = None if keys is None else keys.to_open(name.key, proof.key_id)
+    secret = None if keys is None else keys.opening_secret(name.key, proof.key_id)
     if secret is None:
         why = "no key is given" if keys is None else "that key is not known"
         raise NoKey(f"it is sealed with key {proof.key_id.hex()}, and {why} here")
     key, mark = secret.key(proof.salt), bytearray(len(proof.mark))
     _, rest = _around_mark(page, len(header.layout.to_json()), len(mark))
     try:
-        decrypt(key, OF_MARK, proof.mark, mark, proof.mark_tag, rest)
+        decrypt(key, MARK_NONCE, proof.mark, mark, proof.mark_tag, rest)
     except BadSeal as error:
         raise CorruptObject(f"header: {error}") from None
     return replace(header, mark=bytes(mark)), proof, key
 
 
 def check(
-    page: memoryview, payload: memoryview, name: Name, got: int | None = None, keys: Keys | None = None
+    page: memoryview, payload: memoryview, name: Name, got: int | None = None, keys: SealingKeys | None = None
 ) -> Header:
     """Check an object as stored, without decoding it. Returns the header. A sealed payload is decrypted.
 
@@ -385,7 +405,7 @@ def check(
     are whole pages), never shorter. Raises CorruptObject, UnsealedObject or NoKey.
     """
     header, proof, key = authenticate(page, name, keys)
-    arrived, size = len(payload) if got is None else got, header.at_rest
+    arrived, size = len(payload) if got is None else got, header.stored_nbytes
     if isinstance(proof, Seal):
         size = padded(size)
     if arrived < size or len(payload) < size:
@@ -398,7 +418,7 @@ def check(
             raise CorruptObject("payload checksum differs")
         return header
     try:
-        decrypt(key, OF_PAYLOAD, body, body, proof.tag, (page[:_TAG_AT],))
+        decrypt(key, PAYLOAD_NONCE, body, body, proof.tag, (page[:_TAG_AT],))
     except BadSeal as error:
         raise CorruptObject(f"payload: {error}") from None
     return header
@@ -410,7 +430,7 @@ def unseal(
     name: Name,
     got: int | None = None,
     scratch: Scratch | None = None,
-    keys: Keys | None = None,
+    keys: SealingKeys | None = None,
 ) -> Header:
     """`check`, then decode in place. Raises what `check` raises, or UnreadableObject: a library is missing.
 

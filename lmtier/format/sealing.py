@@ -32,9 +32,9 @@ SECRET_BYTES = 32
 ID_BYTES = 8
 SALT_BYTES = 32
 TAG_BYTES = 16
-OF_PAYLOAD, OF_MARK = bytes(11) + b"\1", bytes(11) + b"\2"
+PAYLOAD_NONCE, MARK_NONCE = bytes(11) + b"\1", bytes(11) + b"\2"
 """The two nonces under the key of an object."""
-OF_ALL = bytes(12)
+WRAPPING_NONCE = bytes(12)
 """The only nonce under a key that wraps one secret."""
 _PIECE = 1 << 30  # the library takes less than 2 GiB at a time
 
@@ -120,14 +120,14 @@ class Secret:
             if self._is_erased:
                 raise NoKey(f"key {self.id.hex()} was destroyed")
             source = memoryview(self._memory)[:SECRET_BYTES]
-            tag = encrypt(other.key(salt, b"lmtier tenant"), OF_ALL, source, target, (about,))
+            tag = encrypt(other.key(salt, b"lmtier tenant"), WRAPPING_NONCE, source, target, (about,))
         return bytes(target) + tag
 
     def unwrap(self, wrapped: bytes, salt: bytes, about: bytes) -> Secret:
         """The inverse of `wrapped_by`, by the other. Raises BadSeal."""
         secret = bytearray(SECRET_BYTES)
         body, tag = wrapped[:SECRET_BYTES], wrapped[SECRET_BYTES:]
-        decrypt(self.key(salt, b"lmtier tenant"), OF_ALL, body, secret, tag, (about,))
+        decrypt(self.key(salt, b"lmtier tenant"), WRAPPING_NONCE, body, secret, tag, (about,))
         try:
             return Secret(secret)
         finally:
@@ -160,7 +160,7 @@ class TenantKeys(Protocol):
     place: str
     """Where it is: two tiers of a server may have the same one."""
 
-    def look(self) -> bool:
+    def read_tombstones(self) -> bool:
         """Read what was forgotten since. Returns whether anything was. It may take as long as the storage."""
 
     def forget(self, tenant: bytes) -> int:
@@ -170,13 +170,13 @@ class TenantKeys(Protocol):
         """
 
 
-class Keys(Protocol):
+class SealingKeys(Protocol):
     """The keys of one tier. Called by several threads at once."""
 
-    def to_seal(self, key: bytes) -> Secret:
+    def sealing_secret(self, key: bytes) -> Secret:
         """The key for new objects under this name. Raises NoKey."""
 
-    def to_open(self, key: bytes, key_id: bytes) -> Secret | None:
+    def opening_secret(self, key: bytes, key_id: bytes) -> Secret | None:
         """The key with this id, if an object under this name may be sealed with it."""
 
     @property

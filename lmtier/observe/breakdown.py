@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from lmtier.format.keys import NAMESPACE_BYTES, PREFIX_BYTES
-from lmtier.observe.follower import Follower, Lookup
+from lmtier.observe.follower import CacheObserver, Lookup
 from lmtier.observe.metrics import Metrics
 
 MOST = 64
@@ -18,7 +18,7 @@ MOST = 64
 OTHER = "other"
 
 
-class Breakdown(Follower):
+class Breakdown(CacheObserver):
     def __init__(
         self, metrics: Metrics, chunk_tokens: int, tenants: Mapping[bytes, str], name: Callable[[bytes], str]
     ) -> None:

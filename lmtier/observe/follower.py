@@ -15,11 +15,11 @@ class Lookup(Protocol):
     sources: list[str]
     asked_tokens: int
     asker: str
-    cut: str
+    cut_reason: str
     found: int
 
 
-class Follower:
+class CacheObserver:
     """The base of followers. Override the methods of the events that you need.
 
     The cache's owner calls them in the middle of its work, so they must be quick and must not raise.
@@ -53,7 +53,7 @@ class Follower:
         """The owner has time for postponed work."""
 
 
-class Followers:
+class CacheObservers:
     """The followers of one cache, by event, so that an event without followers costs nothing."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Followers:
         self.forgotten: tuple[Callable[[Collection[bytes]], None], ...] = ()
         self.stepped: tuple[Callable[[], None], ...] = ()
 
-    def add(self, follower: Follower) -> None:
+    def add(self, follower: CacheObserver) -> None:
         for event, heard in vars(self).items():
-            if getattr(type(follower), event) is not getattr(Follower, event):
+            if getattr(type(follower), event) is not getattr(CacheObserver, event):
                 setattr(self, event, (*heard, getattr(follower, event)))

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from lmtier.format.keys import KEY_BYTES
-from lmtier.observe.follower import Follower
+from lmtier.observe.follower import CacheObserver
 
 LENGTH = 65_536
 _PACKED = struct.Struct(f"<{KEY_BYTES}sdQ")  # key, time, number of the event
@@ -29,7 +29,7 @@ _Event: TypeAlias = "tuple[str, bool, str]"
 
 class Change(NamedTuple):
     tier: str
-    came: bool
+    is_added: bool
     key: bytes
 
 
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     """A change, or a chunk that was not stored, with the time by the journal's clock and the reason."""
 
     tier: str
-    came: bool
+    is_added: bool
     key: bytes
     at: float
     why: str
@@ -91,7 +91,7 @@ class _Ring:
                 yield found
 
 
-class Journal(Follower):
+class Journal(CacheObserver):
     def __init__(
         self,
         length: int = LENGTH,

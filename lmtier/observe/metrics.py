@@ -408,7 +408,7 @@ class Metrics:
                     found.setdefault(sample.labels[label], []).append(int(sample.value))
         return found
 
-    def told(self) -> list[Any]:
+    def counter_values(self) -> list[Any]:
         """The values of all counters, for a process that goes on with them."""
         self.count()
         return [
@@ -420,21 +420,21 @@ class Metrics:
             if sample.name.endswith("_total") and sample.value
         ]
 
-    def told_histograms(self) -> list[Any]:
+    def histogram_values(self) -> list[Any]:
         """The sums of all histograms and the counts of their buckets, for the same."""
         found: dict[tuple[str, str], list[Any]] = {}
         for name, each in vars(self).items():
             for family in each.collect() if isinstance(each, Histogram) else ():
                 for sample in family.samples:
                     labels = {label: text for label, text in sample.labels.items() if label != "le"}
-                    told = found.setdefault((name, repr(labels)), [name, labels, 0.0, {}])
+                    row = found.setdefault((name, repr(labels)), [name, labels, 0.0, {}])
                     if sample.name.endswith("_sum"):
-                        told[2] = sample.value
+                        row[2] = sample.value
                     elif sample.name.endswith("_bucket"):
-                        told[3][sample.labels["le"]] = sample.value
+                        row[3][sample.labels["le"]] = sample.value
         return list(found.values())
 
-    def go_on(self, counters: list[Any], histograms: list[Any]) -> None:
+    def continue_from(self, counters: list[Any], histograms: list[Any]) -> None:
         """Go on with the numbers of another process, those that are known here."""
         for name, labels, value in counters:
             counter = getattr(self, name, None)

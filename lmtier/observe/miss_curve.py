@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmtier.format.layout import ChunkForm
-from lmtier.observe.follower import Follower
+from lmtier.observe.follower import CacheObserver
 
 FACTORS = (0.5, 1, 2, 4, 8)
 """The multiples of a tier's size for which the curve is shown."""
@@ -85,7 +85,7 @@ class MissCurve:
         self._read_at = clock()
         self._hits: npt.NDArray[np.float64] | None = None
 
-    def saw(self, keys: Sequence[bytes], asked: float | None = None) -> None:
+    def add_lookup(self, keys: Sequence[bytes], asked: float | None = None) -> None:
         """Note a lookup of `asked` chunks: those of `keys`, and a partial one. 0: used, but not asked for."""
         whole = len(keys)
         if self._mask:
@@ -207,11 +207,11 @@ class BoundedTier(NamedTuple):
     tier: str
     capacity: int
     """Bytes."""
-    at_rest: bool
+    has_header_pages: bool
     """Whether its chunks have header pages, as in lower tiers, or not, as in the slab."""
 
 
-class Outlook(Follower):
+class MissCurves(CacheObserver):
     """The curve in bytes for these tiers, each as if it were the only one.
 
     It shows whether more memory helps.
@@ -219,7 +219,7 @@ class Outlook(Follower):
 
     def __init__(self, places: Sequence[BoundedTier], chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self.places = tuple(places)
+        self.tiers = tuple(places)
         self.curve = MissCurve(self._reach)
         self._later: list[tuple[Sequence[bytes], float, int, int]] = []
         self._chunks = 0
@@ -229,7 +229,7 @@ class Outlook(Follower):
 
     def asked(self, keys: Sequence[bytes], tokens: int, form: ChunkForm) -> None:
         """Note the lookup; it is counted later, as in metrics.py. `keys` must not change."""
-        self._later.append((keys, tokens / self._chunk_tokens, form.room, form.at_rest))
+        self._later.append((keys, tokens / self._chunk_tokens, form.slab_bytes, form.stored_bytes))
         if len(self._later) >= _LATER:
             self.stepped()
 
@@ -243,7 +243,7 @@ class Outlook(Follower):
         """Count the noted lookups."""
         later, self._later = self._later, []
         for keys, asked, in_slab, at_rest in later:
-            self.curve.saw(keys, asked)
+            self.curve.add_lookup(keys, asked)
             if asked:
                 self._chunks += len(keys)
                 self._in_slab += in_slab * len(keys)
@@ -251,11 +251,11 @@ class Outlook(Follower):
 
     def resize(self, tier: str, capacity: int) -> None:
         """A tier has another capacity now."""
-        places = (each._replace(capacity=capacity) if each.tier == tier else each for each in self.places)
-        self.places = tuple(places)
+        places = (each._replace(capacity=capacity) if each.tier == tier else each for each in self.tiers)
+        self.tiers = tuple(places)
 
     def hit_ratio_of(self, tier: str, factor: float) -> float:
-        place = next(each for each in self.places if each.tier == tier)
+        place = next(each for each in self.tiers if each.tier == tier)
         return self.hit_ratio(place, factor)
 
     def hit_ratio(self, place: BoundedTier, factor: float) -> float:
@@ -265,12 +265,12 @@ class Outlook(Follower):
 
     def _fits(self, place: BoundedTier, factor: float) -> float:
         """The capacity in chunks of the average requested size."""
-        nbytes = self._at_rest if place.at_rest else self._in_slab
+        nbytes = self._at_rest if place.has_header_pages else self._in_slab
         return factor * place.capacity * self._chunks / nbytes if nbytes else 0.0
 
     def _reach(self) -> float:
         """The number of chunks of the largest tier on the curve."""
-        return max((self._fits(place, FACTORS[-1]) for place in self.places), default=0.0)
+        return max((self._fits(place, FACTORS[-1]) for place in self.tiers), default=0.0)
 
 
 def _common(run: Sequence[bytes], keys: Sequence[bytes], at: int) -> int:

@@ -107,7 +107,7 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def tell(self, keys: Sequence[bytes], tokens: bytes, origin: Origin, parent: bytes | None = None) -> None:
+    def add(self, keys: Sequence[bytes], tokens: bytes, origin: Origin, parent: bytes | None = None) -> None:
         """Add chunks of a prompt, in order, with their tokens. `parent` is the chunk before them, if any.
 
         Chunks after an unknown parent are useless for comparisons, so they are dropped.

@@ -13,7 +13,7 @@ _FULL_MOST = 600.0
 chunks were evicted, the pause doubles each time, up to the second figure."""
 
 
-class Fullness:
+class StorageLimit:
     """The limit is the number of bytes that the tier had stored when the storage became full.
 
     A job that was sent before the limit was known is sent again after evictions. If that fails too, evictions
@@ -37,13 +37,13 @@ class Fullness:
     def nbytes(self) -> int:
         return self._nbytes if self.is_known else UNBOUNDED
 
-    def is_news_to(self, job: int) -> bool:
+    def is_unknown_to(self, job: int) -> bool:
         """Whether this job was sent before the limit was known."""
         return not self.is_known or job < self._first
 
-    def meet(self, job: int, used: int, following: int) -> None:
+    def on_full(self, job: int, used: int, following: int) -> None:
         """`job` found no room while the tier had `used` bytes. Jobs from `following` on know the limit."""
-        if self.is_news_to(job):
+        if self.is_unknown_to(job):
             self._first = min(self._first, following)
             self._nbytes = min(self._nbytes, used)
         else:
@@ -51,6 +51,6 @@ class Fullness:
             self._nbytes = 0
         self._until = self._clock() + min(_FULL_MOST, FULL_PAUSE * 2**self._in_vain)
 
-    def fit(self) -> None:
+    def on_fit(self) -> None:
         """A job found room."""
         self._in_vain = 0

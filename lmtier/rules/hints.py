@@ -173,7 +173,7 @@ def envelope(message_id: str, *actions: tuple[str, Mapping[str, Any]]) -> dict[s
     }
 
 
-class Remembered:
+class DoneActions:
     """The ids of actions that were done, by tenant, so that a repeated one has no effect."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:

@@ -35,7 +35,7 @@ def seconds_of(ttl: float | None) -> float:
     return FOREVER if ttl is None else ttl
 
 
-class Stamps:
+class HeaderClock:
     """Converts ends, in seconds of a monotonic clock, to the times in headers of objects, and back."""
 
     def __init__(self, now: float, wall: float) -> None:
@@ -49,7 +49,7 @@ class Stamps:
         return stamp / 1000 - self._epoch if stamp else FOREVER
 
 
-class Ends(Generic[K]):
+class Expiries(Generic[K]):
     """The ends of the items that have one. Items without an end take no memory.
 
     They are also sorted into whole seconds, so that setting, forgetting and finding one are O(1), and an
@@ -65,10 +65,10 @@ class Ends(Generic[K]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def end(self, each: K) -> float:
+    def expiry(self, each: K) -> float:
         return self._ends.get(each, FOREVER)
 
-    def is_over(self, each: K, now: float) -> bool:
+    def is_expired(self, each: K, now: float) -> bool:
         return self._ends.get(each, FOREVER) <= now
 
     def set(self, each: K, end: float) -> None:
@@ -88,7 +88,7 @@ class Ends(Generic[K]):
             if not due:
                 del self._due[int(end)]
 
-    def over(self, now: float, most: int) -> list[K]:
+    def expired(self, now: float, most: int) -> list[K]:
         """Up to `most` expired items, at most a second late. The caller must `forget` them."""
         found: list[K] = []
         while self._due and self._swept < int(now):

@@ -8,7 +8,7 @@ HOUR, DAY, GIB = 3600.0, 86400.0, float(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class GpuSavings:
     """What hits saved."""
 
     gpu_hours: float
@@ -22,11 +22,11 @@ class Worth:
 
 def next_gib(
     hit: float, hit_with_more: float, more: float, *, asked: float, seconds: float, token: float, price: float
-) -> Worth:
+) -> GpuSavings:
     """What one more GiB would save in a day.
 
     `hit` is the hit ratio now, and `hit_with_more` the one with `more` bytes more. `asked` tokens were asked
     for in `seconds`. A token takes `token` seconds to compute.
     """
     gained = max(0.0, hit_with_more - hit) / more * GIB * asked * (DAY / seconds) if more and seconds else 0.0
-    return Worth(gained * token / HOUR, price)
+    return GpuSavings(gained * token / HOUR, price)

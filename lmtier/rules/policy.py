@@ -45,7 +45,7 @@ class Policy(ABC, Generic[E]):
         """The same request continues. Keep these with the entries that it adds, but count no hit."""
 
     @abstractmethod
-    def missed(self, keys: Sequence[bytes]) -> None:
+    def on_miss(self, keys: Sequence[bytes]) -> None:
         """A request asked for these, which are not here, and it will not add them."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class LRU(Policy[E]):
 
     refresh = touch
 
-    def missed(self, keys: Sequence[bytes]) -> None: ...
+    def on_miss(self, keys: Sequence[bytes]) -> None: ...
 
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
         for entry in entries:
@@ -183,7 +183,7 @@ class Aging(Policy[E]):
             queue.move_to_end(entry)
             queue[entry] = now
 
-    def missed(self, keys: Sequence[bytes]) -> None:
+    def on_miss(self, keys: Sequence[bytes]) -> None:
         self._now += 1
         if self._trials:
             self._try({_number(key): None for key in keys if key[-1] % self._sample == 0})

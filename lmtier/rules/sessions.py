@@ -26,7 +26,7 @@ MAX_ANCESTORS = 8
 _LOOK_BACK = 256
 """How many chunks a request can be longer than the one that it continues, if it has no name."""
 
-ASKING, WAITING, OVER = "active", "waiting", "over"
+ASKING, WAITING, ENDED = "active", "waiting", "over"
 
 
 @dataclass(eq=False, slots=True)
@@ -47,12 +47,12 @@ class Agent:
     chain: tuple[bytes, ...] = ()
     """The keys of its last prompt."""
     form: ChunkForm | None = None
-    ends: ChunkForm | None = None
+    state_form: ChunkForm | None = None
     """The form of the states at which its prompts can go on; None: anywhere."""
-    stated: tuple[tuple[bytes, ...], tuple[bytes, ...]] = ((), ())
+    keys_with_states: tuple[tuple[bytes, ...], tuple[bytes, ...]] = ((), ())
     """A chain, and its keys with those of its states: made when they are first needed."""
     began: float = 0.0
-    seen: float = 0.0
+    last_asked_at: float = 0.0
     """When it asked last."""
     requests: int = 0
     asked: int = 0
@@ -69,7 +69,7 @@ class Agent:
         return self.name or f"(nameless {self.number})"
 
 
-class Book:
+class SessionTable:
     def __init__(self, max_keys: int = MAX_KEYS, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_keys, self._max_sessions = max_keys, max_sessions
         self._named: OrderedDict[tuple[bytes, str], Agent] = OrderedDict()
@@ -144,11 +144,11 @@ class Book:
             or len(self._named) > self._max_sessions
             or len(self._nameless) > MAX_NAMELESS
         ):
-            books: tuple[OrderedDict[int, Agent] | OrderedDict[tuple[bytes, str], Agent], ...]
-            books = (self._named, self._nameless)
+            tables: tuple[OrderedDict[int, Agent] | OrderedDict[tuple[bytes, str], Agent], ...]
+            tables = (self._named, self._nameless)
             if len(self._named) <= self._max_sessions and self._nameless:
-                books = (self._nameless, self._named)
-            oldest = next(each for book in books for each in book.values() if each is not agent)
+                tables = (self._nameless, self._named)
+            oldest = next(each for book in tables for each in book.values() if each is not agent)
             self.drop(oldest)
             dropped.append(oldest)
         return dropped

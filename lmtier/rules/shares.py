@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from lmtier.errors import ConfigError, excerpt
 from lmtier.format.keys import tenant, tenant_of
-from lmtier.rules.foretold import Foretold
 from lmtier.rules.policy import Keyed, Policy
+from lmtier.rules.session_policy import SessionAwarePolicy
 
 OTHER = "other"
 """The name of all tenants without a share."""
@@ -100,11 +100,11 @@ def _part(name: str, value: object) -> Fraction:
 class Pool:
     """The chunks of one tenant, or of all tenants without a share, in one place."""
 
-    __slots__ = ("evicted", "leased_bytes", "name", "policy", "room", "used")
+    __slots__ = ("evicted", "leased_bytes", "name", "policy", "share_bytes", "used")
 
-    def __init__(self, name: str, room: int, policy: Foretold[Keyed]) -> None:
+    def __init__(self, name: str, room: int, policy: SessionAwarePolicy[Keyed]) -> None:
         self.name = name
-        self.room = room
+        self.share_bytes = room
         """Bytes that it never loses to other pools."""
         self.used = 0
         self.leased_bytes = 0
@@ -115,7 +115,7 @@ class Pool:
         """Counts evictions, if there is a metric for them."""
 
     def __repr__(self) -> str:
-        return f"<Pool {self.name}: {self.used} of {self.room}>"
+        return f"<Pool {self.name}: {self.used} of {self.share_bytes}>"
 
     def count(self, used: int, leased: int) -> None:
         self.used += used
@@ -123,19 +123,19 @@ class Pool:
 
     def fullness(self, used: int) -> tuple[float, int]:
         """How far it would be above its share. Among pools without a share, the larger one is fuller."""
-        if self.room:
-            return used / self.room, used
+        if self.share_bytes:
+            return used / self.share_bytes, used
         return math.inf if used else 0.0, used
 
 
 class Pools:
-    def __init__(self, shares: Sequence[Share], capacity: int, policy: Foretold[Keyed]) -> None:
+    def __init__(self, shares: Sequence[Share], capacity: int, policy: SessionAwarePolicy[Keyed]) -> None:
         self._parts = [share.part for share in shares]
         self._of = {
             tenant(share.salt): Pool(share.name, int(capacity * share.part), policy.another())
             for share in shares
         }
-        rest = capacity - sum(pool.room for pool in self._of.values())
+        rest = capacity - sum(pool.share_bytes for pool in self._of.values())
         self.other = Pool(OTHER, rest, policy)
 
     def __iter__(self) -> Iterator[Pool]:
@@ -144,8 +144,8 @@ class Pools:
 
     def resize(self, capacity: int) -> None:
         for pool, part in zip(self._of.values(), self._parts, strict=True):
-            pool.room = int(capacity * part)
-        self.other.room = capacity - sum(pool.room for pool in self._of.values())
+            pool.share_bytes = int(capacity * part)
+        self.other.share_bytes = capacity - sum(pool.share_bytes for pool in self._of.values())
 
     def use(self, policy: Policy[Keyed]) -> None:
         """Order the chunks of every pool by this kind of policy."""
@@ -168,7 +168,7 @@ class Pools:
         with ExitStack() as opened:
             while left:
                 pool = max(left, key=lambda pool: pool.fullness(left[pool]))
-                if asker is not None and left[pool] <= pool.room:
+                if asker is not None and left[pool] <= pool.share_bytes:
                     if asker not in left:  # no pool is above its share, so only the asker's own may leave
                         return
                     pool = asker

@@ -42,7 +42,7 @@ _ENOUGH = 4
 """Steps until an engine's prefill cost is known. The first steps warm up."""
 
 
-class Fit:
+class CostFilter:
     """seconds = the sum of weight × amount, learned one observation at a time; old ones fade.
 
     A Kalman filter learns the logarithm of each weight. So weights stay positive, and ten times slower is
@@ -59,7 +59,7 @@ class Fit:
         observations. After the first few, an observation counts as off by at most the factor `most`. After
         `odd` successive observations that are far off to the same side, the weights are learned anew."""
         self.weights: tuple[float, ...] = ()
-        self.seen = 0
+        self.observations = 0
         self._shares, self._noise, self._drift, self._most = shares, noise**2, drift**2, log(most)
         size = range(len(shares))
         self._spread = [[_UNKNOWN * (i == k) for i in size] for k in size]
@@ -73,7 +73,7 @@ class Fit:
 
     def learn(self, amounts: Sequence[float], seconds: float) -> None:
         seconds = max(seconds, 1e-7)
-        self.seen += 1
+        self.observations += 1
         if not self.weights:
             self.weights = tuple(
                 seconds * share / max(amount, 1.0)
@@ -81,7 +81,7 @@ class Fit:
             )
         expected = self.seconds(amounts)
         shares = [weight * amount / expected for weight, amount in zip(self.weights, amounts, strict=True)]
-        most = self._most if self.seen > _WARM_UP else inf
+        most = self._most if self.observations > _WARM_UP else inf
         error = max(-most, min(most, log(seconds / expected)))
         along = [sum(map(mul, row, shares)) for row in self._spread]
         sign = (error > 0) - (error < 0)
@@ -125,12 +125,12 @@ class Cost(NamedTuple):
         return all(0 <= each <= _DAY for each in self)
 
 
-class Prefill:
+class EngineCosts:
     """Learns the cost of an engine from its steps."""
 
     def __init__(self) -> None:
-        self._steps = Fit((0.3, 0.6, 0.1), noise=0.1, drift=0.01, most=2.0, odd=4)
-        self._copies = Fit((1.0,), noise=0.2, drift=0.03, most=2.0)
+        self._steps = CostFilter((0.3, 0.6, 0.1), noise=0.1, drift=0.01, most=2.0, odd=4)
+        self._copies = CostFilter((1.0,), noise=0.2, drift=0.03, most=2.0)
 
     def learn(self, tokens: int, area: float, seconds: float) -> float:
         """Learn from a step of `tokens` tokens; `area` is the sum of their positions.
@@ -141,32 +141,32 @@ class Prefill:
         self._steps.learn((1.0, tokens, area), seconds)
         return expected
 
-    def copied(self, tokens: int, seconds: float) -> None:
+    def learn_copy(self, tokens: int, seconds: float) -> None:
         self._copies.learn((tokens,), seconds)
 
     @property
     def cost(self) -> Cost | None:
         """The learned cost. None: it is not known yet."""
-        if self._steps.seen < _ENOUGH:
+        if self._steps.observations < _ENOUGH:
             return None
         fixed, token, position = self._steps.weights
         return Cost(fixed, token, position, *(self._copies.weights or (0.0,)))
 
 
-class Line(NamedTuple):
+class ArrivalEstimate(NamedTuple):
     """A prediction: bytes that are requested now arrive after start + byte × bytes."""
 
     start: float
     byte: float
 
 
-class Speed:
+class TierSpeed:
     """The speed of a tier, and the bytes that it still has to deliver."""
 
     def __init__(self) -> None:
         self.queued = 0
         """Bytes that were requested and have not arrived."""
-        self._fit = Fit((0.2, 0.8), noise=0.2, drift=0.03, most=1000.0)
+        self._fit = CostFilter((0.2, 0.8), noise=0.2, drift=0.03, most=1000.0)
         self._heard = 0.0
         """When the last bytes arrived; or, if none have, when an idle tier got its first request."""
         self._began, self._was_idle, self._moved = 0.0, 1.0, 0
@@ -191,14 +191,14 @@ class Speed:
         took = self._heard - self._began
         # Bytes that arrive together belong to one piece. A cut between them would make the rest look instant.
         if took >= _PIECE and (now - self._heard > _TOGETHER or took >= 4 * _PIECE):
-            self._cut()
+            self._end_piece()
         self.queued -= nbytes
         self._heard = now
         self._moved += nbytes * counts
         if not self.queued and (self._was_idle or now - self._began >= _PIECE):
-            self._cut()
+            self._end_piece()
 
-    def _cut(self) -> None:
+    def _end_piece(self) -> None:
         """End the piece of time at the last arrival."""
         if self._moved:
             self._fit.learn((self._was_idle, self._moved), self._heard - self._began)
@@ -209,14 +209,14 @@ class Speed:
     def is_measured(self) -> bool:
         return bool(self._fit.weights)
 
-    def line(self, now: float) -> Line:
+    def line(self, now: float) -> ArrivalEstimate:
         """The prediction. A tier that is stuck is expected to take as long again.
 
         Until the tier is measured this is a lower bound: the time for which it has delivered nothing.
         """
         latency, byte = self._fit.weights or (0.0, 0.0)
         stalled = now - self._heard if self.queued else 0.0
-        return Line(max(latency + byte * self.queued, stalled), byte)
+        return ArrivalEstimate(max(latency + byte * self.queued, stalled), byte)
 
     def skipped(self, nbytes: int) -> None:
         """These bytes are not requested, because the tier is too slow."""
@@ -235,22 +235,22 @@ class Speed:
         return wanted
 
 
-class Cut(NamedTuple):
+class LoadChoice(NamedTuple):
     chunks: int
     """How many leading chunks to load."""
     arrival: float
     """Seconds until all of these are in the slab."""
 
 
-def cut(
+def choose_load(
     cost: Cost,
     tokens: int,
     has: int,
     chunk_tokens: int,
     places: Sequence[int],
     nbytes: int,
-    lines: Sequence[Line],
-) -> Cut:
+    lines: Sequence[ArrivalEstimate],
+) -> LoadChoice:
     """The number of leading chunks to load for which the first token is expected soonest.
 
     `places`: the number of each chunk's line, -1 if it is in the slab, and -2 - number if it is being loaded
@@ -268,4 +268,4 @@ def cut(
     rest = cost.token * (tokens - known) + cost.position * (tokens * tokens - known * known) / 2
     total = arrival + cost.copy * (known - has) + cost.fixed + rest
     chunks = int(np.flatnonzero(total <= total.min() + _MARGIN * abs(total.min()))[-1])
-    return Cut(chunks, float(arrival[chunks]))
+    return LoadChoice(chunks, float(arrival[chunks]))

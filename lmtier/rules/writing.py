@@ -61,7 +61,7 @@ class Budget:
         self._left -= written
 
 
-class Pace:
+class WriteRate:
     """The recent bytes per day. A byte written a day ago weighs a third of one written now.
 
     The first hour counts as a whole hour from its start, because the first minutes say little about a day.
@@ -83,7 +83,7 @@ class Pace:
         return self._bytes * exp((self._at - now) / DAY)
 
 
-class Choice:
+class WriteRuleTrial:
     """Chooses to write chunks that are asked for again, or those that leave the slab, by recent hits.
 
     Each rule has a small cache of keys that stands for the tier. It gets one key in `SAMPLE`, and its share
@@ -98,7 +98,7 @@ class Choice:
     def __init__(self, capacity: int, per_day: float | None, now: float) -> None:
         self.resize(capacity)
         self.trials = [
-            _TrialTier(None if per_day is None else Budget(per_day / self.SAMPLE, now)) for _ in self.RULES
+            _KeyCache(None if per_day is None else Budget(per_day / self.SAMPLE, now)) for _ in self.RULES
         ]
         self._balance = 0  # above 0, the second one hits more
         self._was_full = False
@@ -107,7 +107,7 @@ class Choice:
     def resize(self, capacity: int) -> None:
         self._capacity = capacity
 
-    def asked(self, keys: Sequence[bytes]) -> None:
+    def on_miss(self, keys: Sequence[bytes]) -> None:
         """A request asked for these, and the slab did not have them."""
         for key in reversed(keys):  # the head is the youngest, so that it stays longest
             if key[-1] % self.SAMPLE == 0:
@@ -117,7 +117,7 @@ class Choice:
                     if abs(self._balance) == self.PROOF:
                         self.rule = self.RULES[self._balance > 0]
 
-    def full(self) -> None:
+    def on_full(self) -> None:
         """A chunk must leave.
 
         Until then there was room for all; from now on the rule that writes more must lead.
@@ -126,12 +126,12 @@ class Choice:
             self._was_full = True
             self.rule = self.RULES[self._balance == self.PROOF]
 
-    def came(self, key: bytes, is_proven: bool, nbytes: int, now: float) -> None:
+    def on_stored(self, key: bytes, is_proven: bool, nbytes: int, now: float) -> None:
         """The chunk is in the slab now."""
         if is_proven and key[-1] % self.SAMPLE == 0:
             self.trials[0].write(key, nbytes, is_proven, self._room(nbytes), now)
 
-    def seen(self, keys: Sequence[bytes], nbytes: int, now: float) -> None:
+    def on_hit(self, keys: Sequence[bytes], nbytes: int, now: float) -> None:
         """A request asked for these, at least the second one, and the slab has them."""
         reused, evicted = self.trials
         for key in reversed(keys):
@@ -140,7 +140,7 @@ class Choice:
                 if not reused.has(key):
                     reused.write(key, nbytes, True, self._room(nbytes), now)
 
-    def leaves(self, key: bytes, is_proven: bool, nbytes: int, now: float) -> None:
+    def on_evicting(self, key: bytes, is_proven: bool, nbytes: int, now: float) -> None:
         """The chunk is among the next to leave the slab."""
         if key[-1] % self.SAMPLE == 0:
             self.trials[1].write(key, nbytes, is_proven, self._room(nbytes), now)
@@ -149,7 +149,7 @@ class Choice:
         return min(self.MOST, max(1, self._capacity // nbytes // self.SAMPLE))
 
 
-class _TrialTier:
+class _KeyCache:
     """A tier that holds only keys, in LRU order."""
 
     def __init__(self, budget: Budget | None) -> None:

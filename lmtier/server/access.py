@@ -15,10 +15,10 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from lmtier.config import TOKEN_VARIABLE, Serving, first_line
+from lmtier.config import TOKEN_VARIABLE, ServerConfig, first_line
 from lmtier.errors import ConfigError, MisuseError, audit, log
 from lmtier.observe.metrics import Metrics
-from lmtier.wire.commands import Argument
+from lmtier.wire.command_reader import Argument
 
 _APART = 0.25  # seconds between the answers to wrong tokens from one host
 _LONGEST = 5.0  # seconds that such an answer waits at most
@@ -95,7 +95,7 @@ NAMES = {Role.LOOK: "look_token_file", Role.ENGINE: "token_file", Role.ADMIN: "a
 """The setting that names the file of each role's token."""
 
 
-class Secrets:
+class RoleTokens:
     """The token of each role that has one."""
 
     def __init__(self, by_role: Mapping[Role, str]) -> None:
@@ -114,7 +114,7 @@ class Secrets:
             )
 
     @classmethod
-    def read(cls, serving: Serving) -> Secrets:
+    def read(cls, serving: ServerConfig) -> RoleTokens:
         """As they are now in the files."""
         return cls({role: token for role in NAMES if (token := read_token(serving, role)) is not None})
 
@@ -125,21 +125,21 @@ class Secrets:
         return role in self._by_role
 
     @property
-    def asks(self) -> bool:
+    def needs_token(self) -> bool:
         """Whether a client needs a token to be served at all."""
         return Role.ENGINE in self
 
-    def without(self, foreign: str = "", *, is_local: bool = False) -> Role:
+    def role_without_token(self, foreign: str = "", *, is_local: bool = False) -> Role:
         """The role of a client that has sent no token. `foreign`: why it is not this user's; empty: it is."""
         if foreign:
             return Role.NONE
         if is_local:
             return Role.ADMIN
-        if self.asks:
+        if self.needs_token:
             return Role.NONE
         return Role.ENGINE if Role.ADMIN in self else Role.ADMIN
 
-    def role(self, shown: bytes) -> Role:
+    def role_of(self, shown: bytes) -> Role:
         """The role of the client that shows this token. Takes as long for each wrong one."""
         found = Role.NONE
         for role, token in self._by_role.items():
@@ -149,7 +149,7 @@ class Secrets:
         return found
 
 
-def read_token(serving: Serving, role: Role = Role.ENGINE) -> str | None:
+def read_token(serving: ServerConfig, role: Role = Role.ENGINE) -> str | None:
     """The token of a role. None: there is none."""
     name = NAMES[role]
     file = getattr(serving, name)
@@ -158,7 +158,7 @@ def read_token(serving: Serving, role: Role = Role.ENGINE) -> str | None:
     return first_line(f"serve: {name}", file).strip()
 
 
-def own_token(serving: Serving) -> str | None:
+def own_token(serving: ServerConfig) -> str | None:
     """The token with the most rights among those whose files this user may read."""
     trouble: ConfigError | None = None
     for role in sorted(NAMES, reverse=True):
@@ -172,7 +172,7 @@ def own_token(serving: Serving) -> str | None:
     return None
 
 
-class Wrong:
+class WrongTokens:
     """The wrong tokens: each is counted, logged, and answered late. The right one is answered at once."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -183,7 +183,7 @@ class Wrong:
         self._next: OrderedDict[str, float] = OrderedDict()
         """When each host gets its next answer to a wrong token."""
 
-    def met(self, kind: str, address: str) -> float:
+    def register(self, kind: str, address: str) -> float:
         """A client showed a wrong token. Returns the time, by the clock, of its answer."""
         self._count.labels(kind).inc()
         log.warning("lmtier: %s showed a wrong token (%s)", address or "a client", kind)
@@ -195,7 +195,7 @@ class Wrong:
         return at
 
 
-def note(who: str, words: Sequence[Argument], *, refused: bool = False) -> None:
+def write_audit(who: str, words: Sequence[Argument], *, refused: bool = False) -> None:
     """Write to the audit who does what. A salt may be a secret, so it is not written."""
     shown = [_printable(bytes(word[:_WORD])) + "…" * (len(word) > _WORD) for word in words[:_SHOWN]]
     shown = ["…" if before.upper() == "SALT" else word for before, word in pairwise(["", *shown])]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lmtier.errors import log
 from lmtier.server.access import Role
-from lmtier.wire.commands import Argument as Argument
+from lmtier.wire.command_reader import Argument as Argument
 from lmtier.wire.resp import Error, Simple
 
 
@@ -23,7 +23,7 @@ class Payload(NamedTuple):
     """Bytes in the slab, sent from there as a bulk string. `sent` is called afterwards, also on failure."""
 
     view: memoryview
-    sent: Callable[[], None]
+    on_sent: Callable[[], None]
     head: bytes = b""
     """Bytes before them in the same string."""
 
@@ -38,7 +38,7 @@ class WithDescriptor(NamedTuple):
 
 
 class _NoAnswer(Enum):
-    NOTHING = "Nothing"
+    NOTHING = "ALREADY_SENT"
 
 
 PAUSE = b""
@@ -48,13 +48,13 @@ OK = Simple("OK")
 """What all handlers answer when it is done: they tell this object from errors by its identity."""
 NO_ROOM = Error("OOM command not allowed when used memory > 'maxmemory'.")
 
-MOST = 1024
+MAX_ARGUMENTS = 1024
 """The most arguments of a command, unless the command sets another limit."""
 
-Nothing = _NoAnswer.NOTHING
+ALREADY_SENT = _NoAnswer.NOTHING
 """The answer of a handler that has already yielded all of it in parts."""
 
-Waiting: TypeAlias = "Generator[bytes | Payload | None, None, Any]"
+PendingAnswer: TypeAlias = "Generator[bytes | Payload | None, None, Any]"
 Handler: TypeAlias = "Callable[[Caller, list[Argument]], Any]"
 """Gets the caller and the whole command, including its name. Returns the answer, or `Waiting` for it."""
 Table: TypeAlias = "Mapping[bytes, Command]"
@@ -89,23 +89,23 @@ class Caller:
     """On the Unix socket: its process and its user."""
     role: Role = Role.NONE
     """What it may do, by the token that it has sent."""
-    foreign: str = ""
+    foreign_reason: str = ""
     """Why it may do nothing without a token: it is of another user of this host."""
     resp3: bool = False
     name: str = ""
     kind: str = "redis"
     """The kind of client: redis or engine. Its commands decide."""
-    session: Any = None
+    engine_session: Any = None
     """The engine's session, if it has one."""
     drafts: list[Any] = field(default_factory=list)
     """Room for the values of its present command, in order. Unused drafts are dropped in the end."""
-    queue: Any = None
+    multi_queue: Any = None
     """Its commands since MULTI."""
     watch: Any = None
     """The names that it watches until EXEC."""
     transaction: Any = None
     """Its transaction, until all answers of it are sent."""
-    asked: int = 0
+    command_count: int = 0
     """The number of its commands."""
     last: str = ""
     """The name of its last command."""
@@ -132,7 +132,7 @@ class Command(NamedTuple):
     """As in redis: the first and the last argument that is a name, and the step between them."""
     payloads: range = range(0)
     """Which arguments are values: their bytes go straight into the slab."""
-    is_of_all: bool = False
+    writes_any_name: bool = False
     """It may write any value."""
-    most: int = MOST
+    max_arguments: int = MAX_ARGUMENTS
     """The most arguments. A command with many arguments yields between them, or handles each very fast."""

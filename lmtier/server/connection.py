@@ -19,12 +19,21 @@ from itertools import islice, takewhile
 from types import GeneratorType
 from typing import Any, NamedTuple
 
-from lmtier.server.commands import PAUSE, Caller, Nothing, Payload, Refused, Waiting, WithDescriptor, error_of
+from lmtier.server.commands import (
+    ALREADY_SENT,
+    PAUSE,
+    Caller,
+    Payload,
+    PendingAnswer,
+    Refused,
+    WithDescriptor,
+    error_of,
+)
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.http import Conversation, Reply
-from lmtier.server.ledger import PIECE
-from lmtier.wire.commands import Commands
-from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, command, encode
+from lmtier.server.ledger import PIECE_OVERHEAD
+from lmtier.wire.command_reader import CommandReader
+from lmtier.wire.resp import CRLF, Error, ProtocolError, bulk_header, encode, encode_command
 
 _TURN = 0.001  # seconds after which a client's turn ends
 _AT_ONCE = 4 << 20  # bytes sent after which a client's turn ends
@@ -38,7 +47,7 @@ _BUFFERS = 64  # in one system call
 _SLOWEST = 16 << 10  # bytes per second that a transfer must average to be worth its memory
 _FIRST = 10.0  # seconds at the start of a transfer without this limit
 
-_ONCE = (b"LMTIER.RESERVE", b"LMTIER.FORGET", b"LMTIER.HINT")
+_NOT_RESTARTABLE = (b"LMTIER.RESERVE", b"LMTIER.FORGET", b"LMTIER.HINT")
 """Verbs that another process must not begin again: they hold room here, or tell what they have changed."""
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
@@ -48,9 +57,9 @@ class _Out(NamedTuple):
     """A piece of an answer. `sent` is called when it is sent or dropped."""
 
     view: memoryview
-    sent: Callable[[], None] | None = None
+    on_sent: Callable[[], None] | None = None
     fd: int | None = None
-    held: int = 0
+    held_bytes: int = 0
     """The bytes of memory that it takes. A view of the slab takes none."""
 
 
@@ -65,13 +74,13 @@ class Channel:
         self.is_open = True
         self.received = 0
         self.sent = 0
-        self.began = time.monotonic()
+        self.opened_at = time.monotonic()
         self._out: deque[_Out] = deque()
-        self.waits = 0
+        self.unsent_bytes = 0
         """Bytes that wait to be sent."""
-        self._unsent = 0
+        self._unsent_memory = 0
         """The bytes of memory that they take."""
-        self.moved = self.began
+        self.last_byte_at = self.opened_at
         """When a byte last moved."""
         self._busy_since: tuple[float, int] | None = None
         self._is_tls = isinstance(sock, ssl.SSLSocket)
@@ -87,7 +96,7 @@ class Channel:
         if not count:
             self.close()
         self.received += count
-        self.moved = time.monotonic()
+        self.last_byte_at = time.monotonic()
         return count
 
     def push(
@@ -97,10 +106,10 @@ class Channel:
             if sent is not None:
                 sent()
             return
-        held = PIECE + (len(data) if sent is None else 0)
+        held = PIECE_OVERHEAD + (len(data) if sent is None else 0)
         self._out.append(_Out(memoryview(data), sent, fd, held))
-        self._unsent += held
-        self.waits += len(data)
+        self._unsent_memory += held
+        self.unsent_bytes += len(data)
 
     def flush(self) -> None:
         """Send as much as the socket accepts, at most for one turn."""
@@ -115,8 +124,8 @@ class Channel:
                 return
             turn -= count
             self.sent += count
-            self.waits -= count
-            self.moved = time.monotonic()
+            self.unsent_bytes -= count
+            self.last_byte_at = time.monotonic()
             self._forget(count)
 
     def _send(self) -> int:
@@ -134,9 +143,9 @@ class Channel:
         while out and len(out[0].view) <= count:
             count -= len(out[0].view)
             done = out.popleft()
-            self._unsent -= done.held
-            if done.sent is not None:
-                done.sent()
+            self._unsent_memory -= done.held_bytes
+            if done.on_sent is not None:
+                done.on_sent()
         if count:
             first = out[0]
             out[0] = first._replace(view=first.view[count:], fd=None)
@@ -151,10 +160,10 @@ class Channel:
         since, moved = self._busy_since
         rate = self.received + self.sent - moved
         too_slow = now - since > _FIRST and rate < _SLOWEST * (now - since)
-        return now - max(self.moved, since) > patience or too_slow
+        return now - max(self.last_byte_at, since) > patience or too_slow
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthenticated(self) -> bool:
         """Whether it may do nothing yet: it has shown no token, or has not finished its handshake."""
         if isinstance(self.sock, ssl.SSLSocket) and self.sock.version() is None:
             return True
@@ -164,9 +173,9 @@ class Channel:
         if self.is_open:
             self.is_open = False
             while self._out:
-                if (sent := self._out.popleft().sent) is not None:
+                if (sent := self._out.popleft().on_sent) is not None:
                     sent()
-            self.waits = self._unsent = 0
+            self.unsent_bytes = self._unsent_memory = 0
             self.sock.close()
 
 
@@ -175,51 +184,53 @@ class Connection(Channel):
 
     def __init__(self, host: Dispatch, sock: socket.socket, caller: Caller) -> None:
         super().__init__(sock, caller)
-        self._host = host
+        self._dispatch = host
         # No part of a connection refers back to it: long-lived objects are not searched for cycles.
-        self._commands = Commands(partial(host.place, caller), buffer=host.buffer)
-        self._waiting: Waiting | None = None
-        self._again: list[Any] = []
+        self._commands = CommandReader(partial(host.payload_target, caller), buffer=host.buffer)
+        self._pending_answer: PendingAnswer | None = None
+        self._restartable_command: list[Any] = []
         """The command that waits, if another process can begin it again."""
         self._turn_ends = 0.0
-        self.is_cut = False
+        self.needs_turn = False
         """Its turn ended before its work. It needs another turn, because no event will follow."""
 
     @property
     def wants_input(self) -> bool:
-        return self._waiting is None and not self.caller.closing and not self._is_full
+        return self._pending_answer is None and not self.caller.closing and not self._is_full
 
     @property
-    def has_begun(self) -> bool:
+    def is_mid_request(self) -> bool:
         """Whether a request has begun and not ended."""
         return not self.is_idle
 
     @property
     def is_waiting(self) -> bool:
         """Whether its command waits for a tier."""
-        return self._waiting is not None
+        return self._pending_answer is not None
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self.waits or self._commands.in_command)
+        return not (self._pending_answer or self.unsent_bytes or self._commands.in_command)
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """The bytes that its requests make the server remember now."""
-        begun = self._commands.last if self._waiting is not None else 0
-        return self._unsent + self._commands.held + begun + self._host.held(self.caller)
+        begun = self._commands.last if self._pending_answer is not None else 0
+        return (
+            self._unsent_memory + self._commands.held_bytes + begun + self._dispatch.held_bytes(self.caller)
+        )
 
     @property
     def _is_full(self) -> bool:
         """Whether its answers must be sent before more commands run."""
-        return self.waits >= _ENOUGH or len(self._out) >= _MANY
+        return self.unsent_bytes >= _ENOUGH or len(self._out) >= _MANY
 
-    def hear(self) -> None:
+    def read_and_run(self) -> None:
         """Continue: the socket has bytes or is closed, or the last turn was cut."""
         was_cut = self._begin_turn()
         if was_cut:
             self._work()
-        while self.is_open and self.wants_input and not self.is_cut:
+        while self.is_open and self.wants_input and not self.needs_turn:
             target = self._commands.target()
             count = self.read(target)
             if not count:
@@ -228,21 +239,21 @@ class Connection(Channel):
             self._work()
             if count < len(target) and not self._is_tls:  # TLS may have more than the socket shows
                 break
-            self._is_over()
+            self._is_turn_over()
 
-    def go_on(self) -> None:
+    def run_and_send(self) -> None:
         """Continue: its command may no longer have to wait, or the socket accepts more."""
         self._begin_turn()
         self._work()
 
     def _begin_turn(self) -> bool:
         self._turn_ends = time.monotonic() + _TURN
-        was_cut, self.is_cut = self.is_cut, False
+        was_cut, self.needs_turn = self.needs_turn, False
         return was_cut
 
-    def _is_over(self) -> bool:
-        self.is_cut = self.is_cut or time.monotonic() > self._turn_ends
-        return self.is_cut
+    def _is_turn_over(self) -> bool:
+        self.needs_turn = self.needs_turn or time.monotonic() > self._turn_ends
+        return self.needs_turn
 
     def _work(self) -> None:
         """Run commands and send their answers, as far as possible in this turn."""
@@ -252,13 +263,13 @@ class Connection(Channel):
                 if self._is_full:
                     break
                 continue
-            ran = self._resume() if self._waiting else self._next()
-            ends = not ran or self._is_over()
-            if ends or self.waits >= _BATCH:
+            ran = self._advance() if self._pending_answer else self._next()
+            ends = not ran or self._is_turn_over()
+            if ends or self.unsent_bytes >= _BATCH:
                 self.flush()
             if ends:
                 break
-        if self.caller.closing and not self.waits and not self._waiting:
+        if self.caller.closing and not self.unsent_bytes and not self._pending_answer:
             self.close()
 
     def _next(self) -> bool:
@@ -268,33 +279,35 @@ class Connection(Channel):
         try:
             args = self._commands.next()
         except ProtocolError as error:
-            self._host.drop_drafts(self.caller)
+            self._dispatch.drop_drafts(self.caller)
             self.caller.closing = True
             self._reply(Error(f"ERR Protocol error: {error}"))
             return False
         if args is None:
             return False
-        answer = self._host.answer(self.caller, args)
+        answer = self._dispatch.answer(self.caller, args)
         if isinstance(answer, GeneratorType):
-            self._waiting = answer
+            self._pending_answer = answer
             # Verbs may run twice, because they yield no parts of their answer.
             name = bytes(args[0]).upper()
-            self._again = args if name.startswith(b"LMTIER.") and name not in _ONCE else []
-            return self._resume()
+            self._restartable_command = (
+                args if name.startswith(b"LMTIER.") and name not in _NOT_RESTARTABLE else []
+            )
+            return self._advance()
         self._end(answer)
         return True
 
-    def _resume(self) -> bool:
+    def _advance(self) -> bool:
         """Resume the waiting command. False: it still waits."""
-        assert self._waiting is not None
+        assert self._pending_answer is not None
         try:
-            part = next(self._waiting)
+            part = next(self._pending_answer)
         except StopIteration as stop:
-            self._waiting = None
+            self._pending_answer = None
             self._end(stop.value)
             return True
         except (Refused, OSError) as failure:
-            self._waiting = None
+            self._pending_answer = None
             self._end(error_of(failure))
             return True
         if part is None:
@@ -304,34 +317,38 @@ class Connection(Channel):
         return True
 
     def _end(self, answer: Any) -> None:
-        self._host.drop_drafts(self.caller)
+        self._dispatch.drop_drafts(self.caller)
         self._reply(answer)
 
     def _reply(self, answer: Any) -> None:
         if isinstance(answer, Payload):
             self.push(bulk_header(len(answer.head) + len(answer.view)) + answer.head)
-            self.push(answer.view, answer.sent)
+            self.push(answer.view, answer.on_sent)
             self.push(CRLF)
         elif isinstance(answer, WithDescriptor):
             sent = partial(os.close, answer.fd) if answer.closes else None
             self.push(encode(answer.value, self.caller.resp3), sent, fd=answer.fd)
-        elif answer is not Nothing:
+        elif answer is not ALREADY_SENT:
             self.push(encode(answer, self.caller.resp3))
 
     # ---- to and from another process
 
     @property
-    def can_move(self) -> bool:
+    def can_hand_over(self) -> bool:
         """Whether another process can go on with it now."""
         caller = self.caller
-        is_held = self._is_tls or caller.closing or caller.queue or caller.watch or caller.drafts
-        is_sending = any(each.sent is not None or each.fd is not None for each in self._out)
-        is_at_work = self._waiting is not None and not self._again
+        is_held = self._is_tls or caller.closing or caller.multi_queue or caller.watch or caller.drafts
+        is_sending = any(each.on_sent is not None or each.fd is not None for each in self._out)
+        is_at_work = self._pending_answer is not None and not self._restartable_command
         return not (is_held or is_sending or is_at_work) and self._commands.unread() is not None
 
-    def told(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """All that another process needs to go on with it, but for its socket and its session."""
-        again = command(*map(bytes, self._again)) if self._waiting is not None else b""
+        again = (
+            encode_command(*map(bytes, self._restartable_command))
+            if self._pending_answer is not None
+            else b""
+        )
         caller = self.caller
         return {
             "input": (again + (self._commands.unread() or b"")).hex(),
@@ -342,28 +359,30 @@ class Connection(Channel):
             "resp3": caller.resp3,
             "name": caller.name,
             "kind": caller.kind,
-            "asked": caller.asked,
+            "asked": caller.command_count,
             "peer": caller.peer,
-            "shard": str(caller.session.members[caller] or "") if caller.session is not None else "",
+            "shard": str(caller.engine_session.members[caller] or "")
+            if caller.engine_session is not None
+            else "",
         }
 
-    def resume(self, told: dict[str, Any]) -> None:
+    def restore(self, dumped: dict[str, Any]) -> None:
         """Go on where another process stopped."""
-        if output := bytes.fromhex(told["output"]):
+        if output := bytes.fromhex(dumped["output"]):
             self.push(output)
-        self._commands.go_on(bytes.fromhex(told["input"]))
-        self.is_cut = True
+        self._commands.restore(bytes.fromhex(dumped["input"]))
+        self.needs_turn = True
 
-    def is_in_the_middle(self) -> bool:
-        return self._commands.in_command and self._waiting is None and not self.is_cut
+    def is_receiving(self) -> bool:
+        return self._commands.in_command and self._pending_answer is None and not self.needs_turn
 
     def close(self) -> None:
         if self.is_open:
             super().close()
-            if self._waiting is not None:
-                self._waiting.close()
-                self._waiting = None
-            self._host.drop_drafts(self.caller)
+            if self._pending_answer is not None:
+                self._pending_answer.close()
+                self._pending_answer = None
+            self._dispatch.drop_drafts(self.caller)
 
 
 class HttpConnection(Channel):
@@ -376,7 +395,7 @@ class HttpConnection(Channel):
         self._late: Reply | None = None
 
     @property
-    def is_cut(self) -> bool:
+    def needs_turn(self) -> bool:
         return self._conversation.is_answering
 
     @property
@@ -390,42 +409,42 @@ class HttpConnection(Channel):
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waits or self._late or self.is_cut)
+        return not (self.unsent_bytes or self._late or self.needs_turn)
 
-    def is_in_the_middle(self) -> bool:
+    def is_receiving(self) -> bool:
         return True  # a browser's connection may be idle for as long as a transfer
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """The bytes that its requests make the server remember now."""
-        return self._unsent + self._conversation.held
+        return self._unsent_memory + self._conversation.held_bytes
 
-    has_begun = False
+    is_mid_request = False
     """A browser connects before it asks, and keeps its connection afterwards: no reason for a warning."""
 
-    def hear(self) -> None:
+    def read_and_run(self) -> None:
         arrived = memoryview(bytearray(_INPUT))
-        count = 0 if self.is_cut else self.read(arrived)
+        count = 0 if self.needs_turn else self.read(arrived)
         if count and not self._last:
             self._conversation.feed(arrived[:count])
-        self.go_on()
+        self.run_and_send()
 
-    def go_on(self) -> None:
+    def run_and_send(self) -> None:
         self.flush()
-        while self.is_open and not self.waits:
+        while self.is_open and not self.unsent_bytes:
             reply, self._late = self._late or self._conversation.next(), None
             if reply is None:
                 break
             if reply.at > time.monotonic():
                 self._late = reply
                 break
-            self.caller.asked += 1
+            self.caller.command_count += 1
             self._busy_since = None  # its patience starts again: answers are few, and are no transfer
             self.push(reply.data)
             self.flush()
             if not reply.keep:
                 self._last = True
-        if self._last and not self.waits and self.is_open:
+        if self._last and not self.unsent_bytes and self.is_open:
             # Read on to the end: unread input would reset the connection, and the answer would be lost.
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)

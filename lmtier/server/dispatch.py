@@ -6,11 +6,11 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import log
-from lmtier.server.access import RIGHTS, Right, Role, note, right_to
-from lmtier.server.commands import Argument, Caller, Command, Nothing, Refused, Table, error_of
+from lmtier.server.access import RIGHTS, Right, Role, right_to, write_audit
+from lmtier.server.commands import ALREADY_SENT, Argument, Caller, Command, Refused, Table, error_of
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
-from lmtier.wire.commands import DROP, new_buffer
+from lmtier.wire.command_reader import DROP, new_buffer
 from lmtier.wire.resp import Error, ProtocolError
 
 _UNTRUSTED_ARGS = 10
@@ -28,7 +28,7 @@ class Dispatch:
         self._cache = cache
         self._values = values
         self._transactions = transactions
-        self.held = transactions.held
+        self.held_bytes = transactions.held_bytes
         self.buffer = new_buffer()
         """Where the bytes of each connection arrive. All have the same owner."""
         self._table = {
@@ -36,7 +36,9 @@ class Dispatch:
             for name, command in table.items()
         }
 
-    def place(self, caller: Caller, args: list[Argument], argc: int, length: int) -> memoryview | None:
+    def payload_target(
+        self, caller: Caller, args: list[Argument], argc: int, length: int
+    ) -> memoryview | None:
         if not caller.role and (argc > _UNTRUSTED_ARGS or length > _UNTRUSTED_BYTES):
             raise ProtocolError(
                 "unauthenticated " + ("bulk" if length > _UNTRUSTED_BYTES else "multibulk") + " length"
@@ -55,27 +57,27 @@ class Dispatch:
 
     def drop_drafts(self, caller: Caller) -> None:
         while caller.drafts:
-            self._values.drop(caller.drafts.pop())
+            self._values.discard_draft(caller.drafts.pop())
 
     def answer(self, caller: Caller, args: list[Argument]) -> Any:
         name = bytes(args[0]).upper()
-        caller.asked += 1
+        caller.command_count += 1
         command = self._table.get(name)
         if command is None:
             if name in (b"POST", b"HOST:"):  # an attack: a web page made a browser send to this port
                 log.warning("lmtier: %s sends HTTP to the Redis port and was closed", caller.address)
                 caller.closing = True
-                return Nothing
-            self._transactions.spoil(caller)
+                return ALREADY_SENT
+            self._transactions.mark_aborted(caller)
             return _unknown(args)
         caller.last = name.decode().lower()
         if (refused := self._refusal(caller, name, command, args)) is not None:
-            self._transactions.spoil(caller)
+            self._transactions.mark_aborted(caller)
             return refused
-        if self._transactions.takes(caller, name):
-            return self._transactions.keep(caller, name, command, args)
+        if self._transactions.must_queue(caller, name):
+            return self._transactions.queue_command(caller, name, command, args)
         if name == b"RESET":
-            self._transactions.gone(caller)
+            self._transactions.drop_client(caller)
         try:
             return self._transactions.run(caller, command, args)
         except (Refused, OSError) as failure:
@@ -85,15 +87,15 @@ class Dispatch:
         """Why a command is refused before it runs."""
         if len(args) != command.arity if command.arity > 0 else len(args) < -command.arity:
             wrong = f"wrong number of arguments for '{caller.last}' command"
-            if name == b"EXEC" and caller.queue is not None:
-                self._transactions.gone(caller)
+            if name == b"EXEC" and caller.multi_queue is not None:
+                self._transactions.drop_client(caller)
                 return Error(f"EXECABORT Transaction discarded because of: {wrong}")
             return Error(f"ERR {wrong}")
-        if len(args) > command.most:
-            return Error(f"ERR '{caller.last}' takes {command.most} arguments at most here")
+        if len(args) > command.max_arguments:
+            return Error(f"ERR '{caller.last}' takes {command.max_arguments} arguments at most here")
         right = right_to(name, args)
         if right.role and not caller.role:
-            return Error(caller.foreign) if caller.foreign else _NO_AUTH
+            return Error(caller.foreign_reason) if caller.foreign_reason else _NO_AUTH
         if caller.role < right.role:
             return _refused(caller, right, args)
         if right.needs_slab and not caller.is_local:
@@ -116,7 +118,7 @@ def _audited(name: bytes, command: Command) -> Command:
         if caller.role < right.role:
             return _refused(caller, right, args)
         if right.is_audited:
-            note(str(caller), args)
+            write_audit(str(caller), args)
         return command.handler(caller, args)
 
     return command._replace(handler=handler)
@@ -124,7 +126,7 @@ def _audited(name: bytes, command: Command) -> Command:
 
 def _refused(caller: Caller, right: Right, args: list[Argument]) -> Error:
     if right.is_audited:
-        note(str(caller), args, refused=True)
+        write_audit(str(caller), args, refused=True)
     if right.role is Role.ADMIN:
         return Error("NOPERM this needs the token of an administrator (admin_token_file)")
     return Error(f"NOPERM '{caller.last}' needs the token of an engine: this one may only look")

@@ -25,10 +25,10 @@ import zmq
 
 from lmtier.core.cache import Cache
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, State
+from lmtier.core.match import CPU, EntryState
 from lmtier.errors import ConfigError
 from lmtier.format.keys import is_state
-from lmtier.observe.follower import Follower
+from lmtier.observe.follower import CacheObserver
 from lmtier.observe.journal import Change, Journal
 from lmtier.observe.prompts import PromptChunk, Prompts
 from lmtier.threads import start_thread
@@ -44,21 +44,21 @@ _RANK = 0  # vLLM's data-parallel rank, which some routers need
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
-class _Told(NamedTuple):
+class _EventRun(NamedTuple):
     """Chunks that entered or left a tier together. Each is the child of the one before."""
 
     tier: str
-    came: bool
+    is_added: bool
     keys: list[bytes]
     chunks: list[PromptChunk]
     """The known tokens of these chunks; empty if none are known."""
 
 
-_Batch = list[_Told] | None
+_Batch = list[_EventRun] | None
 """None: routers must forget all earlier events."""
 
 
-class Publisher(Follower):
+class Publisher(CacheObserver):
     def __init__(
         self, cache: Cache, journal: Journal, prompts: Prompts, publish: str, replay: str, topic: str
     ) -> None:
@@ -69,7 +69,7 @@ class Publisher(Follower):
         self._where = _where_of(cache.lower)
         self._cleared = 0
         self._journal, self._position = journal, journal.end
-        self._again: deque[Change] = deque()
+        self._to_resend: deque[Change] = deque()
         """Changes to send because the chunks were there before, or because some changes were missed."""
         self._announced: set[str] = set()
         self._elsewhere: list[Change] = []
@@ -78,17 +78,17 @@ class Publisher(Follower):
         self._queue: SimpleQueue[tuple[float, _Batch] | None] = SimpleQueue()
         self._topic = topic.encode()
         self._context = zmq.Context()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._pub = self._open(zmq.PUB, publish)
             self._router = self._open(zmq.ROUTER, replay) if replay else None
         except BaseException:
             self._context.destroy(linger=0)
-            os.close(self._bell)
+            os.close(self._wake_fd)
             raise
-        self.where = [("kv-events", _address(self._pub))]
+        self.address = [("kv-events", _address(self._pub))]
         if self._router is not None:
-            self.where.append(("kv-replay", _address(self._router)))
+            self.address.append(("kv-replay", _address(self._router)))
         self._thread = start_thread("lmtier-kv-events", self._run)
 
     def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
@@ -110,20 +110,20 @@ class Publisher(Follower):
         """Queue the new changes."""
         if (cleared := sum(tier.cleared for tier in self._shared)) != self._cleared:
             self._cleared = cleared  # which keys were cleared is not known
-            self.tell_all_again()
+            self.resend_all()
         self._announce()
         if self._queue.qsize() >= _WAITING:
             return
         changes = self._journal.since(self._position, _A_TURN)
         if changes is None:
-            self.tell_all_again()
+            self.resend_all()
             return
         self._position += len(changes)
         if self._elsewhere:
             changes += self._elsewhere
             self._elsewhere = []
-        while self._again and len(changes) < _A_TURN:
-            change = self._again.popleft()
+        while self._to_resend and len(changes) < _A_TURN:
+            change = self._to_resend.popleft()
             # The chunk may have left since, and that event was sent.
             if change.key in self._cache.indexes[change.tier]:
                 changes.append(change)
@@ -131,10 +131,10 @@ class Publisher(Follower):
         if chunks := [change for change in changes if not is_state(change.key)]:
             self._put(list(self._runs(self._in_order(chunks))))
 
-    def tell_all_again(self) -> None:
+    def resend_all(self) -> None:
         """Make routers forget everything, then send the content of all tiers."""
         self._position = self._journal.end
-        self._again.clear()
+        self._to_resend.clear()
         self._announced.clear()
         self._elsewhere.clear()
         self._put(None)
@@ -144,32 +144,36 @@ class Publisher(Follower):
         cold = {below.label for below in self._cache.lower if not below.is_warm}
         for tier in self._cache.indexes.keys() - self._announced - cold:
             self._announced.add(tier)
-            ready = (each.key for each in self._cache.indexes[tier].entries() if each.state is State.READY)
-            self._again += (Change(tier, True, key) for key in ready if not self._cache.index.is_record(key))
+            ready = (
+                each.key for each in self._cache.indexes[tier].entries() if each.state is EntryState.READY
+            )
+            self._to_resend += (
+                Change(tier, True, key) for key in ready if not self._cache.index.is_record(key)
+            )
 
     def _in_order(self, changes: Sequence[Change]) -> Iterator[Change]:
         """The changes, and after a chunk again those that came before it and follow it in a prompt. Disks
         write in any order, and some routers drop a chunk whose parent they do not know yet."""
-        coming, room = {change for change in changes if change.came}, _A_TURN
+        coming, room = {change for change in changes if change.is_added}, _A_TURN
         for change in changes:
             yield change
             coming.discard(change)
             place = self._cache.indexes.get(change.tier)
-            if not change.came or place is None:
+            if not change.is_added or place is None:
                 continue
             parents = [change.key]
             while parents and room > 0:
                 for key in self._prompts.after(parents.pop()):
                     entry = place.get(key)
                     again = Change(change.tier, True, key)
-                    if entry is not None and entry.state is State.READY and again not in coming:
+                    if entry is not None and entry.state is EntryState.READY and again not in coming:
                         yield again
                         parents.append(key)
                         room -= 1
 
-    def _runs(self, changes: Iterable[Change]) -> Iterator[_Told]:
+    def _runs(self, changes: Iterable[Change]) -> Iterator[_EventRun]:
         for (tier, came), group in groupby(changes, key=lambda change: change[:2]):
-            run = _Told(tier, came, [], [])
+            run = _EventRun(tier, came, [], [])
             for change in group:
                 chunk = self._prompts.get(change.key) if came else None
                 is_next = (
@@ -177,7 +181,7 @@ class Publisher(Follower):
                 )
                 if run.keys and not is_next:
                     yield run
-                    run = _Told(tier, came, [], [])
+                    run = _EventRun(tier, came, [], [])
                 run.keys.append(change.key)
                 if chunk is not None:
                     run.chunks.append(chunk)
@@ -185,12 +189,12 @@ class Publisher(Follower):
 
     def _put(self, batch: _Batch) -> None:
         self._queue.put((time.time(), batch))
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         self.turn()
         self._queue.put(None)
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_PATIENCE)
 
     # ---- the thread
@@ -199,7 +203,7 @@ class Publisher(Follower):
         sent: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES)
         held = number = 0
         poller = zmq.Poller()
-        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         is_over = False
@@ -208,13 +212,13 @@ class Publisher(Follower):
             if self._router is not None and self._router in ready:
                 self._replay(sent)
             with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wake_fd)
             while not self._queue.empty():
-                told = self._queue.get()
-                if told is None:
+                changes = self._queue.get()
+                if changes is None:
                     is_over = True
                     break
-                payload = self._encoded(*told)
+                payload = self._encoded(*changes)
                 head = number.to_bytes(8, "big")
                 number += 1
                 if len(sent) == BATCHES:
@@ -228,7 +232,7 @@ class Publisher(Follower):
             if each is not None:
                 each.close(linger=int(_PATIENCE * 500))
         self._context.term()
-        os.close(self._bell)
+        os.close(self._wake_fd)
 
     def _replay(self, sent: Iterable[tuple[bytes, bytes]]) -> None:
         assert self._router is not None
@@ -243,23 +247,25 @@ class Publisher(Follower):
             self._router.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
 
     def _encoded(self, at: float, batch: _Batch) -> bytes:
-        events = [{"type": "AllBlocksCleared"}] if batch is None else [self._event(told) for told in batch]
+        events = (
+            [{"type": "AllBlocksCleared"}] if batch is None else [self._event(changes) for changes in batch]
+        )
         return msgspec.msgpack.encode([at, events, _RANK])
 
-    def _event(self, told: _Told) -> dict[str, Any]:
-        where = self._where[told.tier]
-        if not told.came:
-            return {"type": "BlockRemoved", "block_hashes": [*map(hash_of, told.keys)], **where}
-        first = told.chunks[0] if told.chunks else None
+    def _event(self, changes: _EventRun) -> dict[str, Any]:
+        where = self._where[changes.tier]
+        if not changes.is_added:
+            return {"type": "BlockRemoved", "block_hashes": [*map(hash_of, changes.keys)], **where}
+        first = changes.chunks[0] if changes.chunks else None
         return {
             "type": "BlockStored",
-            "block_hashes": [*map(hash_of, told.keys)],
+            "block_hashes": [*map(hash_of, changes.keys)],
             "parent_block_hash": hash_of(first.parent) if first is not None and first.parent else None,
-            "token_ids": [token for chunk in told.chunks for token in chunk.token_ids],
+            "token_ids": [token for chunk in changes.chunks for token in chunk.token_ids],
             "block_size": self._size,
             "lora_id": None,
             "lora_name": (first.origin.lora or None) if first is not None else None,
-            "extra_keys": [_extra(chunk) for chunk in told.chunks] if told.chunks else None,
+            "extra_keys": [_extra(chunk) for chunk in changes.chunks] if changes.chunks else None,
             **where,
         }
 

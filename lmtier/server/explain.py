@@ -18,8 +18,8 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias, TypedDict
 
 from lmtier.core.cache import Cache
-from lmtier.core.match import DIFFERED, EVICTED, State
-from lmtier.observe.follower import Follower, Lookup
+from lmtier.core.match import DIFFERED, EVICTED, EntryState
+from lmtier.observe.follower import CacheObserver, Lookup
 from lmtier.observe.journal import LENGTH, Journal, Record
 from lmtier.observe.metrics import DROP_REASONS, MISS_REASONS
 from lmtier.observe.prompts import PromptChunk, Prompts
@@ -95,7 +95,7 @@ class _Known(NamedTuple):
         return {event.tier: event for event in events if event.at <= self.at}
 
 
-class Explain(Follower):
+class Explain(CacheObserver):
     """Follows one cache from its construction on, and adds a journal to it."""
 
     def __init__(self, cache: Cache, clock: Callable[[], float] = time.monotonic) -> None:
@@ -163,7 +163,7 @@ class Explain(Follower):
         match, size = lookup.match, self._cache.chunk_tokens
         sources = match.sources[: lookup.chunks]
         parting: _Parting | None = None
-        if match.cut and lookup.chunks < match.found:
+        if match.cut_reason and lookup.chunks < match.found:
             why = f"{reason}: {MISS_REASONS[reason]}"
         elif not (why := self._history(known, reason)):
             why, parting = self._never(lookup.chunks, known)
@@ -197,9 +197,9 @@ class Explain(Follower):
         for tier in self._cache.lower.owned:
             if tier.label not in last and tier.write != "always":
                 said.append(f"not admitted to {tier.label}: write={tier.write}")
-        shared = [tier.label for tier in self._cache.lower.asked("") if tier.label not in last]
+        shared = [tier.label for tier in self._cache.lower.tiers_to_ask("") if tier.label not in last]
         said += [f"whether it was ever in {label} is not known: that is a shared tier" for label in shared]
-        if any(event.came for event in last.values()):
+        if any(event.is_added for event in last.values()):
             said.append(MISS_REASONS[reason])
         return ", ".join(said)
 
@@ -212,13 +212,15 @@ class Explain(Follower):
         mine, size = self.prompts.get(key), self._cache.chunk_tokens
         if mine is None:
             return self._never_told(chunk, bool(stored)), None
-        told = [theirs for other in stored if (theirs := self.prompts.get(other)) is not None]
-        for theirs in told:
+        known_prompts = [theirs for other in stored if (theirs := self.prompts.get(other)) is not None]
+        for theirs in known_prompts:
             if theirs.plain == mine.plain:
                 words = mine.origin.differs_in(theirs.origin) or ["what its placeholders stand for differs"]
                 return f"never stored; the same tokens are: {', '.join(words)}", None
-        if told:
-            nearest = max((_parting(chunk * size, mine, theirs) for theirs in told), key=itemgetter(0))
+        if known_prompts:
+            nearest = max(
+                (_parting(chunk * size, mine, theirs) for theirs in known_prompts), key=itemgetter(0)
+            )
             return f"never stored; the nearest stored prompt differs from token {nearest.token:,} on", nearest
         return f"never stored; {self._end(chunk)}", None
 
@@ -242,9 +244,9 @@ class Explain(Follower):
 
     def _was_stored(self, key: bytes, known: _Known) -> bool:
         if key in known.events:
-            return any(event.came for event in known.last(key).values())
+            return any(event.is_added for event in known.last(key).values())
         entry = self._cache.index.get(key)  # it was stored before the journal begins
-        if entry is not None and entry.state is State.READY:
+        if entry is not None and entry.state is EntryState.READY:
             return True
         return any(key in tier.index for tier in self._cache.lower.owned)
 
@@ -261,7 +263,7 @@ def _describe(event: Record, ago: float) -> str:
         return (
             f"was not stored in {event.tier} {_span(ago)} earlier: {DROP_REASONS.get(event.why, event.why)}"
         )
-    if event.came:
+    if event.is_added:
         return f"is in {event.tier}, since {_span(ago)} earlier"
     if event.why == EVICTED:
         return f"was evicted from {event.tier} {_span(ago)} earlier"

@@ -23,9 +23,9 @@ from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.format.keys import tenant
 from lmtier.rules.hints import actions_of
-from lmtier.server.access import RIGHTS, Right, Role, Secrets
+from lmtier.server.access import RIGHTS, Right, Role, RoleTokens
 from lmtier.server.explain import Explain
-from lmtier.server.hinted import executing
+from lmtier.server.hint_execution import run_hints
 from lmtier.server.report import Report
 
 MAX_HEAD = 16 << 10
@@ -115,7 +115,7 @@ class Http:
     def __init__(
         self,
         pages: Pages,
-        tokens: Callable[[], Secrets] = lambda: Secrets({}),
+        tokens: Callable[[], RoleTokens] = lambda: RoleTokens({}),
         wrong: Callable[[str], float] = lambda address: 0.0,
         names: Iterable[str] = (),
         forms: Forms | None = None,
@@ -142,10 +142,10 @@ class Http:
         if needed:  # Kubernetes has no token for its probes
             tokens, authorization = self._tokens(), headers.get("authorization", "")
             shown = _token_in(authorization) if authorization else None
-            if shown is None or tokens.role(shown) < Role.LOOK:
-                if foreign and tokens.without() and path not in FOR_ALL:
+            if shown is None or tokens.role_of(shown) < Role.LOOK:
+                if foreign and tokens.role_without_token() and path not in FOR_ALL:
                     return sentence(403, foreign.partition(" ")[2])
-                if not tokens.without() or (path in self._forms and tokens):
+                if not tokens.role_without_token() or (path in self._forms and tokens):
                     late = self._wrong(address) if authorization else 0.0
                     why = "send the token as Authorization: Bearer, or as the password"
                     return sentence(401, why, _CHALLENGE)._replace(at=late)
@@ -168,7 +168,7 @@ class Http:
         if not tokens:  # any page in a browser can send a form; it cannot know a token
             raise _Refusal(403, "this needs a token: start the server with --token-file")
         shown = _token_in(request.headers.get("authorization", ""))
-        role = Role.NONE if shown is None else tokens.role(shown)
+        role = Role.NONE if shown is None else tokens.role_of(shown)
         if role is Role.NONE:
             return None
         if role < RIGHTS[request.path].role:
@@ -224,7 +224,7 @@ class Conversation:
         """A request whose body has not come yet, and what takes it."""
         self._answering: tuple[_Request, Answering] | None = None
         """A request whose response takes long."""
-        self._over = False
+        self._is_closing = False
 
     @property
     def is_answering(self) -> bool:
@@ -232,13 +232,13 @@ class Conversation:
         return self._answering is not None
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """The bytes of the requests that it has not answered, about."""
         return len(self._input) + (MAX_BODY if self.is_answering else 0)
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes. After the last reply they are ignored."""
-        if not self._over:
+        if not self._is_closing:
             self._input += data
 
     def next(self) -> Reply | None:
@@ -246,7 +246,7 @@ class Conversation:
 
         Call it again only after the last reply was sent, and read nothing until then. That bounds both sides.
         """
-        if self._over:
+        if self._is_closing:
             return None
         if self._answering is not None:
             return self._answer_on(*self._answering)
@@ -313,7 +313,7 @@ class Conversation:
 
     def _reply(self, response: Response, with_body: bool, keep: bool) -> Reply:
         if not keep:
-            self._over = True
+            self._is_closing = True
             self._input.clear()
         lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}"]
         fields = (
@@ -377,7 +377,7 @@ def forms(cache: Cache) -> dict[str, Form]:
             salt, session = (said.pop(name, "") for name in ("salt", "session")) if said else ("", "")
             if not isinstance(salt, str) or not isinstance(session, str):
                 raise MisuseError("salt and session are text")
-            return answering(executing(cache, actions_of(said), tenant(salt), session, who, role))
+            return answering(run_hints(cache, actions_of(said), tenant(salt), session, who, role))
         except (ValueError, RecursionError, AttributeError, TypeError):
             return sentence(400, "the body is an envelope of hints: a JSON object")
         except MisuseError as error:

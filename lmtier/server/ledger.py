@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-MOST = 256 << 20
+MAX_CLIENT_BYTES = 256 << 20
 """The most bytes that are remembered for all clients."""
-MOST_OF_ONE = MOST // 2
+MAX_SESSION_BYTES = MAX_CLIENT_BYTES // 2
 """Those of one session. An engine on this host is refused more, because it cannot be closed."""
-KEY = 112
+KEY_OVERHEAD = 112
 """The bytes of a key in a match."""
-NAME = 512
+WATCHED_NAME_OVERHEAD = 512
 """Those of a watched name, at least."""
-EACH = 1024
+OBJECT_OVERHEAD = 1024
 """Those of a match, of a form and of a session, without their keys."""
-PIECE = 320
+PIECE_OVERHEAD = 320
 """Those of a piece of an answer that waits to be sent, beside its own."""
 _LESS = (
     7 / 8
@@ -44,13 +44,13 @@ class Ledger:
             self._of.pop(holder, None)
 
     @property
-    def is_over(self) -> bool:
-        return self.total > MOST
+    def is_over_limit(self) -> bool:
+        return self.total > MAX_CLIENT_BYTES
 
     @property
-    def is_low(self) -> bool:
+    def is_well_below_limit(self) -> bool:
         """Whether enough clients are closed."""
-        return self.total <= MOST * _LESS
+        return self.total <= MAX_CLIENT_BYTES * _LESS
 
     def largest(self) -> list[Hashable]:
         """The holders, those with most first."""

@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtier import forks
-from lmtier.config import Serving, host_and_port
+from lmtier.config import ServerConfig, host_and_port
 from lmtier.errors import ConfigError, InUseError, log
-from lmtier.server.access import Secrets
+from lmtier.server.access import RoleTokens
 from lmtier.server.peers import why_foreign
 
 
-class Door(NamedTuple):
-    listener: socket.socket
+class Listener(NamedTuple):
+    sock: socket.socket
     kind: str
     """redis, http or unix."""
 
 
-class Doors:
+class Listeners:
     """The open listeners, and their secrets."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerConfig) -> None:
         self._serving = serving
-        self.tokens = Secrets.read(serving)
+        self.tokens = RoleTokens.read(serving)
         check_exposure(serving, self.tokens)
         self._tls = _tls(serving)
-        self.by_fd: dict[int, Door] = {}
-        self.where: list[tuple[str, str]] = []
+        self.by_fd: dict[int, Listener] = {}
+        self.addresses: list[tuple[str, str]] = []
         """The kind and the address of each listener."""
 
     def open(self, given: Mapping[str, int] | None = None) -> None:
@@ -51,7 +51,7 @@ class Doors:
             for fd in given.values():
                 os.close(fd)
         except BaseException:
-            self.leave() if inherits else self.close()
+            self.close_after_takeover() if inherits else self.close()
             raise
 
     def _wanted(self) -> list[tuple[str, str]]:
@@ -64,7 +64,7 @@ class Doors:
         wanted = dict(self._wanted())
         return [(f"door {door.kind} {wanted[door.kind]}", fd) for fd, door in self.by_fd.items()]
 
-    def leave(self) -> None:
+    def close_after_takeover(self) -> None:
         """Another server listens here now."""
         for listener, _ in self.by_fd.values():
             listener.close()
@@ -72,13 +72,13 @@ class Doors:
 
     def _add(self, listener: socket.socket, kind: str) -> None:
         forks.close_in_child(listener)
-        self.by_fd[listener.fileno()] = Door(listener, kind)
-        self.where.append((kind, written(listener.getsockname())))
+        self.by_fd[listener.fileno()] = Listener(listener, kind)
+        self.addresses.append((kind, format_address(listener.getsockname())))
 
     def why_foreign(self, kind: str, sock: socket.socket) -> str:
         """Why a new client may do nothing without a token. Empty: it may, or everybody needs one."""
         serving = self._serving
-        is_asked = kind == "unix" or not (self.tokens.asks or serving.tls_ca)
+        is_asked = kind == "unix" or not (self.tokens.needs_token or serving.tls_ca)
         return why_foreign(sock) if is_asked and not serving.insecure else ""
 
     def secured(self, sock: socket.socket) -> socket.socket:
@@ -92,7 +92,7 @@ class Doors:
 
     def read_secrets_again(self) -> None:
         try:
-            self.tokens, self._tls = Secrets.read(self._serving), _tls(self._serving)
+            self.tokens, self._tls = RoleTokens.read(self._serving), _tls(self._serving)
             log.info("lmtier: tokens and certificates were read again")
         except ConfigError as error:
             log.error("lmtier: the old tokens and certificates stay in use: %s", error)
@@ -106,12 +106,12 @@ class Doors:
         self.by_fd.clear()
 
 
-def check_exposure(serving: Serving, tokens: Secrets) -> None:
+def check_exposure(serving: ServerConfig, tokens: RoleTokens) -> None:
     for name in ("listen", "http"):
         address = getattr(serving, name)
         if not address or _is_loopback(host_and_port(address, name)[0]):
             continue
-        if not tokens.asks and not serving.tls_ca and not serving.insecure:
+        if not tokens.needs_token and not serving.tls_ca and not serving.insecure:
             raise ConfigError(
                 f"serve: {name}={address} can be reached from other hosts, whose users could read and delete "
                 "stored KV; set token_file, or tls_ca for client certificates, or insecure = true"
@@ -131,7 +131,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _tls(serving: Serving) -> ssl.SSLContext | None:
+def _tls(serving: ServerConfig) -> ssl.SSLContext | None:
     if not serving.tls_cert:
         return None
     for file in (serving.tls_cert, serving.tls_key, serving.tls_ca):
@@ -209,7 +209,7 @@ def _remove_stale(path: Path) -> None:
     raise InUseError(f"serve: another server listens on {path}; stop it or choose another path")
 
 
-def written(address: Any) -> str:
+def format_address(address: Any) -> str:
     if isinstance(address, tuple):
         host, port = address[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -25,10 +25,10 @@ from lmtier.errors import without_secrets
 from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.rules.breaker import Outage
-from lmtier.rules.money import HOUR, Worth, next_gib
+from lmtier.rules.money import HOUR, GpuSavings, next_gib
 from lmtier.server.verdicts import Facts, TierFacts, Verdict, judge, slowest
 
-Client = dict[str, object]
+ClientRow = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
 
 _TOP = 10  # sessions
@@ -166,7 +166,7 @@ class Snapshot(TypedDict):
     """CPU seconds of the main thread. Near 1 per second it is the bottleneck."""
     lookup_seconds: float
     """The part of `busy` for lookups."""
-    clients: list[Client]
+    clients: list[ClientRow]
     verify_failures: int
     corrupt: int
 
@@ -177,7 +177,7 @@ class Report:
     def __init__(
         self,
         cache: Cache,
-        clients: Callable[[], list[Client]],
+        clients: Callable[[], list[ClientRow]],
         started: float,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -200,14 +200,14 @@ class Report:
         if not self.history.due():
             self.history.sample(self.snapshot())
 
-    def told(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """What another server needs to go on."""
-        return {"started": self._started, "history": self.history.told()}
+        return {"started": self._started, "history": self.history.dump()}
 
-    def go_on(self, told: Mapping[str, Any]) -> None:
+    def restore(self, dumped: Mapping[str, Any]) -> None:
         """Go on where another server on this host ended."""
-        self._started = float(told.get("started", self._started))
-        self.history.go_on(told.get("history", {}))
+        self._started = float(dumped.get("started", self._started))
+        self.history.restore(dumped.get("history", {}))
 
     def why_not_ready(self) -> str:
         """Why the server is not ready, in a sentence; empty if it is ready."""
@@ -235,7 +235,7 @@ class Report:
         then = self.history.before(now - _JUDGED)
         if then is None or then["time"] > now:  # the clock was set back
             then = _start(now - uptime)
-        urls = [without_secrets(spec.url) for spec in cache.config.stores]
+        urls = [without_secrets(spec.url) for spec in cache.config.cache_tiers]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
             held = cache.index.occupancy() if below is None else below.occupancy()
@@ -249,14 +249,14 @@ class Report:
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
-                "breaker_up": "closed" if below is None else str(below.up),
-                "breaker_down": "closed" if below is None else str(below.down),
+                "breaker_up": "closed" if below is None else str(below.load_breaker),
+                "breaker_down": "closed" if below is None else str(below.store_breaker),
                 "outages": [] if below is None else self._outages(below, now),
                 "evictions": evictions.get(label, 0),
                 "shares": {
                     pool.name: {
                         "used": pool.used,
-                        "share": pool.room,
+                        "share": pool.share_bytes,
                         "evictions": gave.get(f"{label} {pool.name}", 0),
                     }
                     for pool in held.pools
@@ -303,7 +303,7 @@ class Report:
                 place.tier: {
                     f"{factor:g}": _known(cache.outlook.hit_ratio(place, factor)) for factor in FACTORS
                 }
-                for place in cache.outlook.places
+                for place in cache.outlook.tiers
             },
             "savings": self._savings(),
             "sessions": self._sessions(),
@@ -323,7 +323,7 @@ class Report:
 
         found: list[tuple[str, Outage]] = [
             (what, breaker.outage)
-            for what, breaker in (("loads", below.up), ("stores", below.down))
+            for what, breaker in (("loads", below.load_breaker), ("stores", below.store_breaker))
             if breaker.outage is not None
         ]
         return [
@@ -388,9 +388,9 @@ class Report:
         price = read_price(self._gpu_hour)
         hour = price[1] if price is not None else 0.0
         hit = total(metrics.sums(metrics.hit_tokens))
-        worth = Worth(saved / HOUR, hour)
+        worth = GpuSavings(saved / HOUR, hour)
         found: dict[str, NextGib] = {}
-        for place in cache.outlook.places if hit else ():
+        for place in cache.outlook.tiers if hit else ():
             now, more = (_known(cache.outlook.hit_ratio(place, factor)) for factor in (1, 2))
             if now is None or more is None:
                 continue
@@ -447,13 +447,13 @@ class History:
         after = bisect_right(self._rows, moment, key=itemgetter(0))
         return json.loads(self._rows[max(0, after - 1)][1]) if self._rows else None
 
-    def told(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         return {"names": [*Counters.__annotations__], "rows": [(at, row.decode()) for at, row in self._rows]}
 
-    def go_on(self, told: Mapping[str, Any]) -> None:
+    def restore(self, dumped: Mapping[str, Any]) -> None:
         """Begin with the rows of another server, unless it kept fewer counters in a row."""
-        if Counters.__annotations__.keys() <= {*told.get("names", ())}:
-            self._rows.extend((at, row.encode()) for at, row in told["rows"])
+        if Counters.__annotations__.keys() <= {*dumped.get("names", ())}:
+            self._rows.extend((at, row.encode()) for at, row in dumped["rows"])
 
     def to_json(self) -> bytes:
         """The rows, the oldest first, and the meaning of each reason for a miss and their groups."""

@@ -22,31 +22,31 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from lmtier import forks
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, log
 from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
 from lmtier.server import takeover, tracing
-from lmtier.server.access import Role, Wrong
+from lmtier.server.access import Role, WrongTokens
 from lmtier.server.commands import Caller, Command, Refused
 from lmtier.server.connection import Connection, HttpConnection
+from lmtier.server.connection_table import ConnectionTable
 from lmtier.server.dispatch import Dispatch
-from lmtier.server.engines import Engines
+from lmtier.server.engines import EngineVerbs
 from lmtier.server.engines.arguments import read_shard
-from lmtier.server.engines.sessions import Session
+from lmtier.server.engines.engine_sessions import EngineSession
 from lmtier.server.http import Http, forms, routes
 from lmtier.server.ledger import Ledger
-from lmtier.server.listening import Door, Doors, written
+from lmtier.server.listening import Listener, Listeners, format_address
 from lmtier.server.peers import peer_of
 from lmtier.server.process import allow_files, tell_systemd
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.info import info, settings
-from lmtier.server.redis.service import Service
+from lmtier.server.redis.service import ServerCommands
 from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
-from lmtier.server.roster import Roster
-from lmtier.server.takeover import Arrival, Departure, Predecessor
+from lmtier.server.takeover import ServerHandover, TakeoverReceiver, TakeoverSender
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.threads import RestingCollector
@@ -67,22 +67,24 @@ _TOO_MANY = b"-ERR max number of clients reached\r\n"
 class Server:
     """The constructor opens everything, so that errors are reported at once; `run` serves."""
 
-    def __init__(self, config: Config, serving: Serving, predecessor: Predecessor | None = None) -> None:
+    def __init__(
+        self, config: Config, serving: ServerConfig, predecessor: TakeoverReceiver | None = None
+    ) -> None:
         """`predecessor`: the running server from which this one takes over."""
         self.serving = serving
-        self._doors = Doors(serving)
-        self.where = self._doors.where
+        self._listeners = Listeners(serving)
+        self.addresses = self._listeners.addresses
         """The kind and the address of each listener."""
-        self._places = allow_files(serving.clients)
+        self._max_connections = allow_files(serving.clients)
         self._tracing = tracing.start()
         self._started = time.monotonic()
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         forks.call_in_child(self)
-        self._epoll.register(self._bell, select.EPOLLIN)
-        self._roster = Roster()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._connections = ConnectionTable()
         self._masks: dict[int, int] = {}
-        self._waiting: set[Connection | HttpConnection] = set()
+        self._resumable: set[Connection | HttpConnection] = set()
         """The connections whose answer has to wait, or whose turn was cut."""
         self._ledger = Ledger()
         self._ids = count(1)
@@ -107,8 +109,8 @@ class Server:
             )
         # Before the cache, so that an address in use is reported before any tier is opened.
         self._predecessor = predecessor
-        arrival = predecessor.go() if predecessor is not None else None
-        self._doors.open(arrival.doors if arrival else None)
+        arrival = predecessor.receive() if predecessor is not None else None
+        self._listeners.open(arrival.listeners if arrival else None)
         try:
             if serving.request_log:
                 self._log = RequestLog(serving.request_log, config.chunk_tokens, metrics)
@@ -117,28 +119,28 @@ class Server:
                 metrics=metrics,
                 wait_until_warm=False,
                 shared=bool(serving.unix),
-                wake=self._ring,
+                wake=self._wake,
                 is_record=is_value,
-                heritage=arrival.heritage if arrival else None,
+                handover=arrival.handover if arrival else None,
             )
         except BaseException:
-            self._doors.leave() if arrival else self._doors.close()
+            self._listeners.close_after_takeover() if arrival else self._listeners.close()
             if self._log is not None:
                 self._log.close()
             raise
         self._values = Values(self.cache)
         self._transactions = Transactions(self._values)
-        self._engines = Engines(self.cache, self._log, self._tracing)
-        heritage = arrival.heritage if arrival else None
-        sessions = self._engines.resume(heritage) if heritage else []
+        self._engines = EngineVerbs(self.cache, self._log, self._tracing)
+        handover = arrival.handover if arrival else None
+        sessions = self._engines.restore_sessions(handover) if handover else []
         self._publish()
-        self._wrong = Wrong(metrics)
-        service = Service(
-            tokens=lambda: self._doors.tokens,
+        self._wrong = WrongTokens(metrics)
+        service = ServerCommands(
+            tokens=lambda: self._listeners.tokens,
             wrong=self._wrong,
-            info=lambda: info(self.cache, serving, self._report, self._roster, self._values),
+            info=lambda: info(self.cache, serving, self._report, self._connections, self._values),
             settings=lambda: settings(self.cache, serving),
-            present=self._roster.present,
+            present=self._connections.connected_clients,
             kill=self._kill,
         )
         table: dict[bytes, Command] = {
@@ -148,39 +150,39 @@ class Server:
             b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1),
             b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1),
         }
-        self._departure = Departure(
+        self._takeover_sender = TakeoverSender(
             self.cache,
             self._engines,
-            self._roster,
-            self._doors,
+            self._connections,
+            self._listeners,
             lambda fd: self._epoll.register(fd, select.EPOLLIN),
             self._give_turn,
             lambda: self._transactions.are_running,
-            lambda: self._report.told(),
+            lambda: self._report.dump(),
         )
-        table[b"LMTIER.TAKEOVER"] = self._departure.command()
+        table[b"LMTIER.TAKEOVER"] = self._takeover_sender.command()
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
         self._report = Report(
             self.cache,
-            self._roster.clients,
+            self._connections.clients,
             self._started,
             most_clients=serving.clients,
             gpu_hour=serving.gpu_hour,
         )
         self._http = Http(
             routes(self.cache, self._report, self._engines.explain),
-            lambda: self._doors.tokens,
-            partial(self._wrong.met, "http"),
+            lambda: self._listeners.tokens,
+            partial(self._wrong.register, "http"),
             (*serving.http_names.replace(",", " ").split(), socket.gethostname()),
             forms(self.cache),
         )
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         if arrival is not None:
-            self._resume(arrival, sessions)
+            self._restore_connections(arrival, sessions)
         metrics.clients_remember.set_function(lambda: self._ledger.total)
         for kind in ("redis", "engine", "http"):
-            metrics.clients.labels(kind).set_function(partial(self._roster.of_kind, kind))
+            metrics.clients.labels(kind).set_function(partial(self._connections.of_kind, kind))
 
     def _publish(self) -> None:
         serving = self.serving
@@ -199,8 +201,8 @@ class Server:
         except BaseException:
             self._finish()
             raise
-        self.where += self._publisher.where
-        for what, address in self._publisher.where:
+        self.addresses += self._publisher.address
+        for what, address in self._publisher.address:
             if not address.startswith(("ipc:", "tcp://127.", "tcp://[::1]")):
                 log.warning(
                     "lmtier: every host that can reach %s=%s can read keys, and the tokens that engines send",
@@ -208,32 +210,39 @@ class Server:
                     address,
                 )
 
-    def _resume(self, arrival: Arrival, sessions: list[Session]) -> None:
+    def _restore_connections(self, arrival: ServerHandover, sessions: list[EngineSession]) -> None:
         """Go on with the connections of another process."""
-        for fd, told in arrival.clients:
+        for fd, dumped in arrival.connections:
             sock = socket.socket(fileno=fd)
             forks.close_in_child(sock)
-            caller = Caller(next(self._ids), told["address"], told["is_local"], role=Role(told["role"]))
-            caller.resp3, caller.name, caller.kind = told["resp3"], told["name"], told["kind"]
+            caller = Caller(next(self._ids), dumped["address"], dumped["is_local"], role=Role(dumped["role"]))
+            caller.resp3, caller.name, caller.kind = dumped["resp3"], dumped["name"], dumped["kind"]
             # By these settings, not by those of the process before. Without a token, who it is decides.
-            caller.foreign = self._doors.why_foreign("unix" if caller.is_local else "redis", sock)
-            if not self._doors.tokens:
-                caller.role = self._doors.tokens.without(caller.foreign, is_local=caller.is_local)
-            caller.asked, caller.peer = told["asked"], told["peer"] and (told["peer"][0], told["peer"][1])
-            if told["session"] is not None:
-                caller.session = sessions[told["session"]]
-                caller.session.members[caller] = read_shard(told["shard"]) if told["shard"] else None
+            caller.foreign_reason = self._listeners.why_foreign("unix" if caller.is_local else "redis", sock)
+            if not self._listeners.tokens:
+                caller.role = self._listeners.tokens.role_without_token(
+                    caller.foreign_reason, is_local=caller.is_local
+                )
+            caller.command_count, caller.peer = (
+                dumped["asked"],
+                dumped["peer"] and (dumped["peer"][0], dumped["peer"][1]),
+            )
+            if dumped["session"] is not None:
+                caller.engine_session = sessions[dumped["session"]]
+                caller.engine_session.members[caller] = (
+                    read_shard(dumped["shard"]) if dumped["shard"] else None
+                )
             connection = Connection(self._dispatch, sock, caller)
             self._begin(connection)
-            connection.resume(told)
-            self._look(connection)
-        self._values.resume()
-        facts = arrival.heritage.books.facts
-        took = takeover.count(self.cache.metrics, facts)
-        self._report.go_on(facts.get("report", {}))
+            connection.restore(dumped)
+            self._update_events(connection)
+        self._values.restore_expiries()
+        facts = arrival.handover.file.facts
+        took = takeover.restore_metrics(self.cache.metrics, facts)
+        self._report.restore(facts.get("report", {}))
         log.info(
             "lmtier: takes over from a server of version %s with %d chunks and %d connections, after %.0f ms",
-            *(facts["version"], len(self.cache.index), len(arrival.clients)),
+            *(facts["version"], len(self.cache.index), len(arrival.connections)),
             1000 * took,
         )
 
@@ -243,12 +252,12 @@ class Server:
         """Serve until `stop` or a signal; then finish, and close the cache."""
         if self._predecessor is not None:
             try:
-                self._predecessor.take()
+                self._predecessor.commit_takeover()
             except BaseException:
-                self._leave()
+                self._exit_after_takeover()
                 raise
-            self.cache.taken()
-        for fd in self._doors.by_fd:
+            self.cache.complete_takeover()
+        for fd in self._listeners.by_fd:
             self._epoll.register(fd, select.EPOLLIN)
         tell_systemd("READY=1")
         tick, has_left = 0.0, False
@@ -256,46 +265,52 @@ class Server:
         self._ran = time.thread_time()
         try:
             while not self._is_done():
-                is_soon = self._waiting or self._transactions.are_running or self._departure.is_under_way
+                is_soon = (
+                    self._resumable or self._transactions.are_running or self._takeover_sender.is_under_way
+                )
                 timeout = _SOON if is_soon else _TICK
-                if self._transactions.goes_on or self._expires or any(each.is_cut for each in self._waiting):
+                if (
+                    self._transactions.goes_on
+                    or self._expires
+                    or any(each.needs_turn for each in self._resumable)
+                ):
                     timeout = 0
                 for fd, mask in self._epoll.poll(timeout):
                     self._event(fd, mask)
-                    if self._ledger.is_over:
-                        self._shed()
+                    if self._ledger.is_over_limit:
+                        self._close_largest_clients()
                 self.cache.step()
                 self._transactions.turn()
                 if self._expires:
                     self._expires = self._values.expire()
                 if self._publisher is not None:
                     self._publisher.turn()
-                for connection in [each for each in self._waiting if each.is_open]:
-                    connection.hear() if connection.is_cut else connection.go_on()
-                    self._look(connection)
-                    if self._ledger.is_over:
-                        self._shed()
-                if self._departure.turn():
+                for connection in [each for each in self._resumable if each.is_open]:
+                    connection.read_and_run() if connection.needs_turn else connection.run_and_send()
+                    self._update_events(connection)
+                    if self._ledger.is_over_limit:
+                        self._close_largest_clients()
+                if self._takeover_sender.turn():
                     has_left = True
                     return
                 if (now := time.monotonic()) >= tick:
                     tick = now + _TICK
-                    self._look_after(now)
+                    self._tick(now)
         finally:
-            self._leave() if has_left else self._finish()
+            self._exit_after_takeover() if has_left else self._finish()
 
     def stop(self) -> None:
         """Finish running requests within the grace period, then stop. A signal handler may call it."""
         if self._stop_at is None:
             self._stop_at = time.monotonic() + self.serving.grace
-        self._ring()
+        self._wake()
 
     def obey_signals(self) -> None:
         """SIGTERM and SIGINT stop the server. SIGHUP reads the tokens and the certificates again."""
 
         def hang_up(*_: object) -> None:
             self._reload = True
-            self._ring()
+            self._wake()
 
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
         signal.signal(signal.SIGINT, lambda *_: self.stop())
@@ -304,130 +319,132 @@ class Server:
     def forked(self) -> None:
         """In a child: only the parent continues to serve."""
         self._epoll.close()
-        bell, self._bell = self._bell, -1
+        bell, self._wake_fd = self._wake_fd, -1
         os.close(bell)
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         with suppress(OSError):  # it is set already, or closed
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def _event(self, fd: int, mask: int) -> None:
-        if fd == self._bell:
+        if fd == self._wake_fd:
             with suppress(BlockingIOError):
                 os.eventfd_read(fd)
-        elif (connection := self._roster.by_fd.get(fd)) is not None:
+        elif (connection := self._connections.by_fd.get(fd)) is not None:
             if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                connection.hear() if connection.wants_input else self._died(connection, mask)
+                connection.read_and_run() if connection.wants_input else self._close_if_hung_up(
+                    connection, mask
+                )
             if mask & select.EPOLLOUT and connection.is_open:
-                connection.go_on()
-            self._look(connection)
-        elif (door := self._doors.by_fd.get(fd)) is not None:
+                connection.run_and_send()
+            self._update_events(connection)
+        elif (door := self._listeners.by_fd.get(fd)) is not None:
             self._accept(door)
 
     def _give_turn(self, connection: Connection) -> None:
-        connection.hear() if connection.wants_input else connection.go_on()
-        self._look(connection)
+        connection.read_and_run() if connection.wants_input else connection.run_and_send()
+        self._update_events(connection)
 
     def _kill(self, number: int) -> bool:
         """Close a client's connection. False: there is none of this number."""
-        connection = self._roster.find(number)
+        connection = self._connections.find(number)
         if connection is None:
             return False
         caller = connection.caller
-        if caller.session is not None and caller.is_local:
+        if caller.engine_session is not None and caller.is_local:
             raise Refused("ERR an engine on this host maps the memory and may be copying: stop the engine")
         connection.close()
-        self._look(connection)
+        self._update_events(connection)
         return True
 
     @staticmethod
-    def _died(connection: Connection | HttpConnection, mask: int) -> None:
+    def _close_if_hung_up(connection: Connection | HttpConnection, mask: int) -> None:
         """Whether a connection has ended from which nothing is read at present."""
         if mask & (select.EPOLLHUP | select.EPOLLERR):
             connection.close()
 
-    def _look(self, connection: Connection | HttpConnection) -> None:
+    def _update_events(self, connection: Connection | HttpConnection) -> None:
         """After an event of a connection: register the events that it waits for next."""
         fd = connection.fd
-        if self._roster.by_fd.get(fd) is not connection:
+        if self._connections.by_fd.get(fd) is not connection:
             return
         if not connection.is_open:
             self._forget(fd, connection)
             return
         mask = (select.EPOLLIN if connection.wants_input else 0) | (
-            select.EPOLLOUT if connection.waits else 0
+            select.EPOLLOUT if connection.unsent_bytes else 0
         )
         if mask != self._masks[fd]:
             self._epoll.modify(fd, mask)
             self._masks[fd] = mask
-        self._see(connection)
-        self._ledger.note(connection, connection.held)
+        self._update_trust(connection)
+        self._ledger.note(connection, connection.held_bytes)
         # An engine that maps the slab cannot be closed and has its own bound. Others do not pay for it.
-        if (session := connection.caller.session) is not None and not connection.caller.is_local:
-            self._ledger.note(session, session.held)
-        goes_on = connection.is_waiting or connection.is_cut
-        (self._waiting.add if goes_on else self._waiting.discard)(connection)
+        if (session := connection.caller.engine_session) is not None and not connection.caller.is_local:
+            self._ledger.note(session, session.held_bytes)
+        goes_on = connection.is_waiting or connection.needs_turn
+        (self._resumable.add if goes_on else self._resumable.discard)(connection)
 
     def _forget(self, fd: int, connection: Connection | HttpConnection) -> None:
         del self._masks[fd]
-        self._roster.left(connection)
-        self._waiting.discard(connection)
+        self._connections.remove(connection)
+        self._resumable.discard(connection)
         self._ledger.note(connection, 0)
-        session: Session | None = connection.caller.session
+        session: EngineSession | None = connection.caller.engine_session
         if isinstance(connection, Connection):
-            self._transactions.gone(connection.caller)
+            self._transactions.drop_client(connection.caller)
             if not self._report.stopping:
                 # The server closes it, but the engine may still be copying. So its extents are not used
                 # again.
-                self._engines.gone(connection.caller)
+                self._engines.on_disconnect(connection.caller)
         if session is not None and not session.members:
             self._ledger.note(session, 0)
 
-    def _shed(self) -> None:
+    def _close_largest_clients(self) -> None:
         """Close the clients for which most is remembered, until all of it is well below the bound."""
-        connections = {each.caller: each for each in self._roster}
+        connections = {each.caller: each for each in self._connections}
         for holder in self._ledger.largest():
-            if self._ledger.is_low:
+            if self._ledger.is_well_below_limit:
                 return
-            callers = holder.members if isinstance(holder, Session) else (holder.caller,)  # type: ignore[attr-defined]
+            callers = holder.members if isinstance(holder, EngineSession) else (holder.caller,)  # type: ignore[attr-defined]
             for each in [connections[each] for each in callers if each in connections]:
-                if _is_engine(each):
+                if _maps_slab(each):
                     continue
                 log.warning("lmtier: %s was closed: it makes the server remember most", each.caller.address)
                 each.close()
-                self._look(each)
+                self._update_events(each)
                 self.cache.metrics.clients_shed.inc()
 
     def _entries(self) -> int:
         return sum(map(len, self.cache.indexes.values()))
 
-    def _look_after(self, now: float) -> None:
+    def _tick(self, now: float) -> None:
         patience = self.serving.patience
-        if now - max(self.cache.room.no_room_at, self._values.no_room_at) < _HURRY:
+        if now - max(self.cache.memory.no_room_at, self._values.no_room_at) < _HURRY:
             patience = min(patience, _HURRY)
-        for connection in self._roster:
+        for connection in self._connections:
             # A client may pause in the middle of MULTI, as long as no request needs the room of its values.
-            is_idle = patience > _HURRY or connection.caller.queue is None
+            is_idle = patience > _HURRY or connection.caller.multi_queue is None
             # A client without a token must not keep a place for ever that others need.
-            is_busy = connection.is_in_the_middle() or not is_idle or connection.is_stranger
-            if not _is_engine(connection) and connection.is_stuck(now, patience, is_busy):
+            is_busy = connection.is_receiving() or not is_idle or connection.is_unauthenticated
+            if not _maps_slab(connection) and connection.is_stuck(now, patience, is_busy):
                 address = connection.caller.address
-                if connection.has_begun:
+                if connection.is_mid_request:
                     log.warning("lmtier: %s stopped in the middle of a request and was closed", address)
                 connection.close()
-                self._look(connection)
-        for fd in self._doors.by_fd:
+                self._update_events(connection)
+        for fd in self._listeners.by_fd:
             with suppress(FileExistsError):  # it may have been unregistered when no file could be opened
                 self._epoll.register(fd, select.EPOLLIN)
         self._expires = True
-        self._roster.sample()
+        self._connections.sample()
         # Here, because only the thread itself can read its CPU time.
         ran, self._ran = self._ran, time.thread_time()
         self.cache.metrics.owner_seconds.inc(self._ran - ran)
         if self._ran - ran < _RESTING:
             self._collector.rest(self._entries())
         linger = self.serving.linger
-        if linger <= 0 or self._roster.of_kind("engine"):  # to count thousands of clients takes a while
+        if linger <= 0 or self._connections.of_kind("engine"):  # to count thousands of clients takes a while
             self._alone_since = now
         elif now - self._alone_since > linger:
             log.info("lmtier: there was no engine for %.0f s", linger)
@@ -435,7 +452,7 @@ class Server:
         self._report.sample()
         if self._reload:
             self._reload = False
-            self._doors.read_secrets_again()
+            self._listeners.read_secrets_again()
 
     # ---- the end
 
@@ -447,34 +464,34 @@ class Server:
             tell_systemd("STOPPING=1")
             log.info("lmtier: stopping; running requests have %.0f s to finish", self.serving.grace)
             self._close_doors()
-            self._departure.stop()
+            self._takeover_sender.stop()
         late = time.monotonic() > self._stop_at
-        for connection in self._roster:
+        for connection in self._connections:
             if connection.is_idle or late:
                 connection.close()
-                self._look(connection)
-        return late or not (self._roster or self._transactions.are_running)
+                self._update_events(connection)
+        return late or not (self._connections or self._transactions.are_running)
 
     def _close_doors(self) -> None:
-        for fd in self._doors.by_fd:
+        for fd in self._listeners.by_fd:
             with suppress(OSError):
                 self._epoll.unregister(fd)
-        self._doors.close()
+        self._listeners.close()
 
-    def _leave(self) -> None:
+    def _exit_after_takeover(self) -> None:
         """Another process serves: end without a change to what is its own now."""
-        tell_systemd(f"STOPPING=1\nMAINPID={self._departure.pid or os.getpid()}")
-        self._doors.leave()
-        for connection in self._roster:
+        tell_systemd(f"STOPPING=1\nMAINPID={self._takeover_sender.pid or os.getpid()}")
+        self._listeners.close_after_takeover()
+        for connection in self._connections:
             connection.sock.close()
-        self.cache.leave()
+        self.cache.close_after_handover()
         self._close_rest(1.0)
 
     def _finish(self) -> None:
         self._close_doors()
-        for connection in self._roster:
+        for connection in self._connections:
             connection.close()
-            self._look(connection)
+            self._update_events(connection)
         self._transactions.close()
         until = max(self._stop_at or 0.0, time.monotonic() + 1.0)
         self.cache.close(timeout=until - time.monotonic())
@@ -488,29 +505,29 @@ class Server:
         if self._log is not None:
             self._log.close()
         self._epoll.close()
-        bell, self._bell = self._bell, -1  # a thread that hangs in its storage may still use it
+        bell, self._wake_fd = self._wake_fd, -1  # a thread that hangs in its storage may still use it
         os.close(bell)
 
     # ---- new connections
 
-    def _accept(self, door: Door) -> None:
+    def _accept(self, door: Listener) -> None:
         for _ in range(_ACCEPTS):
             if self._must_wait(door.kind):
-                self._epoll.unregister(door.listener.fileno())  # until the next tick
+                self._epoll.unregister(door.sock.fileno())  # until the next tick
                 return
             try:
-                sock, address = door.listener.accept()
+                sock, address = door.sock.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     log.error("lmtier: cannot accept new connections for now: %s", error.strerror)
-                    self._epoll.unregister(door.listener.fileno())  # until the next tick
+                    self._epoll.unregister(door.sock.fileno())  # until the next tick
                 return
-            self._roster.accepted += 1
+            self._connections.accepted += 1
             if not self._find_place(door.kind):
                 log.warning(
                     "lmtier: %s was refused, because %d clients are connected: close some, or raise "
                     "serve.clients",
-                    *(written(address) or "a client", len(self._roster)),
+                    *(format_address(address) or "a client", len(self._connections)),
                 )
                 with suppress(OSError):
                     sock.setblocking(False)
@@ -518,7 +535,7 @@ class Server:
                 sock.close()
                 continue
             try:
-                self._begin(self._welcomed(door.kind, sock, written(address)))
+                self._begin(self._make_connection(door.kind, sock, format_address(address)))
             except OSError as error:  # it was closed again
                 log.debug("lmtier: %s disconnected before it was served: %s", address, error)
                 sock.close()
@@ -528,22 +545,22 @@ class Server:
 
         Some are kept for the Unix socket and for those who have shown a token.
         """
-        places, unknown = self._places, len(self._roster.unknown)
+        places, unknown = self._max_connections, len(self._connections.unknown)
         kept = max(places > 1, places // _KEPT)
-        return len(self._roster) >= places or (kind != "unix" and unknown >= places - kept)
+        return len(self._connections) >= places or (kind != "unix" and unknown >= places - kept)
 
     def _must_wait(self, kind: str) -> bool:
         """Whether new clients wait in the kernel's queue, so that those before them can show their tokens."""
-        stranger = self._roster.stranger
+        stranger = self._connections.oldest_unauthenticated
         if kind == "unix" or stranger is None or not self._is_full(kind):
             return False
-        return time.monotonic() - stranger.began < _TO_SHOW
+        return time.monotonic() - stranger.opened_at < _TO_SHOW
 
     def _find_place(self, kind: str) -> bool:
         """Whether a new client gets a place. If all are taken, the stranger that came first loses its own."""
         if not self._is_full(kind):
             return True
-        stranger = self._roster.stranger
+        stranger = self._connections.oldest_unauthenticated
         if stranger is None:
             return False
         log.warning(
@@ -551,38 +568,40 @@ class Server:
             stranger.caller.address,
         )
         stranger.close()
-        self._look(stranger)
+        self._update_events(stranger)
         return True
 
-    def _welcomed(self, kind: str, sock: socket.socket, address: str) -> Connection | HttpConnection:
-        caller = Caller(next(self._ids), address, foreign=self._doors.why_foreign(kind, sock))
+    def _make_connection(self, kind: str, sock: socket.socket, address: str) -> Connection | HttpConnection:
+        caller = Caller(next(self._ids), address, foreign_reason=self._listeners.why_foreign(kind, sock))
         if kind == "unix":
             caller.address, caller.is_local, caller.peer = address or kind, True, peer_of(sock)
         else:
-            sock = self._doors.secured(sock)
+            sock = self._listeners.secured(sock)
         forks.close_in_child(sock)
         if kind == "http":
             caller.kind, caller.role = kind, Role.NONE  # its token comes with each request
-            return HttpConnection(sock, self._http.conversation(address, caller.foreign), caller)
-        caller.role = self._doors.tokens.without(caller.foreign, is_local=caller.is_local)
+            return HttpConnection(sock, self._http.conversation(address, caller.foreign_reason), caller)
+        caller.role = self._listeners.tokens.role_without_token(
+            caller.foreign_reason, is_local=caller.is_local
+        )
         return Connection(self._dispatch, sock, caller)
 
     def _begin(self, connection: Connection | HttpConnection) -> None:
-        self._roster.came(connection)
+        self._connections.add(connection)
         self._masks[connection.fd] = select.EPOLLIN
-        self._see(connection)
+        self._update_trust(connection)
         self._epoll.register(connection.fd, select.EPOLLIN)
 
-    def _see(self, connection: Connection | HttpConnection) -> None:
+    def _update_trust(self, connection: Connection | HttpConnection) -> None:
         """Note what the client has shown until now."""
         caller = connection.caller
-        has_shown = caller.role > self._doors.tokens.without(caller.foreign)
-        self._roster.see(connection, is_known=bool(caller.role) and (caller.is_local or has_shown))
+        has_shown = caller.role > self._listeners.tokens.role_without_token(caller.foreign_reason)
+        self._connections.set_trust(connection, is_known=bool(caller.role) and (caller.is_local or has_shown))
 
 
-def _is_engine(connection: Connection | HttpConnection) -> bool:
+def _maps_slab(connection: Connection | HttpConnection) -> bool:
     """Whether it must not be closed: its extents stay until it releases them, and it closes its socket then.
 
     An engine that does not map the slab has no extents to release.
     """
-    return connection.caller.session is not None and connection.caller.is_local
+    return connection.caller.engine_session is not None and connection.caller.is_local

@@ -41,7 +41,7 @@ def change(cache: Cache, given: Mapping[str, str]) -> list[str]:
         else:
             label, _, option = name.partition(".")
             number = labels.index(label)
-            was = _shown(getattr(config.stores[number], option))
+            was = _shown(getattr(config.cache_tiers[number], option))
             urls[number] = with_option(urls[number], option, value)
         lines.append(f"{name}: {was} -> {value}")
     if urls != list(config.tiers):

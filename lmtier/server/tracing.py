@@ -101,7 +101,7 @@ class Tracing:
 
     def matched(self, number: int, began: int, match: Match, engine: str) -> None:
         self._open[number] = _Times(engine, began, time.time_ns())
-        self.told(number, match)
+        self.reply_sent(number, match)
 
     def wanted(self, number: int, match: Match) -> None:
         """The engine wants the found chunks loaded."""
@@ -109,10 +109,10 @@ class Tracing:
         if times is not None and not times.wanted:
             times.wanted, times.below = time.time_ns(), match.chunks - len(match.run)
 
-    def told(self, number: int, match: Match) -> None:
+    def reply_sent(self, number: int, match: Match) -> None:
         """The engine gets the state of its match."""
         times = self._open.get(number)
-        if times is not None and match.ready and not times.arrived:
+        if times is not None and match.is_ready and not times.arrived:
             times.arrived = time.time_ns()
 
     def released(self, number: int, match: Match) -> None:
@@ -126,7 +126,7 @@ class Tracing:
         self._span("match", times, times.began, times.answered, {**asked, **found})
         arrived = times.arrived or now
         if times.wanted and times.below:
-            cut = {"lmtier.cut": match.cut} if match.cut else {}
+            cut = {"lmtier.cut": match.cut_reason} if match.cut_reason else {}
             below = {tier: count for tier, count in found.items() if not tier.endswith(f".{CPU}")}
             self._span("prefetch", times, times.wanted, arrived, {**below, **cut})
         if match.chunks and times.arrived:
@@ -140,7 +140,7 @@ class Tracing:
     def stored(self, number: int, reservation: Reservation) -> None:
         """The last shard of the reservation was committed or aborted."""
         if (times := self._open.pop(number, None)) is not None:
-            nbytes = sum(entry.form.at_rest for entry in reservation.entries.values())
+            nbytes = sum(entry.form.stored_bytes for entry in reservation.entries.values())
             facts = {"lmtier.chunks": len(reservation.entries), "lmtier.bytes": nbytes}
             if reservation.aborted:
                 facts["lmtier.aborted"] = True

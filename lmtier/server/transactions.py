@@ -21,22 +21,22 @@ from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
 from lmtier.server.commands import (
+    ALREADY_SENT,
     NO_ROOM,
     OK,
     PAUSE,
     Argument,
     Caller,
     Command,
-    Nothing,
     Payload,
+    PendingAnswer,
     Refused,
     Table,
-    Waiting,
     error_of,
 )
-from lmtier.server.ledger import NAME
+from lmtier.server.ledger import WATCHED_NAME_OVERHEAD
 from lmtier.server.values import Draft, Values, Watch
-from lmtier.wire.commands import DROP
+from lmtier.wire.command_reader import DROP
 from lmtier.wire.resp import Error, NullArray, Simple, encode
 
 MAX_QUEUE = 16 << 20
@@ -61,12 +61,12 @@ class _Step(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Queue:
+class MultiQueue:
     """The commands of a client since MULTI."""
 
     steps: list[_Step] = field(default_factory=list)
     nbytes: int = 0
-    is_spoiled: bool = False
+    is_aborted: bool = False
     """One of its commands was refused, so EXEC is refused too."""
 
 
@@ -76,7 +76,7 @@ class _Transaction:
     steps: list[_Step]
     watch: Watch | None
     names: set[bytes]
-    is_of_all: bool
+    writes_any_name: bool
     """It may write any name, as FLUSHALL does."""
     number: int
     asked: int
@@ -84,14 +84,14 @@ class _Transaction:
     run: Generator[bytes | None, None, None] | None = None
     answers: Answers = field(default_factory=deque)
     nbytes: int = 0
-    is_over: bool = False
-    is_off: bool = False
+    is_done: bool = False
+    was_cancelled: bool = False
     """It did not run, because a watched name had changed."""
-    is_alone: bool = False
+    has_no_reader: bool = False
     """Its client has left, so its answers are dropped."""
 
-    def meets(self, names: Iterable[bytes], is_of_all: bool) -> bool:
-        return self.is_of_all or is_of_all or not self.names.isdisjoint(names)
+    def conflicts_with(self, names: Iterable[bytes], is_of_all: bool) -> bool:
+        return self.writes_any_name or is_of_all or not self.names.isdisjoint(names)
 
 
 class Transactions:
@@ -124,23 +124,23 @@ class Transactions:
     def are_running(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def held(self, caller: Caller) -> int:
+    def held_bytes(self, caller: Caller) -> int:
         """The bytes of what is queued, watched and answered for a client."""
-        nbytes = 0 if caller.queue is None else caller.queue.nbytes
+        nbytes = 0 if caller.multi_queue is None else caller.multi_queue.nbytes
         if caller.watch is not None:
-            nbytes += NAME * len(caller.watch.keys)
+            nbytes += WATCHED_NAME_OVERHEAD * len(caller.watch.keys)
         running: _Transaction | None = caller.transaction
         return nbytes if running is None else nbytes + running.asked + running.nbytes
 
     # ---- called by the server for each command
 
-    def takes(self, caller: Caller, name: bytes) -> bool:
+    def must_queue(self, caller: Caller, name: bytes) -> bool:
         """Whether this command is queued for EXEC."""
-        return caller.queue is not None and name not in _AT_ONCE
+        return caller.multi_queue is not None and name not in _AT_ONCE
 
-    def keep(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> object:
-        queue: Queue = caller.queue
-        if queue.is_spoiled:
+    def queue_command(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> object:
+        queue: MultiQueue = caller.multi_queue
+        if queue.is_aborted:
             return QUEUED
         refused: Error | None = None
         queue.nbytes += sum(_EACH // 4 + (len(arg) if isinstance(arg, bytes) else 0) for arg in args) + _EACH
@@ -151,17 +151,17 @@ class Transactions:
         elif queue.nbytes > MAX_QUEUE:
             refused = Error(f"ERR the commands of a transaction take {MAX_QUEUE} bytes at most here")
         if refused is not None:
-            self.spoil(caller)
+            self.mark_aborted(caller)
             return refused
         queue.steps.append(_Step(command, args, caller.drafts))
         caller.drafts = []
         return QUEUED
 
-    def spoil(self, caller: Caller) -> None:
+    def mark_aborted(self, caller: Caller) -> None:
         """A command was refused."""
-        if caller.queue is not None:
-            self._drop(caller.queue.steps)
-            caller.queue.is_spoiled = True
+        if caller.multi_queue is not None:
+            self._drop(caller.multi_queue.steps)
+            caller.multi_queue.is_aborted = True
 
     def run(self, caller: Caller, command: Command, args: list[Argument]) -> Any:
         """The answer of a command, or a generator that waits for it.
@@ -172,20 +172,20 @@ class Transactions:
         is_write = "write" in command.flags
         if self._running or (is_write and (self._writing or self._turns or self._waiting)):
             names, number = set(_names(command, args)), next(self._numbers)
-            if (names or command.is_of_all) and self._meets(command, names, number):
-                return self._behind(caller, command, args, names, number)
+            if (names or command.writes_any_name) and self._must_wait(command, names, number):
+                return self._wait_then_start(caller, command, args, names, number)
         return self._start(caller, command, args)
 
-    def _meets(self, command: Command, names: set[bytes], number: int) -> bool:
+    def _must_wait(self, command: Command, names: set[bytes], number: int) -> bool:
         """Whether one of these names is in use now or, before a write, waited for since before `number`."""
         if "write" in command.flags:
             is_written = not self._writing.isdisjoint(names)
             if is_written or self._is_waited_for(names, number):
                 return True
             earlier = (each for each in self._waiting if each.number < number)
-            if any(each.meets(names, command.is_of_all) for each in earlier):
+            if any(each.conflicts_with(names, command.writes_any_name) for each in earlier):
                 return True
-        return any(each.meets(names, command.is_of_all) for each in self._running)
+        return any(each.conflicts_with(names, command.writes_any_name) for each in self._running)
 
     def _is_waited_for(self, names: set[bytes], number: int, *, is_of_all: bool = False) -> bool:
         """Whether a write that came before `number` waits to write one of these names."""
@@ -196,13 +196,13 @@ class Transactions:
                 return True
         return False
 
-    def _behind(
+    def _wait_then_start(
         self, caller: Caller, command: Command, args: list[Argument], names: set[bytes], number: int
-    ) -> Waiting:
+    ) -> PendingAnswer:
         if "write" in command.flags:
-            self._turns[number] = None if command.is_of_all else names
+            self._turns[number] = None if command.writes_any_name else names
         try:
-            while self._meets(command, names, number):
+            while self._must_wait(command, names, number):
                 yield None
         finally:
             self._turns.pop(number, None)
@@ -220,7 +220,7 @@ class Transactions:
             return stop.value
         return self._hold(set(_names(command, args)), part, answer)
 
-    def _hold(self, names: set[bytes], part: bytes | Payload | None, writing: Waiting) -> Waiting:
+    def _hold(self, names: set[bytes], part: bytes | Payload | None, writing: PendingAnswer) -> PendingAnswer:
         self._writing |= names
         try:
             with closing(writing):
@@ -229,9 +229,9 @@ class Transactions:
         finally:
             self._writing -= names
 
-    def gone(self, caller: Caller) -> None:
+    def drop_client(self, caller: Caller) -> None:
         """The client has left, or was reset: drop everything of it except a running transaction."""
-        queue, caller.queue = caller.queue, None
+        queue, caller.multi_queue = caller.multi_queue, None
         if queue is not None:
             self._drop(queue.steps)
         self._forget_watch(caller)
@@ -239,19 +239,19 @@ class Transactions:
     # ---- the commands
 
     def _multi(self, caller: Caller, args: list[Argument]) -> object:
-        if caller.queue is not None:
+        if caller.multi_queue is not None:
             return Error("ERR MULTI calls can not be nested")
-        caller.queue = Queue()
+        caller.multi_queue = MultiQueue()
         return OK
 
     def _discard(self, caller: Caller, args: list[Argument]) -> object:
-        if caller.queue is None:
+        if caller.multi_queue is None:
             return Error("ERR DISCARD without MULTI")
-        self.gone(caller)
+        self.drop_client(caller)
         return OK
 
     def _watch(self, caller: Caller, args: list[Argument]) -> object:
-        if caller.queue is not None:
+        if caller.multi_queue is not None:
             return Error("ERR WATCH inside MULTI is not allowed")
         watch: Watch = caller.watch or Watch()
         caller.watch = watch
@@ -268,34 +268,34 @@ class Transactions:
             self._values.unwatch(watch)
 
     def _exec(self, caller: Caller, args: list[Argument]) -> object:
-        queue, caller.queue = caller.queue, None
+        queue, caller.multi_queue = caller.multi_queue, None
         if queue is None:
             return Error("ERR EXEC without MULTI")
-        if queue.is_spoiled:
+        if queue.is_aborted:
             self._forget_watch(caller)
             return ABORTED
         watch, caller.watch = caller.watch, None
         names = {name for step in queue.steps for name in _names(step.command, step.args)}
-        is_of_all = any(step.command.is_of_all for step in queue.steps)
-        asked = queue.nbytes + (NAME * len(watch.keys) if watch is not None else 0)
+        is_of_all = any(step.command.writes_any_name for step in queue.steps)
+        asked = queue.nbytes + (WATCHED_NAME_OVERHEAD * len(watch.keys) if watch is not None else 0)
         transaction = _Transaction(caller, queue.steps, watch, names, is_of_all, next(self._numbers), asked)
         caller.transaction = transaction
         self._waiting.append(transaction)
         self.turn()
         return self._answers(transaction)
 
-    def _answers(self, transaction: _Transaction) -> Waiting:
+    def _answers(self, transaction: _Transaction) -> PendingAnswer:
         try:
-            while not transaction.is_over:
+            while not transaction.is_done:
                 yield None
-            if transaction.is_off:
+            if transaction.was_cancelled:
                 return NullArray
             yield b"*%d\r\n" % len(transaction.steps)
             while transaction.answers:
                 yield transaction.answers.popleft()
-            return Nothing
+            return ALREADY_SENT
         finally:
-            transaction.is_alone = True
+            transaction.has_no_reader = True
             transaction.caller.transaction = None
             _let_go(transaction.answers)
 
@@ -305,18 +305,22 @@ class Transactions:
         """Begin the transactions that may begin, and continue running ones, for the time of one turn."""
         before: list[_Transaction] = []
         for each in self._waiting:
-            if each.is_alone:  # its client left before it began, and nothing counts any more what it holds
+            if (
+                each.has_no_reader
+            ):  # its client left before it began, and nothing counts any more what it holds
                 self._drop(each.steps)
                 if each.watch is not None:
                     self._values.unwatch(each.watch)
                 continue
-            is_written = not self._writing.isdisjoint(each.names) or (each.is_of_all and bool(self._writing))
-            is_waited_for = self._is_waited_for(each.names, each.number, is_of_all=each.is_of_all)
+            is_written = not self._writing.isdisjoint(each.names) or (
+                each.writes_any_name and bool(self._writing)
+            )
+            is_waited_for = self._is_waited_for(each.names, each.number, is_of_all=each.writes_any_name)
             others = (*self._running, *before)
             if (
                 is_written
                 or is_waited_for
-                or any(other.meets(each.names, each.is_of_all) for other in others)
+                or any(other.conflicts_with(each.names, each.writes_any_name) for other in others)
             ):
                 before.append(each)  # later transactions with the same names must not overtake it
             else:
@@ -332,7 +336,7 @@ class Transactions:
                     self.goes_on = True
                     break
             else:
-                each.is_over, each.run = True, None
+                each.is_done, each.run = True, None
                 self._running.remove(each)
         if self._waiting and not (self._running or self._writing):
             self.goes_on = True
@@ -340,11 +344,11 @@ class Transactions:
     def _begin(self, transaction: _Transaction) -> None:
         watch = transaction.watch
         if watch is not None:
-            transaction.is_off = self._values.has_changed(watch)
+            transaction.was_cancelled = self._values.has_changed(watch)
             self._values.unwatch(watch)
-        if transaction.is_off:
+        if transaction.was_cancelled:
             self._drop(transaction.steps)
-            transaction.is_over = True
+            transaction.is_done = True
         else:
             transaction.run = self._run(transaction)
             self._running.append(transaction)
@@ -359,7 +363,7 @@ class Transactions:
                 said.append(encode(Error(f"ERR answers of more than {MAX_ANSWERS} bytes"), False))
             transaction.nbytes += nbytes
             transaction.answers += said
-            if transaction.is_alone:
+            if transaction.has_no_reader:
                 _let_go(transaction.answers)
             yield PAUSE
 
@@ -387,7 +391,7 @@ class Transactions:
         except GeneratorExit:
             _let_go(said)
             raise
-        if answer is not Nothing:
+        if answer is not ALREADY_SENT:
             said.append(answer if isinstance(answer, Payload) else encode(answer, caller.resp3))
         return said
 
@@ -408,7 +412,7 @@ class Transactions:
 
     def _drop_drafts(self, step: _Step) -> None:
         while step.drafts:
-            self._values.drop(step.drafts.pop())
+            self._values.discard_draft(step.drafts.pop())
 
 
 def _names(command: Command, args: list[Argument]) -> list[bytes]:
@@ -420,4 +424,4 @@ def _let_go(answers: Answers) -> None:
     while answers:
         answer = answers.popleft()
         if isinstance(answer, Payload):
-            answer.sent()
+            answer.on_sent()

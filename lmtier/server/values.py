@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match, Reservation, State
+from lmtier.core.match import EntryState, Match, Reservation
 from lmtier.errors import MisuseError
 from lmtier.format.keys import KEY_BYTES, VALUES, value_key
 from lmtier.format.layout import ChunkForm, LayerShape, Layout, Shard, form_of
@@ -46,7 +46,7 @@ T = TypeVar("T")
 Waiting: TypeAlias = "Generator[bytes | None, None, T]"
 
 
-class Mark(NamedTuple):
+class ValueInfo(NamedTuple):
     """The facts about a value without its bytes."""
 
     expires: int
@@ -57,7 +57,7 @@ class Mark(NamedTuple):
         return _MARK.pack(self.expires, self.nbytes) + self.name
 
     @classmethod
-    def parse(cls, mark: bytes) -> Mark | None:
+    def parse(cls, mark: bytes) -> ValueInfo | None:
         if len(mark) < _MARK.size:
             return None
         expires, nbytes = _MARK.unpack_from(mark)
@@ -76,7 +76,7 @@ class Draft:
 class Value:
     """A value in the slab, leased until it is released."""
 
-    mark: Mark
+    info: ValueInfo
     view: memoryview
     match: Match
 
@@ -87,7 +87,7 @@ class Watch:
 
     keys: dict[bytes, bool] = field(default_factory=dict)
     """The watched keys, and whether each existed."""
-    is_over: bool = False
+    is_broken: bool = False
     """One of them has changed."""
 
 
@@ -116,7 +116,7 @@ class Values:
     def watch(self, watch: Watch, names: Iterable[bytes]) -> None:
         for key in map(value_key, names):
             if key not in watch.keys:
-                watch.keys[key] = self._is_there(key)
+                watch.keys[key] = self._exists(key)
                 self._watches.setdefault(key, set()).add(watch)
 
     def unwatch(self, watch: Watch) -> None:
@@ -132,41 +132,41 @@ class Values:
 
         It also checks for evictions, clears and expiry, which send no event.
         """
-        return watch.is_over or any(was and not self._is_there(key) for key, was in watch.keys.items())
+        return watch.is_broken or any(was and not self._exists(key) for key, was in watch.keys.items())
 
-    def _is_there(self, key: bytes) -> bool:
-        mark = self._known(key)
+    def _exists(self, key: bytes) -> bool:
+        mark = self._info_in_memory(key)
         is_over = mark is not None and 0 < mark.expires <= now_ms()
-        return not is_over and any(key in held for held in self._places())
+        return not is_over and any(key in held for held in self._key_sets())
 
-    def _forget(self, key: bytes) -> None:
-        self._cache.forget(key, ANY)
+    def _delete(self, key: bytes) -> None:
+        self._cache.delete_value(key, ANY)
         self._changed(key)
 
     def _changed(self, key: bytes) -> None:
         for watch in self._watches.get(key, ()):
-            watch.is_over = True
+            watch.is_broken = True
 
     def draft(self, nbytes: int) -> Draft | None:
         """Room for a value of `nbytes`. None: there is none."""
         cache = self._cache
         form = _form(nbytes, cache.chunk_tokens)
         most = cache.index.capacity * _DRAFT_SHARE
-        if self._drafting + form.room <= most:
+        if self._drafting + form.slab_bytes <= most:
             key = VALUES + next(self._drafts).to_bytes(KEY_BYTES - len(VALUES), "little")
             reservation = cache.reserve([key], form)
             if reservation.entries:
-                self._drafting += form.room
+                self._drafting += form.slab_bytes
                 (entry,) = reservation.entries.values()
                 return Draft(reservation, cache.slab.view(entry.offsets[0], nbytes))
-        if form.room <= most:  # for a value that never fits, other clients need not hurry
+        if form.slab_bytes <= most:  # for a value that never fits, other clients need not hurry
             self.no_room_at = time.monotonic()
         self._count.labels("refused").inc()
         return None
 
-    def drop(self, draft: Draft) -> None:
+    def discard_draft(self, draft: Draft) -> None:
         """Give up a draft that will not be completed."""
-        self._drafting -= draft.reservation.form.room
+        self._drafting -= draft.reservation.form.slab_bytes
         self._cache.abort(draft.reservation)
 
     def put(self, draft: Draft, name: bytes, expires: int = 0) -> Waiting[None]:
@@ -177,20 +177,20 @@ class Values:
         """
         cache, key = self._cache, value_key(name)
         try:
-            nbytes = draft.reservation.form.room
+            nbytes = draft.reservation.form.slab_bytes
             while cache.is_behind(nbytes):  # acknowledge it only when there is room in a tier's queue
                 yield None
         except GeneratorExit:
-            self.drop(draft)
+            self.discard_draft(draft)
             raise
-        self._drafting -= draft.reservation.form.room
+        self._drafting -= draft.reservation.form.slab_bytes
         (entry,) = draft.reservation.entries.values()
         # A clear with force removed it: as if it had been stored before the clear.
-        if entry.state is State.GONE:
-            cache.forget(key, ANY)
+        if entry.state is EntryState.GONE:
+            cache.delete_value(key, ANY)
             cache.commit(draft.reservation)
         else:
-            cache.replace(draft.reservation, key, Mark(expires, len(draft.view), name).pack())
+            cache.commit_value(draft.reservation, key, ValueInfo(expires, len(draft.view), name).pack())
         self._changed(key)
         if expires:
             self._will_expire(expires, key)
@@ -205,13 +205,13 @@ class Values:
             match = cache.match([key], ANY)
             try:
                 cache.prefetch(match)
-                while not match.ready:
+                while not match.is_ready:
                     yield None
                 value = self._value(match, name)
             except GeneratorExit:
                 cache.release(match)
                 raise
-            if match.cut != "cleared" and (value is None or match.run[0].state is State.READY):
+            if match.cut_reason != "cleared" and (value is None or match.run[0].state is EntryState.READY):
                 break
             cache.release(match)  # it was replaced or deleted during the wait, so look it up again
         self._count.labels("missed" if value is None else "hit").inc()
@@ -223,59 +223,59 @@ class Values:
         if not match.run:
             return None
         (entry,) = match.run
-        mark = Mark.parse(entry.prints[0]) if entry.prints else None
+        mark = ValueInfo.parse(entry.marks[0]) if entry.marks else None
         if mark is None or mark.name != name or mark.nbytes > entry.nbytes:
             return None
         # One that was replaced during the wait says nothing about what has its key now.
-        if entry.state is State.READY and self._is_over(entry.key, mark):
+        if entry.state is EntryState.READY and self._delete_if_expired(entry.key, mark):
             return None
         return Value(mark, self._cache.slab.view(entry.offsets[0], mark.nbytes), match)
 
     def release(self, value: Value) -> None:
         self._cache.release(value.match)
 
-    def mark(self, name: bytes) -> Waiting[Mark | None]:
+    def find_info(self, name: bytes) -> Waiting[ValueInfo | None]:
         """The mark of a value. If it is only in a lower tier, its header may have to be read."""
-        mark = yield from self._mark(value_key(name))
+        mark = yield from self._find_info(value_key(name))
         return mark if mark is not None and mark.name == name else None
 
-    def _mark(self, key: bytes) -> Waiting[Mark | None]:
+    def _find_info(self, key: bytes) -> Waiting[ValueInfo | None]:
         entry = self._cache.index.get(key)
-        if entry is not None and entry.state is State.READY:
-            mark = Mark.parse(entry.prints[0]) if entry.prints else None
+        if entry is not None and entry.state is EntryState.READY:
+            mark = ValueInfo.parse(entry.marks[0]) if entry.marks else None
         else:
-            mark = yield from self._mark_below(key)
-        return None if mark is None or self._is_over(key, mark) else mark
+            mark = yield from self._find_info_in_tiers(key)
+        return None if mark is None or self._delete_if_expired(key, mark) else mark
 
-    def _mark_below(self, key: bytes) -> Waiting[Mark | None]:
+    def _find_info_in_tiers(self, key: bytes) -> Waiting[ValueInfo | None]:
         for below in self._cache.lower.owned:
-            if not below.holds(key, ANY):
+            if not below.is_stored(key, ANY):
                 continue
             entry = below.index.get(key)
-            if entry is not None and entry.prints:
-                return Mark.parse(entry.prints[0])
+            if entry is not None and entry.marks:
+                return ValueInfo.parse(entry.marks[0])
             heard: list[object] = []
             below.peek(key, heard.append)
             until = time.monotonic() + self._cache.config.load_deadline
             while not heard and time.monotonic() < until:
                 yield None
             if below.index.get(key) is not entry:  # replaced or deleted during the wait
-                return (yield from self._mark(key))
+                return (yield from self._find_info(key))
             if heard and isinstance(heard[0], bytes):
-                return Mark.parse(heard[0])
+                return ValueInfo.parse(heard[0])
         return None
 
     # ---- all of them
 
     def __len__(self) -> int:
-        most, *others = sorted(self._places(), key=len, reverse=True)
+        most, *others = sorted(self._key_sets(), key=len, reverse=True)
         return len(most) + len(set().union(*others) - most)
 
-    def _places(self) -> list[set[bytes]]:
+    def _key_sets(self) -> list[set[bytes]]:
         return [self._cache.index.records, *(tier.index.records for tier in self._cache.lower.owned)]
 
     def _keys(self) -> set[bytes]:
-        return set().union(*self._places())
+        return set().union(*self._key_sets())
 
     def _in_order(self) -> Waiting[list[bytes]]:
         """All present keys, sorted. A million keys take a second, but other clients get their turns."""
@@ -308,39 +308,39 @@ class Values:
             end += 1  # otherwise the cursor would point between equal positions
         names = []
         for key in keys[at:end]:
-            mark = yield from self._mark(key)
+            mark = yield from self._find_info(key)
             if mark is not None:
                 names.append(mark.name)
             yield PAUSE
         return (_position(keys[end]) if end < len(keys) else 0), names
 
-    def forget(self, *names: bytes) -> Waiting[int | None]:
+    def delete(self, *names: bytes) -> Waiting[int | None]:
         """Delete these values permanently. Returns how many existed. None: a tier keeps failing to delete."""
         deleted = 0
         keys = []
         for name in names:
             keys.append(value_key(name))
-            was_there = (yield from self.mark(name)) is not None
+            was_there = (yield from self.find_info(name)) is not None
             if was_there:
                 deleted += 1
                 self._count.labels("deleted").inc()
             # A failing tier may still have the value, and show it after it has recovered.
-            if was_there or any(keys[-1] in held for held in self._places()):
-                self._forget(keys[-1])
+            if was_there or any(keys[-1] in held for held in self._key_sets()):
+                self._delete(keys[-1])
             yield PAUSE
         # Also wait for values that another client deletes now: a missing value must not come back.
-        return deleted if (yield from self._gone(keys)) else None
+        return deleted if (yield from self._wait_until_deleted(keys)) else None
 
     def clear(self) -> Waiting[bool]:
         """Delete all values permanently, except those that are being received."""
         keys = list(self._keys())
         for key in keys:
-            self._forget(key)
+            self._delete(key)
             yield PAUSE
         self._count.labels("deleted").inc(len(keys))
-        return (yield from self._gone(keys))
+        return (yield from self._wait_until_deleted(keys))
 
-    def retime(self, name: bytes, expires: int) -> Waiting[bool | None]:
+    def set_expiry(self, name: bytes, expires: int) -> Waiting[bool | None]:
         """Change when a value expires. None: it does not exist. False: there is no room for its copy."""
         while (value := (yield from self.get(name))) is not None:
             draft = self.draft(len(value.view))
@@ -350,7 +350,7 @@ class Values:
             if (yield from self._copy(value, draft)):
                 yield from self.put(draft, name, expires)
                 return True
-            self.drop(draft)
+            self.discard_draft(draft)
         return None
 
     def _copy(self, value: Value, draft: Draft) -> Waiting[bool]:
@@ -362,14 +362,14 @@ class Values:
                 if first:
                     yield PAUSE
                 np.copyto(new[first : first + _PIECE], old[first : first + _PIECE])
-            while self._cache.is_behind(draft.reservation.form.room):
+            while self._cache.is_behind(draft.reservation.form.slab_bytes):
                 yield None
         except GeneratorExit:
-            self.drop(draft)
+            self.discard_draft(draft)
             raise
         finally:
             self.release(value)
-        return entry.state is State.READY
+        return entry.state is EntryState.READY
 
     def expire(self) -> bool:
         """Delete some of the values known to have expired. Returns whether there may be more.
@@ -381,44 +381,44 @@ class Values:
             if not self._expiring or self._expiring[0][0] > now:
                 return False
             _, key = heapq.heappop(self._expiring)
-            if (mark := self._known(key)) is not None:
-                self._is_over(key, mark)  # it may have been set again since
+            if (mark := self._info_in_memory(key)) is not None:
+                self._delete_if_expired(key, mark)  # it may have been set again since
         return True
 
-    def resume(self) -> None:
+    def restore_expiries(self) -> None:
         """Find out when the values expire that were in memory before this process."""
         for key in self._cache.index.records:
-            if (mark := self._known(key)) is not None and mark.expires:
+            if (mark := self._info_in_memory(key)) is not None and mark.expires:
                 self._will_expire(mark.expires, key)
 
     def _will_expire(self, expires: int, key: bytes) -> None:
         heapq.heappush(self._expiring, (expires, key))
         if len(self._expiring) > self._most_expiring:  # most of them were set again, or have left
-            marks = {key: self._known(key) for _, key in self._expiring}
+            marks = {key: self._info_in_memory(key) for _, key in self._expiring}
             live = {(mark.expires, key) for key, mark in marks.items() if mark is not None and mark.expires}
             self._expiring = sorted(live)
             self._most_expiring = max(_FEW, 2 * len(live))
 
-    def _known(self, key: bytes) -> Mark | None:
-        """The mark of a value, if it is known without asking a tier."""
+    def _info_in_memory(self, key: bytes) -> ValueInfo | None:
+        """The info of a value, if it is known without asking a tier."""
         entry = self._cache.index.get(key)
         for tier in () if entry is not None else self._cache.lower.owned:
             entry = entry or tier.index.get(key)
-        return Mark.parse(entry.prints[0]) if entry is not None and entry.prints else None
+        return ValueInfo.parse(entry.marks[0]) if entry is not None and entry.marks else None
 
-    def _is_over(self, key: bytes, mark: Mark) -> bool:
+    def _delete_if_expired(self, key: bytes, mark: ValueInfo) -> bool:
         if not mark.expires or mark.expires > now_ms():
             return False
-        self._forget(key)
+        self._delete(key)
         self._count.labels("expired").inc()
         return True
 
-    def _gone(self, keys: list[bytes]) -> Waiting[bool]:
+    def _wait_until_deleted(self, keys: list[bytes]) -> Waiting[bool]:
         """Wait until no restart can find these keys.
 
         False: for too long, no more of them could be deleted.
         """
-        is_leaving, patience = self._cache.is_leaving, self._cache.config.load_deadline
+        is_leaving, patience = self._cache.may_come_back, self._cache.config.load_deadline
         until = time.monotonic() + patience
         for number, key in enumerate(keys):  # a deleted key comes back only with another value
             if number:

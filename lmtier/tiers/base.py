@@ -12,7 +12,7 @@ from lmtier.errors import ConfigError
 from lmtier.format.compression import RAW
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header, Suspect
-from lmtier.format.sealing import Keys
+from lmtier.format.sealing import SealingKeys
 
 
 class Op(Enum):
@@ -133,15 +133,15 @@ class Tier(ABC):
     """The name by which a request asks for this tier. Other requests do not ask it, and nothing is written
     to it. Empty: every request asks it."""
 
-    most: int | None = None
+    storage_bytes: int | None = None
     """The size of the storage in bytes, if it is known. It limits the capacity."""
 
     wake: Callable[[], None] = staticmethod(lambda: None)
 
-    keys: Keys | None = None
+    keys: SealingKeys | None = None
     """The keys with which it seals objects. None: it does not seal."""
 
-    is_left: bool = False
+    is_handed_over: bool = False
     """Another process may own the storage, with `lock`: `close` leaves it as it is. The owner sets it."""
 
     @property
@@ -171,7 +171,7 @@ class Tier(ABC):
                 f"{type(self).__name__} stores objects as they are and has no codecs; remove codec={name}"
             )
 
-    def use_keys(self, keys: Keys) -> None:
+    def use_keys(self, keys: SealingKeys) -> None:
         """Seal new objects, and accept only sealed ones. Call it before the first job."""
         raise ConfigError(
             f"{type(self).__name__} stores objects as they are and cannot seal them; remove seal="

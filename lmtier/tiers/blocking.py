@@ -20,11 +20,11 @@ from typing import TypeAlias
 from lmtier import forks
 from lmtier.errors import ConfigError, log
 from lmtier.format import objects
-from lmtier.format.autocodec import Auto
+from lmtier.format.autocodec import AutoCodec
 from lmtier.format.compression import AUTO, RAW, Codec, find
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header, Scratch, Suspect, anonymous
-from lmtier.format.sealing import Keys, NoKey, TenantKeys
+from lmtier.format.sealing import NoKey, SealingKeys, TenantKeys
 from lmtier.threads import collector_paused, start_thread
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 
@@ -103,7 +103,7 @@ class BlockingTier(Tier):
         # wait for all of them. With a few at a time, the first write begins when the first checksum is done.
         self._sealing = threading.Semaphore(max(1, _CORES // 2))
         self._codec: Codec | None = None
-        self._auto: Auto | None = None
+        self._auto: AutoCodec | None = None
         self._lookups: SimpleQueue[_Part | None] = SimpleQueue() if askers else self._reads
         self._queues = [self._reads] * readers + [self._writes] * writers + [self._lookups] * askers
         self._threads = [
@@ -155,13 +155,13 @@ class BlockingTier(Tier):
                 self.delete([name])
                 yield
 
-    def sift(self, suspect: Suspect) -> Iterable[None]:
+    def delete_suspects(self, suspect: Suspect) -> Iterable[None]:
         """Delete the objects that `suspect` covers, in steps as `clear` does."""
         page = memoryview(bytearray(objects.PAGE))
         for name, _ in self.scan():
             if suspect.concerns(name.key):
                 if suspect.covers(
-                    name.key, objects.peek(page[: self.read(Item(name), (page,))], name)[0].made
+                    name.key, objects.peek(page[: self.read(Item(name), (page,))], name)[0].provenance
                 ):
                     self.delete([name])
                 yield
@@ -169,10 +169,10 @@ class BlockingTier(Tier):
     # ---- the interface of a tier
 
     def use_codec(self, name: str) -> None:
-        self._auto = Auto() if name == AUTO else None
+        self._auto = AutoCodec() if name == AUTO else None
         self._codec = find(name) if name not in (AUTO, RAW) else None
 
-    def use_keys(self, keys: Keys) -> None:
+    def use_keys(self, keys: SealingKeys) -> None:
         self.keys = keys
         # Encryption takes several times what a checksum takes: half of the cores would be too slow for the
         # storage.
@@ -246,7 +246,7 @@ class BlockingTier(Tier):
         is_failing = False
         while not self._closing.wait(_LOOKS):
             try:
-                if tenants.look():
+                if tenants.read_tombstones():
                     self.wake()
                 is_failing = False
             except OSError as error:
@@ -339,7 +339,7 @@ class BlockingTier(Tier):
                 with collector_paused():
                     return dict(self.scan())
             case Op.CLEAR:
-                for _ in self.clear(job.prefix) if job.suspect is None else self.sift(job.suspect):
+                for _ in self.clear(job.prefix) if job.suspect is None else self.delete_suspects(job.suspect):
                     if self._closing.is_set():
                         raise ConnectionError("the tier was closed in the middle of the job")
                 return {}

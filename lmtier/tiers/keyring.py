@@ -38,12 +38,12 @@ from typing import NamedTuple
 
 from lmtier.config import read_text
 from lmtier.errors import ConfigError, TierError, log
-from lmtier.format.keys import NOBODY, tenant_of
+from lmtier.format.keys import NO_TENANT, tenant_of
 from lmtier.format.sealing import (
     SECRET_BYTES,
     BadSeal,
-    Keys,
     NoKey,
+    SealingKeys,
     Secret,
     TenantKeys,
     Tombstone,
@@ -65,7 +65,7 @@ _OTHERS = stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH
 Stamp = tuple[int, ...]
 
 
-class Keyring(Keys):
+class Keyring(SealingKeys):
     def __init__(self, source: str, tenants: str = "", where: str = "key") -> None:
         """`where` begins each message: which tier this is for. Raises ConfigError."""
         library()
@@ -80,23 +80,23 @@ class Keyring(Keys):
         self._read_at = time.monotonic()
         self._secrets: dict[bytes, Secret] = {}
         self._secrets = self._read()
-        self._tenants = Tenants(Path(tenants).expanduser(), self._known) if tenants else None
+        self._tenants = TenantKeyFiles(Path(tenants).expanduser(), self._known) if tenants else None
 
     def __repr__(self) -> str:
         return f"<Keyring {', '.join(each.hex() for each in self._secrets)}>"
 
     @property
-    def tenants(self) -> Tenants | None:
+    def tenants(self) -> TenantKeyFiles | None:
         return self._tenants
 
     # ---- for the threads of tiers
 
-    def to_seal(self, key: bytes) -> Secret:
+    def sealing_secret(self, key: bytes) -> Secret:
         secrets = self._known()
         first = next(iter(secrets.values()))
         return first if self._tenants is None else self._tenants.to_seal(tenant_of(key), first)
 
-    def to_open(self, key: bytes, key_id: bytes) -> Secret | None:
+    def opening_secret(self, key: bytes, key_id: bytes) -> Secret | None:
         tenants = self._tenants
         if tenants is not None and (secret := tenants.to_open(tenant_of(key), key_id)) is not None:
             return secret
@@ -111,7 +111,7 @@ class Keyring(Keys):
 
     def is_current(self, key: bytes, key_id: bytes) -> bool:
         """Whether new objects under this name are sealed with this key."""
-        return self.to_seal(key).id == key_id
+        return self.sealing_secret(key).id == key_id
 
     # ---- the source
 
@@ -233,7 +233,7 @@ class _Line(NamedTuple):
     wrapped: bytes
 
 
-class Tenants(TenantKeys):
+class TenantKeyFiles(TenantKeys):
     """A file of wrapped keys for each tenant. Several processes and hosts may share the directory.
 
     A file only grows, so overwriting it reaches the bytes of all of its keys. Who makes or destroys a key, or
@@ -255,7 +255,7 @@ class Tenants(TenantKeys):
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ConfigError(f"tenants={root}: other users may write there; chown it, and chmod 700 it")
             os.close(os.open(root / FORGOTTEN, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self.look()
+            self.read_tombstones()
         except OSError as error:
             raise ConfigError(f"tenants={root}: {error.strerror}") from None
         self.dropped = {tenant: each.generation for tenant, each in self.forgotten.items()}
@@ -299,7 +299,7 @@ class Tenants(TenantKeys):
         except OSError as error:
             raise TierError(f"tenants={self._root}: {tenant.hex()} stays: {error.strerror}") from None
 
-    def look(self) -> bool:
+    def read_tombstones(self) -> bool:
         with self._lock:
             before = self.forgotten
             if not self._read_forgotten():
@@ -341,11 +341,11 @@ class Tenants(TenantKeys):
         for line in text.splitlines():
             if re.fullmatch(rf"{TOMBSTONE} [0-9a-f]{{8}} [0-9]{{1,18}} [0-9]{{1,18}}", line):
                 _, digits, generation, at = line.split()
-                told, tenant = Tombstone(int(generation), int(at)), bytes.fromhex(digits)
-                if tenant == NOBODY:  # named values would be found no more, and none deletes them
+                tombstone, tenant = Tombstone(int(generation), int(at)), bytes.fromhex(digits)
+                if tenant == NO_TENANT:  # named values would be found no more, and none deletes them
                     continue
-                if tenant not in found or told.generation > found[tenant].generation:
-                    found[tenant] = told
+                if tenant not in found or tombstone.generation > found[tenant].generation:
+                    found[tenant] = tombstone
         self._forgotten_stamp = stamp
         if found == self.forgotten:
             return False

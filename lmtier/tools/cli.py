@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from lmtier._version import __version__
 from lmtier.errors import ConfigError, InUseError, LMTierError, TierError
-from lmtier.tools.commands import asking, checking, forgetting, planning, prompts, serving
+from lmtier.tools.commands import checking, forgetting, planning, prompts, serving, watching
 from lmtier.tools.terminal import complain
 
-_GROUPS = (serving, asking, forgetting, prompts, checking, planning)
+_GROUPS = (serving, watching, forgetting, prompts, checking, planning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from lmtier.config import Serving, host_and_port
+from lmtier.config import ServerConfig, host_and_port
 from lmtier.errors import ConfigError, LMTierError
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot, TierNow, Tokens
 from lmtier.tools.terminal import printable
-from lmtier.wire.replies import Replies
-from lmtier.wire.resp import INCOMPLETE, Error, ProtocolError, command
+from lmtier.wire.reply_reader import ReplyReader
+from lmtier.wire.resp import INCOMPLETE, Error, ProtocolError, encode_command
 
 TIMEOUT = 5.0
 PORT = 6380
@@ -35,7 +35,7 @@ class Unreachable(LMTierError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServerAddress:
     """The address of a server, with the credentials for it."""
 
     unix: str = ""
@@ -56,16 +56,16 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def address_of(text: str) -> Address:
+def parse_address(text: str) -> ServerAddress:
     """host:port, a socket's path, unix:///path, redis://[:token@]host[:port] or rediss://, which is TLS."""
     scheme, separator, rest = text.partition("://")
     if not separator:
         if "/" in text:
-            return Address(unix=text)
+            return ServerAddress(unix=text)
         host, port = host_and_port(text, "address")
-        return Address(host=_reachable(host), port=port)
+        return ServerAddress(host=_reachable(host), port=port)
     if scheme == "unix" and rest.startswith("/"):
-        return Address(unix=unquote(rest))
+        return ServerAddress(unix=unquote(rest))
     shown = f"{scheme}://{rest.rpartition('@')[2]}"  # a token is not repeated
     try:
         url = urlsplit(text)
@@ -80,19 +80,19 @@ def address_of(text: str) -> Address:
     if url.username and not url.password:
         raise ConfigError(f"address {shown!r}: a token follows a colon, like redis://:TOKEN@host:6380")
     token = unquote(url.password) if url.password else None
-    return Address(host=host, port=port, tls=scheme == "rediss", token=token)
+    return ServerAddress(host=host, port=port, tls=scheme == "rediss", token=token)
 
 
-def own_address(serving: Serving) -> Address:
+def address_from_settings(serving: ServerConfig) -> ServerAddress:
     """The address of the server with these settings: the Unix socket if there is one."""
     if serving.unix:
-        return Address(unix=serving.unix)
+        return ServerAddress(unix=serving.unix)
     if not serving.listen:
         raise ConfigError(
             "the settings name neither a Unix socket nor an address to listen on; name a server"
         )
     host, port = host_and_port(serving.listen, "serve: listen")
-    address = Address(host=_reachable(host), port=port)
+    address = ServerAddress(host=_reachable(host), port=port)
     if not serving.tls_cert:
         return address
     address = replace(address, tls=True, ca=serving.tls_cert, is_pinned=True)
@@ -107,18 +107,18 @@ def _reachable(host: str) -> str:
 # ---- one question, one answer
 
 
-class Remote:
+class ConsoleConnection:
     """A connection that waits for every answer. It sends the token only when the server asks for it."""
 
-    def __init__(self, address: Address, timeout: float = TIMEOUT) -> None:
+    def __init__(self, address: ServerAddress, timeout: float = TIMEOUT) -> None:
         self.address = address
         self._timeout = timeout
-        self._replies = Replies()
-        self._is_known = False
+        self._replies = ReplyReader()
+        self._has_sent_token = False
         """Whether the token was sent."""
         self._socket = self._connected()
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> ConsoleConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,7 +136,7 @@ class Remote:
                 raise ConfigError(f"{self.address} refuses you: {printable(reply.partition(' ')[2])}")
             if self.address.token is None:
                 raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
-            self._is_known = True
+            self._has_sent_token = True
             if isinstance(shown := self._exchange(("AUTH", self.address.token), timeout), Error):
                 raise self._trouble(f"refuses this token: {printable(shown)}")
             reply = self._exchange(words, timeout)
@@ -148,7 +148,7 @@ class Remote:
 
     def _asks_for_token(self, reply: Error) -> bool:
         """A server may want one for all commands, or only for those of administrators."""
-        may_do_more = self.address.token is not None and not self._is_known
+        may_do_more = self.address.token is not None and not self._has_sent_token
         return reply.code in ("NOAUTH", "FOREIGN") or (reply.code == "NOPERM" and may_do_more)
 
     def snapshot(self) -> Snapshot:
@@ -200,7 +200,7 @@ class Remote:
         until = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
-            self._socket.sendall(command(*words))
+            self._socket.sendall(encode_command(*words))
             while (reply := self._replies.next()) is INCOMPLETE:
                 self._socket.settimeout(max(0.001, until - time.monotonic()))
                 data = self._socket.recv(1 << 16)
@@ -286,7 +286,7 @@ class Remote:
         return Unreachable(f"{self.address} {what}")
 
 
-def _context(address: Address) -> ssl.SSLContext:
+def _context(address: ServerAddress) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=address.ca or None)
         if address.cert:

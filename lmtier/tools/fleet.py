@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from lmtier.errors import ConfigError
 from lmtier.threads import start_thread
-from lmtier.tools.console import Address, Unreachable
+from lmtier.tools.console import ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, table
-from lmtier.tools.top import MINUTES, NOW, Totals, Watched, ago, hit_rate, since_then
+from lmtier.tools.top import MINUTES, NOW, Totals, WatchedServer, counted_between, hit_rate, totals_before
 from lmtier.tools.views import percent
 
 _PATIENCE = 2.0  # seconds in which a server has to answer
 
 
-class Sighting(NamedTuple):
+class ServerStatus(NamedTuple):
     """One server at one time. `trouble`: why it could not be seen; then nothing else counts."""
 
     name: str
@@ -36,39 +36,39 @@ class Sighting(NamedTuple):
     clients: int = 0
 
     @property
-    def hits(self) -> float:
+    def hit_rate_15min(self) -> float:
         """The hit rate of the last minutes; 1 if nothing was asked."""
         return sum(self.past.hit.values()) / self.past.asked if self.past and self.past.asked else 1.0
 
     @property
-    def rank(self) -> tuple[bool, int, bool, float]:
+    def health_order(self) -> tuple[bool, int, bool, float]:
         """The smallest needs help most."""
-        return not self.trouble, -len(self.down), not self.verdict, self.hits
+        return not self.trouble, -len(self.down), not self.verdict, self.hit_rate_15min
 
 
-class Host:
+class FleetServer:
     """A server that is asked again and again, on a thread for each look: one that hangs delays no other."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServerAddress) -> None:
         self.name = str(address)
         self._address = address
-        self._watched: Watched | None = None
-        self.last = Sighting(self.name, "did not answer yet")
+        self._watched: WatchedServer | None = None
+        self.last = ServerStatus(self.name, "did not answer yet")
         self._is_asking = False
 
-    def look(self) -> None:
+    def ask(self) -> None:
         """Ask once. It does nothing while an earlier question is not answered."""
         if self._is_asking:
             return
         self._is_asking = True
         try:
             if self._watched is None:
-                self._watched = Watched(self._address, _PATIENCE)
+                self._watched = WatchedServer(self._address, _PATIENCE)
             else:
-                self._watched.look()
-            self.last = look_at(self.name, self._watched)
+                self._watched.ask()
+            self.last = status_of(self.name, self._watched)
         except (Unreachable, ConfigError) as error:
-            self.last = Sighting(self.name, str(error).removeprefix(f"{self.name} "))
+            self.last = ServerStatus(self.name, str(error).removeprefix(f"{self.name} "))
         finally:
             self._is_asking = False
 
@@ -77,12 +77,14 @@ class Host:
             self._watched.close()
 
 
-def look_at(name: str, watched: Watched) -> Sighting:
+def status_of(name: str, watched: WatchedServer) -> ServerStatus:
     now, line = watched.now, watched.line
     working = now["verdicts"][0]
-    recent, past = (since_then(line[-1], ago(line, seconds)) for seconds in (NOW, MINUTES * 60))
+    recent, past = (
+        counted_between(line[-1], totals_before(line, seconds)) for seconds in (NOW, MINUTES * 60)
+    )
     memory = now["tiers"][0]
-    return Sighting(
+    return ServerStatus(
         name,
         verdict="" if working["state"] == "good" else working["word"],
         down=tuple(
@@ -96,16 +98,16 @@ def look_at(name: str, watched: Watched) -> Sighting:
     )
 
 
-def ask_all(hosts: Sequence[Host]) -> list[Sighting]:
+def ask_all(hosts: Sequence[FleetServer]) -> list[ServerStatus]:
     """Ask every server at once. Returns what is known of each, the one that needs help most first."""
-    threads = [start_thread("lmtier-look", host.look) for host in hosts]
+    threads = [start_thread("lmtier-look", host.ask) for host in hosts]
     until = time.monotonic() + 2 * _PATIENCE
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return sorted((host.last for host in hosts), key=lambda look: look.rank)
+    return sorted((host.last for host in hosts), key=lambda look: look.health_order)
 
 
-def lines_of(looks: Sequence[Sighting], columns: int, rows: int) -> list[str]:
+def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str]:
     """The screen: a line for all, then a line for each server."""
     seen = [look for look in looks if not look.trouble]
     asked = sum(look.past.asked for look in seen if look.past)
@@ -137,15 +139,15 @@ def lines_of(looks: Sequence[Sighting], columns: int, rows: int) -> list[str]:
     return [each[:columns] for each in (title, "", head, *lines)][:rows]
 
 
-def state(look: Sighting) -> str:
+def state(look: ServerStatus) -> str:
     if look.down:
         return f"down: {', '.join(look.down)}"
     return look.verdict or "works"
 
 
-def fleet(addresses: Sequence[Address], every: float) -> None:
+def fleet(addresses: Sequence[ServerAddress], every: float) -> None:
     """A live view of many servers until the user types q."""
-    hosts = [Host(address) for address in addresses]
+    hosts = [FleetServer(address) for address in addresses]
     try:
         looks = ask_all(hosts)
         with Screen() as screen, suppress(KeyboardInterrupt):

@@ -21,16 +21,18 @@ _LAST_LINES = 1.0  # seconds for them in the end
 _OFTEN, _WINDOW = 10, 60.0  # so many lines of one message in so many seconds
 
 
-def write_log(level: str, form: str) -> Aside:
+def write_log(level: str, form: str) -> BackgroundLogHandler:
     """Start the log of this process. `close` ends it."""
-    lines = Aside(_Json() if form == "json" else _Text("%(asctime)s %(levelname)s %(message)s"))
+    lines = BackgroundLogHandler(
+        _Json() if form == "json" else _Text("%(asctime)s %(levelname)s %(message)s")
+    )
     logging.basicConfig(handlers=[lines], force=True)
     log.setLevel(level.upper())
     audit.setLevel(logging.INFO)
     return lines
 
 
-class Aside(logging.Handler):
+class BackgroundLogHandler(logging.Handler):
     """Writes lines to stderr on a thread, so that a slow reader delays nothing."""
 
     def __init__(self, formatter: logging.Formatter) -> None:

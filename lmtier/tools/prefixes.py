@@ -19,9 +19,9 @@ from lmtier.errors import ConfigError, LayoutError
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.rules.breaker import Breaker
 from lmtier.rules.lifetimes import Pinned
-from lmtier.tools.console import Remote
-from lmtier.tools.terminal import span, table
-from lmtier.wire.verbs import MAX_KEYS, PROTOCOL, arguments, fields_of
+from lmtier.tools.console import ConsoleConnection
+from lmtier.tools.terminal import duration_text, table
+from lmtier.wire.verbs import MAX_KEYS, PROTOCOL, pack_keys, read_fields
 
 _PATIENCE = 60.0  # seconds for one portion
 _PORTION = 16 << 20  # bytes of the first portion
@@ -29,7 +29,7 @@ _MOST = 256 << 20
 _HASTE = 0.25  # the part of a tier's deadline for a portion: late chunks count as failures of the tier
 _PAUSE = max(Breaker.PAUSES) + 0.25  # seconds after which a tier is tried again, whatever has failed
 _TOO_MUCH = frozenset({"deadline", "tier_down"})
-_THERE = "cpu"
+_IN_MEMORY = "cpu"
 
 
 class DeclaredModel(NamedTuple):
@@ -40,12 +40,12 @@ class DeclaredModel(NamedTuple):
     """The adapter's name and content, as the engine sends it."""
     layout: str
     shards: list[str]
-    room: int
+    chunk_bytes: int
     """The bytes of a chunk."""
 
 
 @dataclass
-class Brought:
+class PrefetchResult:
     """The result for one prompt. `tokens` are those of whole chunks, because only these can be stored."""
 
     tokens: int
@@ -79,7 +79,7 @@ def read_prompts(file: Path) -> list[list[int]]:
     return found
 
 
-def model_of(remote: Remote, name: str | None, lora: str = "") -> DeclaredModel:
+def find_model(remote: ConsoleConnection, name: str | None, lora: str = "") -> DeclaredModel:
     """The latest declaration of this model by an engine. Without a name: the only model."""
     try:
         models = [_model(each) for each in remote.json("LMTIER.MODELS", kind=list)]
@@ -106,16 +106,18 @@ def model_of(remote: Remote, name: str | None, lora: str = "") -> DeclaredModel:
     return fitting[-1]
 
 
-def _model(told: dict[str, Any]) -> DeclaredModel:
-    layout, *parts = told["form"]
+def _model(declaration: dict[str, Any]) -> DeclaredModel:
+    layout, *parts = declaration["form"]
     pairs = [part.split(":") for part in parts]
     room = sum(int(nbytes) for _, nbytes in pairs)
-    lora = bytes.fromhex(told["lora"]).decode()
-    return DeclaredModel(Identity(**told["identity"]), lora, layout, [shard for shard, _ in pairs], room)
+    lora = bytes.fromhex(declaration["lora"]).decode()
+    return DeclaredModel(
+        Identity(**declaration["identity"]), lora, layout, [shard for shard, _ in pairs], room
+    )
 
 
 def keys_of(
-    remote: Remote, model: DeclaredModel, prompts: Sequence[Sequence[int]], salt: str
+    remote: ConsoleConnection, model: DeclaredModel, prompts: Sequence[Sequence[int]], salt: str
 ) -> list[list[bytes]]:
     """The keys of the whole chunks of each prompt."""
     chunk_tokens = int(remote.json("LMTIER.REPORT")["chunk_tokens"])
@@ -126,13 +128,16 @@ def keys_of(
         raise ConfigError(str(error)) from None
 
 
-def bring_up(
-    remote: Remote, model: DeclaredModel, prompts: Sequence[list[bytes]], progress: Callable[[int], None]
-) -> list[Brought]:
+def load_prompts(
+    remote: ConsoleConnection,
+    model: DeclaredModel,
+    prompts: Sequence[list[bytes]],
+    progress: Callable[[int], None],
+) -> list[PrefetchResult]:
     """Load all stored chunks of these prompts into memory. `progress` is called with the finished chunks."""
-    facts = fields_of(remote.ask("LMTIER.HELLO", str(PROTOCOL), "NAME", "lmtier prefetch"))
+    facts = read_fields(remote.ask("LMTIER.HELLO", str(PROTOCOL), "NAME", "lmtier prefetch"))
     form = str(remote.ask("LMTIER.FORM", model.layout, *model.shards))
-    portion = _Portion(model.room, float(facts["load_deadline"]))
+    portion = _Portion(model.chunk_bytes, float(facts["load_deadline"]))
     size = int(facts["chunk_tokens"])
     for keys in prompts:
         _check(keys, "one prompt")
@@ -155,29 +160,29 @@ class _Portion:
 
 
 def _bring_up(
-    remote: Remote,
+    remote: ConsoleConnection,
     form: str,
     portion: _Portion,
     keys: list[bytes],
     size: int,
     progress: Callable[[int], None],
-) -> Brought:
+) -> PrefetchResult:
     """Load a prompt in portions. Loaded chunks stay leased, so that they are not evicted for the rest."""
     done, held, why, is_again = 0, "", "", False
     counts: Counter[str] = Counter()
     while done < len(keys):
         began = time.monotonic()
-        some = arguments(keys[: done + portion.chunks])
-        match = fields_of(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), *some))
+        some = pack_keys(keys[: done + portion.chunks])
+        match = read_fields(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), *some))
         number = str(match["id"])
         if match["state"] != b"ready":
-            match = fields_of(remote.ask("LMTIER.WAIT", number, timeout=2 * _PATIENCE))
+            match = read_fields(remote.ask("LMTIER.WAIT", number, timeout=2 * _PATIENCE))
         if held:
             remote.ask("LMTIER.RELEASE", held)
         held = number
         sources = read_runs(match["sources"])
         new, cut = sources[done:], match.get("cut", b"").decode()
-        came = len(new) - new.count(_THERE)
+        came = len(new) - new.count(_IN_MEMORY)
         portion.learn(came, time.monotonic() - began, is_cut=cut in _TOO_MUCH)
         if not new:
             if cut in _TOO_MUCH and not is_again:
@@ -193,17 +198,19 @@ def _bring_up(
     if held:
         remote.ask("LMTIER.RELEASE", held)
     progress(len(keys) - done)
-    there = counts.pop(_THERE, 0)
-    return Brought(len(keys) * size, len(keys), there, dict(counts), len(keys) - done, why)
+    there = counts.pop(_IN_MEMORY, 0)
+    return PrefetchResult(len(keys) * size, len(keys), there, dict(counts), len(keys) - done, why)
 
 
-def pin(remote: Remote, name: str, prompts: Sequence[list[bytes]], ttl: float | None) -> dict[str, int]:
+def pin(
+    remote: ConsoleConnection, name: str, prompts: Sequence[list[bytes]], ttl: float | None
+) -> dict[str, int]:
     """Pin prompts. Returns how many chunks each tier has pinned."""
     keys = list(dict.fromkeys(key for chain in prompts for key in chain))
     times = () if ttl is None else ("TTL", str(max(1, int(ttl * 1000))))
     _check(keys, "one pin")
-    pinned = remote.ask("LMTIER.PIN", name, *times, *arguments(keys))
-    return {tier: int(count) for tier, count in fields_of(pinned).items()}
+    pinned = remote.ask("LMTIER.PIN", name, *times, *pack_keys(keys))
+    return {tier: int(count) for tier, count in read_fields(pinned).items()}
 
 
 def _check(keys: Sequence[bytes], what: str) -> None:
@@ -211,14 +218,14 @@ def _check(keys: Sequence[bytes], what: str) -> None:
         raise ConfigError(f"{what} of {len(keys):,} chunks is more than a server takes: at most {MAX_KEYS:,}")
 
 
-def pinned(remote: Remote) -> list[Pinned]:
+def pinned(remote: ConsoleConnection) -> list[Pinned]:
     return [Pinned(**each) for each in remote.json("LMTIER.PINS", kind=list)]
 
 
 # ---- as text
 
 
-def brought_table(results: Sequence[Brought]) -> str:
+def prefetch_table(results: Sequence[PrefetchResult]) -> str:
     rows = [
         (
             str(number),
@@ -239,7 +246,7 @@ def pins_table(pins: Sequence[Pinned]) -> str:
             each.name,
             str(each.chunks),
             text_of(each.pinned),
-            "-" if each.seconds_left is None else span(each.seconds_left),
+            "-" if each.seconds_left is None else duration_text(each.seconds_left),
         )
         for each in pins
     ]

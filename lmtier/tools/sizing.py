@@ -16,8 +16,8 @@ from typing import Any
 from lmtier.config import read_text, suggest
 from lmtier.errors import ConfigError, excerpt
 from lmtier.format.layout import DTYPE_BYTES, ChunkForm, LayerShape, Layout, form_of
-from lmtier.rules.money import GIB, HOUR, Worth
-from lmtier.tools.terminal import number, size, table
+from lmtier.rules.money import GIB, HOUR, GpuSavings
+from lmtier.tools.terminal import number_text, size_text, table
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _DTYPE_NAMES = {"fp8": "fp8_e4m3"}
@@ -35,12 +35,12 @@ class Model:
     """The properties of a model that decide the size of its KV."""
 
     name: str
-    full: int
+    full_layers: int
     """Layers that attend to all tokens."""
-    windowed: int
+    windowed_layers: int
     """Layers that attend to the last `window` ones."""
     window: int
-    stateless: int
+    layers_without_kv: int
     """Layers without KV: they have a state, or share another layer's KV."""
     shape: LayerShape
     is_latent: bool
@@ -51,7 +51,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        return self.full + self.windowed
+        return self.full_layers + self.windowed_layers
 
     def layer_bytes(self) -> int:
         """Bytes per token and layer."""
@@ -65,7 +65,9 @@ class Model:
 
     def engine_bytes(self, tokens: int) -> int:
         """The bytes of an engine for a request of `tokens` tokens, if it drops blocks outside the windows."""
-        return (self.full * tokens + self.windowed * min(tokens, self.window or tokens)) * self.layer_bytes()
+        return (
+            self.full_layers * tokens + self.windowed_layers * min(tokens, self.window or tokens)
+        ) * self.layer_bytes()
 
     def form(self, chunk_tokens: int, ranks: int) -> ChunkForm:
         """How a chunk is cut: one shard per rank. Ranks that hold the same share one."""
@@ -115,10 +117,10 @@ def model_of(outer: Mapping[str, Any], kv_dtype: str = "auto", *, name: str = ""
         raise ConfigError(f"model {name}: it has no attention layers, so there is no KV to keep")
     return Model(
         name=name or str(config.get("model_type", "model")),
-        full=full,
-        windowed=windowed,
+        full_layers=full,
+        windowed_layers=windowed,
         window=_window(config) if windowed else 0,
-        stateless=without,
+        layers_without_kv=without,
         shape=shape,
         is_latent=bool(latent),
         dtype=_dtype(config, kv_dtype, bool(latent)),
@@ -190,7 +192,7 @@ def _dtype(config: Mapping[str, Any], asked: str, is_latent: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TierCapacity:
     """The capacity of one tier for a model's KV."""
 
     tier: str
@@ -214,9 +216,9 @@ class Holding:
         return min(self.tokens, model.longest or self.tokens)
 
 
-def holdings(capacities: Mapping[str, int], form: ChunkForm, chunk_tokens: int) -> list[Holding]:
+def tier_capacities(capacities: Mapping[str, int], form: ChunkForm, chunk_tokens: int) -> list[TierCapacity]:
     return [
-        Holding(tier, capacity, form.room if tier == "cpu" else form.at_rest, chunk_tokens)
+        TierCapacity(tier, capacity, form.slab_bytes if tier == "cpu" else form.stored_bytes, chunk_tokens)
         for tier, capacity in capacities.items()
     ]
 
@@ -228,72 +230,74 @@ def break_even(model: Model, prefill: float) -> float:
 
 def report(
     model: Model,
-    found: Sequence[Holding],
+    found: Sequence[TierCapacity],
     form: ChunkForm,
     *,
     lengths: Sequence[int],
     prefills: Sequence[float],
 ) -> str:
-    what = f"{model.full} layers of full attention" if model.full else ""
-    if model.windowed:
-        what += f"{', ' if what else ''}{model.windowed} with a window of {model.window:,} tokens"
-    if model.stateless:
-        what += f", {model.stateless} without KV of their own"
+    what = f"{model.full_layers} layers of full attention" if model.full_layers else ""
+    if model.windowed_layers:
+        what += f"{', ' if what else ''}{model.windowed_layers} with a window of {model.window:,} tokens"
+    if model.layers_without_kv:
+        what += f", {model.layers_without_kv} without KV of their own"
     per = f"{model.shape.k} elements" if model.is_latent else f"{model.shape.heads} heads of {model.shape.k}"
     assert form.layout is not None
     chunk_tokens = form.layout.chunk_tokens
     lines = [f"{model.name}: {what}; {per}, {model.dtype}", ""]
     rows = [
-        ("a token", size(model.bytes_per_token)),
-        (f"a chunk of {chunk_tokens} tokens, in memory", size(form.room)),
-        ("a chunk on disk or beyond, headers included", size(form.at_rest)),
-        (f"a shard of a chunk, of {len(form.shards)}", size(form.sizes[0])),
+        ("a token", size_text(model.bytes_per_token)),
+        (f"a chunk of {chunk_tokens} tokens, in memory", size_text(form.slab_bytes)),
+        ("a chunk on disk or beyond, headers included", size_text(form.stored_bytes)),
+        (f"a shard of a chunk, of {len(form.shards)}", size_text(form.sizes[0])),
     ]
-    if model.windowed:
+    if model.windowed_layers:
         rows += [
-            (f"in the engine, of a request of {length:,} tokens", size(model.engine_bytes(length)))
+            (f"in the engine, of a request of {length:,} tokens", size_text(model.engine_bytes(length)))
             for length in lengths
         ]
     lines += [table(("KV of", "bytes"), rows), ""]
     if found:
         headers = ["tier", "capacity", "tokens", *(f"requests of {n:,}" for n in lengths), "longest prompt"]
         held = [
-            [each.tier, size(each.capacity), f"{each.tokens:,}"]
+            [each.tier, size_text(each.capacity), f"{each.tokens:,}"]
             + [f"{each.requests(length):,}" for length in lengths]
             + [f"{each.longest(model):,}"]
             for each in found
         ]
         lines += [table(headers, held), ""]
-    even = [(f"{rate:,.0f}", f"{number(break_even(model, rate) / 1e9)} GB/s") for rate in prefills]
+    even = [(f"{rate:,.0f}", f"{number_text(break_even(model, rate) / 1e9)} GB/s") for rate in prefills]
     lines += [table(("tokens/s computed", "break-even: a slower tier is worth nothing"), even)]
-    if model.windowed and model.window < chunk_tokens:
+    if model.windowed_layers and model.window < chunk_tokens:
         lines += [
             "",
             f"A chunk is no longer than the smallest window: set chunk_tokens to {model.window} or less.",
         ]
-    if model.stateless:
+    if model.layers_without_kv:
         lines += ["", "The states of layers without attention are not counted."]
     return "\n".join(lines)
 
 
-def worth(found: Sequence[Holding], prefills: Sequence[float], price: float) -> str:
+def savings_table(found: Sequence[TierCapacity], prefills: Sequence[float], price: float) -> str:
     """What each tier saves whenever all that it holds is used once more, and what a GiB of it does."""
     rows = [
-        (each.tier, f"{rate:,.0f}", number(once.gpu_hours), f"{once.money:,.2f}", f"{of_gib.money:,.4f}")
+        (each.tier, f"{rate:,.0f}", number_text(once.gpu_hours), f"{once.money:,.2f}", f"{of_gib.money:,.4f}")
         for each in found
         for rate in prefills
-        for once, of_gib in [_worth_of(each, rate, price)]
+        for once, of_gib in [_savings_of(each, rate, price)]
     ]
     headers = ("used once more", "tokens/s computed", "GPU-hours", f"at {price:g} an hour", "a GiB of it")
     return table(headers, rows)
 
 
-def _worth_of(each: Holding, rate: float, price: float) -> tuple[Worth, Worth]:
+def _savings_of(each: TierCapacity, rate: float, price: float) -> tuple[GpuSavings, GpuSavings]:
     hours = each.tokens / rate / HOUR
-    return Worth(hours, price), Worth(hours * GIB / each.capacity, price)
+    return GpuSavings(hours, price), GpuSavings(hours * GIB / each.capacity, price)
 
 
-def worth_as_json(found: Sequence[Holding], prefills: Sequence[float], price: float) -> list[dict[str, Any]]:
+def savings_as_json(
+    found: Sequence[TierCapacity], prefills: Sequence[float], price: float
+) -> list[dict[str, Any]]:
     return [
         {
             "tier": each.tier,
@@ -304,13 +308,13 @@ def worth_as_json(found: Sequence[Holding], prefills: Sequence[float], price: fl
         }
         for each in found
         for rate in prefills
-        for once, of_gib in [_worth_of(each, rate, price)]
+        for once, of_gib in [_savings_of(each, rate, price)]
     ]
 
 
 def as_json(
     model: Model,
-    found: Sequence[Holding],
+    found: Sequence[TierCapacity],
     form: ChunkForm,
     *,
     lengths: Sequence[int],
@@ -320,13 +324,13 @@ def as_json(
         "model": model.name,
         "dtype": model.dtype,
         "layers": {
-            "full": model.full,
-            "windowed": model.windowed,
+            "full": model.full_layers,
+            "windowed": model.windowed_layers,
             "window": model.window,
-            "without": model.stateless,
+            "without": model.layers_without_kv,
         },
         "bytes_per_token": model.bytes_per_token,
-        "chunk_bytes": {"cpu": form.room, "disk": form.at_rest},
+        "chunk_bytes": {"cpu": form.slab_bytes, "disk": form.stored_bytes},
         "shard_bytes": list(form.sizes),
         "tiers": [
             {

@@ -40,13 +40,13 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([aligned(headers), "  ".join("-" * width for width in widths), *map(aligned, lines)])
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     """Three significant digits, never an exponent."""
     size = abs(value)
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
-def size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     """In the largest unit that leaves a number of at least 1."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -55,7 +55,7 @@ def size(nbytes: int) -> str:
     return f"{value:.4g} {unit}"
 
 
-def span(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """In the two largest units: 12 s, 3 min 20 s, 4 h 5 min, 9 d 2 h."""
     whole = int(seconds)
     parts = ((whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s"))

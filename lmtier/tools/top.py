@@ -13,9 +13,9 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from lmtier.server.report import Snapshot, row_of
-from lmtier.tools.console import TIMEOUT, Address, Remote, Unreachable
-from lmtier.tools.terminal import Screen, bar, size, span, spark, table
-from lmtier.tools.views import breaker, bytes_text, clients_table, curve_table, headline, percent
+from lmtier.tools.console import TIMEOUT, ConsoleConnection, ServerAddress, Unreachable
+from lmtier.tools.terminal import Screen, bar, duration_text, size_text, spark, table
+from lmtier.tools.views import breaker, clients_table, curve_table, headline, percent, size_or_dash
 
 MINUTES = 15.0
 """The minutes of history that a server remembers and `top` shows."""
@@ -42,7 +42,7 @@ class Totals(NamedTuple):
         return cls(row["time"], row["asked"], row["hit"], row["missed"], row["up"], row["down"], row["busy"])
 
 
-def since_then(after: Totals, before: Totals) -> Totals:
+def counted_between(after: Totals, before: Totals) -> Totals:
     """What was counted between two times. `time` and `busy` are seconds."""
 
     def less(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
@@ -71,7 +71,7 @@ def timeline(now: Snapshot, history: Iterable[Mapping[str, Any]]) -> list[Totals
     return [began, *rows, present]
 
 
-def ago(line: Sequence[Totals], seconds: float) -> Totals:
+def totals_before(line: Sequence[Totals], seconds: float) -> Totals:
     """The counters that were known so long before the present."""
     return line[max(0, bisect_right(line, line[-1].time - seconds, key=_time_of) - 1)]
 
@@ -80,15 +80,15 @@ def frame(
     now: Snapshot, line: Sequence[Totals], name: str, columns: int, rows: int, trouble: str = ""
 ) -> list[str]:
     """The screen of `top` on a terminal of this size. It answers five questions in a fixed order."""
-    latest, past, present = ago(line, NOW), ago(line, MINUTES * 60), line[-1]
-    since = span(present.time - past.time)
+    latest, past, present = totals_before(line, NOW), totals_before(line, MINUTES * 60), line[-1]
+    since = duration_text(present.time - past.time)
     quits = "  q quits"
     title = headline(now, name)[: max(0, columns - len(quits))] + quits
     head = [
         *(wrap(trouble, columns, max_lines=2) if trouble else [title]),
-        f"saves?   hit rate   now {hit_rate(since_then(present, latest))}   "
-        f"last {since} {hit_rate(since_then(present, past))}   "
-        f"since the start {hit_rate(since_then(present, line[0]))}",
+        f"saves?   hit rate   now {hit_rate(counted_between(present, latest))}   "
+        f"last {since} {hit_rate(counted_between(present, past))}   "
+        f"since the start {hit_rate(counted_between(present, line[0]))}",
         spark(_levels(line, max(10, columns))),
     ]
     sources = _sources(latest, past, present, since, columns)
@@ -168,7 +168,7 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
 
     def rate(after: Mapping[str, int], before: Mapping[str, int], tier: str) -> str:
         moved = max(0, after.get(tier, 0) - before.get(tier, 0))
-        return f"{size(round(moved / seconds))}/s" if moved else "-"
+        return f"{size_text(round(moved / seconds))}/s" if moved else "-"
 
     rows = [
         (
@@ -176,7 +176,7 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
             breaker(tier),
             bar((tier["used"] or 0) / (tier["capacity"] or math.inf), 5),
             percent(tier["used"], tier["capacity"]),
-            bytes_text(tier["capacity"]),
+            size_or_dash(tier["capacity"]),
             rate(present.up, latest.up, tier["tier"]),
             rate(present.down, latest.down, tier["tier"]),
             f"{tier['queue']:,}",
@@ -190,7 +190,7 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
 
 def plain(now: Snapshot, line: Sequence[Totals]) -> str:
     """The present state in one line, for a log."""
-    counted = since_then(line[-1], ago(line, NOW))
+    counted = counted_between(line[-1], totals_before(line, NOW))
     seconds = max(counted.time, 1e-3)
     parts = [
         time.strftime("%H:%M:%S", time.localtime(now["time"])),
@@ -200,24 +200,24 @@ def plain(now: Snapshot, line: Sequence[Totals]) -> str:
         name = tier["tier"]
         up, down = (moved.get(name, 0) / seconds for moved in (counted.up, counted.down))
         parts.append(
-            f"{name} {percent(tier['used'], tier['capacity'])} full, up {size(round(up))}/s, down "
-            f"{size(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
+            f"{name} {percent(tier['used'], tier['capacity'])} full, up {size_text(round(up))}/s, down "
+            f"{size_text(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
         )
     return "; ".join([*parts, f"{len(now['clients']):,} clients"])
 
 
-class Watched:
+class WatchedServer:
     """A server with its last answer. If it is down, it is tried again."""
 
-    def __init__(self, address: Address, timeout: float = TIMEOUT) -> None:
+    def __init__(self, address: ServerAddress, timeout: float = TIMEOUT) -> None:
         self._address = address
         self._timeout = timeout
-        self._remote: Remote | None = None
-        self.look()
+        self._remote: ConsoleConnection | None = None
+        self.ask()
 
-    def look(self) -> None:
+    def ask(self) -> None:
         if self._remote is None:
-            self._remote = Remote(self._address, self._timeout)
+            self._remote = ConsoleConnection(self._address, self._timeout)
         try:
             self.now = self._remote.snapshot()
             self.line = timeline(self.now, self._remote.history())
@@ -231,9 +231,9 @@ class Watched:
             self._remote = None
 
 
-def top(address: Address, every: float = 2.0) -> None:
+def top(address: ServerAddress, every: float = 2.0) -> None:
     """A live view until the user types q."""
-    watched = Watched(address, timeout=2.0)  # an error here is printed before the screen changes
+    watched = WatchedServer(address, timeout=2.0)  # an error here is printed before the screen changes
     trouble = ""
 
     def lines(columns: int, rows: int) -> list[str]:
@@ -243,7 +243,7 @@ def top(address: Address, every: float = 2.0) -> None:
         with Screen() as screen, suppress(KeyboardInterrupt):
             while screen.show(lines, every):
                 try:
-                    watched.look()
+                    watched.ask()
                     trouble = ""
                 except Unreachable as error:
                     trouble = str(error)

@@ -12,14 +12,14 @@ from lmtier.observe.metrics import MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot, TierNow
-from lmtier.tools.console import Remote
-from lmtier.tools.terminal import number, size, span, table
+from lmtier.tools.console import ConsoleConnection
+from lmtier.tools.terminal import duration_text, number_text, size_text, table
 
 _SHOWN = 20  # clients
 _CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to search a shared tier
 
 
-def pong(remote: Remote) -> str:
+def ping_text(remote: ConsoleConnection) -> str:
     begin = time.monotonic()
     remote.ask("PING")
     took = time.monotonic() - begin
@@ -27,7 +27,7 @@ def pong(remote: Remote) -> str:
 
 
 def clear(
-    remote: Remote,
+    remote: ConsoleConnection,
     model: str | None,
     *,
     by: str | None = None,
@@ -59,7 +59,7 @@ def clear(
     if model is not None and not (any(gone.values()) or searched):
         said += "; the name must be the one that its engine gives"
     if after["leased_bytes"] and not force:
-        said += f"; chunks in use ({size(after['leased_bytes'])}) stay: --force deletes them too"
+        said += f"; chunks in use ({size_text(after['leased_bytes'])}) stay: --force deletes them too"
     return said
 
 
@@ -75,14 +75,16 @@ NOT_YET = "is not forgotten yet: something is left, see below; ask again"
 NOT_KNOWN = "is not known: nothing of it was found"
 
 
-def forgotten(report: Mapping[str, Any]) -> str:
+def forget_report_text(report: Mapping[str, Any]) -> str:
     """What became of a tenant who was forgotten, and what of copies that are out of reach."""
-    rows = [("cpu", f"{report['chunks']:,}", "-", f"{size(report['overwritten'])} of memory overwritten")]
+    rows = [
+        ("cpu", f"{report['chunks']:,}", "-", f"{size_text(report['overwritten'])} of memory overwritten")
+    ]
     for tier in report["tiers"]:
         deleted = "all that was found" if tier["chunks"] is None else f"{tier['chunks']:,}"
         rows.append((tier["tier"], deleted, f"{tier['keys']:,}", _COPIES[tier["sealed"]]))
     parts = [
-        f"tenant {report['tenant']} {outcome(report)}",
+        f"tenant {report['tenant']} {forget_outcome(report)}",
         table(("tier", "chunks deleted", "keys destroyed", "copies elsewhere"), rows),
     ]
     if report["in_use"]:
@@ -102,7 +104,7 @@ def forgotten(report: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def outcome(report: Mapping[str, Any]) -> str:
+def forget_outcome(report: Mapping[str, Any]) -> str:
     """The first line after the tenant: what a hurried reader takes along."""
     if any(tier["problem"] for tier in report["tiers"]):
         return NOT_YET
@@ -135,7 +137,7 @@ def stats(now: Snapshot, name: str) -> str:
         *_pinned(now),
         *_agents(now),
         *_savings(now),
-        _owner(now, now["busy"], now["uptime"]),
+        _thread_text(now, now["busy"], now["uptime"]),
     ]
     if now["curve"]:
         parts.append(curve_table(now, "hit rate if the tier were"))
@@ -161,21 +163,21 @@ def _savings(now: Snapshot) -> list[str]:
     if not savings["gpu_hours"]:
         return []
     price = savings["gpu_hour"]
-    said = f"hits saved {number(savings['gpu_hours'])} GPU-hours"
+    said = f"hits saved {number_text(savings['gpu_hours'])} GPU-hours"
     said += f": {savings['money']:,.2f} at {price:g} an hour" if price else ""
     for tier, more in savings["next_gib"].items():
-        worth = f"{more['money']:,.2f}" if price else f"{number(more['gpu_hours'])} GPU-hours"
+        worth = f"{more['money']:,.2f}" if price else f"{number_text(more['gpu_hours'])} GPU-hours"
         said += f"\none more GiB of {tier} would save {worth} a day"
     return [said]
 
 
-def explained(found: Sequence[Explanation], columns: int) -> str:
+def explanations_text(found: Sequence[Explanation], columns: int) -> str:
     """A line for each lookup, and under it why."""
     if not found:
         return "None of the lookups that the server remembers missed a whole chunk."
     rows = [
         (
-            f"{span(each['ago'])} ago",
+            f"{duration_text(each['ago'])} ago",
             each["asker"][:24] or "-",
             f"{each['asked']:,}",
             f"{sum(each['hit'].values()):,}",
@@ -199,7 +201,7 @@ def explained(found: Sequence[Explanation], columns: int) -> str:
 
 def headline(now: Snapshot, name: str) -> str:
     ready = "ready" if now["ready"] else f"not ready: {now['why_not_ready']}"
-    return f"lmtier {now['version']}, {ready}, up {span(now['uptime'])}, at {name}"
+    return f"lmtier {now['version']}, {ready}, up {duration_text(now['uptime'])}, at {name}"
 
 
 def verdicts_table(now: Snapshot) -> str:
@@ -244,12 +246,12 @@ def _tiers_table(now: Snapshot) -> str:
     rows = [
         (
             tier["tier"],
-            bytes_text(tier["used"]),
-            bytes_text(tier["capacity"]),
+            size_or_dash(tier["used"]),
+            size_or_dash(tier["capacity"]),
             percent(tier["used"], tier["capacity"]),
             "-" if tier["chunks"] is None else f"{tier['chunks']:,}",
-            size(tier["bytes_up"]),
-            size(tier["bytes_down"]),
+            size_text(tier["bytes_up"]),
+            size_text(tier["bytes_down"]),
             f"{tier['queue']:,}",
             f"{tier['evictions']:,}",
             f"{tier['failures']:,}",
@@ -273,7 +275,7 @@ def _values(now: Snapshot) -> list[str]:
 
 
 def _pinned(now: Snapshot) -> list[str]:
-    held = [f"{size(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
+    held = [f"{size_text(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
     return [f"pinned: {', '.join(held)}; `lmtier pins` says by what"] if held else []
 
 
@@ -282,8 +284,8 @@ def _shares_table(now: Snapshot) -> list[str]:
         (
             tenant,
             tier["tier"],
-            bytes_text(share["used"]),
-            bytes_text(share["share"]),
+            size_or_dash(share["used"]),
+            size_or_dash(share["share"]),
             percent(share["used"], share["share"]),
             f"{share['evictions']:,}",
         )
@@ -293,7 +295,7 @@ def _shares_table(now: Snapshot) -> list[str]:
     return [table(("tenant", "tier", "used", "share", "of it", "evicted"), rows)] if rows else []
 
 
-def _owner(now: Snapshot, busy: float, seconds: float) -> str:
+def _thread_text(now: Snapshot, busy: float, seconds: float) -> str:
     """How busy the server's main thread is. Its limit is one second per second."""
     each = f"{now['lookup_seconds'] / now['lookups'] * 1e6:,.0f} µs" if now["lookups"] else "-"
     return f"the server's thread was busy {percent(busy, seconds)} of the time; a lookup takes it {each}"
@@ -306,7 +308,7 @@ def curve_table(now: Snapshot, what: str) -> str:
     rows = [
         (
             tier,
-            bytes_text(capacities.get(tier)),
+            size_or_dash(capacities.get(tier)),
             *("-" if (ratio := ratios.get(factor)) is None else percent(ratio, 1) for factor in factors),
         )
         for tier, ratios in now["curve"].items()
@@ -321,9 +323,9 @@ def clients_table(now: Snapshot, most: int = _SHOWN) -> str:
             str(each["kind"]),
             str(each["name"] or "-")[:24],
             str(each["address"])[:28],
-            span(_number(each["age"])),
-            size(int(_number(each["received"]))),
-            size(int(_number(each["sent"]))),
+            duration_text(_number(each["age"])),
+            size_text(int(_number(each["received"]))),
+            size_text(int(_number(each["sent"]))),
         )
         for each in busiest[:most]
     ]
@@ -344,8 +346,8 @@ def percent(part: float | None, whole: float | None) -> str:
     return f"{100 * part / whole:.0f} %" if whole and part is not None else "-"
 
 
-def bytes_text(count: int | None) -> str:
-    return "-" if count is None else size(count)
+def size_or_dash(count: int | None) -> str:
+    return "-" if count is None else size_text(count)
 
 
 def breaker(tier: TierNow) -> str:
@@ -357,7 +359,7 @@ def breaker(tier: TierNow) -> str:
     return "open" if len(bad) == len(states) else f"open {bad[0]}"
 
 
-def sessions(found: Sequence[Mapping[str, Any]]) -> str:
+def sessions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """The agent sessions that asked last."""
     rows = [
         (
@@ -367,7 +369,7 @@ def sessions(found: Sequence[Mapping[str, Any]]) -> str:
             f"{each['tokens']:,}",
             ", ".join(f"{tokens:,} in {tier}" for tier, tokens in each["kept"].items() if tokens) or "none",
             f"{each['saved']:,}",
-            f"{span(each['idle'])} ago",
+            f"{duration_text(each['idle'])} ago",
         )
         for each in found
     ]

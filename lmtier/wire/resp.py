@@ -74,12 +74,12 @@ Incomplete: TypeAlias = Literal[Marker.INCOMPLETE]
 # ---- values to bytes
 
 
-def command(*args: Argument) -> bytes:
+def encode_command(*args: Argument) -> bytes:
     """A request, as a client sends it."""
-    return b"".join(pieces(*args))
+    return b"".join(encode_command_parts(*args))
 
 
-def pieces(*args: Argument) -> list[Buffer]:
+def encode_command_parts(*args: Argument) -> list[Buffer]:
     """The same in pieces, without copying the arguments."""
     found: list[Buffer] = [b"*%d\r\n" % len(args)]
     for arg in args:
@@ -171,14 +171,14 @@ def to_text(data: bytes) -> str:
 
 STAR, DOLLAR = b"*$"
 # Most numbers, for the price of one look-up: of bulks, and of the others.
-BULKS = {b"$%d\r\n" % number: number for number in range(1024)}
-NUMBERS = {b"%c%d\r\n" % (mark, number): number for mark in b"*:" for number in range(1024)}
+BULK_LENGTHS = {b"$%d\r\n" % number: number for number in range(1024)}
+SMALL_NUMBERS = {b"%c%d\r\n" % (mark, number): number for mark in b"*:" for number in range(1024)}
 _NUMBER = re.compile(rb".(0|-?[1-9][0-9]{0,18})\r\n", re.DOTALL)
 
 
-def number_in(line: bytes) -> int | None:
+def parse_number(line: bytes) -> int | None:
     """The number between a line's mark and its CRLF, as strict as redis: no +, no leading zero, no blank."""
-    number = BULKS.get(line, NUMBERS.get(line))
+    number = BULK_LENGTHS.get(line, SMALL_NUMBERS.get(line))
     if number is None and (found := _NUMBER.fullmatch(line)):
         number = int(found[1])
         if not -(1 << 63) <= number < 1 << 63:

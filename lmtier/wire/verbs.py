@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from lmtier.core.match import Entry, Match, Reservation, State, entries_of
+from lmtier.core.match import Entry, EntryState, Match, Reservation, entries_from_placement
 from lmtier.core.placement import Placement, keys_of, read_ranges, read_runs, write_ranges, write_runs
 from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm
@@ -25,14 +25,14 @@ AND_STATE = "+"
 """Between the number of a form and that of the state at whose end a match has to end."""
 
 
-def arguments(keys: Sequence[bytes]) -> list[bytes]:
+def pack_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Arguments with many keys each, as long as a server accepts."""
     return [
         b"".join(keys[at : at + _KEYS_AN_ARGUMENT]) for at in range(0, max(1, len(keys)), _KEYS_AN_ARGUMENT)
     ]
 
 
-def fields_of(reply: Any) -> dict[str, Any]:
+def read_fields(reply: Any) -> dict[str, Any]:
     """Reads a flat map."""
     names = iter(reply)
     return {name.decode(): value for name, value in zip(names, names, strict=True)}
@@ -41,52 +41,52 @@ def fields_of(reply: Any) -> dict[str, Any]:
 def write_match(number: int, match: Match) -> dict[str, Any]:
     reply: dict[str, Any] = {
         "id": number,
-        "state": "asking" if match.asking else "ready" if match.ready else "found",
+        "state": "asking" if match.pending_lookups else "ready" if match.is_ready else "found",
         "sources": write_runs(match.sources),
         **match.placement.fields(),
     }
-    if match.waiting:
+    if match.pending_loads:
         # A chunk that was deleted while it was loading is GONE, but the tier still writes to its room.
         reply["loading"] = write_ranges(
-            n for n, entry in enumerate(match.run) if entry.state is not State.READY
+            n for n, entry in enumerate(match.run) if entry.state is not EntryState.READY
         )
-    if match.cut:
-        reply["cut"] = match.cut
+    if match.cut_reason:
+        reply["cut"] = match.cut_reason
         reply["found"] = match.found
-    if match.end is not None:
-        reply["end"] = write_match(0, match.end)
+    if match.state_match is not None:
+        reply["end"] = write_match(0, match.state_match)
     return reply
 
 
 def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = None) -> Match:
     """The inverse, into `match`. `made`: entries of its first chunks, if they are made already."""
     placement = Placement.of(match.form, match.keys, fields)
-    run = entries_of(placement, State.READY, made)
+    run = entries_from_placement(placement, EntryState.READY, made)
     sources = read_runs(fields["sources"])
     loading = read_ranges(fields.get("loading", b""))
     for number in loading:
-        run[number].state = State.LOADING
+        run[number].state = EntryState.LOADING
     match.id = fields["id"]
     match.run = run
     match.sources = sources
-    match.waiting = len(loading)
-    match.asking = int(fields["state"] == b"asking")
-    match.cut = fields.get("cut", b"").decode()
+    match.pending_loads = len(loading)
+    match.pending_lookups = int(fields["state"] == b"asking")
+    match.cut_reason = fields.get("cut", b"").decode()
     match.found = fields.get("found", 0)
-    match.end = None
-    if "end" in fields and match.ends is not None and match.ends.layout is not None:
-        key = state_key(match.keys[len(sources) - 1], match.ends.layout.to_json())
-        match.end = Match(0, (key,), match.ends, 0, match.deadline, ended=match)
-        read_match(match.end, fields_of(fields["end"]))
-    if match.ready and fields["state"] != b"ready":
-        match.waiting = 1  # an older server does not list everything that it waits for
+    match.state_match = None
+    if "end" in fields and match.state_form is not None and match.state_form.layout is not None:
+        key = state_key(match.keys[len(sources) - 1], match.state_form.layout.to_json())
+        match.state_match = Match(0, (key,), match.state_form, 0, match.deadline, prompt_match=match)
+        read_match(match.state_match, read_fields(fields["end"]))
+    if match.is_ready and fields["state"] != b"ready":
+        match.pending_loads = 1  # an older server does not list everything that it waits for
     return match
 
 
 def write_reservation(number: int, reservation: Reservation) -> dict[str, Any]:
     return {
         "id": number,
-        "known": reservation.known,
+        "known": reservation.leading_stored,
         "dropped": reservation.dropped,
         "chunks": write_ranges(reservation.entries),
         **reservation.placement.fields(),
@@ -98,7 +98,7 @@ def read_reservation(fields: dict[str, Any], keys: Sequence[bytes], form: ChunkF
     chunks = read_ranges(fields["chunks"])
     placement = Placement.of(form, tuple(keys[chunk] for chunk in chunks), fields)
     reservation = Reservation.elsewhere(fields["id"], chunks, placement, set(form.shards if chunks else ()))
-    reservation.known, reservation.dropped = fields["known"], fields["dropped"]
+    reservation.leading_stored, reservation.dropped = fields["known"], fields["dropped"]
     return reservation
 
 

@@ -73,7 +73,7 @@ def test_where_no_attention_works_one_engine_is_tried(machine):
     machine.attention = "none"
     bench = run("ttft", "equal")
     assert {spec["name"] for spec in machine.specs} == {"plain"}
-    assert bench.tell() == 1
+    assert bench.print_report() == 1
 
 
 def test_the_rival_has_as_much_memory_as_lmtier_or_is_left_out(machine):
@@ -97,4 +97,4 @@ def test_prompts_that_were_spoilt_are_asked_again_before_anything_else_is_spoilt
 @pytest.mark.parametrize(("healed", "status"), [(16, 0), (0, 1)])
 def test_prompts_are_healed_if_they_are_loaded_again(machine, healed, status):
     machine.healed = healed
-    assert run("equal").tell() == status
+    assert run("equal").print_report() == status

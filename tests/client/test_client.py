@@ -25,12 +25,12 @@ from lmtier.client import link as link_module
 from lmtier.client.client import Client
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
-from lmtier.core.match import Entry, Match, Reservation, State
+from lmtier.core.match import Entry, EntryState, Match, Reservation
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import Identity, namespace, state_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.rules.worth import Cost
-from lmtier.wire.commands import Commands
+from lmtier.wire.command_reader import CommandReader
 from lmtier.wire.resp import Error, encode
 from lmtier.wire.verbs import MAX_MODELS
 from tests.redis_process import running
@@ -80,7 +80,7 @@ def store(client: Client, names: list[bytes], form=ONE) -> int:
 
 def is_right(client: Client, match: Match) -> bool:
     return all(
-        entry.state is State.READY
+        entry.state is EntryState.READY
         and client.slab.view(offset, LAYOUT.nbytes(shard)) == content(entry.key, shard)
         for entry in match.run
         for offset, shard in zip(entry.offsets, entry.form.shards, strict=True)
@@ -89,7 +89,7 @@ def is_right(client: Client, match: Match) -> bool:
 
 def look(client: Client, names: list[bytes], form=ONE) -> list[str]:
     match = client.wait(client.match(names, form))
-    assert match.ready
+    assert match.is_ready
     assert len(match.run) == match.chunks
     assert is_right(client, match)
     client.release(match)
@@ -186,12 +186,16 @@ def test_a_reservation_is_a_caches(serve):
     with Client(serve(chunks=6).path) as client:
         assert store(client, keys(2)) == 2
         reservation = client.reserve(keys(9), ONE)
-        assert (list(reservation.entries), reservation.known, reservation.dropped) == ([2, 3, 4, 5], 2, 3)
-        assert all(entry.state is State.FILLING for entry in reservation.entries.values())
+        assert (list(reservation.entries), reservation.leading_stored, reservation.dropped) == (
+            [2, 3, 4, 5],
+            2,
+            3,
+        )
+        assert all(entry.state is EntryState.FILLING for entry in reservation.entries.values())
         client.abort(reservation)
         assert used(client) == 2 * ROOM
         skipping = client.reserve(keys(4), ONE, first=3)
-        assert (list(skipping.entries), skipping.known) == ([3], 3)
+        assert (list(skipping.entries), skipping.leading_stored) == ([3], 3)
 
 
 def test_chunks_of_another_engines_layout_say_so(serve):
@@ -209,7 +213,7 @@ def test_fingerprints_come_back(serve):
         client.commit(reservation, LEFT, {1: b"left" * 4})
         client.commit(reservation, RIGHT, {1: b"right" * 3, 2: b"2"})
         run = client.match(keys(3), TWO).run
-        assert [entry.prints for entry in run] == [(), (b"left" * 4, b"right" * 3), (b"", b"2")]
+        assert [entry.marks for entry in run] == [(), (b"left" * 4, b"right" * 3), (b"", b"2")]
 
 
 def test_chunks_on_disk_are_brought_into_the_slab(serve, tmp_path):
@@ -220,17 +224,17 @@ def test_chunks_on_disk_are_brought_into_the_slab(serve, tmp_path):
         store(client, keys(6, "b"))
         client.flush()
         match = client.match(keys(4), ONE)
-        assert (match.sources, match.run, match.ready) == (["disk"] * 4, [], False)
+        assert (match.sources, match.run, match.is_ready) == (["disk"] * 4, [], False)
         client.prefetch(match, 3)
         changed = 0
 
         def arrived() -> bool:
             nonlocal changed
             changed += client.step()
-            return match.ready
+            return match.is_ready
 
         until(arrived)
-        assert (match.sources, len(match.run), match.cut) == (["disk"] * 3, 3, "not_worth_it")
+        assert (match.sources, len(match.run), match.cut_reason) == (["disk"] * 3, 3, "not_worth_it")
         assert is_right(client, match)
         assert client.step() == 0
         client.release(match)
@@ -247,7 +251,7 @@ def test_a_long_prompt_goes_in_pieces(serve):
 def test_many_releases_and_no_other_call_do_not_fill_the_socket(serve):
     with Client(serve().path) as client:
         for _ in range(3000):
-            client.seen(keys(2))
+            client.touch(keys(2))
         assert store(client, keys(2)) == 2
 
 
@@ -365,7 +369,9 @@ def rank(pipe: Connection, address: str, shard: Shard) -> None:
     client = Client(address, engine=secret("e"), shard=shard)
     while True:
         number, places = pipe.recv()
-        entries = {chunk: Entry(key, TWO, TWO.room, State.FILLING) for chunk, (key, _) in places.items()}
+        entries = {
+            chunk: Entry(key, TWO, TWO.slab_bytes, EntryState.FILLING) for chunk, (key, _) in places.items()
+        }
         for chunk, (_, offsets) in places.items():
             entries[chunk].offsets = offsets
         reservation = Reservation(number, TWO, entries, 0, 0, {shard})
@@ -434,10 +440,10 @@ def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
         for _ in range(3):
             assert client.match(keys(3), ONE).chunks == 0
         reservation = client.reserve(keys(5), ONE, first=1)
-        assert (reservation.entries, reservation.known, reservation.dropped) == ({}, 1, 4)
+        assert (reservation.entries, reservation.leading_stored, reservation.dropped) == ({}, 1, 4)
         client.commit(reservation)
         client.commit(unready)
-        client.seen(keys(2))
+        client.touch(keys(2))
         client.clear()
         client.check()
         assert (client.step(), client.flush(), client.stats()) == (0, False, {})
@@ -455,7 +461,7 @@ def test_a_server_that_comes_back_is_used_again_once_nothing_of_the_old_one_is_h
     with Client(server.path) as client:
         store(client, keys(3))
         held, waiting = client.match(keys(3), ONE), client.reserve(keys(2, "b"), ONE)
-        before, window = client.run, client.slab
+        before, window = client.run_id, client.slab
         server.kill()
         server.start()
         assert client.match(keys(3), ONE).chunks == 0
@@ -466,9 +472,9 @@ def test_a_server_that_comes_back_is_used_again_once_nothing_of_the_old_one_is_h
         assert client.reserve(keys(3), ONE).entries == {}, "the reservation is still held"
         write(client, waiting)
         client.commit(waiting)
-        assert (client.run, client.slab) == (before, window)
+        assert (client.run_id, client.slab) == (before, window)
         until(lambda: client.stats())
-        assert (client.run != before, client.slab is not window) == (True, True)
+        assert (client.run_id != before, client.slab is not window) == (True, True)
         assert look(client, keys(2, "b")) == [], "what went to the old one is not in the new one"
         assert look(client, keys(5, "other")) == ["cpu"] * 5
         assert store(client, keys(3)) == 3
@@ -543,7 +549,7 @@ def test_what_is_surely_not_there_is_not_waited_for_and_is_counted_all_the_same(
         watch = Stopwatch()
         match = client.match(keys(5, "new"), ONE)
         assert watch.seconds() < AT_ONCE
-        assert (match.ready, match.chunks) == (True, 0)
+        assert (match.is_ready, match.chunks) == (True, 0)
         with pytest.raises(MisuseError, match="twice"):
             client.match(keys(1, "new") * 2, ONE)
         server.thaw()
@@ -624,12 +630,12 @@ def test_what_is_asked_for_ahead_is_read_later(serve):
         store(client, keys(1, "form"))
         server.freeze()
         watch = Stopwatch()
-        asked = client.ask_to_reserve(keys(5), ONE, first=2)
+        asked = client.begin_reserve(keys(5), ONE, first=2)
         assert watch.seconds() < AT_ONCE
         server.thaw()
         until(lambda: used(client) == 4 * ROOM)  # other calls read the reply in passing
-        reservation = client.reserved(asked)
-        assert (reservation.known, list(reservation.entries)) == (2, [2, 3, 4])
+        reservation = client.finish_reserve(asked)
+        assert (reservation.leading_stored, list(reservation.entries)) == (2, [2, 3, 4])
         write(client, reservation)
         assert used(client) == 4 * ROOM
 
@@ -640,12 +646,12 @@ def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered
     with Client(server.path, engine=secret("e")) as client, Client(server.path, engine=secret("e")) as other:
         store(client, keys(1, "form"))
         if is_answered:
-            asked = client.ask_to_reserve(keys(5), ONE)
+            asked = client.begin_reserve(keys(5), ONE)
             assert used(client) == 6 * ROOM
         else:
             server.freeze()
-            asked = client.ask_to_reserve(keys(5), ONE)
-        client.withdraw(asked)
+            asked = client.begin_reserve(keys(5), ONE)
+        client.cancel_reserve(asked)
         server.thaw()
         client.stats()
         until(lambda: used(other) == ROOM)
@@ -657,18 +663,18 @@ def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in
     with Client(server.path) as client:
         store(client, keys(1, "form"))
         before = client.traffic
-        with client.together():
-            client.seen(keys(1, "form"))
-            asked = client.ask_to_reserve(keys(2), ONE)
+        with client.batched():
+            client.touch(keys(1, "form"))
+            asked = client.begin_reserve(keys(2), ONE)
             assert client.traffic == before
         assert client.traffic > before
-        assert list(client.reserved(asked).entries) == [0, 1]
-        with client.together():
-            asked = client.ask_to_reserve(keys(2, "b"), ONE)
-            assert list(client.reserved(asked).entries) == [0, 1]
+        assert list(client.finish_reserve(asked).entries) == [0, 1]
+        with client.batched():
+            asked = client.begin_reserve(keys(2, "b"), ONE)
+            assert list(client.finish_reserve(asked).entries) == [0, 1]
         server.kill()
-        with client.together():
-            client.seen(keys(1, "form"))
+        with client.batched():
+            client.touch(keys(1, "form"))
         assert client.lost == 1
 
 
@@ -680,10 +686,10 @@ def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
     ):
         store(client, keys(1, "form"))
         server.freeze()
-        asked = [client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b")]
-        assert client.reserved(asked[0]).dropped == 2
+        asked = [client.begin_reserve(keys(2, name), ONE) for name in ("a", "b")]
+        assert client.finish_reserve(asked[0]).dropped == 2
         watch = Stopwatch()
-        assert client.reserved(asked[1]).dropped == 2
+        assert client.finish_reserve(asked[1]).dropped == 2
         assert watch.seconds() < AT_ONCE
         server.thaw()
         until(lambda: client.stats())
@@ -694,16 +700,16 @@ def test_what_was_asked_for_of_a_server_that_dies_is_of_no_use(serve):
     server = serve()
     with Client(server.path) as client:
         store(client, keys(1, "form"))
-        early, late, unwanted = (client.ask_to_reserve(keys(2, name), ONE) for name in ("a", "b", "c"))
+        early, late, unwanted = (client.begin_reserve(keys(2, name), ONE) for name in ("a", "b", "c"))
         client.stats()  # all are answered
         server.kill()
-        reservation = client.reserved(early)
+        reservation = client.finish_reserve(early)
         write(client, reservation)
         client.commit(reservation)
         server.start()
         until(lambda: client.stats())
-        assert client.reserved(late).dropped == 2
-        client.withdraw(unwanted)
+        assert client.finish_reserve(late).dropped == 2
+        client.cancel_reserve(unwanted)
         assert used(client) == 0
 
 
@@ -784,7 +790,7 @@ def nonsense(pipe: Connection, listener: socket.socket) -> None:
     """Greets as a server should. A connection of name n then gets the nth of these, whatever it asks."""
     while True:
         connection, _ = listener.accept()
-        commands = Commands(lambda *_: None)
+        commands = CommandReader(lambda *_: None)
         reply: Any = None
         while count := connection.recv_into(commands.target()):
             commands.received(count)
@@ -812,11 +818,11 @@ def test_replies_that_mean_nothing_cost_a_connection_at_most(tmp_path):
         for number, each in enumerate(NONSENSE):
             with Client(path, name=str(number)) as client:
                 match = client.match(keys(2), ONE)
-                assert (match.chunks, match.ready) == (0, True), each
+                assert (match.chunks, match.is_ready) == (0, True), each
             with Client(path, name=str(number)) as client:
                 assert client.reserve(keys(2), ONE).dropped == 2, each
             with Client(path, name=str(number)) as client:
-                client.seen(keys(1))
+                client.touch(keys(1))
                 client.clear()
                 assert client.lost == 1
 
@@ -826,7 +832,7 @@ def older(pipe: Connection, listener: socket.socket) -> None:
     found = {"id": 7 << 32 | 1, "state": "found", "sources": "disk*2", "offsets": b""}
     ready = {"id": 7 << 32 | 1, "state": "ready", "sources": "disk*2", "offsets": places(0, 4)}
     connection, _ = listener.accept()
-    commands = Commands(lambda *_: None)
+    commands = CommandReader(lambda *_: None)
     while count := connection.recv_into(commands.target()):
         commands.received(count)
         while words := commands.next():
@@ -859,7 +865,7 @@ def test_an_older_server_is_not_asked_for_what_it_does_not_know(tmp_path, caplog
     ):
         match = client.match(keys(2), ONE)
         client.prefetch(match, has=3)
-        assert (match.chunks, len(match.run), match.ready, match.cut) == (2, 2, True, "")
+        assert (match.chunks, len(match.run), match.is_ready, match.cut_reason) == (2, 2, True, "")
         for _ in range(3):
             assert client.reserve(keys(2), ONE, ttl=60).dropped == 2
         with pytest.raises(MisuseError):
@@ -954,7 +960,7 @@ def test_an_interrupted_call_gives_back_what_it_is_granted(serve):
     server = serve()
     with Client(server.path) as client:
         poll = client._server.link._poll
-        asked = client.ask_to_reserve(keys(3), ONE)
+        asked = client.begin_reserve(keys(3), ONE)
 
         class Interrupted:
             def poll(self, _: float) -> None:
@@ -964,7 +970,7 @@ def test_an_interrupted_call_gives_back_what_it_is_granted(serve):
         interrupted: Any = Interrupted()
         client._server.link._poll = interrupted
         with pytest.raises(KeyboardInterrupt):
-            client.reserved(asked)
+            client.finish_reserve(asked)
         until(lambda: used(client) == 0)
 
 
@@ -1005,7 +1011,7 @@ def test_what_ended_without_a_connection_is_heard_over_the_next_one(serve, waits
         held, saving = client.match(keys(3), ONE), client.reserve(keys(5), ONE)
         write(client, saving)
         client._server.link._socket.shutdown(socket.SHUT_RDWR)
-        until(lambda: not client.is_there)
+        until(lambda: not client.is_server_alive)
         client.commit(saving)
         client.release(held)
         until(client.stats)
@@ -1142,7 +1148,7 @@ def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(
     with Client(server.path) as client:
         assert client.knows_states
         store(client, names)
-        assert client.match(names, ONE, ends=state).chunks == 0
+        assert client.match(names, ONE, state_form=state).chunks == 0
         reservation = client.reserve([names[2], end], state, first=1)
         (entry,) = reservation.entries.values()
         client.slab.view(entry.offsets[0], 5000)[:] = b"s" * 5000
@@ -1151,12 +1157,12 @@ def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(
     server.kill()
     server.start()
     with Client(server.path) as client:
-        match = client.wait(client.match(names, ONE, ends=state))
+        match = client.wait(client.match(names, ONE, state_form=state))
         assert is_right(client, match)
         assert match.sources == ["disk"] * 3
-        assert match.end is not None
-        (entry,) = match.end.run
-        assert (entry.key, entry.state) == (end, State.READY)
+        assert match.state_match is not None
+        (entry,) = match.state_match.run
+        assert (entry.key, entry.state) == (end, EntryState.READY)
         assert client.slab.view(entry.offsets[0], 5000) == b"s" * 5000
         client.release(match)
         client.check()

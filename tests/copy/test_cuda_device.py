@@ -34,7 +34,7 @@ def test_a_launch_hands_over_its_grid_and_arguments():
     made.paged().gather(None, ids, wanted)
     driver, function = Driver(machine.library), ctypes.create_string_buffer(b"gather")
     where = geometry.pieces.ctypes.data, [payload.ctypes.data], [np.array([ids], np.int32)]
-    for launch in geometry.copies("gather", geometry.layers, *where, Spread(2)):
+    for launch in geometry.copy_launches("gather", geometry.layers, *where, Spread(2)):
         driver.launch(ctypes.addressof(function), launch, STREAM)
     assert payload.tobytes() == wanted.tobytes()
 
@@ -80,7 +80,7 @@ def launches():
     made = engine(make_layout())
     geometry = Geometry(made.layout, made.shard, given_as(made.tensors))
     ids = [np.array([chunk_ids(made.layout)], np.int32)]
-    return geometry.copies("gather", geometry.layers, 0, [0], ids, Spread(1))
+    return geometry.copy_launches("gather", geometry.layers, 0, [0], ids, Spread(1))
 
 
 # ---- a worker of several touches only its own device

@@ -51,7 +51,9 @@ class Device:
         rows = [np.array(each, np.int32) for each in ids]
         at = [payload.ctypes.data for payload in payloads]
         layers = self.geometry.layers if layer is None else range(layer, layer + 1)
-        launches = list(self.geometry.copies(kernel, layers, self.pieces.ctypes.data, at, rows, spread))
+        launches = list(
+            self.geometry.copy_launches(kernel, layers, self.pieces.ctypes.data, at, rows, spread)
+        )
         for launch in launches:
             self.cpu.run(launch, backwards=backwards)
         return len(launches)
@@ -69,7 +71,7 @@ class Device:
         self.cpu.allow(sums, marks)
         rows = [np.array(ids, np.int32)] * (max(self.geometry.table) + 1)
         where = self.raws.ctypes.data, rows, (sums.ctypes.data, sums.nbytes), marks.ctypes.data
-        for launch in self.geometry.marks(layers, *where, spread):
+        for launch in self.geometry.fingerprint_launches(layers, *where, spread):
             self.cpu.run(launch)
         return [[int(mark).to_bytes(8, "big") for mark in each] for each in marks]
 
@@ -262,7 +264,7 @@ def test_marks_are_the_fingerprints_that_numpys_twin_takes(made, times, data):
     chunks = [chunk_ids(layout, seed) for seed in range(data.draw(st.integers(1, 3)))]
     before = engine_.snapshot()
     for layer in kv.layers:
-        if not device.geometry.is_marked:
+        if not device.geometry.has_fingerprints:
             with pytest.raises(LayoutError, match="too few"):
                 device.marks(layer, chunks)
             return
@@ -326,5 +328,5 @@ def test_layers_that_are_alike_take_three_launches_for_their_marks():
     made = engine(layout)
     geometry = Geometry(layout, layout.whole, given_as(made.tensors))
     ids = [np.array([chunk_ids(layout)] * 3, np.int32)]
-    launches = list(geometry.marks(geometry.layers, 0, ids, (0, 1 << 20), 0, FEW))
+    launches = list(geometry.fingerprint_launches(geometry.layers, 0, ids, (0, 1 << 20), 0, FEW))
     assert [launch.kernel for launch in launches] == ["sums", "chain", "merge"]

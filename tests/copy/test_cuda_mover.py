@@ -136,7 +136,7 @@ class Engine:
         commits: bool = True,
     ) -> CudaSave:
         """Compute all of a prompt and save it; `blocks` are free for others when this returns."""
-        self.mover.reuse(blocks)
+        self.mover.order_before_reuse(blocks)
         save = self.mover.save(self.mover.chain(tokens), blocks)
         assert isinstance(save, CudaSave)
         try:
@@ -193,7 +193,7 @@ class Engine:
         """The address of a chunk's copy."""
         copy = self.gpu_copies.index.get(self.mover.chain(tokens).keys[chunk])
         assert copy is not None
-        return self.kv._held + copy.offsets[0]
+        return self.kv._slots_address + copy.offsets[0]
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
@@ -250,10 +250,10 @@ def seen(cache: Cache, device: SimulatedDevice) -> None:
     """Let the device know what a cache does with extents: it reads those of commits, and reuses the freed."""
     commit, free = cache.commit, cache.slab.free
 
-    def noted_commit(reservation, shard=None, prints=None):
+    def noted_commit(reservation, shard=None, marks=None):
         for entry in reservation.entries.values():
             device.host("commit", reads=[span(view(entry.offsets[0]))])
-        commit(reservation, shard, prints)
+        commit(reservation, shard, marks)
 
     def noted_free(offsets):
         listed = list(offsets)
@@ -705,7 +705,7 @@ def test_a_copy_of_another_packing_is_converted_once(near_cache, monkeypatch):
 def test_places_may_be_decided_elsewhere(cache):
     """By the scheduler of an engine with several ranks."""
     gpu_copies, engine = GpuCopies(3 * 4096), Engine(cache)
-    engine.kv.hold(3 * 4096)
+    engine.kv.allocate_slots(3 * 4096)
     mover, tokens = engine.mover, list(range(32))
     chain, blocks = mover.chain(tokens), engine.take(32)
     for layer in range(L):
@@ -717,13 +717,13 @@ def test_places_may_be_decided_elsewhere(cache):
     for computed, copied in ((0, 0), (0, 3), (8, 2)):
         match = mover.match(mover.chain([*tokens, 0]))
         places = gpu_copies.load(match.run[computed // C :], mover.form)
-        assert [place is None for place in places.near] == [False] * (3 - computed // C) + [True]
-        assert places.there == copied
+        assert [place is None for place in places.by_chunk] == [False] * (3 - computed // C) + [True]
+        assert places.filled == copied
         others = engine.take(32)
-        with mover.load(match, others, computed_tokens=computed, near=places.near) as load:
+        with mover.load(match, others, computed_tokens=computed, gpu_slots=places.by_chunk) as load:
             load.all()
         engine.settle()
-        gpu_copies.done(places, believed=load.tokens == 32)
+        gpu_copies.release(places, is_verified=load.tokens == 32)
         for layer in range(L):
             there = computed // N
             wanted = engine.content_of(tokens, layer)[there:]
@@ -739,7 +739,7 @@ def test_a_load_or_save_with_wrong_places_leaves_nothing_behind(near_cache, wron
     engine.settle()
     match = engine.mover.match(engine.mover.chain(range(17)))
     with pytest.raises(MisuseError, match="place"):
-        engine.mover.load(match, engine.take(16), near=wrong)
+        engine.mover.load(match, engine.take(16), gpu_slots=wrong)
     assert near_cache.index.leased_bytes == 0
 
 
@@ -759,7 +759,7 @@ def test_a_load_that_the_device_refuses_gives_its_places_back(near_cache, monkey
     engine.settle()
 
 
-@pytest.mark.parametrize("refused", ["enqueue_copies", "enqueue_marks"])
+@pytest.mark.parametrize("refused", ["enqueue_copies", "enqueue_fingerprints"])
 def test_a_load_that_is_refused_gives_its_room_for_marks_back(cache, monkeypatch, refused):
     engine = Engine(cache)
     engine.prefill(range(16), engine.take(16))
@@ -773,19 +773,19 @@ def test_a_load_that_is_refused_gives_its_room_for_marks_back(cache, monkeypatch
         with pytest.raises(DeviceError):
             engine.mover.load(engine.mover.match(engine.mover.chain(range(17))), engine.take(16))
         engine.free = list(range(BLOCKS - SPARES))
-    assert engine.kv._marks_room.used == 0
+    assert engine.kv._fingerprints_room.used == 0
 
 
 def test_what_finds_no_room_for_its_mark_is_stored_and_loaded_without(cache, monkeypatch):
     engine = Engine(cache)
-    all_of_it = engine.kv.take_marks(paging._MARKS_BYTES // (8 * L))
+    all_of_it = engine.kv.take_fingerprints(paging._MARKS_BYTES // (8 * L))
     engine.prefill(range(16), engine.take(16))
     engine.settle()
     assert engine.resume(range(16), engine.take(16)).tokens == 16
     engine.settle()
     assert not engine.failures
     assert cache.metrics.value("lmtier_verified_total") == 0
-    engine.kv.give_back(all_of_it)
+    engine.kv.free_fingerprints(all_of_it)
 
 
 def test_a_save_that_cannot_begin_reserves_nothing(cache):

@@ -144,7 +144,7 @@ def test_no_copy_spans_two_steps_and_none_loses_a_byte(copies):
         ends = [START + STEP, START + 2 * STEP, START + 3 * STEP, START, START + SIZE]
         return {sum(each <= address for each in ends) for address in (at, at + nbytes - 1)}
 
-    cut = Driver().page_lock().cut(np.array(copies, np.int64).reshape(-1, 3)).tolist()
+    cut = Driver().page_lock().split_at_steps(np.array(copies, np.int64).reshape(-1, 3)).tolist()
     for to, source, nbytes in cut:
         assert nbytes > 0
         assert len(steps(to, nbytes)) == len(steps(source, nbytes)) == 1

@@ -43,7 +43,7 @@ def large_engines(draw: st.DrawFn) -> tuple[Layout, Shard, dict[str, Any]]:
     layout = Layout(shapes, layout.dtype, layout.block_tokens, layout.chunk_tokens, layout.packing)
     made = engine(layout, shard, **how)
     memories = [[TensorMemory.of(t) for t in (ts if isinstance(ts, tuple) else (ts,))] for ts in made.tensors]
-    assume(Geometry(layout, shard, memories).is_marked)
+    assume(Geometry(layout, shard, memories).has_fingerprints)
     return layout, shard, how
 
 
@@ -92,7 +92,7 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
     device = cuda.device
     assert isinstance(device, SimulatedDevice)
     room = padded(cuda.nbytes)
-    cuda.hold(number * room)
+    cuda.allocate_slots(number * room)
     layer = data.draw(st.sampled_from([None, *cpu.layers]))
     mixed = st.lists(st.sampled_from(["there", "put", "none"]), min_size=number, max_size=number)
 
@@ -104,7 +104,7 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
     got, wanted = ([noise(cpu.nbytes, 1) for _ in ids] for _ in range(2))
     through = data.draw(mixed.map(lambda kinds: ["put" if kind == "there" else kind for kind in kinds]))
     bounds = joined(cuda.bind(each, payload) for each, payload in zip(ids, got, strict=True))
-    cuda.bring_near(bounds, near(through))
+    cuda.set_gpu_slots(bounds, near(through))
     cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda._these(layer), bounds))
     for each, payload in zip(ids, wanted, strict=True):
         cpu.gather(layer, each, payload)
@@ -116,10 +116,10 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
     payloads = [noise(cpu.nbytes, 5 + at) for at in range(number)]
     for at, kind in enumerate(kinds):
         if kind == "there":
-            device.compute.copy([(cuda._held + at * room, payloads[at].ctypes.data, cuda.nbytes)])
+            device.compute.copy([(cuda._slots_address + at * room, payloads[at].ctypes.data, cuda.nbytes)])
     unread = [noise(cpu.nbytes, 9) if kind == "there" else p for p, kind in zip(payloads, kinds, strict=True)]
     bounds = joined(cuda.bind(each, payload, first) for each, payload in zip(ids, unread, strict=True))
-    cuda.bring_near(bounds, near(kinds))
+    cuda.set_gpu_slots(bounds, near(kinds))
     cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda._these(layer), bounds), device.load)
     for each, payload in zip(ids, payloads, strict=True):
         cpu.scatter(layer, payload, each, first)
@@ -128,7 +128,7 @@ def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, wa
     # And again, now that they are all there.
     again = ["there" if kind == "put" else kind for kind in kinds]
     bounds = joined(cuda.bind(each, payload) for each, payload in zip(ids, unread, strict=True))
-    cuda.bring_near(bounds, near(again))
+    cuda.set_gpu_slots(bounds, near(again))
     cuda.wait_for(lambda lane: cuda.enqueue_copies(lane, cuda._these(layer), bounds), device.load)
     for each, payload in zip(ids, payloads, strict=True):
         cpu.scatter(layer, payload, each)
@@ -141,15 +141,15 @@ def test_places_beyond_the_memory_that_is_held_are_refused():
     cuda = on_device(engine(layout))
     bounds = cuda.bind(chunk_ids(layout), noise(cuda.nbytes))
     with pytest.raises(MisuseError, match="beyond the 0 bytes"):
-        cuda.bring_near(bounds, [(0, False)])
-    cuda.hold(padded(cuda.nbytes))
-    cuda.bring_near(bounds, [(0, False)])
+        cuda.set_gpu_slots(bounds, [(0, False)])
+    cuda.allocate_slots(padded(cuda.nbytes))
+    cuda.set_gpu_slots(bounds, [(0, False)])
     with pytest.raises(MisuseError, match="beyond"):
-        cuda.bring_near(bounds, [(4096, False)])
+        cuda.set_gpu_slots(bounds, [(4096, False)])
     with pytest.raises(MisuseError, match="1 chunks need as many places"):
-        cuda.bring_near(bounds, [None, None])
+        cuda.set_gpu_slots(bounds, [None, None])
     with pytest.raises(MisuseError, match="already"):
-        cuda.hold(4096)
+        cuda.allocate_slots(4096)
 
 
 def test_layers_of_a_block_that_lie_together_are_one_copy():
@@ -309,7 +309,7 @@ def test_what_was_taken_of_the_gpu_is_given_back():
     cuda = on_device(made)
     device = cuda.device
     assert isinstance(device, SimulatedDevice)
-    cuda.hold(4096)
+    cuda.allocate_slots(4096)
     assert len(device._kept) > len(made.memory)
     cuda.close()
     assert len(device._kept) == len(made.memory)
@@ -338,10 +338,10 @@ def test_where_there_is_no_room_for_marks_fewer_are_taken():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     cuda = on_device(engine(layout))
     most = paging._MARKS_BYTES // 16
-    first = cuda.take_marks(most // 2)
-    second = cuda.take_marks(most)
+    first = cuda.take_fingerprints(most // 2)
+    second = cuda.take_fingerprints(most)
     assert (first.chunks, second.chunks) == (most // 2, most // 2)
-    assert cuda.take_marks(8).chunks == 0
+    assert cuda.take_fingerprints(8).chunks == 0
     for marks in (first, second):
-        cuda.give_back(marks)
-    assert cuda.take_marks(most).chunks == most
+        cuda.free_fingerprints(marks)
+    assert cuda.take_fingerprints(most).chunks == most

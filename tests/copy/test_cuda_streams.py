@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtier.copy.cuda.kernels import Geometry, Launch, Spread, TensorMemory
-from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, Enqueue, Lane, Order
+from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, Enqueue, StreamPair, TransferOrder
 from lmtier.errors import MisuseError
 from lmtier.format.layout import Layout
 from tests.cuda_device import Race, SimulatedDevice, SimulatedStream, span
@@ -43,7 +43,7 @@ class Engine:
     """An engine that computes, reuses blocks at once, and does nothing about our copies but what it must."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.order, self.random = device, Order(device), device.random
+        self.device, self.order, self.random = device, TransferOrder(device), device.random
         self.kv = np.zeros((L, BLOCKS, NBYTES // L // SIZE), np.uint8)
         views = [layer.view(np.uint16).reshape(BLOCKS, 1, 2, 32) for layer in self.kv]
         self.geometry = Geometry(LAYOUT, LAYOUT.whole, [[TensorMemory.of(view)] for view in views])
@@ -112,9 +112,9 @@ class Engine:
         pieces, raws = self.pieces.ctypes.data, self.raws.ctypes.data
 
         layers = range(L) if layer is None else range(layer, layer + 1)
-        launches = [*self.geometry.copies("gather", layers, pieces, payload, [ids], SPREAD)]
+        launches = [*self.geometry.copy_launches("gather", layers, pieces, payload, [ids], SPREAD)]
         where = (extent.sums.ctypes.data, extent.sums.nbytes), extent.mark.ctypes.data + 8 * layers.start
-        launches += self.geometry.marks(layers, raws, [ids], *where, SPREAD)
+        launches += self.geometry.fingerprint_launches(layers, raws, [ids], *where, SPREAD)
         store.part(launching(launches))
 
     def load(self, extent: Extent, onto: Extent | None, *, layerwise: bool, used: bool) -> None:
@@ -127,7 +127,9 @@ class Engine:
         payload, ids = [extent.memory.ctypes.data], np.array([blocks], np.int32)
         for layers in [range(layer, layer + 1) for layer in range(L)] if layerwise else [range(L)]:
             at = self.pieces.ctypes.data
-            load.part(launching(self.geometry.copies("scatter", layers, at, payload, [ids], SPREAD)), layers)
+            load.part(
+                launching(self.geometry.copy_launches("scatter", layers, at, payload, [ids], SPREAD)), layers
+            )
         load.end(self.release(extent))
         if onto is not None:
             store = self.order.store(blocks)
@@ -215,7 +217,7 @@ class Engine:
 
 
 def launching(launches: Iterable[Launch]) -> Enqueue:
-    def enqueue(lane: Lane) -> None:
+    def enqueue(lane: StreamPair) -> None:
         for launch in launches:
             lane.kernels.launch(launch)
 
@@ -277,7 +279,7 @@ def test_to_believe_an_event_before_it_has_come_is_a_race():
 
 
 @pytest.mark.parametrize(
-    ("owner", "forgotten"), [(Order, "reuse"), (Order, "_hold"), (DeviceLoad, "let_compute")]
+    ("owner", "forgotten"), [(TransferOrder, "reuse"), (TransferOrder, "_delay"), (DeviceLoad, "let_compute")]
 )
 def test_a_call_that_is_left_out_is_a_race(monkeypatch, owner, forgotten):
     monkeypatch.setattr(owner, forgotten, lambda *_, **__: None)
@@ -301,7 +303,7 @@ class Streams:
             self.device.one_deed()
 
 
-def nothing(lane: Lane) -> None:
+def nothing(lane: StreamPair) -> None:
     for stream in (lane.kernels, lane.copies):
         assert isinstance(stream, SimulatedStream)
         stream.enqueue("work", None)
@@ -309,7 +311,7 @@ def nothing(lane: Lane) -> None:
 
 def test_nothing_follows_a_transfer_before_its_event_has_come():
     streams, ended = Streams(), []
-    order = Order(streams)
+    order = TransferOrder(streams)
     store = order.store([1])
     store.part(nothing)
     store.end(lambda: ended.append("store"))
@@ -324,9 +326,9 @@ def test_nothing_follows_a_transfer_before_its_event_has_come():
 
 def test_a_load_took_what_the_device_took_for_it_not_what_the_engine_computed_before():
     streams = Streams()
-    order = Order(streams)
+    order = TransferOrder(streams)
 
-    def copy(lane: Lane) -> None:
+    def copy(lane: StreamPair) -> None:
         assert isinstance(lane.copies, SimulatedStream)
         lane.copies.enqueue("copy", lambda: time.sleep(0.05))
 
@@ -342,7 +344,7 @@ def test_a_load_took_what_the_device_took_for_it_not_what_the_engine_computed_be
 
 def test_a_transfer_that_was_not_ended_waits_for_its_end():
     streams = Streams()
-    order = Order(streams)
+    order = TransferOrder(streams)
     store = order.store([1])
     store.part(nothing)
     streams.run_all()
@@ -354,7 +356,7 @@ def test_a_transfer_that_was_not_ended_waits_for_its_end():
 def test_what_was_computed_on_a_load_is_never_finished_before_it():
     """Also when both events come while they are being looked at."""
     streams, ended = Streams(), []
-    order = Order(streams)
+    order = TransferOrder(streams)
     load, store = order.load([1]), order.store([2])
     load.part(nothing, [0])
     load.end(lambda: ended.append("load"))
@@ -376,7 +378,7 @@ def test_what_was_computed_on_a_load_is_never_finished_before_it():
 
 def test_the_rest_is_finished_in_a_later_poll_if_one_raises():
     streams, ended = Streams(), []
-    order = Order(streams)
+    order = TransferOrder(streams)
 
     def fail() -> None:
         raise OSError("the server is gone")
@@ -391,7 +393,7 @@ def test_the_rest_is_finished_in_a_later_poll_if_one_raises():
 
 
 def test_blocks_of_a_transfer_with_more_to_come_cannot_be_used_again():
-    order = Order(Streams())
+    order = TransferOrder(Streams())
     store = order.store([1, 2])
     order.store([2, 3])  # both only read
     order.reuse([4])
@@ -406,7 +408,7 @@ def test_blocks_of_a_transfer_with_more_to_come_cannot_be_used_again():
 
 
 def test_a_writer_that_waits_for_no_stream_gets_blocks_that_are_at_rest():
-    order = Order(Streams())
+    order = TransferOrder(Streams())
     first, second = order.store([1]), order.store([2])
     for each in (first, second):
         each.part(nothing)
@@ -421,7 +423,7 @@ def test_a_writer_that_waits_for_no_stream_gets_blocks_that_are_at_rest():
 
 def test_transfers_of_other_blocks_do_not_wait_for_each_other():
     streams = Streams()
-    order = Order(streams)
+    order = TransferOrder(streams)
     store = order.store([1])
     store.part(nothing)
     store.end(lambda: None)

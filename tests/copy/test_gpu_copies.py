@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmtier.copy.gpu_copies import GpuCopies, GpuPlace, GpuPlaces
-from lmtier.core.match import Entry, State
+from lmtier.copy.gpu_copies import GpuCopies, GpuSlot, GpuSlots
+from lmtier.core.match import Entry, EntryState
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Shard, form_of
 from lmtier.rules.policy import POLICIES
@@ -33,20 +33,20 @@ def key(name: object) -> bytes:
 
 def promised(*names: object, form: ChunkForm = WHOLE, mark: bytes = b"") -> list[Entry]:
     """What a match has of the slab."""
-    run = [Entry(key(name), form, form.room, State.READY) for name in names]
+    run = [Entry(key(name), form, form.slab_bytes, EntryState.READY) for name in names]
     for entry in run:
-        entry.prints = (mark,) * len(form.shards) if mark else ()
+        entry.marks = (mark,) * len(form.shards) if mark else ()
     return run
 
 
-def there(places: GpuPlaces) -> list[bool | None]:
+def there(places: GpuSlots) -> list[bool | None]:
     """Of each chunk: is it there, is it to be filled, or has it none?"""
-    return [None if place is None else place.is_there for place in places.near]
+    return [None if place is None else place.is_filled for place in places.by_chunk]
 
 
-def put(copies: GpuCopies, run: list[Entry], form: ChunkForm = WHOLE) -> GpuPlaces:
+def put(copies: GpuCopies, run: list[Entry], form: ChunkForm = WHOLE) -> GpuSlots:
     places = copies.load(run, form)
-    copies.done(places)
+    copies.release(places)
     copies.check()
     return places
 
@@ -56,8 +56,8 @@ def test_what_a_load_has_put_there_the_next_one_finds_in_its_place():
     first = put(copies, run)
     assert there(first) == [False, False]
     second = copies.load(run, WHOLE)
-    assert second.near == tuple(GpuPlace(place.offset, True) for place in first.near if place)
-    assert second.there == 2
+    assert second.by_chunk == tuple(GpuSlot(place.offset, True) for place in first.by_chunk if place)
+    assert second.filled == 2
 
 
 def test_what_is_being_filled_nobody_else_reads_or_fills():
@@ -65,19 +65,19 @@ def test_what_is_being_filled_nobody_else_reads_or_fills():
     filling = copies.load(run, WHOLE)
     meanwhile = copies.load(run, WHOLE)
     assert there(meanwhile) == [None]
-    copies.done(meanwhile)
+    copies.release(meanwhile)
     assert there(copies.load(run, WHOLE)) == [None]
-    copies.done(filling)
+    copies.release(filling)
     assert there(copies.load(run, WHOLE)) == [True]
     copies.check()
 
 
 def test_what_was_not_believed_is_not_there():
     copies, run = GpuCopies(8 * PAGE), promised("a", "b")
-    copies.done(copies.load(run, WHOLE), believed=False)
+    copies.release(copies.load(run, WHOLE), is_verified=False)
     assert copies.extents.used == 0
     put(copies, run[:1])
-    copies.done(copies.load(run, WHOLE), believed=False)
+    copies.release(copies.load(run, WHOLE), is_verified=False)
     assert copies.extents.used == 0
     assert there(copies.load(run, WHOLE)) == [False, False]
     copies.check()
@@ -105,7 +105,7 @@ def test_the_extent_of_a_copy_that_is_read_is_nobody_elses_before_that_is_done()
     assert there(copies.load(promised("b"), WHOLE)) == [None]
     copies.forget([key("a")])
     assert there(copies.load(promised("b"), WHOLE)) == [None]
-    copies.done(reading)
+    copies.release(reading)
     assert there(copies.load(promised("b"), WHOLE)) == [False]
     copies.check()
 
@@ -117,10 +117,10 @@ def test_cleared_with_transfers_under_way_the_room_returns_when_the_last_is_done
     copies.clear()
     copies.check()
     assert len(copies.index) == 0
-    copies.done(one)
+    copies.release(one)
     copies.check()
     assert copies.extents.used == 2 * PAGE, "the other load still reads it"
-    copies.done(other)
+    copies.release(other)
     copies.check()
     assert copies.extents.used == 0
     assert there(copies.load(run, WHOLE)) == [False, False], "what was filled meanwhile is forgotten too"
@@ -130,7 +130,7 @@ def test_places_are_given_back_once():
     copies = GpuCopies(8 * PAGE)
     places = put(copies, promised("a"))
     with pytest.raises(MisuseError, match="given back before"):
-        copies.done(places)
+        copies.release(places)
 
 
 def test_the_tail_of_a_prompt_leaves_before_its_head():
@@ -163,7 +163,7 @@ def test_chunks_without_a_fingerprint_are_those_whose_fingerprints_are_empty():
     copies = GpuCopies(8 * PAGE)
     put(copies, promised("a", form=SPLIT), SPLIT)
     (entry,) = promised("a", form=SPLIT)
-    entry.prints = (b"", b"")
+    entry.marks = (b"", b"")
     assert there(copies.load([entry], SPLIT)) == [True]
 
 
@@ -212,7 +212,7 @@ def test_the_policies_are_those_of_every_tier(policy):
     for _ in range(300):
         prompt = min(int(chance.expovariate(0.7)), 5)
         places = put(copies, promised("system", *(f"{prompt}.{n}" for n in range(chance.randint(1, 3)))))
-        hits += places.there
+        hits += places.filled
     assert hits > 200
 
 
@@ -228,27 +228,27 @@ class Transfers(RuleBasedStateMachine):
         self.memory: list[object] = [None] * pages
         self.readable: dict[bytes, object] = {}
         self.version = dict.fromkeys((key(n) for n in range(8)), 0)
-        self.open: list[tuple[GpuPlaces, list[Entry], int, dict[int, object]]] = []
+        self.open: list[tuple[GpuSlots, list[Entry], int, dict[int, object]]] = []
 
     def run_of(self, first: int, length: int, form: ChunkForm) -> list[Entry]:
         run = promised(*range(first, first + length), form=form)
         for entry in run:
             if version := self.version[entry.key]:
-                entry.prints = (b"%d" % version,) * len(form.shards)
+                entry.marks = (b"%d" % version,) * len(form.shards)
         return run
 
     def content(self, entry: Entry, form: ChunkForm) -> object:
         return entry.key, self.version[entry.key], form
 
-    def started(self, places: GpuPlaces, run: list[Entry], form: ChunkForm) -> None:
+    def started(self, places: GpuSlots, run: list[Entry], form: ChunkForm) -> None:
         """It begins at once: reads are right from now to the end, and what is to be filled holds rubbish."""
         pages = max(form.sizes) // PAGE
         contents = {}
-        for number, (entry, place) in enumerate(zip(run, places.near, strict=True)):
+        for number, (entry, place) in enumerate(zip(run, places.by_chunk, strict=True)):
             if place is None:
                 continue
             at = place.offset // PAGE
-            if place.is_there:
+            if place.is_filled:
                 assert self.memory[at : at + pages] == [self.readable[entry.key]] * pages
                 assert self.readable[entry.key] == self.content(entry, form)
             else:
@@ -280,20 +280,20 @@ class Transfers(RuleBasedStateMachine):
     def done(self, data: st.DataObject, believed: bool) -> None:
         which = data.draw(st.integers(0, len(self.open) - 1))
         places, run, pages, contents = self.open.pop(which)
-        still = {copy.key for copy, _ in places.held if copy.state is not State.GONE}
-        for number, (entry, place) in enumerate(zip(run, places.near, strict=True)):
+        still = {copy.key for copy, _ in places.held if copy.state is not EntryState.GONE}
+        for number, (entry, place) in enumerate(zip(run, places.by_chunk, strict=True)):
             if place is None:
                 continue
             at = place.offset // PAGE
-            if place.is_there:
+            if place.is_filled:
                 assert self.memory[at : at + pages] == [contents[number]] * pages, "read, and overwritten"
             else:
                 self.memory[at : at + pages] = [contents[number]] * pages
             if not believed:
                 self.readable.pop(entry.key, None) if entry.key in still else None
-            elif entry.key in still and not place.is_there:
+            elif entry.key in still and not place.is_filled:
                 self.readable[entry.key] = contents[number]
-        self.copies.done(places, believed=believed)
+        self.copies.release(places, is_verified=believed)
 
     @invariant()
     def all_books_agree(self) -> None:
@@ -304,15 +304,15 @@ class Transfers(RuleBasedStateMachine):
         filled = [
             page
             for places, _, pages, _ in self.open
-            for place in places.near
-            if place is not None and not place.is_there
+            for place in places.by_chunk
+            if place is not None and not place.is_filled
             for page in range(place.offset // PAGE, place.offset // PAGE + pages)
         ]
         read = {
             page
             for places, _, pages, _ in self.open
-            for place in places.near
-            if place is not None and place.is_there
+            for place in places.by_chunk
+            if place is not None and place.is_filled
             for page in range(place.offset // PAGE, place.offset // PAGE + pages)
         }
         assert len(set(filled)) == len(filled)
@@ -322,7 +322,7 @@ class Transfers(RuleBasedStateMachine):
         if not hasattr(self, "copies"):
             return
         for places, *_ in self.open:
-            self.copies.done(places)
+            self.copies.release(places)
         self.copies.clear()
         self.copies.check()
         assert self.copies.extents.used == 0

@@ -500,9 +500,7 @@ def test_verify_says_how_many_chunks_are_marked(verify, marked):
             blocks = engine.blocks(8)
             save(engine, range(start, start + 8), blocks)
             engine._free += blocks
-        count = sum(
-            bool(entry.prints) and any(any(p) for p in entry.prints) for entry in cache.index.entries()
-        )
+        count = sum(bool(entry.marks) and any(any(p) for p in entry.marks) for entry in cache.index.entries())
         assert count == marked if marked is not None else 0 <= count < 15
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtier.copy import paging, plans
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.copy.paging import PagedKV
 from lmtier.errors import LayoutError
 from lmtier.format.layout import KNOWN_PACKINGS, LayerShape, Layout, Shard, cover
@@ -54,7 +54,7 @@ class Engine:
     bits: list[tuple[np.ndarray, ...]]
     memory: list[np.ndarray]
 
-    def paged(self, crew: Crew | None = None) -> PagedKV:
+    def paged(self, crew: CopyThreads | None = None) -> PagedKV:
         return PagedKV(self.layout, self.shard, self.tensors, crew)
 
     def snapshot(self) -> list[bytes]:
@@ -419,7 +419,7 @@ def test_layer_by_layer_and_whole_are_the_same_bytes(way, packing):
 @pytest.mark.parametrize("helpers", [0, 1, 3])
 def test_a_crew_moves_the_same_bytes(monkeypatch, helpers):
     monkeypatch.setattr(paging, "_SHARED_BYTES", 0)
-    crew = Crew(helpers)
+    crew = CopyThreads(helpers)
     try:
         layout = make_layout("token", UNEVEN)
         alone, shared = engine(layout).paged(), engine(layout).paged(crew)
@@ -435,7 +435,7 @@ def test_a_crew_moves_the_same_bytes(monkeypatch, helpers):
 
 
 def test_who_of_a_crew_comes_late_is_not_waited_for():
-    crew = Crew(2)
+    crew = CopyThreads(2)
     held, entered = threading.Event(), threading.Semaphore(0)
 
     def hold() -> None:
@@ -460,7 +460,7 @@ def test_who_of_a_crew_comes_late_is_not_waited_for():
 
 @pytest.mark.parametrize("helpers", [0, 2])
 def test_what_one_of_a_crew_raises_is_raised_when_the_others_are_done(helpers):
-    crew = Crew(helpers)
+    crew = CopyThreads(helpers)
     copying, ended = threading.Event(), []
 
     def fail() -> None:
@@ -483,7 +483,7 @@ def test_what_one_of_a_crew_raises_is_raised_when_the_others_are_done(helpers):
 
 def test_a_crew_runs_where_it_is_told():
     core = min(os.sched_getaffinity(0))
-    crew = Crew(1, [core])
+    crew = CopyThreads(1, [core])
     both, seen = threading.Barrier(2), []
 
     def look() -> None:

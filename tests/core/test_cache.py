@@ -15,7 +15,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match, State
+from lmtier.core.match import EntryState, Match
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import namespace, value_key
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Name, Shard, form_of, padded, stored_size
@@ -51,7 +51,7 @@ def store(cache: Cache, names: list[bytes], form=ONE, by: str = "") -> int:
         for offset, shard in zip(entry.offsets, form.shards, strict=True):
             data = content(entry.key, shard)
             cache.slab.view(offset, len(data))[:] = data
-    for shard in sorted(reservation.left):
+    for shard in sorted(reservation.pending_shards):
         cache.commit(reservation, shard)
     return len(reservation.entries)
 
@@ -391,11 +391,11 @@ def test_one_load_serves_every_request_that_waits_for_it(make):
     matches = [cache.match(keys(3), ONE) for _ in range(4)]
     for match in matches:
         cache.prefetch(match)
-        assert not match.ready
+        assert not match.is_ready
     gate.open()
     for match in matches:
         cache.wait(match)
-        assert match.ready
+        assert match.is_ready
         assert match.chunks == 3
         assert holds_right_bytes(cache, match)
         cache.release(match)
@@ -449,9 +449,9 @@ def test_a_suppressed_load_still_counts_as_stored(make, tmp_path):
     cache = make(cpu(20), disk(tmp_path / "kv"))
     match = cache.match(keys(3), ONE)
     cache.prefetch(match, 0)
-    assert (match.ready, match.chunks) == (True, 0)
+    assert (match.is_ready, match.chunks) == (True, 0)
     cache.release(match)
-    assert cache.reserve(keys(3), ONE).known == 3
+    assert cache.reserve(keys(3), ONE).leading_stored == 3
     assert cache.metrics.value("lmtier_missed_tokens_total", reason="not_worth_it") == 3 * C
 
 
@@ -496,7 +496,7 @@ def test_a_tier_that_hangs_does_not_take_the_cpu_tier_with_it(make):
         assert match.chunks == 0
         cache.release(match)
         assert store(cache, keys(2, f"new{name}")) == 2
-    assert cache.lower[0].up.is_open
+    assert cache.lower[0].load_breaker.is_open
     assert cache.metrics.value("lmtier_missed_tokens_total", reason="tier_down") > 0
     gate.open()
     cache.flush()
@@ -639,7 +639,7 @@ def test_a_second_request_does_not_inherit_the_deadline_of_the_first(make):
     cache.prefetch(hasty)
     cache.prefetch(patient)
     cache.step()
-    assert (hasty.ready, hasty.chunks) == (True, 0)
+    assert (hasty.is_ready, hasty.chunks) == (True, 0)
     gate.open()
     assert cache.wait(patient).chunks == 3
     for match in (hasty, patient):
@@ -732,7 +732,7 @@ def test_an_entry_shows_its_state_in_its_repr(make):
     (entry,) = reservation.entries.values()
     assert repr(entry).endswith("FILLING leases=1 kids=0>")
     cache.commit(reservation)
-    assert entry.state is State.READY
+    assert entry.state is EntryState.READY
     assert repr(cache.match(keys(1), ONE)) == "<Match 1 of 1 chunks, 1 in the slab, ready>"
 
 
@@ -799,9 +799,9 @@ def test_a_value_whose_header_does_not_come_is_a_miss(make, fault):
     cache.step()
     tier.finish(0)
     cache.step()
-    cache.room.take_out(cache.index.get(key))  # the slab forgets, the tier does not
-    cache.lower[0].index.get(key).prints = ()  # as after a restart
-    asking = values.mark(b"name")
+    cache.memory.take_out(cache.index.get(key))  # the slab forgets, the tier does not
+    cache.lower[0].index.get(key).marks = ()  # as after a restart
+    asking = values.find_info(b"name")
     next(asking)
     tier.fault = fault
     if fault is not None:

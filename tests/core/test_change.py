@@ -173,7 +173,7 @@ def test_shares_follow_the_capacity():
         changed(cache, capacity=str(16 * ROOM), policy="lru")
         cache.step()
         assert cache.index.used == 16 * ROOM
-        assert [pool.room for pool in cache.index.pools or ()] == [4 * ROOM, 12 * ROOM]
+        assert [pool.share_bytes for pool in cache.index.pools or ()] == [4 * ROOM, 12 * ROOM]
         cache.check()
 
 

@@ -13,13 +13,13 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.forgetting import BY_TENANT, BY_TIER, NOT, forget, forgetting
-from lmtier.core.heritage import Heritage, Teller
-from lmtier.core.match import State
+from lmtier.core.handover import Handover, HandoverWriter
+from lmtier.core.match import EntryState
 from lmtier.errors import MisuseError
-from lmtier.format.keys import NOBODY, tenant, tenant_of
+from lmtier.format.keys import NO_TENANT, tenant, tenant_of
 from lmtier.format.layout import Layout, Name, form_of
 from lmtier.observe.prompts import Origin, Prompts
-from lmtier.server.engines import Engines
+from lmtier.server.engines import EngineVerbs
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Op, Reason
 from tests.memory_flags import memory_flags
@@ -40,13 +40,13 @@ def keys(who: bytes, count: int, model: bytes = b"mod_") -> list[bytes]:
 
 
 def content(key: bytes) -> bytes:
-    return (key * (FORM.room // 32))[: FORM.room]
+    return (key * (FORM.slab_bytes // 32))[: FORM.slab_bytes]
 
 
 def save(cache: Cache, names: list[bytes], *, flushed: bool = True) -> None:
     reservation = cache.reserve(names, FORM, by="engine")
     for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], FORM.room)[:] = content(entry.key)
+        cache.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = content(entry.key)
     cache.commit(reservation)
     if flushed:
         assert cache.flush()
@@ -55,7 +55,7 @@ def save(cache: Cache, names: list[bytes], *, flushed: bool = True) -> None:
 def found(cache: Cache, names: list[bytes]) -> list[str]:
     match = cache.wait(cache.match(names, FORM, deadline=20))
     for entry in match.run:
-        assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key)
+        assert cache.slab.view(entry.offsets[0], FORM.slab_bytes) == content(entry.key)
     cache.release(match)
     cache.check()
     return match.sources
@@ -67,7 +67,7 @@ def of_memory(cache: Cache, who: bytes) -> bool:
 
 
 def cache_over(*urls: str, **given: object) -> Cache:
-    tiers = (f"cpu://?capacity={32 * FORM.room}&policy=lru", *urls)
+    tiers = (f"cpu://?capacity={32 * FORM.slab_bytes}&policy=lru", *urls)
     return Cache(Config(tiers=tiers, chunk_tokens=16, prefault=False, load_deadline=30.0), **given)  # type: ignore[arg-type]
 
 
@@ -185,7 +185,7 @@ def test_what_was_evicted_before_is_overwritten_too(tmp_path):
     with cache_over(sealed_disk(tmp_path)) as cache:
         save(cache, keys(A, 8))
         for entry in cache.index.entries():
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         assert of_memory(cache, A)
         report = forget(cache, A)
         assert report.chunks == 0
@@ -200,11 +200,11 @@ def test_what_an_engine_reads_now_is_overwritten_when_it_is_done(tmp_path):
         report = forget(cache, A)
         assert report.in_use == 2
         for entry in match.run:
-            assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key), "never wrong"
+            assert cache.slab.view(entry.offsets[0], FORM.slab_bytes) == content(entry.key), "never wrong"
         assert found(cache, keys(A, 2)) == []
         cache.release(match)
         assert not of_memory(cache, A)
-        assert not cache.room.erasing
+        assert not cache.memory.to_wipe
         cache.check()
 
 
@@ -267,7 +267,7 @@ def test_a_tier_that_others_share_is_searched(redis, tmp_path):
         (told,) = forget(cache, A).tiers
         assert (told.tier, told.chunks, told.keys, told.problem) == ("redis", None, 1, "")
         for entry in cache.index.entries():
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         assert found(cache, keys(A, 3)) == []
         assert found(cache, keys(B, 3, b"othr")) == ["redis"] * 3
         save(cache, keys(A, 1))
@@ -298,7 +298,7 @@ def test_a_key_that_cannot_be_destroyed_is_said_and_the_rest_goes(tmp_path, monk
 
 def test_nobody_is_no_tenant():
     with cache_over() as cache:
-        for who in (NOBODY, b"", b"12345"):
+        for who in (NO_TENANT, b"", b"12345"):
             with pytest.raises(MisuseError):
                 forget(cache, who)
 
@@ -333,8 +333,8 @@ def test_free_memory_is_overwritten_and_used_memory_is_not():
         save(cache, keys(B, 3))
         first = cache.index.get(keys(A, 3)[2])
         assert first is not None
-        cache.room.take_out(first)
-        assert first.state is State.GONE
+        cache.memory.take_out(first)
+        assert first.state is EntryState.GONE
         before = cache.slab.used
         assert sum(cache.slab.wipe_free()) == cache.slab.capacity - before
         assert found(cache, keys(A, 2)) == ["cpu"] * 2
@@ -342,16 +342,16 @@ def test_free_memory_is_overwritten_and_used_memory_is_not():
 
 
 def test_memory_is_overwritten_in_as_many_steps_however_many_pieces_are_free(monkeypatch):
-    monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", 8 * FORM.room)
+    monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", 8 * FORM.slab_bytes)
     with cache_over() as cache:
         save(cache, keys(A, 32))
         for entry in cache.index.entries()[::2]:
-            cache.room.take_out(entry)
-        assert [*cache.slab.wipe_free()] == [4 * FORM.room] * 4
+            cache.memory.take_out(entry)
+        assert [*cache.slab.wipe_free()] == [4 * FORM.slab_bytes] * 4
 
 
 def test_extents_that_are_taken_while_memory_is_overwritten_are_not_touched(monkeypatch):
-    monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", FORM.room)
+    monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", FORM.slab_bytes)
     with cache_over() as cache:
         names = iter(keys(A, 20))
         saved = []
@@ -366,7 +366,7 @@ def test_extents_that_are_taken_while_memory_is_overwritten_are_not_touched(monk
 def test_tokens_that_engines_sent_go_as_well():
     prompts = Prompts(1)
     for who in (A, B):
-        prompts.tell(keys(who, 3), bytes(12), Origin.of({}, "", who.hex()))
+        prompts.add(keys(who, 3), bytes(12), Origin.of({}, "", who.hex()))
     prompts.forget([A])
     assert [prompts.get(key) is None for key in (*keys(A, 3), *keys(B, 3))] == [True] * 3 + [False] * 3
     prompts.forget([B])
@@ -395,16 +395,16 @@ def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_ta
     with cache_over(SEALED, tiers=sealed(), shared=True) as before:
         save(before, keys(A, 2))
         save(before, keys(B, 2))
-        teller = Teller(before)
-        teller.tell(())
-        teller.books.facts["forms"] = teller.forms.told()
+        writer = HandoverWriter(before)
+        writer.write_cache(())
+        writer.file.facts["forms"] = writer.forms.dump()
         assert before.slab.fd is not None
         keyring(1, tenants=tenants).tenants.forget(A)  # type: ignore[union-attr]  # it has some
-        heritage = Heritage(teller.books, os.dup(before.slab.fd))
-        with cache_over(SEALED, tiers=sealed(), shared=True, heritage=heritage) as after:
+        handover = Handover(writer.file, os.dup(before.slab.fd))
+        with cache_over(SEALED, tiers=sealed(), shared=True, handover=handover) as after:
             assert found(after, keys(A, 2)) == []
             assert found(after, keys(B, 2)) == ["cpu"] * 2
-            while after.leaving.covers(keys(A, 1)):
+            while after.forgotten_tenants.covers(keys(A, 1)):
                 after.wait_for_tiers()
             assert not of_memory(after, A)
             save(after, keys(A, 2))
@@ -417,21 +417,21 @@ def test_another_server_gets_nothing_of_a_tenant_who_leaves(tmp_path):
     with cache_over(SEALED, tiers={SEALED: near}) as cache:
         save(cache, keys(A, 1))
         save(cache, keys(B, 1))
-        (a, b), other = (str(Name(keys(who, 1)[0], FORM.shards[0])) for who in (A, B)), Engines(cache)
+        (a, b), other = (str(Name(keys(who, 1)[0], FORM.shards[0])) for who in (A, B)), EngineVerbs(cache)
 
         def answer(verb: str, *names: str) -> object:
             return Connection(other, "NAME", "b").say(verb, *names)
 
-        assert answer("HAS", a, b) == [FORM.room] * 2
+        assert answer("HAS", a, b) == [FORM.slab_bytes] * 2
         reading = Connection(other, "NAME", "b").ask("READ", a)
         next(reading)  # its checksum is being made
         keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
         assert ring.tenants is not None
-        assert ring.tenants.look()
+        assert ring.tenants.read_tombstones()
         with pytest.raises(StopIteration) as end:
             next(reading)
         assert end.value.value is None
-        assert answer("HAS", a, b) == [0, FORM.room]
+        assert answer("HAS", a, b) == [0, FORM.slab_bytes]
         assert answer("READ", a) is None
         assert not cache.index.leased_bytes
 
@@ -441,12 +441,12 @@ def test_a_tenant_who_is_forgotten_while_a_server_starts_comes_back_when_all_is_
     near.use_keys(ring)
     keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
     assert ring.tenants is not None
-    assert ring.tenants.look()
+    assert ring.tenants.read_tombstones()
     with cache_over(SEALED, tiers={SEALED: near}) as cache:
-        assert cache.leaving.covers(keys(A, 1))
+        assert cache.forgotten_tenants.covers(keys(A, 1))
         for _ in range(50):
             cache.step()
-        assert not cache.leaving.covers(keys(A, 1))
+        assert not cache.forgotten_tenants.covers(keys(A, 1))
         save(cache, keys(A, 2))
         assert found(cache, keys(A, 2)) == ["cpu"] * 2
 
@@ -462,9 +462,9 @@ def test_who_can_hear_of_others_takes_nobody_back_before_they_all_know(tmp_path,
         for _ in range(50):
             cache.step()
         assert found(cache, keys(A, 2)) == []
-        assert cache.leaving.covers(keys(A, 1))
+        assert cache.forgotten_tenants.covers(keys(A, 1))
         monkeypatch.setattr("lmtier.core.forgetting.LEARNED_WITHIN", 0.0)
-        while cache.leaving.covers(keys(A, 1)):
+        while cache.forgotten_tenants.covers(keys(A, 1)):
             cache.wait_for_tiers()
         save(cache, keys(A, 2))
         assert found(cache, keys(A, 2)) == ["cpu"] * 2

@@ -9,7 +9,7 @@ import pytest
 
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
-from lmtier.format.keys import NOBODY, tenant
+from lmtier.format.keys import NO_TENANT, tenant
 from lmtier.format.layout import Layout, form_of
 from lmtier.rules.hints import (
     DONE,
@@ -18,7 +18,7 @@ from lmtier.rules.hints import (
     REFUSED,
     REPEATED,
     UNKNOWN,
-    Remembered,
+    DoneActions,
     actions_of,
     envelope,
     read_envelope,
@@ -124,7 +124,7 @@ def test_an_end_is_kept_by_what_is_being_read(make, time):
     time.pass_by(12)
     cache.step()
     assert there(cache, names) == 0
-    assert not any(cache.lower[0].holds(key, ONE) for key in names)
+    assert not any(cache.lower[0].is_stored(key, ONE) for key in names)
 
 
 def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
@@ -139,7 +139,7 @@ def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
     for names in (one, two):
         cache.commit(cache.reserve([*head, *names], form))
     cache.close()
-    assert sum(file.stat().st_size for file in (tmp_path / "kv").rglob("*.L*")) < 5 * form.room / 2
+    assert sum(file.stat().st_size for file in (tmp_path / "kv").rglob("*.L*")) < 5 * form.slab_bytes / 2
     cache = make(*tiers)
     for session, names in (("one", one), ("two", two)):
         cache.release(cache.match([*head, *names], form, session=session))
@@ -158,7 +158,9 @@ def test_demoted_chunks_are_written_below_and_leave_first_and_prefetch_brings_th
     assert hint(tiered, "demote", session="one") == DONE
     assert tiered.flush()
     near = tiered.lower.named["near"]
-    assert [near.holds(key, ONE) for key in [*named(4, "one"), *named(4, "old")]] == [True] * 4 + [False] * 4
+    assert [near.is_stored(key, ONE) for key in [*named(4, "one"), *named(4, "old")]] == [True] * 4 + [
+        False
+    ] * 4
     ask(tiered, named(8, "new"))
     assert (there(tiered, named(4, "one")), there(tiered, named(4, "old"))) == (0, 4)
     assert hint(tiered, "prefetch", session="one") == DONE
@@ -281,10 +283,10 @@ def test_an_envelope_is_bounded_json():
 
 
 def test_only_so_many_ids_are_remembered():
-    remembered = Remembered(most=2)
+    remembered = DoneActions(most=2)
     for name in ("a", "b", "c"):
-        remembered.add(NOBODY, name)
-    assert [remembered.has(NOBODY, name) for name in "abc"] == [False, True, True]
+        remembered.add(NO_TENANT, name)
+    assert [remembered.has(NO_TENANT, name) for name in "abc"] == [False, True, True]
     assert len(remembered) == 2
 
 
@@ -323,7 +325,7 @@ def test_pins_of_hints_have_places_and_names_of_their_own(cache):
         assert hint(cache, "pin", keys=[named(1, f"never{number}")[0].hex()]) == DONE
     ask(cache, named(3, "one"), "one")
     assert hint(cache, "pin", session="one") == REFUSED
-    name = f"{NOBODY.hex()} one"
+    name = f"{NO_TENANT.hex()} one"
     assert cache.pin(name, named(3, "one")) == {"cpu": 3}
     assert hint(cache, "release", session="one") == DONE
     assert hint(cache, "session_end", session="one") == DONE

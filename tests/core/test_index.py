@@ -10,7 +10,7 @@ from collections import OrderedDict
 import pytest
 
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.errors import ConfigError, MisuseError
 from lmtier.format.layout import Layout, form_of
 from lmtier.rules.policy import POLICIES, make_policy
@@ -34,8 +34,8 @@ def fill(index: Index, chain: str, length: int) -> list[Entry]:
     """Store a chain the way a request does: in order, and its prefix refreshed with each chunk."""
     run: list[Entry] = []
     for i in range(length):
-        run.append(index.add(key((chain, i)), FORM, 1, State.FILLING, run[-1] if run else None))
-        index.ready(run[-1])
+        run.append(index.add(key((chain, i)), FORM, 1, EntryState.FILLING, run[-1] if run else None))
+        index.make_ready(run[-1])
         index.refresh(run)
     return run
 
@@ -85,8 +85,8 @@ def test_a_tail_leaves_before_its_head_after_any_history(index: Index):
             while index.free < 1:
                 for victim in index.evict(1) or ():
                     assert key_of_child(victim) not in index, f"round {round_}: {victim!r} left its child"
-            run.append(index.add(key((chain, i)), FORM, 1, State.FILLING, run[-1] if run else None))
-            index.ready(run[-1])
+            run.append(index.add(key((chain, i)), FORM, 1, EntryState.FILLING, run[-1] if run else None))
+            index.make_ready(run[-1])
             index.refresh(run)
         index.check()
         if chance.random() < 0.3 and (victims := index.evict(chance.randrange(1, 8))):
@@ -121,9 +121,9 @@ def test_evicting_too_much_evicts_nothing(index: Index):
 
 
 def test_a_chunk_that_is_being_written_does_not_leave(index: Index):
-    entry = index.add(key("x"), FORM, 1, State.FILLING, None)
+    entry = index.add(key("x"), FORM, 1, EntryState.FILLING, None)
     assert index.evict(1) is None
-    index.ready(entry)
+    index.make_ready(entry)
     assert index.evict(1) == [entry]
 
 
@@ -171,7 +171,7 @@ def test_lru_equals_a_reference_model():
             continue
         if index.free < 1:
             assert [victim.key for victim in index.evict(1) or ()] == [model.popitem(last=False)[0]]
-        index.add(name, FORM, 1, State.READY, None)
+        index.add(name, FORM, 1, EntryState.READY, None)
         model[name] = None
     assert {entry.key for entry in index.entries()} == set(model)
 
@@ -180,11 +180,11 @@ def test_lru_equals_a_reference_model():
 @pytest.mark.parametrize("touched", [0, 3, 10])
 def test_the_order_of_eviction_has_everyone_once(policy: str, touched: int):
     index = Index(100, make_policy(policy))
-    entries = [index.add(key(i), FORM, 1, State.READY, None) for i in range(touched)]
+    entries = [index.add(key(i), FORM, 1, EntryState.READY, None) for i in range(touched)]
     for entry in entries:  # asked for again: they may go to another queue
         index.touch([entry])
     index.order()
-    entries += [index.add(key(i), FORM, 1, State.READY, None) for i in range(touched, 10)]
+    entries += [index.add(key(i), FORM, 1, EntryState.READY, None) for i in range(touched, 10)]
     assert sorted(entry.key for entry in index.order()) == sorted(entry.key for entry in entries)
 
 
@@ -193,13 +193,13 @@ def test_a_scan_does_not_flush_what_is_seen_again():
 
     def survivors(name: str) -> int:
         index = Index(100, make_policy(name))
-        hot = [index.add(hashed("hot", i), FORM, 1, State.READY, None) for i in range(50)]
+        hot = [index.add(hashed("hot", i), FORM, 1, EntryState.READY, None) for i in range(50)]
         index.touch(hot)
         index.touch(hot)
         for i in range(1_000):
             if index.free < 1:
                 index.evict(1)
-            index.add(hashed("scan", i), FORM, 1, State.READY, None)
+            index.add(hashed("scan", i), FORM, 1, EntryState.READY, None)
         index.check()
         return sum(entry.key in index for entry in hot)
 
@@ -228,7 +228,7 @@ def test_eviction_gives_up_at_once_when_everything_is_leased(policy: str):
 
 
 def fill_flat(index: Index, count: int) -> list[Entry]:
-    return [index.add(key(i), FORM, 1, State.READY, None) for i in range(count)]
+    return [index.add(key(i), FORM, 1, EntryState.READY, None) for i in range(count)]
 
 
 def test_unknown_policy_names_the_known_ones():

@@ -72,17 +72,17 @@ def test_a_failing_tier_is_left_alone_and_tried_again(make):
     store(cache, keys(20))
     cache.flush(timeout=0.5)
     below = cache.lower[0]
-    assert below.down.is_open
+    assert below.store_breaker.is_open
     assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="down") == 1
     assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="up") == 0
     assert look(cache, keys(20)) == ["cpu"] * 20, "the tier above is not disabled with it"
     tier._every = 1 << 60  # it is repaired
     until = time.monotonic() + 5
-    while below.down.is_open and time.monotonic() < until:
+    while below.store_breaker.is_open and time.monotonic() < until:
         store(cache, keys(1, f"probe{time.monotonic()}"))
         cache.flush(timeout=0.1)
         cache._wake.wait(0.05)
-    assert not below.down.is_open
+    assert not below.store_breaker.is_open
     assert cache.metrics.value("lmtier_breaker_open", tier="bad", direction="down") == 0
 
 
@@ -105,10 +105,10 @@ def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
     cache, _ = deleting(make, Op.DELETE)
     below = cache.lower[0]
     until = time.monotonic() + 30
-    while not below.down.is_open and time.monotonic() < until:
+    while not below.store_breaker.is_open and time.monotonic() < until:
         cache.step()
         time.sleep(0.01)
-    assert below.down.is_open
+    assert below.store_breaker.is_open
     written = cache.metrics.value("lmtier_stored_tokens_total", tier="bad")
     while cache.metrics.value("lmtier_stored_tokens_total", tier="bad") == written:
         assert time.monotonic() < until, "nothing is written"
@@ -122,7 +122,7 @@ def test_a_tier_that_takes_no_writes_deletes_all_the_same(make):
     cache, tier = deleting(make, Op.STORE, Op.DELETE)
     below = cache.lower[0]
     until, left = time.monotonic() + 30, len(below._undeleted)
-    while not (below.down.is_open and (left := len(below._undeleted))):
+    while not (below.store_breaker.is_open and (left := len(below._undeleted))):
         assert time.monotonic() < until
         cache.step()
         time.sleep(0.01)
@@ -148,18 +148,18 @@ def test_a_full_tier_with_an_object_that_cannot_be_deleted_is_written_to_all_the
 
     def is_written() -> bool:
         nonlocal last
-        if not below.has(last[0], ONE):
+        if not below.is_stored_or_queued(last[0], ONE):
             store(cache, last := keys(1, f"new{time.monotonic()}"))
         cache.step()
         cache.check()
-        is_there: bool = below.holds(last[0], ONE)
+        is_there: bool = below.is_stored(last[0], ONE)
         return is_there
 
     until(is_written, 30.0)
     assert below.index.used == 9 * AT_REST
     tier._ops = ()
     until(lambda: cache.step() >= 0 and not below.undeletable, 30.0)
-    assert below.deleting == 0
+    assert below.deleting_bytes == 0
 
 
 def test_locks_that_no_tier_takes_over_are_given_up():
@@ -307,17 +307,17 @@ def test_a_prompt_that_takes_longer_than_its_deadline_pauses_no_healthy_disk(now
         store(cache, names)
         settle(cache, tier)
         for entry in cache.index.entries():  # the slab forgets, the tier does not
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         match = cache.match(names, ONE)
         cache.prefetch(match)
         while tier.waiting:
             now[0] += 0.19
             tier.finish(0)
             cache.step()
-        assert (match.chunks, match.cut) == (10, "deadline")
+        assert (match.chunks, match.cut_reason) == (10, "deadline")
         cache.release(match)
-        assert cache.lower[0].up.outage is None
-        assert cache.lower[0].supplies(names[-1], ONE)
+        assert cache.lower[0].load_breaker.outage is None
+        assert cache.lower[0].is_stored_or_storing(names[-1], ONE)
 
 
 def test_what_only_waited_is_no_fault_in_the_report(now):
@@ -328,13 +328,13 @@ def test_what_only_waited_is_no_fault_in_the_report(now):
         store(cache, names)
         settle(cache, tier)
         for entry in cache.index.entries():  # the slab forgets, the tier does not
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         match = cache.match(names, ONE)
         cache.prefetch(match)
         tier.finish(0)
         now[0] += 2.1
         settle(cache, tier)
-        assert (match.chunks, match.cut) == (1, "deadline")
+        assert (match.chunks, match.cut_reason) == (1, "deadline")
         cache.release(match)
         failures = partial(cache.metrics.value, "lmtier_tier_failures_total", tier="near", op="load")
         assert (failures(reason="waited"), failures(reason="deadline")) == (4, 0)
@@ -350,7 +350,7 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
         clock=lambda: now[0],
     ) as cache:
         below = cache.lower[0]
-        for breaker in (below.down, below.deleting_again):
+        for breaker in (below.store_breaker, below.deleting_again):
             breaker._clock = lambda: now[0]
         store(cache, names)
         settle(cache, tier)
@@ -360,7 +360,7 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
         while tier.waiting:
             tier.finish(0)
         cache.step()
-        assert below.down.is_open
+        assert below.store_breaker.is_open
         for _ in range(9):
             now[0] += 4.1
             cache.step()
@@ -382,7 +382,7 @@ def test_an_object_that_can_never_be_deleted_pauses_no_writes(now):
     config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
         (below,) = cache.lower
-        for breaker in (below.down, below.deleting_again):
+        for breaker in (below.store_breaker, below.deleting_again):
             breaker._clock = lambda: now[0]
         names = keys(3)
         store(cache, names)
@@ -396,13 +396,13 @@ def test_an_object_that_can_never_be_deleted_pauses_no_writes(now):
                 tries += tier.waiting[0].op is Op.DELETE
                 tier.fault = Reason.ERROR if tier.waiting[0].op is Op.DELETE else None
                 tier.finish(0)
-            assert not below.down.is_open
+            assert not below.store_breaker.is_open
             cache.step()
         assert 8 < tries < 30, "it is tried again, but not all the time"
         assert not below.is_busy, "waiting changes nothing"
         assert not cache.flush(timeout=0)
         for entry in cache.index.entries():
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         store(cache, names)
         assert below.waiting == 1, "the name is still in use"
         assert not below.is_busy, "nor for what waits behind it"
@@ -419,7 +419,7 @@ def test_a_deletion_that_works_again_lets_writes_go_on(now):
     config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
         (below,) = cache.lower
-        for breaker in (below.down, below.deleting_again):
+        for breaker in (below.store_breaker, below.deleting_again):
             breaker._clock = lambda: now[0]
         store(cache, names)
         settle(cache, tier)
@@ -429,13 +429,13 @@ def test_a_deletion_that_works_again_lets_writes_go_on(now):
         while tier.waiting:
             tier.finish(0)
         cache.step()
-        assert below.down.is_open
+        assert below.store_breaker.is_open
         tier.fault = None
         for _ in range(9):
             now[0] += 4.1
             settle(cache, tier)
         assert not tier.kept
-        assert not below.down.is_open
+        assert not below.store_breaker.is_open
 
 
 def test_a_tier_that_may_not_be_used_so_is_closed_again(make):
@@ -499,10 +499,10 @@ def test_what_the_same_engine_stores_later_is_not_suspect(keeps):
         store(cache, of(M, 2), by="bad")
         settle(cache, tier)
         for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         match = cache.match(of(M, 2), ONE)
         settle(cache, tier)
         cache.prefetch(match)
         settle(cache, tier)
-        assert (match.chunks, match.cut) == (2, "")
+        assert (match.chunks, match.cut_reason) == (2, "")
         cache.release(match)

@@ -9,7 +9,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import CPU, Match, State
+from lmtier.core.match import CPU, EntryState, Match
 from lmtier.core.matches import Matches
 from lmtier.errors import MisuseError
 from lmtier.format.layout import form_of
@@ -35,7 +35,7 @@ def cache(gate: Gate) -> Iterator[Cache]:
         cache.commit(cache.reserve(KEYS, FORM))
         assert cache.flush()
         for entry in cache.index.entries()[1:]:
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         yield cache
         gate.open()
         cache.check()
@@ -47,7 +47,7 @@ def begin(matches: Matches, seconds: float = 30.0) -> Match:
 
 def arrive(cache: Cache, *found: Match) -> None:
     until = time.monotonic() + 30
-    while not all(match.ready for match in found) and time.monotonic() < until:
+    while not all(match.is_ready for match in found) and time.monotonic() < until:
         cache.step()
 
 
@@ -67,11 +67,11 @@ def test_one_load_serves_all_who_wait_and_is_leased_by_each(cache: Cache, gate: 
     for match in (one, two):
         cache._matches.prefetch(match, None, 0)
     assert len(cache._matches.waiters) == 3
-    assert cache._matches.loading == cache._matches.waiting_bytes == 3 * FORM.room
+    assert cache._matches.loading == cache._matches.waiting_bytes == 3 * FORM.slab_bytes
     gate.open()
     arrive(cache, one, two)
     assert [entry.leases for entry in one.run] == [2] * 4
-    assert {entry.state for entry in two.run} == {State.READY}
+    assert {entry.state for entry in two.run} == {EntryState.READY}
     assert not cache._matches.waiters
     assert not cache._matches.loading
     for match in (one, two):
@@ -86,7 +86,7 @@ def test_who_lets_go_of_a_load_leaves_it_to_the_others(cache: Cache, gate: Gate)
     cache._matches.release(one)
     gate.open()
     arrive(cache, two)
-    assert (two.chunks, two.cut) == (4, "")
+    assert (two.chunks, two.cut_reason) == (4, "")
     cache._matches.release(two)
 
 
@@ -95,7 +95,7 @@ def test_what_is_late_is_cut_at_its_deadline(cache: Cache, gate: Gate) -> None:
     match = begin(cache._matches, seconds=0.0)
     cache._matches.prefetch(match, None, 0)
     cache._matches.expire()
-    assert (match.ready, match.chunks, match.cut) == (True, 1, "deadline")
+    assert (match.is_ready, match.chunks, match.cut_reason) == (True, 1, "deadline")
     cache._matches.release(match)
 
 
@@ -141,9 +141,9 @@ def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_delete
     match = begin(cache._matches, seconds=0.0)
     cache._matches.prefetch(match, None, 0)
     first = match.run[0]
-    cache.room.take_out(first)
+    cache.memory.take_out(first)
     cache._matches.expire()
-    assert (match.run, match.ready) == ([first], True)
+    assert (match.run, match.is_ready) == ([first], True)
     assert first.offsets
     cache._matches.release(match)
     assert not first.offsets
@@ -157,7 +157,7 @@ def test_what_an_engine_may_have_been_told_of_is_given_however_slow_copying_is(c
     assert len(match.run) == 2
     match.cost = Cost(fixed=0.0, token=1e-9, position=0.0, copy=1.0)
     cache._matches.prefetch(match, None, 1)
-    assert (match.chunks, match.cut) == (2, "not_worth_it")
+    assert (match.chunks, match.cut_reason) == (2, "not_worth_it")
     assert match.run[1].leases == 2
     for each in (before, match):
         cache._matches.release(each)

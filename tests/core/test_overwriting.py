@@ -10,13 +10,13 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.heritage import Heritage, Teller
-from lmtier.format.books import Books
+from lmtier.core.handover import Handover, HandoverWriter
+from lmtier.format.handover_file import HandoverFile
 from lmtier.format.keys import is_value
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import read_header
 from lmtier.server.commands import PAUSE
-from lmtier.server.values import Mark, Values
+from lmtier.server.values import ValueInfo, Values
 from lmtier.tiers.base import Op, Reason
 from tests.core.test_shared import finish, settle
 from tests.model.hand import HandTier
@@ -42,7 +42,7 @@ class LoggingTier(HandTier):
         found = []
         for data in self.kept.values():
             header, _ = read_header(memoryview(data))
-            mark = Mark.parse(header.mark)
+            mark = ValueInfo.parse(header.mark)
             assert mark is not None
             found.append(bytes(data[PAGE : PAGE + mark.nbytes]))
         return found
@@ -103,7 +103,7 @@ def read(cache: Cache, values: Values, tier: HandTier, name: bytes = NAME) -> by
 
 def leave_memory(cache: Cache) -> None:
     for entry in cache.index.entries():
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
 
 
 def test_a_thousand_overwrites_during_the_first_write_are_one_more_write(opened):
@@ -151,7 +151,7 @@ def test_a_deletion_between_twovalues_is_acknowledged_once_no_restart_finds_the_
     cache, values = opened({URL: tier})
     put(values, b"first")
     cache.step()  # it is being written
-    deleting = values.forget(NAME)
+    deleting = values.delete(NAME)
     assert not ended(deleting)
     assert put(values, b"second")
     cache.step()
@@ -172,7 +172,7 @@ def test_a_deletion_of_a_value_that_waits_deletes_the_one_before_too(opened):
     put(values, b"first")
     settle(cache, tier)
     put(values, b"second")
-    deleting = values.forget(NAME)
+    deleting = values.delete(NAME)
     assert not ended(deleting)
     cache.step()
     assert finish(cache, tier) is Op.DELETE
@@ -243,7 +243,7 @@ def test_a_tier_that_is_written_on_eviction_keeps_no_older_value(opened):
     tier = LoggingTier()
     cache, values = opened({url: tier})
     put(values, b"first")
-    cache.lower.owned[0].offer(cache.index.entries()[0])
+    cache.lower.owned[0].queue_write(cache.index.entries()[0])
     settle(cache, tier)
     assert tier.values() == [b"first"]
     assert put(values, b"second")
@@ -283,16 +283,16 @@ def test_of_two_tiers_that_differ_after_a_kill_the_one_that_was_read_counts(open
     assert far.values() == [b"second"]
 
 
-def handed_over(cache: Cache, *, is_known: bool = True) -> Heritage:
-    """`is_known`: the books tell what the first tier below holds."""
-    teller = Teller(cache)
-    teller.tell([])
-    teller.books.facts["forms"] = teller.forms.told()
-    books = Books.unpack(b"".join(teller.books.pack()))
+def handed_over(cache: Cache, *, is_known: bool = True) -> Handover:
+    """`is_known`: the handover file lists what the first tier below holds."""
+    writer = HandoverWriter(cache)
+    writer.write_cache([])
+    writer.file.facts["forms"] = writer.forms.dump()
+    file = HandoverFile.unpack(b"".join(writer.file.pack()))
     assert cache.slab.fd is not None
     assert cache.presence is not None
-    locks = {cache.config.stores[1].place: os.open(os.devnull, os.O_RDONLY)} if is_known else {}
-    return Heritage(books, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+    locks = {cache.config.cache_tiers[1].base_url: os.open(os.devnull, os.O_RDONLY)} if is_known else {}
+    return Handover(file, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
 
 
 def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(opened):
@@ -302,7 +302,7 @@ def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(
     settle(cache, tier)
     put(values, b"second")
     after = LoggingTier(tier.kept)
-    cache, values = opened({URL: after}, shared=True, heritage=handed_over(cache))
+    cache, values = opened({URL: after}, shared=True, handover=handed_over(cache))
     assert after.ops == []
     assert len(values) == 1
     cache.check()
@@ -321,8 +321,8 @@ def test_the_next_cache_finds_no_older_value_in_a_tier_that_is_not_the_first_any
     put(values, b"first")
     settle(cache, tier)
     put(values, b"second")
-    heritage, after = handed_over(cache, is_known=is_known), LoggingTier(tier.kept)
-    cache, values = opened({new: fast, url: after}, shared=True, heritage=heritage)
+    handover, after = handed_over(cache, is_known=is_known), LoggingTier(tier.kept)
+    cache, values = opened({new: fast, url: after}, shared=True, handover=handover)
     cache.check()
     cache.step()
     for each in (fast, after):
@@ -341,10 +341,10 @@ def test_the_next_cache_finds_no_older_value_than_one_that_left_before_it_was_wr
     settle(cache, tier)
     put(values, b"second")
     for below in cache.lower:  # as a clear in progress does
-        below.let_leave(b"")
+        below.unlease_queued(b"")
     leave_memory(cache)
     after = LoggingTier(tier.kept)
-    cache, values = opened({URL: after}, shared=True, heritage=handed_over(cache, is_known=is_known))
+    cache, values = opened({URL: after}, shared=True, handover=handed_over(cache, is_known=is_known))
     assert Op.DELETE not in after.ops, "the process before may still go on"
     cache.check()
     settle(cache, after)

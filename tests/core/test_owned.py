@@ -62,13 +62,13 @@ def test_the_work_to_begin_loads_grows_with_their_number_alone(make, tmp_path, m
     cache.close()
     cache = make(cpu(300), url)
     looked: list[int] = []
-    look_among = cache.room.expire_among
+    look_among = cache.memory.expire_among
 
     def count(names: Sequence[bytes]) -> None:
         looked.append(len(names))
         look_among(names)
 
-    monkeypatch.setattr(cache.room, "expire_among", count)
+    monkeypatch.setattr(cache.memory, "expire_among", count)
     assert look(cache, keys(200)) == ["disk"] * 200
     assert sum(looked) <= 3 * 200
 
@@ -89,7 +89,7 @@ def test_the_order_of_leaving_survives_a_restart(make, tmp_path):
     for name in "abcd":
         store(cache, keys(2, name))
         cache.flush()
-    cache.seen(keys(2, "a"))
+    cache.touch(keys(2, "a"))
     cache.close()
     cache = make(cpu(20), disk(tmp_path / "kv", chunks=8))
     leaving = [entry.key for entry in cache.lower.owned[0].index.order()]
@@ -146,7 +146,7 @@ def test_storage_with_less_room_than_its_capacity_is_used_as_far_as_it_goes(make
             assert cache.flush(), "all of it is there, and nothing is dropped"
             assert {name.key for name in tier.objects} >= set(keys(4, f"turn{turn}"))
         assert len(tier.objects) == 5
-        assert not below.down.is_open
+        assert not below.store_breaker.is_open
         tier.room = 9
         store(cache, keys(4, "too soon"))
         assert cache.flush()
@@ -182,7 +182,7 @@ def test_storage_that_takes_nothing_though_others_left_is_asked_less_and_less(ma
 
 def test_a_capacity_beyond_the_storage_is_said_and_not_believed(make, caplog):
     url, tier = "small://?capacity=1GiB", RoomyTier(5)
-    tier.most = 5 * AT_REST
+    tier.storage_bytes = 5 * AT_REST
     cache = make(cpu(60), url, opened={url: tier})
     assert "capacity=1073741824 is more than the storage has" in caplog.text
     store(cache, keys(4))
@@ -245,11 +245,11 @@ def test_what_is_discarded_while_a_tier_is_still_being_scanned_does_not_come_bac
     (below,) = cache.lower.owned
     assert not cache.is_warm
     below.discard(chain[2], (ONE,))
-    assert below.is_leaving(chain[2]), "a restart now would find it"
+    assert below.may_come_back(chain[2]), "a restart now would find it"
     gate.open()
     assert cache.flush()
     assert cache.is_warm
-    assert not below.is_leaving(chain[2])
+    assert not below.may_come_back(chain[2])
     assert look(cache, chain) == ["late"] * 2
     assert {name.key for name in objects} == set(chain[:2])
     cache.close()
@@ -324,24 +324,24 @@ def test_what_is_replaced_during_a_scan_is_what_the_next_start_finds(late, form)
     chain = keys(2)
     cache = late.open(chain, form=form)
     store(cache, chain, ONE)
-    cache.forget(chain[1], ONE)
+    cache.delete_value(chain[1], ONE)
     reservation = cache.reserve(keys(1, "new"), ONE)
-    cache.replace(reservation, chain[1], b"")
+    cache.commit_value(reservation, chain[1], b"")
     late.gate.open()
     assert cache.flush()
     assert {name.shard for name in late.objects if name.key == chain[1]} == {ONE.shards[0]}
-    assert not cache.is_leaving(chain[1])
+    assert not cache.may_come_back(chain[1])
 
 
 def test_a_clear_during_a_scan_forgets_what_the_scan_finds(late):
     ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
     cache = late.open(ours, theirs, form=TWO)
     cache.clear(namespace("m"))
-    assert not cache.lower[0].is_clear
+    assert not cache.lower[0].is_clear_done
     assert store(cache, ours[:1]) == 1, "what comes afterwards stays"
     late.gate.open()
     assert cache.flush()
-    assert cache.lower[0].is_clear
+    assert cache.lower[0].is_clear_done
     assert late.keys() == {ours[0], *theirs}
     assert {name.shard for name in late.objects if name.key == ours[0]} == {ONE.shards[0]}
     assert look(cache, theirs, TWO) == ["late"] * 2
@@ -352,10 +352,10 @@ def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
     ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
     cache = late.open(ours, theirs, form=TWO)
     cache.purge(Suspect(prefix=namespace("m")))
-    assert not cache.lower[0].is_clear
+    assert not cache.lower[0].is_clear_done
     late.gate.open()
     assert cache.flush()
-    assert cache.lower[0].is_clear
+    assert cache.lower[0].is_clear_done
     assert late.keys() == {*theirs}
     assert look(cache, theirs, TWO) == ["late"] * 2
 
@@ -394,7 +394,7 @@ def test_what_is_larger_than_its_tier_is_deleted_and_costs_no_other_chunk(late):
 def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
     """In two, the first to end would let a new one be stored beside the second, which deletes it."""
     tier = HandTier({}, keeps=True)
-    url = "hand://?capacity=" + str(TWO.at_rest)
+    url = "hand://?capacity=" + str(TWO.stored_bytes)
     cache = make(cpu(9), url, opened={url: tier})
     store(cache, keys(1, "old"), TWO)
     cache.step()
@@ -408,7 +408,7 @@ def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
     tier.done.append(Done(job.id, {}, dict.fromkeys(names, Reason.ERROR)))
     cache.step()
     assert [(job.op, len(job.items)) for job in tier.waiting] == [(Op.DELETE, 2)]
-    assert cache.stats()["hand"]["used"] == TWO.at_rest, "it takes its room until then"
+    assert cache.stats()["hand"]["used"] == TWO.stored_bytes, "it takes its room until then"
     tier.finish(0)
     cache.step()
     assert not tier.kept
@@ -447,13 +447,13 @@ def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
         tier.fault = Reason.DEADLINE
         finish(cache, tier)
         tier.fault = None
-        while not cache.lower[0].is_clear:
+        while not cache.lower[0].is_clear_done:
             assert tier.waiting
             finish(cache, tier)
         settle(cache, tier)
         assert {name.key for name in tier.kept} == {*of(M, 20)}
-        assert all(cache.lower[0].holds(key, ONE) for key in of(M, 20))
-        assert not any(cache.lower[0].holds(key, ONE) for key in of(N, 20))
+        assert all(cache.lower[0].is_stored(key, ONE) for key in of(M, 20))
+        assert not any(cache.lower[0].is_stored(key, ONE) for key in of(N, 20))
         cache.check()
 
 
@@ -486,14 +486,14 @@ def test_a_chunk_that_cannot_be_read_is_stored_again(make):
         match = cache.match(chain, ONE)
         cache.prefetch(match)
         settle(cache, tier)
-        assert (match.ready, match.chunks) == (True, 1)
+        assert (match.is_ready, match.chunks) == (True, 1)
         cache.release(match)
     match = cache.match(chain, ONE)
     assert match.chunks == 1, "it is not asked for again"
     cache.release(match)
     store(cache, chain)
     settle(cache, tier)
-    assert cache.lower[0].holds(chain[1], ONE)
+    assert cache.lower[0].is_stored(chain[1], ONE)
     assert not tier.damaged
     cache.check()
 
@@ -532,10 +532,10 @@ def test_a_storage_that_is_away_for_a_while_loses_nothing(make, search):
             finish(cache, tier)
         cache.release(match)
         time.sleep(0.01)
-    assert cache.lower[0].up.is_open
+    assert cache.lower[0].load_breaker.is_open
     tier.fault = None
     until += 30
-    while (match := cache.match(chain, ONE)).chunks < 12 or not match.ready:
+    while (match := cache.match(chain, ONE)).chunks < 12 or not match.is_ready:
         assert time.monotonic() < until
         cache.prefetch(match)
         settle(cache, tier)
@@ -554,8 +554,8 @@ def test_a_search_for_suspects_ends_although_one_cannot_be_read(make):
         if tier.waiting:
             finish(cache, tier)
     assert not tier.waiting
-    assert cache.lower[0].is_clear
-    assert not cache.lower[0].up.is_open
+    assert cache.lower[0].is_clear_done
+    assert not cache.lower[0].load_breaker.is_open
     assert {name.key for name in tier.kept} == {chain[0], chain[2]}, "what cannot be read may be suspect"
     cache.check()
 
@@ -575,15 +575,15 @@ def test_no_suspect_is_forgotten_before_its_search_has_ended(keeps):
             cache.purge(Suspect(by=f"engine {number}"))
         for chain in chains:
             match = cache.match(chain, ONE)
-            while match.asking:
+            while match.pending_lookups:
                 finish(cache, tier, -1)
             cache.prefetch(match)
-            while not match.ready:
+            while not match.is_ready:
                 finish(cache, tier, -1)
             assert not match.run
             cache.release(match)
         settle(cache, tier)
-        assert cache.lower[0].is_clear
+        assert cache.lower[0].is_clear_done
         assert not tier.kept
         cache.check()
 
@@ -616,11 +616,11 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
         return len(looked)
 
     for entry in cache.index.entries()[:5]:  # the slab forgets, the tier does not
-        cache.room.take_out(entry)
-    steps = cache.purging(Suspect(by="bad"))
+        cache.memory.take_out(entry)
+    steps = cache.purge_in_steps(Suspect(by="bad"))
     assert looks(lambda: next(steps)) <= 2 * 1024
     match = cache.wait(cache.match(bad[:5], ONE))
-    assert (match.chunks, match.cut) == (0, "cleared")
+    assert (match.chunks, match.cut_reason) == (0, "cleared")
     cache.release(match)
     turns = 0
     while looks(lambda: next(steps, "ended")):
@@ -628,8 +628,8 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
         turns += 1
     assert turns == 2
     (below,) = cache.lower
-    assert not below.is_clear
-    while not below.is_clear:
+    assert not below.is_clear_done
+    while not below.is_clear_done:
         assert looks(cache.step) <= 2 * 1024
     assert cache.flush()
     assert {name.key for name in objects} == set(good)
@@ -641,7 +641,7 @@ def test_a_search_for_suspects_goes_on_without_the_one_who_asked(make):
     cache = make(cpu(1100), url, opened={url: MemoryTier(objects)}, queue_length=1200)
     store(cache, keys(1090), by="bad")
     assert cache.flush()
-    steps = cache.purging(Suspect(by="bad"))
+    steps = cache.purge_in_steps(Suspect(by="bad"))
     next(steps)
     steps.close()
     assert cache.flush()
@@ -657,8 +657,8 @@ def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
     (owned,) = cache.lower.owned
     assert owned.occupancy()[:4] == (3, 3 * AT_REST, 9 * AT_REST, 0)
     owned.discard(keys(3)[2], ())
-    assert owned.is_leaving(keys(3)[2])
+    assert owned.may_come_back(keys(3)[2])
     assert owned.occupancy()[:3] == (2, 3 * AT_REST, 9 * AT_REST)
     settle(cache, tier)
-    assert not owned.is_leaving(keys(3)[2])
+    assert not owned.may_come_back(keys(3)[2])
     assert owned.occupancy()[:3] == (2, 2 * AT_REST, 9 * AT_REST)

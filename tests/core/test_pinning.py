@@ -9,7 +9,7 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.index import Index
-from lmtier.core.match import State
+from lmtier.core.match import EntryState
 from lmtier.core.pinning import NamedPins
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_value, value_key
@@ -102,9 +102,9 @@ def places():
 def test_it_holds_what_is_there_in_every_place_and_what_comes_later(places, time):
     pinning = NamedPins(places, time)
     first, second = keys(2)
-    places["cpu"].add(first, ONE, ROOM, State.READY, None)
+    places["cpu"].add(first, ONE, ROOM, EntryState.READY, None)
     assert pinning.pin("p", [first, second], FOREVER) == {"cpu": 1, "near": 0}
-    places["near"].ready(places["near"].add(second, ONE, ROOM, State.FILLING, None))
+    places["near"].make_ready(places["near"].add(second, ONE, ROOM, EntryState.FILLING, None))
     (pin,) = pinning.pinned()
     assert (pin.name, pin.chunks, pin.pinned, pin.seconds_left) == ("p", 2, {"cpu": 1, "near": 1}, None)
     assert not places["cpu"].evict(ROOM)
@@ -118,8 +118,8 @@ def test_a_pin_that_is_refused_in_one_place_changes_nothing_in_any(places, time)
     pinning = NamedPins(places, time)
     names = keys(5)
     for name in names:
-        places["near"].add(name, ONE, ROOM, State.READY, None)
-    places["cpu"].add(names[0], ONE, ROOM, State.READY, None)
+        places["near"].add(name, ONE, ROOM, EntryState.READY, None)
+    places["cpu"].add(names[0], ONE, ROOM, EntryState.READY, None)
     pinning.pin("p", names[:1], FOREVER)
     with pytest.raises(MisuseError, match="near gives pins half"):
         pinning.pin("p", names, FOREVER)
@@ -244,7 +244,7 @@ def test_a_pinned_chunk_that_is_discarded_gives_its_room_back(make):
     entry = cache.index.get(keys(2)[1])
     assert entry is not None
     cache.discard(entry)
-    assert entry.state is State.GONE
+    assert entry.state is EntryState.GONE
     assert cache.slab.used == ROOM
     cache.check()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.presence import SLOTS, Look, Presence
+from lmtier.core.presence import SLOTS, Presence, PresenceReader
 from lmtier.testing import MemoryTier
 
 
@@ -32,7 +32,7 @@ def neighbour(number: int) -> bytes:
 def test_what_is_there_is_never_said_to_be_lacking(changes):
     presence = Presence()
     presence.trust()
-    look, held = Look(presence.fd), set()
+    look, held = PresenceReader(presence.fd), set()
     for comes, number, alike in changes:
         name = neighbour(number) if alike else key(number + 1)
         if comes and name not in held:
@@ -51,7 +51,7 @@ def test_what_is_there_is_never_said_to_be_lacking(changes):
 def test_a_count_that_ran_over_says_nothing_any_more():
     presence = Presence()
     presence.trust()
-    look = Look(presence.fd)
+    look = PresenceReader(presence.fd)
     for number in range(300):
         presence.add(neighbour(number))
     for number in range(299):
@@ -63,7 +63,7 @@ def test_only_the_owner_can_write():
     presence = Presence()
     presence.add(key(1))
     with pytest.raises(TypeError, match="read-only"):
-        Look(presence.fd)._counts[0] = 1
+        PresenceReader(presence.fd)._counts[0] = 1
     with pytest.raises(PermissionError):
         mmap.mmap(presence.fd, SLOTS, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -89,7 +89,7 @@ def test_keys_of_one_model_and_tenant_are_spread():
     counts = Counter(bytes(hashlib.sha256(b"%d" % n).digest()[16:19]) for n in range(1000))
     presence = Presence()
     presence.trust()
-    look = Look(presence.fd)
+    look = PresenceReader(presence.fd)
     for number in range(1000):
         presence.add(b"model" * 3 + b"x" + key(number)[16:])
     assert len(counts) > 990
@@ -110,7 +110,7 @@ def test_it_is_trusted_only_where_every_tier_knows_what_it_holds():
         assert cache.presence is None, "nobody else looks"
     with Cache(config, shared=True) as cache:
         assert cache.presence is not None
-        look = Look(cache.presence.fd)
+        look = PresenceReader(cache.presence.fd)
         assert not look.lacks(key(1)), "it has not begun"
         cache.step()
         assert look.lacks(key(1))

@@ -12,7 +12,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.ram import check
+from lmtier.core.memory_limits import check
 from lmtier.errors import ConfigError
 
 GIB = 1 << 30
@@ -120,9 +120,9 @@ def group() -> Iterator[Path]:
 def test_a_real_group_is_heard_before_the_server_listens(group: Path, capacity: str, says: str):
     code = (
         "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-        "from lmtier.config import Config, Serving\nfrom lmtier.server.serve import Server\n"
+        "from lmtier.config import Config, ServerConfig\nfrom lmtier.server.serve import Server\n"
         "config = Config(tiers=(f'cpu://?capacity={sys.argv[2]}',))\n"
-        "Server(config, Serving(listen='127.0.0.1:0', http=''))\nprint('listens')\nos._exit(0)"
+        "Server(config, ServerConfig(listen='127.0.0.1:0', http=''))\nprint('listens')\nos._exit(0)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", code, str(group), capacity]

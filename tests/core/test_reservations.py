@@ -9,17 +9,17 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.gauges import Gauges
+from lmtier.core.cache_metrics import CacheMetrics
 from lmtier.core.index import Index
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, Reservation, State
+from lmtier.core.match import CPU, EntryState, Reservation
+from lmtier.core.memory import MemoryPlace
 from lmtier.core.reservations import Reservations, at_once
-from lmtier.core.room import Room
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, LayerShape, Shard, form_of
 from lmtier.format.objects import mark_room
-from lmtier.observe.follower import Followers
+from lmtier.observe.follower import CacheObservers
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.policy import make_policy
@@ -35,9 +35,9 @@ class Made(Reservations):
     def __init__(self) -> None:
         slab, self.metrics = Slab(PAGES * PAGE), Metrics()
         index = Index(slab.capacity, make_policy("lru"))
-        gauges = Gauges(self.metrics, {CPU: index}, LowerTiers(), LAYOUT.chunk_tokens)
-        self.room = Room(slab, index, self.metrics, gauges.evict, lambda: 0.0, FOREVER)
-        super().__init__(self.room, [], gauges, Followers())
+        gauges = CacheMetrics(self.metrics, {CPU: index}, LowerTiers(), LAYOUT.chunk_tokens)
+        self.room = MemoryPlace(slab, index, self.metrics, gauges.evict, lambda: 0.0, FOREVER)
+        super().__init__(self.room, [], gauges, CacheObservers())
 
     def save(self, keys, form=ONE, *, first=0, most=99) -> Reservation:
         return at_once(self.reserving)(keys, form, first, FOREVER, "", most)
@@ -58,10 +58,10 @@ def made():
 def test_only_what_is_missing_gets_extents_and_what_is_there_is_skipped(made):
     made.commit(made.save(KEYS[:2]), None, None)
     reservation = made.save(KEYS[:4])
-    assert (sorted(reservation.entries), reservation.known, reservation.dropped) == ([2, 3], 2, 0)
+    assert (sorted(reservation.entries), reservation.leading_stored, reservation.dropped) == ([2, 3], 2, 0)
     made.commit(reservation, None, {2: b"mark"})
-    assert made.room.index.get(KEYS[2]).prints == (b"mark",)
-    assert {made.room.index.get(key).state for key in KEYS[:4]} == {State.READY}
+    assert made.room.index.get(KEYS[2]).marks == (b"mark",)
+    assert {made.room.index.get(key).state for key in KEYS[:4]} == {EntryState.READY}
     assert (made.tokens("skipped"), made.tokens("stored", tier=CPU)) == (2, 4)
     assert not made.save(KEYS[:4]).entries
 
@@ -94,11 +94,11 @@ def test_chunks_are_found_with_the_last_shard_and_each_shard_comes_once(made):
     with pytest.raises(MisuseError, match="2 shards: pass the one"):
         made.commit(reservation, None, None)
     made.commit(reservation, parts[1], None)
-    assert reservation.entries[0].state is State.FILLING
+    assert reservation.entries[0].state is EntryState.FILLING
     with pytest.raises(MisuseError, match="committed or aborted before"):
         made.commit(reservation, parts[1], None)
     made.commit(reservation, parts[0], None)
-    assert made.room.index.get(KEYS[0]).state is State.READY
+    assert made.room.index.get(KEYS[0]).state is EntryState.READY
     assert not reservation.entries[0].leases
 
 
@@ -156,11 +156,11 @@ def cache():
 
 
 def test_others_reserve_between_the_steps_of_a_large_one(cache):
-    steps = cache.reserving(MANY, ONE)
+    steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     cache.check()
     other = cache.reserve(MANY[:200], ONE)
-    assert (other.known, sorted(other.entries)) == (128, [*range(128, 200)])
+    assert (other.leading_stored, sorted(other.entries)) == (128, [*range(128, 200)])
     large = at_once(lambda: steps)()
     assert sorted(large.entries) == [*range(128), *range(200, 300)]
     cache.commit(large)
@@ -170,7 +170,7 @@ def test_others_reserve_between_the_steps_of_a_large_one(cache):
 
 
 def test_others_reserve_in_the_middle_of_what_a_large_one_still_lacks(cache):
-    steps = cache.reserving(MANY, ONE)
+    steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     other = cache.reserve(MANY[:201], ONE, first=200)
     assert [*other.entries] == [200]
@@ -183,7 +183,7 @@ def test_others_reserve_in_the_middle_of_what_a_large_one_still_lacks(cache):
 
 def test_what_leaves_between_the_steps_is_stored_again(cache):
     cache.commit(cache.reserve([MANY[250]], ONE))
-    steps = cache.reserving(MANY, ONE)
+    steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     entry = cache.index.get(MANY[250])
     assert entry is not None
@@ -195,7 +195,7 @@ def test_what_leaves_between_the_steps_is_stored_again(cache):
 
 
 def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
-    steps = cache.reserving(MANY, ONE)
+    steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     next(steps)
     steps.close()
@@ -205,7 +205,7 @@ def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
 
 
 def test_what_is_cleared_by_force_between_the_steps_never_shows(cache):
-    steps = cache.reserving(MANY, ONE)
+    steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     cache.clear(force=True)
     cache.check()

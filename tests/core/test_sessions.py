@@ -7,9 +7,9 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
-from lmtier.format.keys import NOBODY, tenant
-from lmtier.rules.foretold import Gaps
+from lmtier.format.keys import NO_TENANT, tenant
 from lmtier.rules.policy import POLICIES
+from lmtier.rules.session_policy import ReturnTimes
 from lmtier.tiers.base import Tier
 from tests.core.test_pinning import ONE, ROOM, C, Time, keys
 
@@ -61,16 +61,16 @@ def cache(request, make):
 
 
 def end(cache: Cache, session: str) -> None:
-    agent = cache.sessions.get(NOBODY, session)
+    agent = cache.sessions.get(NO_TENANT, session)
     assert agent is not None
     cache.sessions.end(agent)
     cache.check()
 
 
 def wait(cache: Cache, session: str) -> None:
-    agent = cache.sessions.get(NOBODY, session)
+    agent = cache.sessions.get(NO_TENANT, session)
     assert agent is not None
-    cache.sessions.wait(agent)
+    cache.sessions.wait_for_person(agent)
     cache.check()
 
 
@@ -111,9 +111,9 @@ def test_who_waits_for_a_person_leaves_before_who_works_the_last_to_wait_first(c
 def test_a_request_of_a_session_that_ended_begins_a_new_one(cache):
     ask(cache, named(4, "one"), "one")
     end(cache, "one")
-    assert cache.sessions.get(NOBODY, "one") is None
+    assert cache.sessions.get(NO_TENANT, "one") is None
     assert ask(cache, named(4, "one"), "one") == 4
-    assert cache.sessions.get(NOBODY, "one").requests == 1
+    assert cache.sessions.get(NO_TENANT, "one").requests == 1
     ask(cache, named(8, "other"), "two")
     ask(cache, named(2, "more"), "three")
     assert there(cache, named(4, "one") + named(8, "other")) == 10
@@ -131,7 +131,7 @@ def test_a_branch_is_kept_while_children_live(make):
         ask(cache, child, "child", "parent")
     assert there(cache, parent) == 4  # older than all that came, but kept young by its child
     end(cache, "child")
-    assert cache.sessions.get(NOBODY, "parent") is None
+    assert cache.sessions.get(NO_TENANT, "parent") is None
     ask(cache, named(6, "new"))
     assert there(cache, parent) == 0
 
@@ -150,7 +150,7 @@ def test_generated_chunks_belong_to_the_session_too(cache):
 
 def test_who_comes_back_no_more_is_over(make, time):
     cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
-    for _ in range(Gaps.ENOUGH):
+    for _ in range(ReturnTimes.ENOUGH):
         ask(cache, named(2, "one"), "one")
         wait(cache, "one")
         time.pass_by(5)
@@ -158,18 +158,18 @@ def test_who_comes_back_no_more_is_over(make, time):
     wait(cache, "one")
     time.pass_by(16)
     cache.step()
-    assert cache.sessions.get(NOBODY, "one") is not None
+    assert cache.sessions.get(NO_TENANT, "one") is not None
     time.pass_by(0.5)
     cache.step()
-    assert cache.sessions.get(NOBODY, "one") is None
+    assert cache.sessions.get(NO_TENANT, "one") is None
 
 
 def test_of_many_who_come_back_no_more_a_step_ends_some(make, time):
     """Each end looks at all other sessions, and others have to get their turns."""
     woken = []
     cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
-    cache._tell = lambda: woken.append(len(cache.sessions.book))
-    for _ in range(Gaps.ENOUGH):
+    cache._wake_owner = lambda: woken.append(len(cache.sessions.book))
+    for _ in range(ReturnTimes.ENOUGH):
         cache.sessions.gaps.add(1)
     for number in range(40):
         ask(cache, named(1, "one"), f"session {number}")

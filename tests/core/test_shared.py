@@ -11,7 +11,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.index import Occupancy
 from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
-from lmtier.format.objects import Made, Suspect
+from lmtier.format.objects import Provenance, Suspect
 from lmtier.server.values import Values
 from lmtier.testing import MemoryTier
 from lmtier.tiers.base import Op, Reason
@@ -72,7 +72,7 @@ def test_a_clear_waits_for_writes_that_are_under_way_and_only_for_those_of_its_n
     assert [job.op for job in tier.waiting] == [Op.STORE, Op.CLEAR]
     settle(cache, tier)
     assert {name.key for name in tier.kept} == {*of(N, 1)}
-    assert cache.lower[0].is_clear
+    assert cache.lower[0].is_clear_done
 
 
 def test_a_value_is_not_looked_for_where_none_is_stored(tier):
@@ -105,22 +105,22 @@ def test_what_was_found_before_a_clear_is_not_loaded_in_it(cache, tier):
     store(cache, of(M, 2))
     settle(cache, tier)
     for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     match = cache.match(of(M, 2), ONE)
     assert finish(cache, tier) is Op.LOOKUP
     assert match.chunks == 2
     cache.clear(M)
     cache.prefetch(match)
-    assert (match.chunks, match.cut) == (0, "left_meanwhile")
+    assert (match.chunks, match.cut_reason) == (0, "left_meanwhile")
     assert [job.op for job in tier.waiting] == [Op.CLEAR]
     cache.release(match)
 
 
 def test_nothing_that_is_being_cleared_is_asked_for(cache, tier):
     cache.clear(M)
-    assert not cache.match(of(M, 3), ONE).asking
+    assert not cache.match(of(M, 3), ONE).pending_lookups
     mixed = cache.match([*of(N, 1), *of(M, 1)], ONE)
-    assert mixed.asking
+    assert mixed.pending_lookups
     assert [item.name.key for item in tier.waiting[-1].items] == of(N, 1)
 
 
@@ -145,7 +145,7 @@ def test_what_waits_for_a_clear_that_fails_makes_room_for_others(cache, tier):
     assert cache.metrics.value("lmtier_dropped_tokens_total", tier="far", reason="cleared") == 3 * 4
     settle(cache, tier)
     assert {name.key for name in tier.kept} == {*of(N, 1)}
-    assert cache.lower[0].is_clear
+    assert cache.lower[0].is_clear_done
 
 
 def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_none_of_it_meanwhile(
@@ -155,20 +155,20 @@ def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_non
     store(cache, of(N, 2), by="bad")
     settle(cache, tier)
     for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     match = cache.match(of(N, 2), ONE)
     finish(cache, tier)
     assert match.chunks == 2
     cache.purge(Suspect(by="b*"))
-    assert not cache.lower[0].is_clear
+    assert not cache.lower[0].is_clear_done
     assert [job.op for job in tier.waiting] == [Op.CLEAR]
     cache.prefetch(match)
     for _ in range(2):  # they are read before the search has come to them
         finish(cache, tier, next(at for at, job in enumerate(tier.waiting) if job.op is Op.LOAD))
-    assert (match.chunks, match.cut) == (0, "cleared")
+    assert (match.chunks, match.cut_reason) == (0, "cleared")
     settle(cache, tier)
     assert {name.key for name in tier.kept} == {*of(M, 2)}
-    assert cache.lower[0].is_clear
+    assert cache.lower[0].is_clear_done
     cache.release(match)
 
 
@@ -213,7 +213,7 @@ def test_a_search_that_fails_is_made_again(cache, tier):
     assert cache.lower[0].why_uncleared
     tier.fault = None
     settle(cache, tier)
-    assert (tier.kept, cache.lower[0].is_clear) == ({}, True)
+    assert (tier.kept, cache.lower[0].is_clear_done) == ({}, True)
 
 
 def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_clear(cache, tier):
@@ -224,9 +224,9 @@ def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_cl
     tier.fault = Reason.ERROR
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
-    assert below.cannot_clear
+    assert below.is_clear_failing
     cache.clear()
-    assert not below.cannot_clear
+    assert not below.is_clear_failing
     cache.step()
     while tier.waiting:
         tier.fault = Reason.ERROR if tier.waiting[0].suspect is not None else None
@@ -241,26 +241,30 @@ def test_a_search_that_keeps_failing_stops_nothing_else(cache, tier):
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
     tier.fault = None
-    assert (below.cannot_clear, below.up.is_open, below.down.is_open) == (True, False, False)
+    assert (below.is_clear_failing, below.load_breaker.is_open, below.store_breaker.is_open) == (
+        True,
+        False,
+        False,
+    )
     assert not below.is_busy
 
 
 def test_what_does_not_say_when_it_was_stored_is_not_suspect():
     (key,) = of(M, 1)
-    assert not Suspect().covers(key, Made())
-    assert not Suspect(since=6).covers(key, Made("x", 5))
-    assert Suspect(M, "x*", 5).covers(key, Made("xyz", 5))
-    assert not Suspect(N).covers(key, Made("x", 5))
-    assert not Suspect().covers(value_key(b"name"), Made("x", 5))
+    assert not Suspect().covers(key, Provenance())
+    assert not Suspect(since=6).covers(key, Provenance("x", 5))
+    assert Suspect(M, "x*", 5).covers(key, Provenance("xyz", 5))
+    assert not Suspect(N).covers(key, Provenance("x", 5))
+    assert not Suspect().covers(value_key(b"name"), Provenance("x", 5))
 
 
 def test_what_belongs_to_a_tenant_is_suspect_whenever_it_was_stored():
     ours, theirs = b"mod_" + b"ours" + bytes(24), b"mod_" + b"them" + bytes(24)
-    for made in (Made(), Made("x", 5)):
+    for made in (Provenance(), Provenance("x", 5)):
         assert Suspect(tenant=b"ours").covers(ours, made)
         assert not Suspect(tenant=b"ours").covers(theirs, made)
         assert not Suspect(b"other", tenant=b"ours").covers(ours, made)
-    assert not Suspect(tenant=b"ours", until=4).covers(ours, Made("x", 5))
+    assert not Suspect(tenant=b"ours", until=4).covers(ours, Provenance("x", 5))
 
 
 def test_a_clear_in_a_clear_is_one_more_and_never_a_third(cache, tier):
@@ -281,7 +285,11 @@ def test_a_clear_that_keeps_failing_stops_nothing_else(cache, tier):
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
     tier.fault = None
-    assert (below.clearing.is_open, below.up.is_open, below.down.is_open) == (True, False, False)
+    assert (below.clear_breaker.is_open, below.load_breaker.is_open, below.store_breaker.is_open) == (
+        True,
+        False,
+        False,
+    )
     assert below.why_uncleared == "error"
     store(cache, of(N, 1))
     settle(cache, tier)
@@ -315,7 +323,7 @@ def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, 
     assert entry is not None
     cache.release(asked)
     for each in cache.index.entries():  # the slab forgets, the tier does not
-        cache.room.take_out(each)
+        cache.memory.take_out(each)
     match = cache.match(of(M, 2), ONE)
     assert finish(cache, tier) is Op.LOOKUP
     for _ in range(2):
@@ -323,7 +331,7 @@ def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, 
     assert [job.op for job in tier.waiting] == [Op.DELETE]
     cache.prefetch(match)
     assert [job.op for job in tier.waiting] == [Op.DELETE, Op.LOAD]
-    assert (match.chunks, match.cut) == (1, "left_meanwhile")
+    assert (match.chunks, match.cut_reason) == (1, "left_meanwhile")
     assert finish(cache, tier) is Op.DELETE
     assert [job.op for job in tier.waiting] == [Op.LOAD, Op.DELETE]  # it was asked for twice
     settle(cache, tier)
@@ -371,8 +379,8 @@ def test_what_it_holds_is_not_known(cache, tier):
     (shared,) = cache.lower.shared
     assert len(tier.kept) == 2
     assert (shared.occupancy(), cache.lower.owned) == (Occupancy(), [])
-    assert not shared.holds(of(M, 1)[0], ONE)
-    assert not shared.supplies(of(M, 1)[0], ONE)
+    assert not shared.is_stored(of(M, 1)[0], ONE)
+    assert not shared.is_stored_or_storing(of(M, 1)[0], ONE)
 
 
 def sent(cache: Cache, tier: HandTier) -> list[bytes]:
@@ -411,7 +419,7 @@ def test_what_leaves_is_not_sent_again_with_each_chunk_that_follows(tier):
         for length, new in ((2, of(M, 2)), (2, []), (3, of(M, 3)[2:])):
             entry = cache.index.get(of(M, 3)[length - 1])
             assert entry is not None
-            cache.lower[0].leaves([entry])
+            cache.lower[0].on_evicting([entry])
             assert sent(cache, tier) == new
 
 
@@ -424,7 +432,7 @@ def test_what_another_host_has_written_is_sent_again_only_when_it_is_found_missi
         for key in missing:  # the tier evicts
             del tier.kept[Name(key, ONE.shards[0])]
         for entry in cache.index.entries():
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         match = cache.match(names, ONE)
         assert finish(cache, tier) is Op.LOOKUP
         cache.prefetch(match, 0)  # it is not worth it: the engine computes, and stores
@@ -450,18 +458,18 @@ def test_what_is_deleted_there_is_sent_when_it_is_stored_again(cache, tier):
 
 
 def test_that_it_was_sent_once_promises_nobody_that_it_is_there(cache, tier, monkeypatch):
-    monkeypatch.setattr("lmtier.core.shared.MAX_THERE", 2)
+    monkeypatch.setattr("lmtier.core.shared.MAX_ASSUMED", 2)
     store(cache, of(M, 3))
     settle(cache, tier)
     (shared,) = cache.lower.shared
     assert [shared._needs(key, ONE) for key in of(M, 3)] == [True, False, False], "so many are remembered"
     last = of(M, 3)[2]
     assert shared._needs(last, TWO), "in another form it is another object"
-    assert not shared.has(last, ONE)
-    assert not shared.holds(last, ONE)
-    assert not shared.supplies(last, ONE)
+    assert not shared.is_stored_or_queued(last, ONE)
+    assert not shared.is_stored(last, ONE)
+    assert not shared.is_stored_or_storing(last, ONE)
     for _ in range(5):
-        shared.up.record(False, "refused")
+        shared.load_breaker.record(False, "refused")
     cache.step()
     assert shared._needs(last, ONE), "a server that comes back may be empty"
 
@@ -474,7 +482,7 @@ def test_what_may_have_expired_there_is_sent_again(tier):
         (shared,), (entry,) = cache.lower.shared, cache.index.entries()
         for seconds, jobs in ((3599.0, 0), (3601.0, 1)):
             now[0] = seconds
-            shared.offer(entry)
+            shared.queue_write(entry)
             cache.step()
             assert len(tier.waiting) == jobs
         settle(cache, tier)

@@ -9,8 +9,8 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match, State
-from lmtier.format.keys import KEY_BYTES, NOBODY, is_state, namespace, state_key, tenant_of, value_key
+from lmtier.core.match import EntryState, Match
+from lmtier.format.keys import KEY_BYTES, NO_TENANT, is_state, namespace, state_key, tenant_of, value_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, form_of, padded
 from lmtier.rules.worth import Cost
 from lmtier.testing import MemoryTier
@@ -43,16 +43,16 @@ def store_state(cache: Cache, names: list[bytes]) -> bool:
 
 def look(cache: Cache, names: list[bytes]) -> Match:
     """The match, ready, whose state has the right bytes."""
-    match = cache.wait(cache.match(names, ONE, ends=STATE))
+    match = cache.wait(cache.match(names, ONE, state_form=STATE))
     is_right(cache, match)
     return match
 
 
 def is_right(cache: Cache, match: Match) -> None:
-    assert match.ready
-    assert (match.end is not None) == bool(match.chunks)
-    if match.end is not None:
-        (entry,) = match.end.run
+    assert match.is_ready
+    assert (match.state_match is not None) == bool(match.chunks)
+    if match.state_match is not None:
+        (entry,) = match.state_match.run
         assert entry.key == state_of(match.keys[match.chunks - 1])
         assert bytes(cache.slab.view(entry.offsets[0], STATE.sizes[0])) == content(entry.key)
 
@@ -67,7 +67,7 @@ def found(cache: Cache, names: list[bytes]) -> int:
 
 
 def test_the_key_of_a_state_says_that_it_is_one_and_belongs_to_the_tenant_of_its_chunk():
-    key = namespace("m") + NOBODY + b"h" * 24
+    key = namespace("m") + NO_TENANT + b"h" * 24
     state = state_of(key)
     assert len(state) == KEY_BYTES
     assert state[:8] == key[:8]
@@ -179,7 +179,7 @@ def test_when_a_session_ends_its_states_leave_with_its_chunks(make):
     cache = make(f"cpu://?capacity={4 * ROOM + 2 * STATE_ROOM}&policy=lru")
     old, new = keys(2, "old"), keys(2, "new")
     for names, session in ((old, "a"), (new, "b")):
-        cache.release(cache.wait(cache.match(names, ONE, ends=STATE, session=session)))
+        cache.release(cache.wait(cache.match(names, ONE, state_form=STATE, session=session)))
         store(cache, names)
         store_state(cache, names)
     agent = cache.sessions.get(tenant_of(new[0]), "b")
@@ -211,8 +211,8 @@ def test_chunks_and_states_come_back_from_disk(make, tmp_path):
     cache = make(cpu(20), disk(tmp_path))
     match = look(cache, names)
     assert match.sources == ["disk"] * 3
-    assert match.end is not None
-    assert match.end.sources == ["disk"]
+    assert match.state_match is not None
+    assert match.state_match.sources == ["disk"]
     cache.release(match)
     assert found(cache, names) == 3
 
@@ -298,8 +298,8 @@ def test_a_use_touches_the_state_also_while_a_tier_is_asked_for_more(tier):
         settle(cache, tier)
         store(cache, keys(2, "other"))
         settle(cache, tier)
-        match = cache.match([*names, *keys(1, "next")], ONE, ends=STATE)
-        assert match.asking
+        match = cache.match([*names, *keys(1, "next")], ONE, state_form=STATE)
+        assert match.pending_lookups
         settle(cache, tier)
         cache.wait(match)
         assert match.chunks == 4
@@ -315,8 +315,8 @@ def test_a_chunk_that_leaves_while_a_tier_is_asked_for_more_harms_nobody(asked, 
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    match = asked.match([*names, *keys(1, "next")], ONE, ends=STATE)
-    assert match.asking
+    match = asked.match([*names, *keys(1, "next")], ONE, state_form=STATE)
+    assert match.pending_lookups
     asked.discard(match.run[0])
     settle(asked, tier)
     asked.wait(match)
@@ -330,11 +330,11 @@ def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, ti
     store_state(asked, names[:2])
     settle(asked, tier)
     for entry in asked.index.entries():
-        asked.room.take_out(entry)
-    match = asked.match(names, ONE, ends=STATE)
-    assert match.asking == len(tier.waiting) == 1
+        asked.memory.take_out(entry)
+    match = asked.match(names, ONE, state_form=STATE)
+    assert match.pending_lookups == len(tier.waiting) == 1
     settle(asked, tier)
-    assert (match.chunks, match.ready) == (2, False)
+    assert (match.chunks, match.is_ready) == (2, False)
     asked.prefetch(match)
     settle(asked, tier)
     is_right(asked, match)
@@ -347,9 +347,9 @@ def test_chunks_in_memory_with_a_state_below_are_loaded_together(asked, tier):
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    asked.room.take_out(asked.index.get(state_of(names[2])))
-    match = asked.match(names, ONE, ends=STATE)
-    assert match.asking == 1
+    asked.memory.take_out(asked.index.get(state_of(names[2])))
+    match = asked.match(names, ONE, state_form=STATE)
+    assert match.pending_lookups == 1
     settle(asked, tier)
     asked.prefetch(match)
     settle(asked, tier)
@@ -365,9 +365,9 @@ def test_a_match_without_its_state_or_its_last_chunk_has_nothing(asked, tier, wh
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    asked.room.take_out(asked.index.get(state_of(names[2])))
-    asked.room.take_out(asked.index.get(names[2]))
-    match = asked.match(names, ONE, ends=STATE)
+    asked.memory.take_out(asked.index.get(state_of(names[2])))
+    asked.memory.take_out(asked.index.get(names[2]))
+    match = asked.match(names, ONE, state_form=STATE)
     settle(asked, tier)
     asked.prefetch(match)
     asked.step()
@@ -376,9 +376,9 @@ def test_a_match_without_its_state_or_its_last_chunk_has_nothing(asked, tier, wh
     tier.finish(which)
     tier.fault = None
     asked.step()
-    assert match.ready
+    assert match.is_ready
     assert match.chunks == 0
-    assert match.end is None
+    assert match.state_match is None
     settle(asked, tier)
     asked.release(match)
     asked.check()
@@ -390,11 +390,11 @@ def test_a_deadline_that_passes_while_a_tier_is_asked_leaves_what_memory_has(ask
     store(asked, names)
     store_state(asked, names[:2])
     settle(asked, tier)
-    match = asked.match(names, ONE, ends=STATE, deadline=0.0)
-    assert match.asking
+    match = asked.match(names, ONE, state_form=STATE, deadline=0.0)
+    assert match.pending_lookups
     asked.step()
-    assert match.ready
-    assert (match.chunks, match.cut) == (2, "deadline")
+    assert match.is_ready
+    assert (match.chunks, match.cut_reason) == (2, "deadline")
     is_right(asked, match)
     asked.release(match)
     settle(asked, tier)
@@ -410,11 +410,11 @@ def test_what_a_state_takes_to_load_is_weighed_too(make, tmp_path, milliseconds,
     store_state(cache, names)
     assert cache.flush()
     for entry in list(cache.index.entries())[::-1]:
-        cache.room.take_out(entry)
-    cache.lower[0].speed._fit.weights = (0.0, 1e-3 / (3 * ONE.at_rest + STATE.at_rest))
+        cache.memory.take_out(entry)
+    cache.lower[0].speed._fit.weights = (0.0, 1e-3 / (3 * ONE.stored_bytes + STATE.stored_bytes))
     cost = Cost(0.0, milliseconds / 1e3 / (3 * C), 0.0, 0.0)
-    match = cache.match(names, ONE, tokens=3 * C + 1, cost=cost, ends=STATE, deadline=60.0)
-    assert (match.chunks, match.cut) == (chunks, "" if chunks else "not_worth_it")
+    match = cache.match(names, ONE, tokens=3 * C + 1, cost=cost, state_form=STATE, deadline=60.0)
+    assert (match.chunks, match.cut_reason) == (chunks, "" if chunks else "not_worth_it")
     cache.release(match)
 
 
@@ -423,9 +423,9 @@ def test_a_match_released_while_it_is_asked_or_loaded_holds_nothing(asked, tier)
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    asked.room.take_out(asked.index.get(state_of(names[2])))
+    asked.memory.take_out(asked.index.get(state_of(names[2])))
     for loads in (False, True):
-        match = asked.match(names, ONE, ends=STATE)
+        match = asked.match(names, ONE, state_form=STATE)
         if loads:
             settle(asked, tier)
             asked.prefetch(match)
@@ -454,10 +454,10 @@ def test_whatever_happens_a_match_has_its_state_or_nothing(seed):
                 case 0 | 1:
                     store(cache, names)
                     entry = cache.index.get(names[-1])
-                    if entry is not None and entry.state is State.READY:
+                    if entry is not None and entry.state is EntryState.READY:
                         store_state(cache, names)
                 case 2 if len(held) < 3:
-                    held.append(cache.match(names, ONE, ends=STATE))
+                    held.append(cache.match(names, ONE, state_form=STATE))
                 case 3 if held:
                     cache.prefetch(dice.choice(held))
                 case 4 if held:
@@ -473,7 +473,7 @@ def test_whatever_happens_a_match_has_its_state_or_nothing(seed):
                 case _:
                     cache.step()
             for each in held:
-                if each.ready:
+                if each.is_ready:
                     is_right(cache, each)
                     found += each.chunks
             cache.check()

@@ -155,7 +155,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     server = Served(
         folder,
         f"cpu://?capacity={24 * padded(8192)}",
-        f"disk://{folder}/disk?capacity={60 * FORM.at_rest}",
+        f"disk://{folder}/disk?capacity={60 * FORM.stored_bytes}",
         config={"chunk_tokens": 1},
         unix=str(folder / "socket"),
         http="127.0.0.1:0",
@@ -293,9 +293,9 @@ def test_alerts_fire_when_they_should():
         assert f'alertname="{rule["alert"]}"' in tested
 
 
-@pytest.mark.parametrize("path", build.files())
+@pytest.mark.parametrize("path", build.generated_files())
 def test_what_is_generated_is_not_stale(path):
-    assert (ROOT / path).read_text() == build.files()[path], "run python dashboards/build.py"
+    assert (ROOT / path).read_text() == build.generated_files()[path], "run python dashboards/build.py"
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)

@@ -33,7 +33,7 @@ LAYOUT = Layout.uniform(
 ONE = form_of(LAYOUT, (LAYOUT.whole,))
 TWO = form_of(LAYOUT, (Shard(0, 4, 0, 1), Shard(0, 4, 1, 2)))
 STAGE = form_of(LAYOUT, (Shard(0, 1, 0, 2),))
-ROOM = ONE.room  # 64 KiB
+ROOM = ONE.slab_bytes  # 64 KiB
 FAR = "far://"
 
 
@@ -52,7 +52,7 @@ def store(cache: Cache, names: list[bytes], form: ChunkForm = ONE) -> int:
         for offset, shard in zip(entry.offsets, form.shards, strict=True):
             data = content(entry.key, shard)
             cache.slab.view(offset, len(data))[:] = data
-    for shard in sorted(reservation.left):
+    for shard in sorted(reservation.pending_shards):
         cache.commit(reservation, shard)
     return len(reservation.entries)
 
@@ -138,7 +138,7 @@ def test_loads_go_on_while_every_writer_is_stuck(make, warm):
         cache.step()
         assert stuck.acquire(timeout=PATIENCE)
         assert stuck.acquire(timeout=PATIENCE), "both writers"
-        assert len(cache.lower[0].storing) == 6, "and more wait behind them"
+        assert len(cache.lower[0].storing_entries) == 6, "and more wait behind them"
         assert look(cache, keys(8)) == ["disk"] * 8
         assert not stuck.acquire(blocking=False), "no writer had moved"
     finally:
@@ -200,14 +200,14 @@ class Engine:
 
 def cancel_while_asking(engine: Engine, gate: Gate) -> None:
     match = engine.match()
-    assert match.asking
+    assert match.pending_lookups
     engine.cache.release(match)
 
 
 def cancel_when_matched(engine: Engine, gate: Gate) -> None:
     gate.open()
     match = engine.match()
-    step_until(engine.cache, lambda: not match.asking)
+    step_until(engine.cache, lambda: not match.pending_lookups)
     assert len(match.below) == match.chunks == 8
     engine.cache.release(match)
 
@@ -215,10 +215,10 @@ def cancel_when_matched(engine: Engine, gate: Gate) -> None:
 def cancel_while_prefetching(engine: Engine, gate: Gate) -> None:
     gate.open()
     match = engine.match()
-    step_until(engine.cache, lambda: not match.asking)
+    step_until(engine.cache, lambda: not match.pending_lookups)
     gate.hold()
     engine.cache.prefetch(match)
-    assert match.waiting == 7, "as much as the slab gives to what is on its way"
+    assert match.pending_loads == 7, "as much as the slab gives to what is on its way"
     engine.cache.release(match)
 
 
@@ -283,7 +283,7 @@ def test_a_request_may_end_at_any_stage(make, tmp_path, cancel, kept):
     gate.open()
     cache.flush()
     cache.check()
-    assert cache.index.leased_bytes == cache._matches.loading == len(cache.lower[0].storing) == 0
+    assert cache.index.leased_bytes == cache._matches.loading == len(cache.lower[0].storing_entries) == 0
     assert [*cache._matches.open, *cache._reservations.open, *cache._matches.waiters] == []
     assert not any(entry.leases for tier in cache.lower.owned for entry in tier.index.entries())
     assert cache.metrics.value("lmtier_leased_bytes") == 0
@@ -325,9 +325,9 @@ def test_an_answer_is_delivered_once(asked):
     match = cache.match(keys(5), ONE)
     for _ in range(3):
         cache.step()
-        assert (match.asking, match.chunks) == (1, 0), "waiting takes nothing away"
+        assert (match.pending_lookups, match.chunks) == (1, 0), "waiting takes nothing away"
     gate.open()
-    step_until(cache, lambda: not match.asking)
+    step_until(cache, lambda: not match.pending_lookups)
     for _ in range(3):
         assert match.sources == ["far"] * 3
         cache.step()
@@ -347,7 +347,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing(asked, end):
     cache, gate, _ = asked
     match = cache.match(keys(3), ONE, deadline=0 if "expired" in end else 30)
     if "expired" in end:
-        assert cache.wait(match).ready, "a timeout is a miss"
+        assert cache.wait(match).is_ready, "a timeout is a miss"
     if "released" in end:
         cache.release(match)
     names = ("lookups", "asked_tokens", "hit_tokens", "missed_tokens")
@@ -361,7 +361,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing(asked, end):
     step_until(cache, lambda: not cache.lower[0].has_jobs)
     assert counters() == before
     assert match.chunks == 0
-    assert match.ready or match.released
+    assert match.is_ready or match.released
     assert cache.slab.used == cache.index.leased_bytes == 0
     assert look(cache, keys(3)) == ["far"] * 3, "the next one is answered"
 
@@ -411,9 +411,9 @@ def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_ther
     for turn in range(6):
         assert store(cache, keys(2, f"late{turn}")) == 2
         assert cache.flush(timeout=5), "it is written, in the place of another"
-    assert all(cache.lower[0].holds(key, ONE) for key in keys(2, "late5"))
+    assert all(cache.lower[0].is_stored(key, ONE) for key in keys(2, "late5"))
     assert cache.stats()[label]["chunks"] == 4
-    assert not cache.lower[0].down.is_open
+    assert not cache.lower[0].store_breaker.is_open
     assert value("lmtier_tier_failures_total", tier=label, op="store", reason="full") >= 1
     assert list((small_disk / "kv" / "partial").iterdir()) == []
 
@@ -423,7 +423,7 @@ def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_ther
     assert store(cache, keys(4, "after")) == 4
     assert cache.flush(timeout=5)
     assert cache.stats()[label]["chunks"] == 8
-    assert all(cache.lower[0].holds(key, ONE) for key in keys(4, "after"))
+    assert all(cache.lower[0].is_stored(key, ONE) for key in keys(4, "after"))
     reasons = ("full", "evicted_before_write", "queue_full", "no_room", "error")
     dropped = sum(value("lmtier_dropped_tokens_total", tier=label, reason=reason) for reason in reasons)
     down = value("lmtier_stored_tokens_total", tier=label)
@@ -441,7 +441,7 @@ def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_ther
 def test_what_is_said_to_be_used_is_what_the_files_take(make, tmp_path, seed):
     """Any mix of store, evict, read, discard, clear and restart, with chunks of three sizes."""
     chance = random.Random(seed)
-    root, capacity = tmp_path / "kv", 12 * ONE.at_rest + PAGE
+    root, capacity = tmp_path / "kv", 12 * ONE.stored_bytes + PAGE
     cache = make(cpu(8), disk(root, capacity))
     done: dict[str, int] = {}
     for turn in range(150):

@@ -187,7 +187,7 @@ def save(cache: Cache, name: str, count: int) -> list[bytes]:
 def finds(cache: Cache, keys: list[bytes]) -> bool:
     """Whether the disk has all of them, as they were."""
     for entry in cache.index.entries():
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     match = cache.wait(cache.match(keys, FORM))
     assert set(match.sources) <= {"disk"}
     right = [bytes(cache.slab.view(entry.offsets[0], 32)) == entry.key for entry in match.run]
@@ -536,7 +536,7 @@ def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Pat
             path.write_bytes(b"")
         (tmp_path / "lost+found").mkdir()  # of the file system
         assert scan(tier).keys() == {sound.name}
-        assert tier.foreign == len(foreign)
+        assert tier.foreign_entries == len(foreign)
         assert all(path.exists() for path in foreign)
         assert not any(path_of(tmp_path, each.name).exists() for each in (empty, short, odd))
         assert [record.message for record in caplog.records] == [
@@ -564,7 +564,7 @@ def test_a_damaged_file_of_a_tebibyte_costs_no_other_object(tmp_path: Path, capl
         assert cache.flush()
         assert cache.stats()["disk"] | {"capacity": 0} == {
             "chunks": 7,
-            "used": 7 * FORM.at_rest,
+            "used": 7 * FORM.stored_bytes,
             "capacity": 0,
         }
         assert finds(cache, keys[1:])
@@ -633,7 +633,7 @@ def refused(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 def test_a_file_that_the_system_refuses_costs_no_other(tmp_path: Path, refused, caplog):
     with closing(DiskTier(tmp_path)) as tier:
         assert scan(tier).keys() == {sample(2).name, sample(3).name}
-        assert tier.foreign == 2
+        assert tier.foreign_entries == 2
     assert caplog.text.count("the system refuses to examine or delete files") == 1
     assert all(path.exists() for path in refused)
 

@@ -17,7 +17,7 @@ import pytest
 
 from lmtier.client.client import Client
 from lmtier.config import Config, TierSpec
-from lmtier.copy.crew import Crew
+from lmtier.copy.copy_threads import CopyThreads
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError, TierError
 from lmtier.testing import sample, store
@@ -265,7 +265,7 @@ def test_a_tier_of_a_parent_is_of_no_use_to_a_child_and_not_disturbed_by_it(tmp_
 
 
 def test_a_crew_copies_in_a_child_too():
-    crew = Crew(2)
+    crew = CopyThreads(2)
     done: list[int] = []
 
     def use() -> None:

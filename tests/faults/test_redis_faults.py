@@ -174,7 +174,7 @@ def test_passwords_come_from_the_url_a_file_or_the_environment_and_are_told_to_n
                 open_tier(TierSpec.parse(f"redis://:hunter2@{at}?{query}"))
             assert "hunter" not in str(refused.value)
         config = Config(tiers=("cpu://?capacity=1MiB", f"redis://:hunter2@{at}"))
-        assert "hunter" not in repr(config) + repr(config.specs)
+        assert "hunter" not in repr(config) + repr(config.all_tiers)
     assert caplog.text.count("does not work now") == 3
     assert "hunter" not in caplog.text
 
@@ -919,19 +919,19 @@ def keys_of(first: int, count: int) -> list[bytes]:
 def save(cache: Cache, keys: list[bytes]) -> None:
     reservation = cache.reserve(keys, FORM)
     for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], FORM.room)[:] = content(entry.key)
+        cache.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = content(entry.key)
     cache.commit(reservation)
 
 
 def content(key: bytes) -> bytes:
-    return (key * (FORM.room // len(key) + 1))[: FORM.room]
+    return (key * (FORM.slab_bytes // len(key) + 1))[: FORM.slab_bytes]
 
 
 def find(cache: Cache, keys: list[bytes]) -> list[str]:
     """Where the chunks were; their bytes are right, or this fails."""
     match = within(2 * DEADLINE + SLACK, lambda: cache.wait(cache.match(keys, FORM)))
     for entry in match.run:
-        assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key)
+        assert cache.slab.view(entry.offsets[0], FORM.slab_bytes) == content(entry.key)
     sources = list(match.sources)
     cache.release(match)
     return sources
@@ -992,7 +992,7 @@ def test_a_write_that_was_under_way_is_cleared_too(tmp_path):
     with running(tmp_path) as server, cache_at(server.port, "connections=1") as cache:
         save(cache, keys)
         cache.step()
-        assert cache.lower[0].storing
+        assert cache.lower[0].storing_entries
         cache.clear(namespace("m"), force=True)
         assert cache.flush(10)
         assert server.names() == []
@@ -1006,12 +1006,12 @@ def test_a_server_that_is_away_is_cleared_when_it_returns(tmp_path):
         assert cache.flush(10)
         proxy.cut(down=300)
         cache.clear(namespace("m"))
-        until(lambda: (cache.step(), cache.lower[0].clearing.is_open)[1])
+        until(lambda: (cache.step(), cache.lower[0].clear_breaker.is_open)[1])
         assert find(cache, keys) == []
         assert not within(1, lambda: cache.flush(5))  # it does not wait for what keeps failing
         assert server.names() != []
         proxy.cut()
-        until(lambda: (cache.step(), cache.lower[0].is_clear)[1])
+        until(lambda: (cache.step(), cache.lower[0].is_clear_done)[1])
         assert server.names() == []
         save(cache, keys)
         assert cache.flush(10)
@@ -1028,7 +1028,7 @@ def test_a_user_who_may_not_search_loses_nothing_but_the_clear(tmp_path):
             save(cache, keys)
             assert cache.flush(10)
             cache.clear(namespace("m"))
-            until(lambda: (cache.step(), cache.lower[0].clearing.is_open)[1])
+            until(lambda: (cache.step(), cache.lower[0].clear_breaker.is_open)[1])
             assert "NOPERM" in cache.lower[0].why_uncleared
             for number in range(4):  # more than may wait
                 save(cache, [namespace("m") + key[4:] for key in keys_of(100 * number, 4)])
@@ -1036,7 +1036,10 @@ def test_a_user_who_may_not_search_loses_nothing_but_the_clear(tmp_path):
                 until(lambda: (cache.step(), not cache.lower[0]._writes)[1])
             save(cache, other)
             until(lambda: (cache.step(), len(server.names()) == 8 * 3)[1])
-            assert (cache.lower[0].up.is_open, cache.lower[0].down.is_open) == (False, False)
+            assert (cache.lower[0].load_breaker.is_open, cache.lower[0].store_breaker.is_open) == (
+                False,
+                False,
+            )
             assert find(cache, keys) == []
             assert find(cache, other) == ["cpu"] * 4
 
@@ -1071,17 +1074,19 @@ def test_a_dead_server_is_left_alone_and_used_again_soon_after_it_returns(tmp_pa
         below = cache.lower[0]
         began = time.monotonic()
         number = 100
-        while not (below.up.is_open and below.down.is_open):
+        while not (below.load_breaker.is_open and below.store_breaker.is_open):
             assert time.monotonic() < began + 10
             find(cache, keys_of(number, 2))
             save(cache, keys_of(number, 2))
             cache.flush(0.05)
             number += 10
         assert time.monotonic() < began + 1.5  # refused connections are quick failures
-        until(lambda: (find(cache, keys_of(5000, 1)), below.up._opened >= 5)[1])  # its pause is the longest
+        until(
+            lambda: (find(cache, keys_of(5000, 1)), below.load_breaker._opened >= 5)[1]
+        )  # its pause is the longest
         server.start()
         began = time.monotonic()
-        while below.up.is_open or below.down.is_open:
+        while below.load_breaker.is_open or below.store_breaker.is_open:
             find(cache, keys_of(number, 2))
             save(cache, keys_of(number, 2))
             cache.flush(0.02)

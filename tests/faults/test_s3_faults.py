@@ -739,19 +739,19 @@ def keys_of(first: int, count: int) -> list[bytes]:
 def save(cache: Cache, keys: list[bytes]) -> None:
     reservation = cache.reserve(keys, FORM)
     for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], FORM.room)[:] = content(entry.key)
+        cache.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = content(entry.key)
     cache.commit(reservation)
 
 
 def content(key: bytes) -> bytes:
-    return (key * (FORM.room // len(key) + 1))[: FORM.room]
+    return (key * (FORM.slab_bytes // len(key) + 1))[: FORM.slab_bytes]
 
 
 def find(cache: Cache, keys: list[bytes]) -> list[str]:
     """Where the chunks were; their bytes are right, or this fails."""
     match = cache.wait(cache.match(keys, FORM))
     for entry in match.run:
-        assert cache.slab.view(entry.offsets[0], FORM.room) == content(entry.key)
+        assert cache.slab.view(entry.offsets[0], FORM.slab_bytes) == content(entry.key)
     sources = list(match.sources)
     cache.release(match)
     return sources
@@ -778,7 +778,9 @@ def test_a_server_that_fails_is_left_alone_and_used_again_soon_after_it_works(me
         meddler.spoil = lambda request, real: refusal(503, "SlowDown")
         below, number = cache.lower[0], 100
         began = time.monotonic()
-        while not (below.up._opened >= 5 and below.down._opened >= 5):  # its pause is the longest
+        while not (
+            below.load_breaker._opened >= 5 and below.store_breaker._opened >= 5
+        ):  # its pause is the longest
             assert time.monotonic() < began + 60
             find(cache, keys_of(number, 2))
             save(cache, keys_of(number, 2))
@@ -790,7 +792,7 @@ def test_a_server_that_fails_is_left_alone_and_used_again_soon_after_it_works(me
         assert len(meddler.requests) <= 4  # probes
         meddler.spoil = None
         began = time.monotonic()
-        while below.up.is_open or below.down.is_open:
+        while below.load_breaker.is_open or below.store_breaker.is_open:
             find(cache, keys_of(number, 2))
             save(cache, keys_of(number, 2))
             cache.flush(0.02)

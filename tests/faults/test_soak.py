@@ -11,7 +11,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match, Reservation, State
+from lmtier.core.match import EntryState, Match, Reservation
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Shard, form_of
 from lmtier_backends.disk import DiskTier
 
@@ -69,7 +69,7 @@ def test_after_any_history_all_room_comes_back(policy):
                     cache.release(match)
             elif matches and (run := matches[-1].run):
                 entry = run[-1]
-                if entry.state is State.READY:
+                if entry.state is EntryState.READY:
                     cache.discard(entry)
             elif event % 50 == 0:
                 cache.clear(force=chance.random() < 0.3)
@@ -105,7 +105,7 @@ def test_every_hit_is_counted_for_the_tier_that_had_it(tmp_path: Path):
     reads: list[bytes] = []
     form, chance = FORMS[0], random.Random(56)
     url = f"disk://{tmp_path}/kv?capacity=1GiB"
-    tiers = [f"cpu://?capacity={250 * form.room}", url]
+    tiers = [f"cpu://?capacity={250 * form.slab_bytes}", url]
     config = Config(tiers=tiers, chunk_tokens=C, load_deadline=60, prefault=False)
     chains = [chain(0, name, 20) for name in range(100)]
     popular = [1 / (1 + name) ** 2.5 for name in range(len(chains))]
@@ -127,7 +127,7 @@ def test_every_hit_is_counted_for_the_tier_that_had_it(tmp_path: Path):
             expected = next((i for i, key in enumerate(names) if key not in stored), len(names))
             reads.clear()
             match = cache.match(names, form, tokens=len(names) * C + tail)
-            if not match.ready:
+            if not match.is_ready:
                 cache.wait(match)
             assert match.chunks == expected
             assert {key for key, tier in zip(names, match.sources, strict=False) if tier == "disk"} == set(

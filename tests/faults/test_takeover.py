@@ -20,9 +20,9 @@ import lmtier
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.errors import ConfigError
-from lmtier.format.books import VERSION
-from lmtier.server.takeover import Predecessor
-from lmtier.wire.resp import Error, command
+from lmtier.format.handover_file import VERSION
+from lmtier.server.takeover import TakeoverReceiver
+from lmtier.wire.resp import Error, encode_command
 from tests.redis_process import free_port
 from tests.server.other_user import USER, needs_root
 from tests.server.process import PATIENCE, Wire, served, until
@@ -33,7 +33,7 @@ DEATHS = ("asked", "got", "damaged", "entered")
 _SERVER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.server import serve, takeover
 config, serving, path, death = json.loads(sys.argv[1])
 config = Config(**config)
@@ -42,19 +42,19 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if death == "damaged":
-    unpack = takeover.Books.unpack
+    unpack = takeover.HandoverFile.unpack
     def damaged(data):
         some = bytearray(data)
         some[len(some) // 2] ^= 1
         return unpack(some)
-    takeover.Books.unpack = damaged
-before = takeover.Predecessor(Path(path), config) if path else None
+    takeover.HandoverFile.unpack = damaged
+before = takeover.TakeoverReceiver(Path(path), config) if path else None
 if death == "asked":
     die()
 if death == "got":
-    before.go()
+    before.receive()
     die()
-server = serve.Server(config, Serving(**serving), before)
+server = serve.Server(config, ServerConfig(**serving), before)
 if death == "entered":
     die()
 if death == "late":
@@ -288,16 +288,16 @@ def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_wri
                     for each in engines:
                         each.goes_on()
                     idle.expect("OK", "SET", "name", b"%d" % number * 5000, "EX", 1000)
-                    half.send(command("LMTIER.HELLO", "1")[:-3])  # the rest comes after the takeover
-                    idle.send(command("PING")[:4])
+                    half.send(encode_command("LMTIER.HELLO", "1")[:-3])  # the rest comes after the takeover
+                    idle.send(encode_command("PING")[:4])
                     if number == 1:
                         running.fail_to_take_over("entered")
                     else:
                         running.take_over()
-                    idle.send(command("PING")[4:])
+                    idle.send(encode_command("PING")[4:])
                     assert idle.reply() == "PONG"
                     idle.expect(b"%d" % number * 5000, "GET", "name")
-                    half.send(command("LMTIER.HELLO", "1")[-3:])
+                    half.send(encode_command("LMTIER.HELLO", "1")[-3:])
                     assert (half.reply()[0] == b"version") == (not number), "it has said HELLO once"
                 for each in engines:
                     each.goes_on()
@@ -314,13 +314,13 @@ def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_wri
 def test_from_a_server_that_stops_nobody_takes_over(tmp_path: Path) -> None:
     """It has closed the connections of engines that may still copy, so it does not know what they use."""
     with host(tmp_path) as running, Wire(running.unix) as half:
-        half.send(command("PING")[:-3])  # it waits for the rest
-        following = Predecessor(Path(running.unix), Config(**running.config))
+        half.send(encode_command("PING")[:-3])  # it waits for the rest
+        following = TakeoverReceiver(Path(running.unix), Config(**running.config))
         running.server.process.send_signal(signal.SIGTERM)
         until(lambda: "did not take over: it stops" in running.log.read_text())
         with pytest.raises(ConfigError, match="cannot be taken over now: it stops"):
-            following.go()
-        half.send(command("PING")[-3:])
+            following.receive()
+        half.send(encode_command("PING")[-3:])
         assert half.reply() == "PONG"
         assert running.server.process.wait(PATIENCE) == 0
 
@@ -410,7 +410,7 @@ def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(t
         answer = server.ask("LMTIER.TAKEOVER", "1")
         assert answer == "NOPERM only the user of this server can take over, on its Unix socket"
         with Wire(str(tmp_path / "socket")) as wire:
-            assert f"books of version {VERSION}" in wire.ask("LMTIER.TAKEOVER", str(VERSION + 1))
+            assert f"files of version {VERSION}" in wire.ask("LMTIER.TAKEOVER", str(VERSION + 1))
 
 
 def test_settings_that_do_not_fit_are_refused_before_the_server_stands_still(tmp_path: Path) -> None:
@@ -420,6 +420,6 @@ def test_settings_that_do_not_fit_are_refused_before_the_server_stands_still(tmp
             (Config(tiers=["cpu://?capacity=65MiB"]), "memory cannot grow"),
         ):
             with pytest.raises(ConfigError, match=why):
-                Predecessor(tmp_path / "socket", wrong)
+                TakeoverReceiver(tmp_path / "socket", wrong)
     with pytest.raises(ConfigError, match="cannot take over from"):
-        Predecessor(tmp_path / "nobody", Config())
+        TakeoverReceiver(tmp_path / "nobody", Config())

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from lmtier.format.autocodec import EVERY, PIECE, Auto
+from lmtier.format.autocodec import EVERY, PIECE, AutoCodec
 from lmtier.format.compression import WORDS
 from lmtier.format.keys import VALUES
 from lmtier.format.layout import Name
@@ -41,7 +41,7 @@ class Core:
                     yield self._now
 
 
-def objects(auto: Auto, core: Core, each: Sample, count: int, write: float, read: float = 0.0) -> str:
+def objects(auto: AutoCodec, core: Core, each: Sample, count: int, write: float, read: float = 0.0) -> str:
     """Store so many at `write` GB/s (and load them at `read`); what it uses in the end."""
     scratch = Scratch()
     core.nbytes = min(PIECE, each.header.nbytes)
@@ -70,22 +70,22 @@ KV = kv_sample(1, layout_of(layers=40))
 )
 def test_each_link_gets_the_codec_that_is_worth_it_there(link, best):
     core = Core()
-    assert objects(Auto(core), core, KV, 5, link, link) == best
+    assert objects(AutoCodec(core), core, KV, 5, link, link) == best
 
 
 def test_a_busy_core_encodes_less():
     core = Core(slower=20)
-    assert objects(Auto(core), core, KV, 5, 0.05, 0.05) == "raw"
+    assert objects(AutoCodec(core), core, KV, 5, 0.05, 0.05) == "raw"
 
 
 def test_what_does_not_shrink_is_left_alone_on_any_link():
     core, each = Core(), sample(1, 1 << 20)
-    assert objects(Auto(core), core, each, 5, 0.001, 0.001) == "raw"
+    assert objects(AutoCodec(core), core, each, 5, 0.001, 0.001) == "raw"
 
 
 def test_it_follows_the_link_and_does_not_swing():
     core = Core()
-    auto = Auto(core)
+    auto = AutoCodec(core)
     assert objects(auto, core, KV, 5, 5, 5) == "raw"
     assert objects(auto, core, KV, 20 * EVERY, 0.02, 0.02) == "shuffle-zstd"
     before = auto.name
@@ -96,12 +96,12 @@ def test_it_follows_the_link_and_does_not_swing():
 
 def test_slow_reads_count_as_much_as_slow_writes():
     core = Core()
-    assert objects(Auto(core), core, KV, 5, 10, 0.02) == "shuffle-zstd"
+    assert objects(AutoCodec(core), core, KV, 5, 10, 0.02) == "shuffle-zstd"
 
 
 def test_named_values_and_small_objects_teach_it_nothing():
     core, each = Core(), sample(2, 3000)
-    auto, scratch = Auto(core), Scratch()
+    auto, scratch = AutoCodec(core), Scratch()
     value = Header(Name(VALUES + bytes(28), KV.name.shard), KV.header.layout, KV.header.nbytes)
     for _ in range(10):
         assert auto.pick(value, KV.payload, scratch) is None
@@ -111,7 +111,7 @@ def test_named_values_and_small_objects_teach_it_nothing():
 
 def test_trying_takes_two_pieces_of_memory_whatever_the_size_of_the_objects():
     scratch = Scratch()
-    auto, each = Auto(), kv_sample(3, layout_of(layers=300))
+    auto, each = AutoCodec(), kv_sample(3, layout_of(layers=300))
     assert each.header.nbytes > 3 * PIECE
     for _ in range(3):
         auto.pick(each.header, each.payload, scratch)

@@ -23,10 +23,10 @@ from lmtier.format.objects import (
     check,
     checksum,
     encode,
+    max_encoded_bytes,
     peek,
     seal,
     unseal,
-    worth,
 )
 from lmtier.testing import Sample, pages, sample
 from tests.kv_bytes import kv_sample, layout_of, no_library
@@ -68,7 +68,7 @@ def test_the_header_says_how_it_is_stored(name):
     raw, stored = struct.unpack_from("<QQ", page, 80)
     assert page[64:80] == name.encode().ljust(16, b"\0")
     assert raw == header.nbytes == each.header.nbytes
-    assert stored == header.encoded == header.at_rest < raw
+    assert stored == header.encoded == header.stored_nbytes < raw
     assert len(body) == padded(stored) < each.room
     assert digest == checksum(body[:stored]), "the checksum is of what is stored"
     assert not any(body[stored:]), "zeros to the end of the page"
@@ -106,7 +106,7 @@ def test_what_does_not_shrink_enough_is_stored_as_it_is(name):
 
 
 def test_a_codec_must_save_a_page_and_a_sixteenth():
-    assert [worth(nbytes) for nbytes in (0, 1, PAGE, PAGE + 1, 16 * PAGE, 32 * PAGE)] == [
+    assert [max_encoded_bytes(nbytes) for nbytes in (0, 1, PAGE, PAGE + 1, 16 * PAGE, 32 * PAGE)] == [
         *(0, 0, 0, 1, 15 * PAGE, 30 * PAGE)
     ]
 

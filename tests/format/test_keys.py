@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format import keys
 from lmtier.format.keys import (
-    NOBODY,
+    NO_TENANT,
     Extra,
     Identity,
     KeyChain,
@@ -109,11 +109,11 @@ def test_every_key_says_whose_it_is(model: str, salt: str):
     start = seed(Identity(model=model, weights="w"), 4, salt=salt)
     whose = {tenant_of(key) for key in (start, *keys_of(range(9), root=start))}
     assert whose == {tenant(salt)}
-    assert (tenant(salt) == NOBODY) is (salt == "")
+    assert (tenant(salt) == NO_TENANT) is (salt == "")
 
 
 def test_a_named_value_is_nobodys():
-    assert {tenant_of(value_key(b"%d" % i)) for i in range(100)} == {NOBODY}
+    assert {tenant_of(value_key(b"%d" % i)) for i in range(100)} == {NO_TENANT}
 
 
 def test_golden_tenant():

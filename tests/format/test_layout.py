@@ -482,8 +482,8 @@ def test_a_form_is_one_object_and_knows_whom_it_serves():
     form = form_of(LLAMA, halves)
     assert form is form_of(replace(LLAMA), tuple(halves))
     assert form.sizes == (16 << 20,) * 2
-    assert form.room == 32 << 20
-    assert form.at_rest == (32 << 20) + 2 * PAGE
+    assert form.slab_bytes == 32 << 20
+    assert form.stored_bytes == (32 << 20) + 2 * PAGE
     assert form.serves(form)
     assert form.serves(form_of(LLAMA, [LLAMA.whole]))
     assert form.serves(form_of(replace(LLAMA, packing="planes"), [LLAMA.shard(rank=3, ranks=4)]))

@@ -17,7 +17,7 @@ from lmtier.format.objects import (
     MARK_ROOM,
     CorruptObject,
     Header,
-    Made,
+    Provenance,
     checksum,
     mark_room,
     peek,
@@ -67,10 +67,10 @@ def test_an_object_comes_back_with_all_it_said():
 def test_a_header_says_who_stored_it_and_when(by):
     payload = bytes(SIZE)
     page = bytearray(PAGE)
-    header = Header(NAME, LAYOUT, SIZE, MARK, made=Made(by, 1_700_000_000_000))
+    header = Header(NAME, LAYOUT, SIZE, MARK, provenance=Provenance(by, 1_700_000_000_000))
     seal(memoryview(page), header, memoryview(payload))
     found, _ = read_header(memoryview(page))
-    assert found.made == Made(by[:72], 1_700_000_000_000)
+    assert found.provenance == Provenance(by[:72], 1_700_000_000_000)
     assert page[4000:4008] == (1_700_000_000_000).to_bytes(8, "little")  # as docs/FORMAT.md says
     assert page[4008:4080].rstrip(b"\0").decode() == by[:72]
 

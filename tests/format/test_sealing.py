@@ -23,7 +23,7 @@ from lmtier.format.layout import PAGE
 from lmtier.format.objects import (
     CorruptObject,
     Header,
-    Made,
+    Provenance,
     Scratch,
     Seal,
     UnsealedObject,
@@ -49,10 +49,10 @@ class Ring:
     def __init__(self, *secrets: Secret) -> None:
         self.secrets = secrets
 
-    def to_seal(self, key: bytes) -> Secret:
+    def sealing_secret(self, key: bytes) -> Secret:
         return self.secrets[0]
 
-    def to_open(self, key: bytes, key_id: bytes) -> Secret | None:
+    def opening_secret(self, key: bytes, key_id: bytes) -> Secret | None:
         return next((each for each in self.secrets if each.id == key_id), None)
 
     tenants = None
@@ -163,11 +163,11 @@ def test_what_was_sealed_is_opened(nbytes, more, by, at, expires):
     each = sample(nbytes, nbytes)
     secret = b"what no header says by itself"
     mark = secret + more
-    header = replace(each.header, made=Made(by.replace("\0", ""), at), expires=expires)
+    header = replace(each.header, provenance=Provenance(by.replace("\0", ""), at), expires=expires)
     data = sealed(Sample(header, each.payload), Ring(ONE), mark=mark)
     got, payload = opened(data, each, Ring(OTHER, ONE))
     assert payload == each.payload
-    assert (got.mark, got.made.at, got.expires) == (mark, at, expires)
+    assert (got.mark, got.provenance.at, got.expires) == (mark, at, expires)
     assert len(data) == PAGE + each.room
     assert bytes(each.payload[:nbytes]) not in data or nbytes < 8
     assert secret not in data

@@ -20,7 +20,7 @@ from lmtier.copy.cuda.device import CudaDevice
 from lmtier.copy.cuda.mover import CudaLoad, CudaMover
 from lmtier.copy.cuda.page_lock import STEP, PageLock
 from lmtier.copy.cuda.paging import CudaKV
-from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, Lane, Order
+from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, StreamPair, TransferOrder
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.cache import Cache
@@ -268,7 +268,7 @@ def slow() -> Iterator[CudaDevice]:
     for name in ("store", "load"):
         lane = getattr(device, name)
         kernels, copies = (Late(device, each.stream, CHANCE) for each in (lane.kernels, lane.copies))
-        slowly = Lane(kernels, copies, lane.stores)
+        slowly = StreamPair(kernels, copies, lane.stores)
         setattr(device, name, slowly)
     yield device
     torch.cuda.synchronize()
@@ -320,7 +320,7 @@ class Life:
 
     def prefill(self, tokens: list[int], blocks: list[int]) -> None:
         layerwise = self.chance.random() < 0.5
-        self.mover.reuse(blocks)
+        self.mover.order_before_reuse(blocks)
         with self.mover.save(self.mover.chain(tokens), blocks) as save:
             for layer in range(L):
                 self._late()
@@ -385,7 +385,7 @@ def test_no_delay_anywhere_makes_a_byte_wrong(slow, seed):
 
 @pytest.mark.parametrize(
     ("owner", "forgotten"),
-    [(Order, "reuse"), (DeviceLoad, "let_compute"), (DeviceStore, "_wait_for_compute")],
+    [(TransferOrder, "reuse"), (DeviceLoad, "let_compute"), (DeviceStore, "_wait_for_compute")],
 )
 def test_an_edge_that_is_left_out_makes_bytes_wrong(slow, monkeypatch, owner, forgotten):
     """Else the delays of the test above would prove nothing."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, Order
+from lmtier.copy.cuda.streams import DeviceLoad, DeviceStore, TransferOrder
 from tests.gpu.toy import LARGE, LAYOUTS, Cuda, Engine, Model, Outcome, Spec, scenario
 
 # Before cuBLAS starts: so that the same product of matrices is the same to the last bit.
@@ -71,7 +71,7 @@ def test_no_delay_changes_an_answer(model, tmp_path, layerwise, seed):
 
 @pytest.mark.parametrize(
     ("owner", "forgotten"),
-    [(Order, "reuse"), (DeviceLoad, "let_compute"), (DeviceStore, "_wait_for_compute")],
+    [(TransferOrder, "reuse"), (DeviceLoad, "let_compute"), (DeviceStore, "_wait_for_compute")],
 )
 def test_an_edge_that_is_left_out_makes_answers_wrong(model, tmp_path, monkeypatch, owner, forgotten):
     """Else the tests above would prove nothing."""

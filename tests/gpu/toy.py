@@ -28,7 +28,7 @@ from lmtier.copy.cuda.device import CudaDevice
 from lmtier.copy.cuda.mover import CudaMover
 from lmtier.copy.cuda.page_lock import PageLock
 from lmtier.copy.cuda.paging import CudaKV
-from lmtier.copy.cuda.streams import Lane
+from lmtier.copy.cuda.streams import StreamPair
 from lmtier.core.cache import Cache
 from lmtier.format.keys import Identity, KeyChain
 from lmtier.format.layout import Layout, padded
@@ -90,7 +90,7 @@ class Cuda:
                 kernels, copies = (
                     Late(device, each.stream, self._late) for each in (lane.kernels, lane.copies)
                 )
-                setattr(device, name, Lane(kernels, copies, lane.stores))
+                setattr(device, name, StreamPair(kernels, copies, lane.stores))
         return device
 
     def serves(self, device: CudaDevice) -> None:
@@ -577,7 +577,7 @@ class Engine:
         request.blocks = self.take(tokens)
         running.append(request)
         if self.mover is not None:
-            self.mover.reuse(request.blocks)
+            self.mover.order_before_reuse(request.blocks)
             match = self.mover.match(self.mover.chain(request.prompt))
             request.load = self.mover.load(match, request.blocks)
             request.chain = self.mover.chain([])

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match, Reservation, State
+from lmtier.core.match import EntryState, Match, Reservation
 from lmtier.format.layout import PAGE, Shard
 from tests.model.hand import CHAINS, FORMS, LENGTH, content, key
 from tests.server.process import Served
@@ -55,7 +55,7 @@ class Hand:
                 data = content(entry.key, shard)
                 self.store.slab.view(offset, len(data))[:] = data
         self.saves[number] = reservation
-        return list(reservation.entries), reservation.known, reservation.dropped
+        return list(reservation.entries), reservation.leading_stored, reservation.dropped
 
     def finish(self, number: int, shard: Shard, aborts: bool) -> object:
         reservation = self.saves[number]
@@ -64,7 +64,7 @@ class Hand:
         else:
             marks = {chunk: entry.key[:16] for chunk, entry in reservation.entries.items() if chunk % 2}
             self.store.commit(reservation, shard, marks)
-        return sorted(reservation.left), reservation.aborted
+        return sorted(reservation.pending_shards), reservation.aborted
 
     def match(self, number: int, chain: int, length: int, form: str) -> object:
         match = self.store.match(keys(chain, length), FORMS[form], tokens=2 * length + 1)
@@ -76,7 +76,7 @@ class Hand:
         if chunks is not None:
             self.store.prefetch(match, chunks)
         self.store.wait(match)
-        assert match.ready
+        assert match.is_ready
         assert len(match.run) == match.chunks
         return self.told(number)
 
@@ -87,22 +87,30 @@ class Hand:
             (
                 entry.key,
                 entry.form.shards,
-                entry.prints if any(entry.prints) else (),
+                entry.marks if any(entry.marks) else (),
                 [
                     bytes(self.store.slab.view(offset, size))
                     for offset, size in zip(entry.offsets, entry.form.sizes, strict=True)
                 ],
             )
             for entry in match.run
-            if entry.state in (State.READY, State.GONE)
+            if entry.state in (EntryState.READY, EntryState.GONE)
         ]
-        return match.chunks, match.sources, match.ready, match.cut, match.asking, match.waiting, run
+        return (
+            match.chunks,
+            match.sources,
+            match.is_ready,
+            match.cut_reason,
+            match.pending_lookups,
+            match.pending_loads,
+            run,
+        )
 
     def release(self, number: int) -> None:
         self.store.release(self.matches.pop(number))
 
     def seen(self, chain: int, length: int) -> None:
-        self.store.seen(keys(chain, length))
+        self.store.touch(keys(chain, length))
 
     def discard(self, number: int) -> None:
         run = self.matches[number].run

@@ -81,7 +81,7 @@ class Hints(RuleBasedStateMachine):
 
     def ask(self, salt: str, name: str, length: int, parent: str | None) -> None:
         before = self.held()
-        used = {pool.name: pool.used - pool.room for pool in self.cache.index.pools or ()}
+        used = {pool.name: pool.used - pool.share_bytes for pool in self.cache.index.pools or ()}
         chain = keys(salt, name, length)
         match = self.cache.wait(self.cache.match(chain, ONE, session=name, parent=parent or ""))
         self.cache.release(match)
@@ -219,7 +219,11 @@ class Hints(RuleBasedStateMachine):
         return (
             {each for each in book if each[0] in mine},
             {pin.name for pin in self.cache.pinned() if bytes.fromhex(pin.name.split()[0]) in mine},
-            {(entry.key, self.cache.index.ends.end(entry)) for entry in entries if entry.key[4:8] in mine},
+            {
+                (entry.key, self.cache.index.expiries.expiry(entry))
+                for entry in entries
+                if entry.key[4:8] in mine
+            },
             sorted(order),
         )
 

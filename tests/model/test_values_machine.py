@@ -94,7 +94,7 @@ class ValuesMachine(RuleBasedStateMachine):
         draft = self.values.draft(len(content))
         if draft is None or not content:
             if draft is not None:
-                self.values.drop(draft)
+                self.values.discard_draft(draft)
             return
         draft.view[:] = content
         self.contents[name][version] = content
@@ -103,7 +103,7 @@ class ValuesMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def forget(self, name: bytes) -> None:
-        self.begin("forget", name, self.before(name, self.versions + 1), self.values.forget(name))
+        self.begin("forget", name, self.before(name, self.versions + 1), self.values.delete(name))
 
     def before(self, name: bytes, version: int) -> int:
         """The last version that is gone after a write or a deletion that begins now.

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from lmtier.core.cache import Cache
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.errors import MisuseError
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header
@@ -52,7 +52,7 @@ def test_a_walk_that_fails_is_told_in_few_steps(monkeypatch: pytest.MonkeyPatch)
     """A cache that forgets to take what was discarded out of its slab."""
 
     def check_and_forget(self: Cache, entry: Entry) -> None:
-        if entry.state is not State.GONE and self.index.get(entry.key) is not entry:
+        if entry.state is not EntryState.GONE and self.index.get(entry.key) is not entry:
             raise MisuseError("it belongs to another cache")
 
     monkeypatch.setattr(Cache, "discard", check_and_forget)

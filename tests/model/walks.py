@@ -30,10 +30,10 @@ from unittest.mock import patch
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, Match, Reservation, State
+from lmtier.core.match import Entry, EntryState, Match, Reservation
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, Name, Shard, form_of
-from lmtier.format.objects import Header, Made, Suspect
+from lmtier.format.objects import Header, Provenance, Suspect
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.shares import Pool, parse
 from lmtier.rules.worth import Cost
@@ -140,9 +140,9 @@ class Walk:
         self.cache._wait = self.wait  # type: ignore[method-assign]
         for below in self.cache.lower:
             for breaker in (
-                below.up,
-                below.down,
-                below.clearing,
+                below.load_breaker,
+                below.store_breaker,
+                below.clear_breaker,
                 below._jobs.searching,
                 below.deleting_again,
             ):
@@ -200,7 +200,7 @@ class Walk:
         keys = [key(chain, i) for i in range(length)]
         match = self.cache.match(keys, FORMS[form], cost=chance.choice((None, None, COST)))
         self.none_is_over(match.run)
-        assert self.cache.wait(match).ready
+        assert self.cache.wait(match).is_ready
         self.matches.append(match)
         self.matches_hold_the_right_bytes()
         found = match.sources[:]
@@ -208,7 +208,7 @@ class Walk:
         reservation = self.cache.reserve(keys, FORMS[form])
         self.fill(reservation)
         stored = [entry.key for entry in reservation.entries.values()]
-        for shard in sorted(reservation.left):
+        for shard in sorted(reservation.pending_shards):
             self.cache.commit(reservation, shard)
         self.was_committed(reservation)
         return f"chain {chain}, {length} chunks, {form}: found in {found}, {len(stored)} stored"
@@ -230,7 +230,7 @@ class Walk:
 
     def fill(self, reservation: Reservation) -> None:
         for entry in reservation.entries.values():
-            if entry.state is State.FILLING:
+            if entry.state is EntryState.FILLING:
                 for offset, shard in zip(entry.offsets, reservation.form.shards, strict=True):
                     data = content(entry.key, shard, self.ages[entry.key])
                     self.cache.slab.view(offset, len(data))[:] = data
@@ -251,7 +251,7 @@ class Walk:
     def was_committed(self, reservation: Reservation) -> None:
         end = self.clock.now + min(reservation.ttl, self.ttl)
         for entry in reservation.entries.values():
-            if entry.state is State.READY:  # otherwise it was cleared meanwhile
+            if entry.state is EntryState.READY:  # otherwise it was cleared meanwhile
                 self.committed.add(entry.key)
                 self.ends[entry.key] = max(end, self.end_of_copies(entry.key))
 
@@ -277,9 +277,9 @@ class Walk:
         how = ""
         if chance.random() < 0.3:
             self.cache.wait(match)
-            assert match.ready
+            assert match.is_ready
             how = ", waited for"
-        elif limit and not match.asking:
+        elif limit and not match.pending_lookups:
             self.cache.prefetch(match, limit if limit < LENGTH else None)
         return f"chain {chain}, {length} chunks, {form}, limit={limit}{how}: {match!r}"
 
@@ -304,13 +304,13 @@ class Walk:
 
     def seen(self, chance: random.Random) -> str:
         chain, length = chance.randrange(CHAINS), chance.randint(0, LENGTH)
-        self.cache.seen([key(chain, i) for i in range(length)])
+        self.cache.touch([key(chain, i) for i in range(length)])
         return f"chain {chain}, {length} chunks"
 
     # ---- what tiers do
 
     def step(self, chance: random.Random) -> str:
-        coming = {entry for match in self.matches for entry in match.run if entry.state is State.LOADING}
+        coming = {entry for match in self.matches for entry in match.run if entry.state is EntryState.LOADING}
         for _ in range(chance.choice((0, 1, 1, 2, 4, 8))):
             busy = [tier for tier in self.tiers.values() if tier.waiting]
             if busy:
@@ -353,8 +353,8 @@ class Walk:
                 payload[:size] = content(at, shard, self.ages[at])
                 layout = FORMS[form].layout
                 assert layout is not None
-                made = Made("another host", self.clock.wall_ns() // 1_000_000)
-                item = Item(Name(at, shard), payload, Header(Name(at, shard), layout, size, made=made))
+                made = Provenance("another host", self.clock.wall_ns() // 1_000_000)
+                item = Item(Name(at, shard), payload, Header(Name(at, shard), layout, size, provenance=made))
                 self.tiers[self.urls[2]].write(item)
             self.committed.add(at)
             self.ends[at] = FOREVER
@@ -410,7 +410,7 @@ class Walk:
             return ""
         entry = chance.choice(chance.choice(matches).run)
         self.stays.pop(entry.key, None)
-        stood = entry.state is not State.GONE
+        stood = entry.state is not EntryState.GONE
         self.cache.discard(entry)
         if stood:  # otherwise what the slab has of it now is another one
             # Cut another way it is another object in a tier that must be asked: nobody doubts that one.
@@ -463,7 +463,7 @@ class Walk:
         return {
             Name(entry.key, shard)
             for entry in index.entries()
-            if entry.state is State.READY and not self.near.is_leaving(entry.key)
+            if entry.state is EntryState.READY and not self.near.may_come_back(entry.key)
             for shard in entry.form.shards
             if Name(entry.key, shard) in self.near_kept  # otherwise a load has just found out
         }
@@ -483,7 +483,7 @@ class Walk:
             self.cache.step()
             index = self.near.index
             fits = sum(map(len, self.near_kept.values())) <= index.capacity
-            missing = [at for at in sure if index.get(at) is None and not self.near.is_leaving(at)]
+            missing = [at for at in sure if index.get(at) is None and not self.near.may_come_back(at)]
             assert not fits or not missing, f"the scan did not find {missing}"
             self.books_below()
         return f"{sum(map(len, self.kept.values()))} objects below"
@@ -529,10 +529,10 @@ class Walk:
             for match in [match for match in matches if not match.released][:1]:
                 calls["prefetch of another cache's match"] = partial(cache.prefetch, match)
                 calls["release of another cache's match"] = partial(cache.release, match)
-                if match.run and match.run[0].state is not State.GONE:
+                if match.run and match.run[0].state is not EntryState.GONE:
                     calls["discard of another cache's chunk"] = partial(cache.discard, match.run[0])
-            for other in [other for other in saves if other.left][:1]:
-                shard = min(other.left)
+            for other in [other for other in saves if other.pending_shards][:1]:
+                shard = min(other.pending_shards)
                 calls["commit of another cache's"] = partial(cache.commit, other, shard)
                 calls["abort of another cache's"] = partial(cache.abort, other, shard)
         return calls
@@ -562,7 +562,7 @@ class Walk:
             assert len(match.run) <= match.chunks <= len(match.keys)
             for at, entry in zip(match.keys, match.run, strict=False):
                 assert entry.key == at
-                if entry.state is State.READY and entry.offsets:
+                if entry.state is EntryState.READY and entry.offsets:
                     assert at in self.committed, "visible, and nobody ever committed it"
                     for offset, shard in zip(entry.offsets, entry.form.shards, strict=True):
                         size = len(content(at, shard))
@@ -571,11 +571,11 @@ class Walk:
     def none_is_over(self, entries: Iterable[Entry]) -> None:
         """What is served from now on may be served now."""
         for entry in entries:
-            assert entry.state is not State.READY or self.clock.now < self.ends[entry.key] + 1e-3
+            assert entry.state is not EntryState.READY or self.clock.now < self.ends[entry.key] + 1e-3
 
     def what_is_pinned_stays(self) -> None:
         index, pinned = self.cache.index, {pin.name for pin in self.cache.pinned()}
-        there = {entry.key: index.ends.end(entry) for entry in index.pinned}
+        there = {entry.key: index.expiries.expiry(entry) for entry in index.pinned}
         if pinned == self.pinned:  # otherwise the time of one is over
             for name, end in self.stays.items():
                 assert end <= self.clock.now or there.get(name) == end, "it was pinned, and left"
@@ -587,13 +587,13 @@ class Walk:
         if not self.near.is_warm:
             return
         for entry in index.entries():
-            if entry.state is State.READY and not self.near.has_jobs:
+            if entry.state is EntryState.READY and not self.near.has_jobs:
                 for shard in entry.form.shards:
                     assert Name(entry.key, shard) in self.near_kept, f"{entry!r} is not there"
         for name in self.near_kept:
             mine = index.get(name.key)
             known = mine is not None and name.shard in mine.form.shards
-            assert known or self.near.is_leaving(name.key), f"{name} is there, and in no book"
+            assert known or self.near.may_come_back(name.key), f"{name} is there, and in no book"
 
     def every_token_is_counted_once(self) -> None:
         metrics = self.cache.metrics
@@ -642,7 +642,7 @@ class Walk:
         cache.check()
         self.books_below()
         assert cache.index.leased_bytes == index.leased_bytes == 0, "a lease was lost"
-        assert near.deleting == len(near.storing) == 0, "room below was lost"
+        assert near.deleting_bytes == len(near.storing_entries) == 0, "room below was lost"
         names = {Name(entry.key, shard) for entry in index.entries() for shard in entry.form.shards}
         assert names == self.near_kept.keys(), "the index and the tier differ"
         assert index.used == sum(map(len, self.near_kept.values())), "used is not what lies there"
@@ -659,7 +659,7 @@ class Walk:
         assert not any(self.kept.values()), "not cleared"
         cache.close(timeout=1)
         matches = cache._matches
-        coming, loading = matches.weighing.coming, matches.loading
+        coming, loading = matches.weighing.loading_tier, matches.loading
         left = matches.open, cache._reservations.open, matches.waiters, coming, loading
         assert not any(left), f"left behind: {left}"
 
@@ -800,7 +800,7 @@ def _evict(
     for pool in index.pools or ():
         lost = [victim for victim in victims or () if index.pool(victim.key) is pool]
         if lost and asker is not None and pool is not asker:
-            assert pool.used + max(victim.nbytes for victim in lost) > pool.room, f"{pool} lost {lost}"
+            assert pool.used + max(victim.nbytes for victim in lost) > pool.share_bytes, f"{pool} lost {lost}"
     return victims
 
 

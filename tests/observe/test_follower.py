@@ -8,7 +8,7 @@ from typing import Any
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.layout import ChunkForm, form_of
-from lmtier.observe.follower import Follower, Followers, Lookup
+from lmtier.observe.follower import CacheObserver, CacheObservers, Lookup
 from lmtier.testing import MemoryTier, opaque_layout
 
 LAYOUT = opaque_layout(4096)
@@ -21,7 +21,7 @@ class Shared(MemoryTier):
     keeps = False
 
 
-class Heard(Follower):
+class Heard(CacheObserver):
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
 
@@ -48,7 +48,7 @@ class Heard(Follower):
         return said
 
 
-class Steps(Follower):
+class Steps(CacheObserver):
     steps = 0
 
     def stepped(self) -> None:
@@ -56,26 +56,26 @@ class Steps(Follower):
 
 
 def test_only_what_a_follower_overrides_is_called():
-    followers, steps = Followers(), Steps()
+    followers, steps = CacheObservers(), Steps()
     followers.add(steps)
     assert [event for event, heard in vars(followers).items() if heard] == ["stepped"]
     followers.add(steps)
     for hear in followers.stepped:
         hear()
     assert steps.steps == 2
-    followers.add(Follower())
+    followers.add(CacheObserver())
     assert len(followers.stepped) == 2
 
 
 def test_every_event_of_a_follower_has_its_place_among_followers():
-    events = [name for name, value in vars(Follower).items() if callable(value)]
-    assert events == list(vars(Followers()))
+    events = [name for name, value in vars(CacheObserver).items() if callable(value)]
+    assert events == list(vars(CacheObservers()))
 
 
 def test_a_follower_hears_all_that_happens_in_a_cache():
     urls = ["near://?capacity=1MiB", "far://"]
     config = Config(
-        tiers=[f"cpu://?capacity={4 * FORM.room}&policy=lru", *urls], chunk_tokens=C, prefault=False
+        tiers=[f"cpu://?capacity={4 * FORM.slab_bytes}&policy=lru", *urls], chunk_tokens=C, prefault=False
     )
     heard, steps = Heard(), Steps()
     with Cache(config, tiers=dict(zip(urls, (MemoryTier(), Shared()), strict=True))) as cache:
@@ -92,7 +92,7 @@ def test_a_follower_hears_all_that_happens_in_a_cache():
             ("asked", KEYS[:3], 3 * C + 1),
             ("settled", ["cpu"] * 2, {"never_stored": C, "partial_chunk": 1}),
         ]
-        cache.seen(KEYS[:2])
+        cache.touch(KEYS[:2])
         assert heard.news() == [("used", KEYS[:2])]
         cache.abort(cache.reserve(KEYS[5:6], FORM))
         assert heard.news() == [("cpu", False, [], "deleted"), ("not stored", "cpu", KEYS[5:6], "aborted")]

@@ -65,7 +65,7 @@ def test_what_was_noted_is_found_until_it_is_too_old(steps, length, asked):
     assert journal.end == len(changes)
     oldest = max(0, len(changes) - length)
     assert journal.since(oldest, 99) == [
-        Change(record.tier, record.came, record.key) for record in changes[-length:]
+        Change(record.tier, record.is_added, record.key) for record in changes[-length:]
     ]
     assert oldest == 0 or journal.since(oldest - 1, 99) is None
 

@@ -71,8 +71,8 @@ class World:
     def __init__(self, write):
         self.tiers = {"disk": Watched(), "redis": Asked()}
         urls = [
-            f"cpu://?capacity={SLAB * FORM.room}&policy=lru",
-            f"disk:///x?capacity={DISK * FORM.at_rest}&policy=lru&write={write}",
+            f"cpu://?capacity={SLAB * FORM.slab_bytes}&policy=lru",
+            f"disk:///x?capacity={DISK * FORM.stored_bytes}&policy=lru&write={write}",
             "redis://x",
         ]
         opened = dict(zip(urls[1:], self.tiers.values(), strict=True))
@@ -130,21 +130,21 @@ class World:
     def look(self, keys, more, how):
         match = self.cache.match(keys, FORM, tokens=len(keys) + more)
         there = len(match.run)
-        while how == "takes two" and match.asking:
+        while how == "takes two" and match.pending_lookups:
             self.cache.flush(0.01)
-        at_once = match.sources[:] if match.ready else []
+        at_once = match.sources[:] if match.is_ready else []
         if how == "waits":
             self.cache.wait(match)
         elif how == "takes two":
             self.cache.prefetch(match, 2)
             self.cache.wait(match)
-        if how == "leaves" and not match.ready:
+        if how == "leaves" and not match.is_ready:
             got, found, cut = match.sources[: len(match.run)], match.chunks, "cancelled"
         elif at_once:  # the lookup ended there: what is taken of it is the caller's affair
             got, found, cut = at_once, 0, ""
         else:
-            got, found, cut = match.sources, match.found, match.cut
-        is_known = how != "leaves" or not match.asking
+            got, found, cut = match.sources, match.found, match.cut_reason
+        is_known = how != "leaves" or not match.pending_lookups
         self.now["worth_decisions_total",] += is_known and max(match.chunks, match.found) > there
         self.now["lookups_total",] += 1
         self.now["lookup_seconds_count",] += bool(keys)
@@ -203,13 +203,13 @@ class World:
                 elif op in (Op.STORE, Op.LOAD):
                     way = "down" if op is Op.STORE else "up"
                     expected["transfer_bytes_count", label, way] += count
-                    expected["transfer_bytes_sum", label, way] += count * FORM.at_rest
+                    expected["transfer_bytes_sum", label, way] += count * FORM.stored_bytes
                     expected["transfer_seconds_count", label, way] += count
                     if op is Op.STORE:
                         expected["stored_tokens_total", label] += count
         for (what, *labels), count in list(expected.items()):
             if what == "dropped_tokens_total":  # a chunk is one token here
-                nbytes = FORM.room if labels[0] == "cpu" else FORM.at_rest
+                nbytes = FORM.slab_bytes if labels[0] == "cpu" else FORM.stored_bytes
                 expected["dropped_objects_total", *labels] = count
                 expected["dropped_bytes_total", *labels] = count * nbytes
         return expected
@@ -243,7 +243,7 @@ def compare(seed):
                 case "forget":
                     world.forget(dice.choice(dice.choice(CHAINS)))
                 case "seen":
-                    cache.seen(keys)
+                    cache.touch(keys)
                     world.settle_down()
                 case "harm":
                     world.harm(dice)
@@ -256,7 +256,7 @@ def compare(seed):
         missed = metrics.sums(metrics.missed_tokens, "reason")
         assert metrics.value("lmtier_asked_tokens_total") == sum(hit.values()) + sum(missed.values())
         assert metrics.value("lmtier_chunks", tier="cpu") == len(cache.index)
-        assert metrics.value("lmtier_used_bytes", tier="cpu") == cache.index.used <= SLAB * FORM.room
+        assert metrics.value("lmtier_used_bytes", tier="cpu") == cache.index.used <= SLAB * FORM.slab_bytes
         assert metrics.value("lmtier_leased_bytes") == 0
         dropped = metrics.sums(metrics.dropped_tokens, "reason")
         assert dropped.keys() <= DROP_REASONS.keys()
@@ -322,9 +322,9 @@ def test_histograms_go_on_after_a_takeover_with_the_installed_library():
         for seconds in (1e-5, 1e-3, 0.2, 1e9):
             metrics.lookup_seconds.observe(seconds)
             metrics.transfer_seconds.labels("disk", "up").observe(seconds)
-    other.go_on(one.told(), one.told_histograms())
-    for name, _, total, below in other.told_histograms():
-        before = next(each for each in one.told_histograms() if each[0] == name)
+    other.continue_from(one.counter_values(), one.histogram_values())
+    for name, _, total, below in other.histogram_values():
+        before = next(each for each in one.histogram_values() if each[0] == name)
         assert (total, below) == (2 * before[2], {bound: 2 * count for bound, count in before[3].items()})
 
 

@@ -55,7 +55,7 @@ LARGE = {
 def test_it_is_what_an_lru_cache_of_that_size_would_have_hit(traffic):
     lookups, curve = TRAFFIC[traffic], MissCurve(clock=lambda: 0.0)
     for keys in lookups:
-        curve.saw(keys)
+        curve.add_lookup(keys)
     for capacity in (1, 10, 64, 400, 1200, 30_000):
         assert curve.hit_ratio(capacity) == pytest.approx(simulated(lookups, capacity), abs=1e-9)
 
@@ -67,7 +67,7 @@ def test_with_too_many_keys_it_is_right_within_two_percent(traffic):
     size = unique // 3
     curve = MissCurve(lambda: unique, size=size, clock=lambda: 0.0)
     for keys in lookups:
-        curve.saw(keys)
+        curve.add_lookup(keys)
         assert curve.tracked <= size
     assert curve.rate <= 0.25
     for capacity in (unique // 40, unique // 8, unique // 2, unique):
@@ -79,7 +79,7 @@ def test_a_halving_of_the_sample_does_not_change_what_it_says():
     curve = MissCurve(lambda: 1000, size=100, clock=lambda: 0.0)
     while curve.rate == 1:
         lookups.append(chain("system", len(lookups)))
-        curve.saw(lookups[-1])
+        curve.add_lookup(lookups[-1])
     assert curve.hit_ratio(50) == pytest.approx(simulated(lookups, 50), abs=1e-9)
 
 
@@ -87,7 +87,7 @@ def test_what_is_further_away_than_any_tier_reaches_is_forgotten_instead_of_samp
     curve = MissCurve(lambda: 100, size=128, clock=lambda: 0.0)
     lookups = [chain(dice % 40, *range(dice % 7)) for dice in random.Random(1).choices(range(1000), k=3000)]
     for keys in lookups:
-        curve.saw(keys)
+        curve.add_lookup(keys)
         assert curve.tracked <= 128
     assert curve.rate == 1
     for capacity in (10, 50, 100):
@@ -98,7 +98,7 @@ def test_lookups_are_numbered_anew_before_numbers_run_out():
     lookups = [chain(i % 9) for i in range(2000)] + [chain("end", i) for i in range(5)]
     curve = MissCurve(size=64, clock=lambda: 0.0)  # 512 numbers
     for keys in lookups:
-        curve.saw(keys)
+        curve.add_lookup(keys)
     for capacity in (8, 9, 60):
         assert curve.hit_ratio(capacity) == pytest.approx(simulated(lookups, capacity), abs=1e-9)
 
@@ -108,7 +108,7 @@ def test_keys_that_are_no_chains_do_no_harm():
     names = chain(*range(200))
     curve = MissCurve(lambda: 1000, size=100, clock=lambda: 0.0)
     for _ in range(2000):
-        curve.saw(dice.sample(names, dice.randrange(30)))
+        curve.add_lookup(dice.sample(names, dice.randrange(30)))
         assert curve.tracked <= 100
     assert 0 <= curve.hit_ratio(50) <= 1
 
@@ -117,19 +117,19 @@ def test_history_fades():
     now = [0.0]
     curve = MissCurve(clock=lambda: now[0])
     for _ in range(100):
-        curve.saw(chain("again"))
+        curve.add_lookup(chain("again"))
     assert curve.hit_ratio(10) == pytest.approx(99 / 100)
     now[0] = 3600.0  # a half-life later it counts for half
     assert curve.hit_ratio(10) == pytest.approx(99 / 100)
     for i in range(50):
-        curve.saw(chain(i))
+        curve.add_lookup(chain(i))
     assert curve.hit_ratio(10) == pytest.approx((99 / 2) / (100 / 2 + 50))
 
 
 def test_nothing_asked_is_no_number():
     curve = MissCurve()
     assert np.isnan(curve.hit_ratio(10))
-    curve.saw(chain(1, 2), 0)
+    curve.add_lookup(chain(1, 2), 0)
     assert np.isnan(curve.hit_ratio(10))
 
 
@@ -145,7 +145,10 @@ def shown(cache, tier):
 
 @pytest.fixture
 def cache(tmp_path):
-    tiers = [f"cpu://?capacity={16 * FORM.room}", f"disk://{tmp_path}?capacity={64 * FORM.at_rest}"]
+    tiers = [
+        f"cpu://?capacity={16 * FORM.slab_bytes}",
+        f"disk://{tmp_path}?capacity={64 * FORM.stored_bytes}",
+    ]
     with Cache(
         Config(tiers=tiers, chunk_tokens=4, prefault=False, load_deadline=30.0), is_record=is_value
     ) as cache:
@@ -172,7 +175,7 @@ def test_what_an_engine_had_itself_is_young_and_was_not_asked(cache):
     cache.release(cache.match(one, FORM))
     for keys in other[:15]:
         cache.release(cache.match(keys, FORM))
-    cache.seen(one)
+    cache.touch(one)
     cache.release(cache.match(other[15], FORM))
     cache.release(cache.match(one, FORM))
     assert shown(cache, "cpu")["1"] == pytest.approx(1 / 18)

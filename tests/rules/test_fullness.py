@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmtier.rules.fullness import FULL_PAUSE, UNBOUNDED, Fullness
+from lmtier.rules.fullness import FULL_PAUSE, UNBOUNDED, StorageLimit
 
 
 class Now:
@@ -21,37 +21,37 @@ def now() -> Now:
 
 
 def test_a_job_sent_before_the_limit_was_known_may_be_sent_again(now):
-    fullness = Fullness(now)
+    fullness = StorageLimit(now)
     assert fullness.nbytes == UNBOUNDED
-    fullness.meet(3, 4096, following=6)
+    fullness.on_full(3, 4096, following=6)
     assert fullness.nbytes == 4096
-    assert [fullness.is_news_to(job) for job in (4, 5, 6)] == [True, True, False]
-    fullness.meet(5, 8192, following=7)
+    assert [fullness.is_unknown_to(job) for job in (4, 5, 6)] == [True, True, False]
+    fullness.on_full(5, 8192, following=7)
     assert fullness.nbytes == 4096, "no more fits than before"
 
 
 def test_a_job_that_knew_the_limit_and_found_no_room_shows_that_nothing_fits(now):
-    fullness = Fullness(now)
-    fullness.meet(3, 4096, following=6)
-    fullness.meet(6, 4096, following=7)
+    fullness = StorageLimit(now)
+    fullness.on_full(3, 4096, following=6)
+    fullness.on_full(6, 4096, following=7)
     assert fullness.nbytes == 0
 
 
 def test_after_a_pause_it_is_tried_again_and_the_pause_grows_until_something_fits(now):
-    fullness = Fullness(now)
-    fullness.meet(1, 4096, following=2)
+    fullness = StorageLimit(now)
+    fullness.on_full(1, 4096, following=2)
     pauses = []
     for job in range(2, 5):
-        fullness.meet(job, 4096, following=job + 1)
+        fullness.on_full(job, 4096, following=job + 1)
         began = now.seconds
         while fullness.is_known:
             now.seconds += FULL_PAUSE
         pauses.append(now.seconds - began)
-        fullness.meet(job, 4096, following=job)
+        fullness.on_full(job, 4096, following=job)
     assert pauses == sorted(pauses)
     assert pauses[-1] > pauses[0]
-    fullness.fit()
+    fullness.on_fit()
     now.seconds += 1000
-    fullness.meet(9, 4096, following=10)
+    fullness.on_full(9, 4096, following=10)
     now.seconds += FULL_PAUSE
     assert not fullness.is_known

@@ -15,8 +15,8 @@ from lmtier.errors import ConfigError, MisuseError
 from lmtier.format import objects
 from lmtier.format.layout import PAGE, Layout, Name, form_of, padded, stored_size
 from lmtier.format.objects import CorruptObject, Header
-from lmtier.rules.lifetimes import FOREVER, Ends, Stamps
-from lmtier.server.engines import Engines
+from lmtier.rules.lifetimes import FOREVER, Expiries, HeaderClock
+from lmtier.server.engines import EngineVerbs
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
 from tests.server.process import secret
@@ -105,28 +105,28 @@ def make(time, monkeypatch):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.just(FOREVER), st.floats(0, 60)), st.floats(0, 3))))
 def test_each_is_over_exactly_at_its_end_and_found_within_a_second(moves):
-    ends: Ends[int] = Ends()
+    ends: Expiries[int] = Expiries()
     model: dict[int, float] = {}
     now = 0.0
     for each, end, pause in moves:
         ends.set(each, end)
         model[each] = end
         now += pause
-        for found in ends.over(now, 100):
+        for found in ends.expired(now, 100):
             assert model.pop(found) <= now
             ends.forget(found)
         ends.check()
         assert all(end > now - 1 for end in model.values())
-        assert all(ends.is_over(each, now) == (end <= now) for each, end in model.items())
+        assert all(ends.is_expired(each, now) == (end <= now) for each, end in model.items())
     assert len(ends) == sum(end < FOREVER for end in model.values())
 
 
 def test_a_mass_expiry_is_dealt_out_in_small_portions():
-    ends: Ends[int] = Ends()
+    ends: Expiries[int] = Expiries()
     for each in range(1000):
         ends.set(each, 5.5)
     portions = []
-    while found := ends.over(7.0, 64):
+    while found := ends.expired(7.0, 64):
         portions.append(len(found))
         for each in found:
             ends.forget(each)
@@ -135,15 +135,15 @@ def test_a_mass_expiry_is_dealt_out_in_small_portions():
 
 
 def test_a_portion_over_several_seconds_is_no_larger():
-    ends: Ends[int] = Ends()
+    ends: Expiries[int] = Expiries()
     for each in range(9):
         ends.set(each, each // 3 + 5.5)
-    assert ends.over(9.0, 4) == [0, 1, 2, 3]
+    assert ends.expired(9.0, 4) == [0, 1, 2, 3]
 
 
 def test_an_end_long_ago_does_not_cost_its_seconds(monkeypatch):
     """A file whose clock says 1970 held the owner for ten minutes."""
-    ends: Ends[int] = Ends()
+    ends: Expiries[int] = Expiries()
     now = 1_800_000_000.0
     for each, end in enumerate([1.5, 40_000_000.5, now - 3, now + 5]):
         ends.set(each, end)
@@ -156,16 +156,16 @@ def test_an_end_long_ago_does_not_cost_its_seconds(monkeypatch):
             return super().get(*given)  # type: ignore[call-overload]
 
     monkeypatch.setattr(ends, "_due", Counted(ends._due))
-    assert ends.over(now, 100) == [0, 1, 2]
+    assert ends.expired(now, 100) == [0, 1, 2]
     assert looked < 20
     for each in (0, 1, 2):
         ends.forget(each)
     ends.check()
-    assert ends.over(now + 7, 100) == [3]
+    assert ends.expired(now + 7, 100) == [3]
 
 
 def test_nothing_is_kept_of_what_has_no_end_or_has_left():
-    ends: Ends[int] = Ends()
+    ends: Expiries[int] = Expiries()
     for each in range(1000):
         ends.set(each, FOREVER)
         ends.set(each, each)
@@ -175,12 +175,12 @@ def test_nothing_is_kept_of_what_has_no_end_or_has_left():
 
 
 def test_an_end_is_the_same_in_every_process(time):
-    stamps = Stamps(time.now, time.wall)
+    stamps = HeaderClock(time.now, time.wall)
     end = time.now + HOUR
     stamp = stamps.stamp(end)
     assert stamp == int((time.wall + HOUR) * 1000)
     assert end - 0.001 <= stamps.end(stamp) <= end
-    later = Stamps(time.now + 60, time.wall + 60)
+    later = HeaderClock(time.now + 60, time.wall + 60)
     assert later.stamp(end) == stamp
     assert stamps.stamp(FOREVER) == 0
     assert stamps.end(0) == FOREVER
@@ -281,7 +281,7 @@ def test_whoever_reads_when_it_ends_reads_on(make, time):
 def test_without_a_ttl_nothing_is_remembered_of_times(make):
     cache = make(cpu(8))
     store(cache, keys(8))
-    assert len(cache.index.ends) == 0
+    assert len(cache.index.expiries) == 0
     assert "end" not in type(next(iter(cache.index.entries()))).__slots__
 
 
@@ -294,7 +294,7 @@ def test_a_chunk_takes_its_end_along_down_and_up(make, time):
     store(cache, keys(2), ttl=10)
     assert cache.flush()
     for entry in cache.index.entries():
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     time.pass_by(5)
     assert look(cache, keys(2)) == ["near"] * 2
     time.pass_by(5)
@@ -377,12 +377,12 @@ def test_what_ends_while_it_is_read_is_not_served_whatever_its_header_says(make,
     gate.hold()
     match = cache.match(keys(1), ONE)
     cache.prefetch(match)
-    assert match.waiting == 1
+    assert match.pending_loads == 1
     time.pass_by(2 * HOUR)
     for _ in range(3):
         cache.step()
     gate.open()
-    assert (cache.wait(match).chunks, match.cut) == (0, "expired")
+    assert (cache.wait(match).chunks, match.cut_reason) == (0, "expired")
     cache.release(match)
     assert look(cache, keys(1)) == []
     assert cache.flush()
@@ -398,7 +398,7 @@ def test_what_is_brought_up_is_looked_for_also_where_somebody_must_be_asked(make
     assert cache.flush()
     store(cache, keys(8, "what fills the slab"))
     assert cache.flush()
-    engines = Engines(cache)
+    engines = EngineVerbs(cache)
     engine = Connection(engines, "ENGINE", secret("a"))
     form = engine.say("FORM", LAYOUT.to_json(), *map(str, ONE.shards))
     brought = engine.say("BRING", form, 5000, b"".join(keys(2)))
@@ -413,7 +413,7 @@ def test_a_step_of_the_wall_clock_ends_nothing_early(make, time):
     assert cache.flush()
     time.wall += 2 * DAY
     for entry in cache.index.entries():
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     assert look(cache, keys(4)) == ["near"] * 4
     time.wall -= 4 * DAY
     time.pass_by(HOUR)
@@ -431,7 +431,7 @@ def test_it_is_written_again_below_once_the_old_one_is_gone(make, time):
     assert len(objects) == 2
     time.pass_by(5)
     for entry in cache.index.entries():
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     assert look(cache, keys(2)) == ["near"] * 2
 
 
@@ -456,7 +456,7 @@ def test_what_is_brought_up_is_no_request(make):
     store(cache, keys(4))
     assert cache.flush()
     for entry in cache.index.entries()[1:]:
-        cache.room.take_out(entry)
+        cache.memory.take_out(entry)
     match = cache.bring(keys(6), ONE, deadline=10)
     cache.wait(match)
     assert match.sources == ["cpu", "near", "near", "near"]

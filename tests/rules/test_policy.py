@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.format.layout import Layout, form_of
 from lmtier.rules.policy import POLICIES, Aging, make_policy
 
@@ -47,15 +47,15 @@ def ask(index: Index, prompt: list[object]) -> int:
         if index.free < 1 and index.evict(1, keep=run[-1] if run else None) is None:
             break
         if (there := index.get(key(name))) is None:
-            run.append(index.add(key(name), FORM, 1, State.FILLING, run[-1] if run else None))
+            run.append(index.add(key(name), FORM, 1, EntryState.FILLING, run[-1] if run else None))
         else:
             index.link(there, run[-1] if run else None)
             index.lease(there)
             run.append(there)
     index.refresh(run)
     for entry in run:
-        if entry.state is State.FILLING:
-            index.ready(entry)
+        if entry.state is EntryState.FILLING:
+            index.make_ready(entry)
         else:
             index.release(entry)
     return hits
@@ -187,7 +187,7 @@ def test_it_equals_a_plain_model(room: int, favourites: int, seed: int):
     for prompt in prompts:
         if chance.random() < 0.3:  # another host asks
             asked = [each for each in dict.fromkeys(chance.choices(KEYS, k=4)) if each not in chunks]
-            policy.missed(asked)
+            policy.on_miss(asked)
             model.missed(asked)
         hits = [each for each in reversed(prompt) if each in chunks]
         policy.touch([chunks[each] for each in hits])

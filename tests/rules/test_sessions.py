@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.rules.sessions import MAX_ANCESTORS, MAX_NAMELESS, Agent, Book
+from lmtier.rules.sessions import MAX_ANCESTORS, MAX_NAMELESS, Agent, SessionTable
 
 TENANT = bytes(4)
 
@@ -20,7 +20,7 @@ def chain(words: str) -> list[bytes]:
     return [bytes(8) + each[8:] for each in made]
 
 
-def asks(book: Book, name: str, words: str, parent: str = ""):
+def asks(book: SessionTable, name: str, words: str, parent: str = ""):
     agent = book.named(TENANT, name, parent)
     book.extend(agent, chain(words))
     book.check()
@@ -28,7 +28,7 @@ def asks(book: Book, name: str, words: str, parent: str = ""):
 
 
 def test_a_session_alone_needs_the_end_of_its_prompt():
-    book = Book()
+    book = SessionTable()
     one, two = asks(book, "one", "system-a"), asks(book, "two", "system-bcd")
     assert book.needed_by_others(one) == len("system-")
     assert book.needed_by_others(two) == len("system-")
@@ -41,7 +41,7 @@ def test_a_session_alone_needs_the_end_of_its_prompt():
 
 @given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=2, max_size=6))
 def test_what_others_need_is_the_longest_common_prefix(prompts):
-    book = Book()
+    book = SessionTable()
     agents = [asks(book, f"s{n}", words) for n, words in enumerate(prompts)]
 
     def common(a: str, b: str) -> int:
@@ -53,7 +53,7 @@ def test_what_others_need_is_the_longest_common_prefix(prompts):
 
 
 def test_a_request_without_a_name_continues_the_session_whose_prompt_it_extends():
-    book = Book()
+    book = SessionTable()
     first = book.nameless(chain("hello"))
     book.extend(first, chain("hello"))
     assert book.nameless(chain("hello, again")) is first
@@ -63,13 +63,13 @@ def test_a_request_without_a_name_continues_the_session_whose_prompt_it_extends(
 
 
 def test_names_belong_to_tenants():
-    book = Book()
+    book = SessionTable()
     assert book.named(b"\1" * 4, "one") is not book.named(b"\2" * 4, "one")
     assert book.get(b"\3" * 4, "one") is None
 
 
 def test_the_oldest_is_forgotten_and_nameless_ones_before_others():
-    book = Book(max_keys=10)
+    book = SessionTable(max_keys=10)
     one = asks(book, "one", "aaa")
     nameless = book.nameless(chain("bbb"))
     book.extend(nameless, chain("bbb"))
@@ -83,7 +83,7 @@ def test_the_oldest_is_forgotten_and_nameless_ones_before_others():
 
 
 def test_the_number_of_sessions_is_bounded():
-    book = Book(max_sessions=3)
+    book = SessionTable(max_sessions=3)
     for n in range(10):
         asks(book, f"s{n}", f"{n}")
     assert [each.name for each in book] == ["s7", "s8", "s9"]
@@ -95,14 +95,14 @@ def test_the_number_of_sessions_is_bounded():
 
 
 def test_a_prompt_longer_than_the_book_is_kept_alone():
-    book = Book(max_keys=3)
+    book = SessionTable(max_keys=3)
     asks(book, "one", "ab")
     asks(book, "two", "cdefgh")
     assert [each.name for each in book] == ["two"]
 
 
 def test_a_forgotten_parent_leaves_no_trace_in_its_children():
-    book = Book()
+    book = SessionTable()
     child = asks(book, "child", "ab", parent="parent")
     parent = book.get(TENANT, "parent")
     assert parent is not None
@@ -119,7 +119,7 @@ def depth(agent: Agent) -> int:
 @pytest.mark.parametrize("order", [1, -1], ids=["the first parent first", "the last child first"])
 def test_a_session_has_few_ancestors_however_its_family_grows(order):
     """Each request of a child refreshes the prompts of all of them."""
-    book = Book()
+    book = SessionTable()
     names = [f"{number}" for number in range(40)]
     for parent, child in list(itertools.pairwise(names))[::order]:
         asks(book, child, child, parent)
@@ -133,7 +133,7 @@ def test_a_session_has_few_ancestors_however_its_family_grows(order):
 
 @pytest.mark.parametrize("path", [["a", "a"], ["a", "b", "a"], ["a", "b", "c", "a"]])
 def test_no_session_becomes_its_own_ancestor(path):
-    book = Book()
+    book = SessionTable()
     for child, parent in itertools.pairwise(path):
         book.named(TENANT, child, parent)
     book.check()

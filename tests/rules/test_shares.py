@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmtier.config import Config, load
 from lmtier.core.cache import Cache
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, State
+from lmtier.core.match import Entry, EntryState
 from lmtier.errors import ConfigError, MisuseError
 from lmtier.format.keys import NAMESPACE_BYTES, VALUES, Identity, KeyChain, seed, tenant, value_key
 from lmtier.format.layout import PAGE, Layout, Name, form_of
@@ -29,7 +29,7 @@ LAYOUT = Layout.uniform(
     layers=1, heads=1, head_dim=256, dtype="bf16", block_tokens=C, chunk_tokens=C, packing="token"
 )
 FORM = form_of(LAYOUT, (LAYOUT.whole,))
-assert FORM.room == PAGE
+assert FORM.slab_bytes == PAGE
 MODEL = Identity(model="m", weights="w")
 SALTS = ("a", "b", "c")
 
@@ -56,7 +56,7 @@ def store(index: Index, salt: str, name: object, nbytes: int = 1) -> list[Entry]
         if found is None:
             return None
         gone = found
-    index.add(key(salt, name), FORM, nbytes, State.READY, None)
+    index.add(key(salt, name), FORM, nbytes, EntryState.READY, None)
     return gone
 
 
@@ -182,7 +182,7 @@ def test_nobody_asks_and_only_what_is_above_a_share_leaves():
     index = Index(10, make_policy("lru"), shares=parse("a=50%"))
     for salt, chunks in (("a", 8), ("", 12)):
         for i in range(chunks):
-            index.adopt(Entry(key(salt, i), FORM, 1, State.READY, i))
+            index.adopt(Entry(key(salt, i), FORM, 1, EntryState.READY, i))
     assert len(index.evict(index.used - index.capacity) or ()) == 10
     assert used(index) == {"a": 5, OTHER: 5}
 
@@ -218,7 +218,7 @@ def test_named_values_are_everybody_elses():
 
 def test_a_name_changes_within_a_pool_only():
     index = index_of("a=50%")
-    entry = index.add(key("a", 0), FORM, 1, State.READY, None)
+    entry = index.add(key("a", 0), FORM, 1, EntryState.READY, None)
     index.rekey(entry, key("a", 1))
     with pytest.raises(MisuseError):
         index.rekey(entry, key("b", 1))
@@ -278,7 +278,7 @@ def test_it_equals_a_plain_model(weights, spare, capacity, largest, chance):
     parts = {salt: Fraction(w, sum(weights) + spare or 1) for salt, w in zip(SALTS, weights, strict=False)}
     index = Index(capacity, make_policy("lru"), shares=parse(parts))
     assert index.pools is not None
-    model = Model(capacity, {pool.name: pool.room for pool in index.pools})
+    model = Model(capacity, {pool.name: pool.share_bytes for pool in index.pools})
     assert sum(model.rooms.values()) == capacity
     entries: dict[int, Entry] = {}
     for number in range(250):
@@ -326,7 +326,7 @@ def test_what_is_within_a_share_outlives_any_flood(policy, part, capacity, chanc
                 keep = run[-1] if run else None
                 if index.evict(1, keep, index.pool(key(salt, 0)), 1) is None:
                     break
-            run.append(index.add(key(salt, (name, i)), FORM, 1, State.READY, run[-1] if run else None))
+            run.append(index.add(key(salt, (name, i)), FORM, 1, EntryState.READY, run[-1] if run else None))
             index.refresh(run)
         return run
 
@@ -340,7 +340,7 @@ def test_what_is_within_a_share_outlives_any_flood(policy, part, capacity, chanc
             index.touch(run)
         index.check()
         assert index.used <= capacity
-    assert all(entry.state is State.READY for entry in mine)
+    assert all(entry.state is EntryState.READY for entry in mine)
 
 
 # ---- what it costs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lmtier.format.layout import Layout, form_of, padded
 from lmtier.rules import worth
-from lmtier.rules.worth import Cost, Fit, Line, Prefill, Speed, cut
+from lmtier.rules.worth import ArrivalEstimate, Cost, CostFilter, EngineCosts, TierSpeed, choose_load
 
 C = 4
 LAYOUT = Layout.uniform(
@@ -27,7 +27,7 @@ seconds = st.floats(0, 10)
 
 @st.composite
 def situations(draw):
-    lines = draw(st.lists(st.builds(Line, seconds, st.floats(0, 1e-3)), max_size=3))
+    lines = draw(st.lists(st.builds(ArrivalEstimate, seconds, st.floats(0, 1e-3)), max_size=3))
     place = st.sampled_from([-1, *range(len(lines)), *(-2 - number for number in range(len(lines)))])
     places = draw(st.lists(place, min_size=1, max_size=12))
     chunk = draw(st.integers(1, 300))
@@ -49,7 +49,7 @@ def first_token(chunks, cost, tokens, has, chunk, places, nbytes, lines):
 
 @given(situations())
 def test_no_other_cut_is_expected_to_be_sooner_but_by_a_margin(situation):
-    chosen = cut(*situation)
+    chosen = choose_load(*situation)
     times = [first_token(chunks, *situation)[0] for chunks in range(len(situation[4]) + 1)]
     assert times[chosen.chunks] <= min(times) * (1 + worth._MARGIN) + 1e-9
     longer = times[chosen.chunks + 1 :]
@@ -58,18 +58,18 @@ def test_no_other_cut_is_expected_to_be_sooner_but_by_a_margin(situation):
 
 
 def test_late_tokens_cost_more_so_a_slow_tier_is_worth_it_for_long_prompts_only():
-    cost, slow = Cost(0.0, 1e-5, 1e-6, 0.0), Line(0.0, 1e-3)
+    cost, slow = Cost(0.0, 1e-5, 1e-6, 0.0), ArrivalEstimate(0.0, 1e-3)
 
     def chosen(chunks: int) -> int:
-        return cut(cost, 100 * chunks + 1, 0, 100, [0] * chunks, 10, [slow]).chunks
+        return choose_load(cost, 100 * chunks + 1, 0, 100, [0] * chunks, 10, [slow]).chunks
 
     assert (chosen(1), chosen(100)) == (0, 100)
 
 
 def test_what_the_engine_has_itself_is_no_reason_to_load():
-    cost, line = Cost(0.0, 1e-3, 0.0, 0.0), Line(0.0, 0.5e-5)
-    assert cut(cost, 1001, 0, 100, [0] * 10, 10_000, [line]).chunks == 10
-    assert cut(cost, 1001, 900, 100, [0] * 10, 10_000, [line]).chunks == 0
+    cost, line = Cost(0.0, 1e-3, 0.0, 0.0), ArrivalEstimate(0.0, 0.5e-5)
+    assert choose_load(cost, 1001, 0, 100, [0] * 10, 10_000, [line]).chunks == 10
+    assert choose_load(cost, 1001, 900, 100, [0] * 10, 10_000, [line]).chunks == 0
 
 
 # ---- learning
@@ -79,7 +79,7 @@ def work(start: int, end: int) -> tuple[int, float]:
     return end - start, (end * end - start * start) / 2
 
 
-def run(prefill: Prefill, cost: Cost, dice: random.Random, prompts: int, *, noise=0.1, stalls=0.0):
+def run(prefill: EngineCosts, cost: Cost, dice: random.Random, prompts: int, *, noise=0.1, stalls=0.0):
     """Prompts in steps of at most 2,048 tokens."""
     for _ in range(prompts):
         length = dice.choice([100, 500, 1000, 2000, 4000, 8000])
@@ -88,7 +88,7 @@ def run(prefill: Prefill, cost: Cost, dice: random.Random, prompts: int, *, nois
             prefill.learn(*work(start, end), took * (30 if dice.random() < stalls else 1))
 
 
-def error(prefill: Prefill, cost: Cost) -> float:
+def error(prefill: EngineCosts, cost: Cost) -> float:
     """The worst, as a factor."""
     found = prefill.cost
     assert found is not None
@@ -103,7 +103,7 @@ COSTS = [Cost(0.004, 5e-5, 1e-8, 0.0), Cost(0.03, 1e-5, 1e-9, 0.0), Cost(1e-3, 1
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_prefills_cost_is_learned_in_spite_of_noise_and_stalls_and_anew_when_it_changes(cost, seed):
-    dice, prefill = random.Random(seed), Prefill()
+    dice, prefill = random.Random(seed), EngineCosts()
     run(prefill, cost, dice, 40, stalls=0.03)
     assert error(prefill, cost) < 1.35
     run(prefill, cost, dice, 10)
@@ -114,7 +114,7 @@ def test_a_prefills_cost_is_learned_in_spite_of_noise_and_stalls_and_anew_when_i
 
 
 def test_one_stalled_step_changes_little():
-    prefill = Prefill()
+    prefill = EngineCosts()
     run(prefill, COSTS[0], random.Random(0), 30)
     before = prefill.cost
     prefill.learn(*work(0, 2000), 100.0)
@@ -124,7 +124,7 @@ def test_one_stalled_step_changes_little():
 
 
 def test_the_cost_of_copies_is_learned_too_and_nothing_is_told_after_a_step_or_two():
-    prefill = Prefill()
+    prefill = EngineCosts()
     for _ in range(3):
         prefill.learn(*work(0, 1000), 0.1)
         assert prefill.cost is None
@@ -132,13 +132,13 @@ def test_the_cost_of_copies_is_learned_too_and_nothing_is_told_after_a_step_or_t
     assert prefill.cost is not None
     assert prefill.cost.copy == 0
     for _ in range(10):
-        prefill.copied(1000, 1e-3)
+        prefill.learn_copy(1000, 1e-3)
     assert prefill.cost.copy == pytest.approx(1e-6, rel=0.05)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e6)), min_size=1, max_size=50))
 def test_whatever_is_seen_the_weights_stay_positive_and_finite(observations):
-    fit = Fit((0.2, 0.8), noise=0.3, drift=0.5, most=1000.0)
+    fit = CostFilter((0.2, 0.8), noise=0.3, drift=0.5, most=1000.0)
     for amount, took in observations:
         fit.learn((1.0, amount), took)
     assert all(0 < weight < inf for weight in fit.weights)
@@ -148,7 +148,7 @@ class Link:
     """Brings what is asked of it, one after the other, at a given speed; time is a number."""
 
     def __init__(self, latency: float, byte: float, noise: float = 0.0) -> None:
-        self.speed, self.now, self.dice = Speed(), 0.0, random.Random(1)
+        self.speed, self.now, self.dice = TierSpeed(), 0.0, random.Random(1)
         self.latency, self.byte, self.noise = latency, byte, noise
 
     def bring(self, *sizes: int) -> float:
@@ -183,7 +183,7 @@ def test_a_tiers_latency_and_bandwidth_are_learned_from_its_transfers_and_idle_t
 
 def test_what_comes_in_bursts_is_not_taken_for_fast():
     """Four connections share a link, so four chunks come at a time, the last of a long load too."""
-    speed, now = Speed(), 0.0
+    speed, now = TierSpeed(), 0.0
     for chunks in (3, 8, 10, 1, 17, 60, 9, 11, 12, 125):
         for _ in range(chunks):
             speed.asked(100_000, now)
@@ -211,10 +211,10 @@ def test_who_is_asked_already_takes_longer_and_who_does_not_move_may_take_as_lon
 
 
 def test_a_tier_that_was_never_measured_takes_at_least_as_long_as_it_has_taken():
-    speed = Speed()
-    assert speed.line(5.0) == Line(0.0, 0.0)
+    speed = TierSpeed()
+    assert speed.line(5.0) == ArrivalEstimate(0.0, 0.0)
     speed.asked(2**20, 5.0)
-    assert speed.line(7.0) == Line(2.0, 0.0)
+    assert speed.line(7.0) == ArrivalEstimate(2.0, 0.0)
     assert not speed.is_measured
     speed.ended(2**20, 9.0)
     assert speed.is_measured
@@ -223,7 +223,7 @@ def test_a_tier_that_was_never_measured_takes_at_least_as_long_as_it_has_taken()
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=200))
 def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_still_is(skips):
-    speed, now, skipped, explored, last = Speed(), 0.0, 0, 0, -inf
+    speed, now, skipped, explored, last = TierSpeed(), 0.0, 0, 0, -inf
     for chunks, wait in skips:
         now += wait
         skipped += chunks
@@ -238,7 +238,7 @@ def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_st
 
 
 def test_nothing_is_explored_before_what_was_asked_for_has_come():
-    speed = Speed()
+    speed = TierSpeed()
     speed.asked(1000, 0.0)
     speed.skipped(100_000)
     assert not speed.explores(100, 1000, 100.0)

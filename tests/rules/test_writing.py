@@ -14,7 +14,7 @@ from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError
 from lmtier.format.layout import form_of, stored_size
-from lmtier.rules.writing import DAY, HOUR, Budget, Choice, Pace
+from lmtier.rules.writing import DAY, HOUR, Budget, WriteRate, WriteRuleTrial
 from lmtier.testing import MemoryTier, opaque_layout
 from lmtier.tools.sim import synthetic
 from lmtier.tools.sim.replay import replay
@@ -106,7 +106,7 @@ def test_what_is_being_written_is_taken_from_the_budget_and_what_a_codec_saved_c
 
 
 def test_the_pace_is_that_of_the_last_day():
-    pace = Pace(0.0)
+    pace = WriteRate(0.0)
     assert pace.per_day(0.0) == 0
     for minute in range(60):
         pace.wrote(1_000, 60.0 * minute)
@@ -117,21 +117,21 @@ def test_the_pace_is_that_of_the_last_day():
 # ---- the choice
 
 
-def lookup(choice: Choice, slab: dict[bytes, None], room: int, item: bytes) -> None:
+def lookup(choice: WriteRuleTrial, slab: dict[bytes, None], room: int, item: bytes) -> None:
     """One chunk in a slab that is LRU."""
     known = item in seen_before
     seen_before.add(item)
     if item in slab:
         del slab[item]
-        choice.seen([item], 1, 0.0)
+        choice.on_hit([item], 1, 0.0)
     else:
-        choice.asked([item])
-        choice.came(item, known, 1, 0.0)
+        choice.on_miss([item])
+        choice.on_stored(item, known, 1, 0.0)
     slab[item] = None
     while len(slab) > room:
         left = next(iter(slab))
         del slab[left]
-        choice.leaves(left, False, 1, 0.0)
+        choice.on_evicting(left, False, 1, 0.0)
 
 
 seen_before: set[bytes] = set()
@@ -146,10 +146,10 @@ seen_before: set[bytes] = set()
 )
 def test_it_chooses_the_rule_that_would_hit_more(loop, scans, rule):
     seen_before.clear()
-    choice, dice = Choice(4_000, None, 0.0), random.Random(1)
+    choice, dice = WriteRuleTrial(4_000, None, 0.0), random.Random(1)
     slab: dict[bytes, None] = {}
     fresh = iter(range(10**6, 10**7))
-    choice.rule = Choice.RULES[rule == "reused"]
+    choice.rule = WriteRuleTrial.RULES[rule == "reused"]
     for turn in range(8):
         if rule == "evicted":  # a new set in every second turn: its first return is what counts
             items = [loop * (turn // 2) + i for i in range(loop)]
@@ -162,20 +162,20 @@ def test_it_chooses_the_rule_that_would_hit_more(loop, scans, rule):
 
 
 def test_who_writes_more_must_prove_it_once_the_disk_is_full():
-    choice = Choice(4_000, None, 0.0)
+    choice = WriteRuleTrial(4_000, None, 0.0)
     assert choice.rule == "evicted", "there is room for all"
-    choice.full()
+    choice.on_full()
     assert choice.rule == "reused"
 
 
 @given(st.integers(1, 1 << 62), st.integers(1, 1 << 20), st.integers(0, 3_000))
 def test_what_it_remembers_is_bounded(capacity, nbytes, keys):
-    choice = Choice(capacity, None, 0.0)
+    choice = WriteRuleTrial(capacity, None, 0.0)
     for number in range(keys):
-        choice.came(bytes(28) + (number * 32).to_bytes(4), True, nbytes, 0.0)
-        choice.leaves(bytes(28) + (number * 32).to_bytes(4), True, nbytes, 0.0)
-    most = max(1, capacity // nbytes // Choice.SAMPLE)
-    assert all(len(trial) == min(keys, most, Choice.MOST) for trial in choice.trials)
+        choice.on_stored(bytes(28) + (number * 32).to_bytes(4), True, nbytes, 0.0)
+        choice.on_evicting(bytes(28) + (number * 32).to_bytes(4), True, nbytes, 0.0)
+    most = max(1, capacity // nbytes // WriteRuleTrial.SAMPLE)
+    assert all(len(trial) == min(keys, most, WriteRuleTrial.MOST) for trial in choice.trials)
 
 
 @pytest.mark.parametrize(("kind", "requests"), [("rag", 900), ("agentic", 200), ("multi-turn", 1_200)])

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.server.serve import Server
 from lmtier.tools.logs import write_log
 
@@ -31,10 +31,10 @@ def _serve(settings: tuple[Any, Any], log: Path, environment: dict[str, str], to
     config, serving = settings
     if "log_format" in serving:
         write_log(serving.get("log_level", "info"), serving["log_format"])
-    server = Server(Config(**config), Serving(**serving))
+    server = Server(Config(**config), ServerConfig(**serving))
     server.obey_signals()
     with told:
-        told.send(dict(server.where))
+        told.send(dict(server.addresses))
     server.run()
 
 

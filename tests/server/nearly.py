@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lmtier.format.layout import Layout
-from lmtier.wire.resp import Error, command
+from lmtier.wire.resp import Error, encode_command
 from tests.server.process import Served, Wire, secret
 
 CHUNK = 16
@@ -113,7 +113,7 @@ class Nearly:
             self.restart(number)
         engine = self.engines[number]
         engine.asked = [self.verb(engine) for _ in range(self.chance.randrange(1, most + 1))]
-        engine.wire.send(b"".join(command(verb, *args) for verb, args in engine.asked))
+        engine.wire.send(b"".join(encode_command(verb, *args) for verb, args in engine.asked))
         self.sent += len(engine.asked)
         return engine
 

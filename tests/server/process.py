@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lmtier.wire.replies import Replies
-from lmtier.wire.resp import INCOMPLETE, Error, command
+from lmtier.wire.reply_reader import ReplyReader
+from lmtier.wire.resp import INCOMPLETE, Error, encode_command
 from tests.server.forked import Process
 
 PATIENCE = 20.0
@@ -123,7 +123,7 @@ class Wire:
             raise
         if family == socket.AF_INET:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._replies = Replies(limit=1 << 30)
+        self._replies = ReplyReader(limit=1 << 30)
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
@@ -141,7 +141,7 @@ class Wire:
         return value
 
     def ask(self, *args: str | bytes | int) -> Any:
-        self.send(command(*args))
+        self.send(encode_command(*args))
         return self.reply()
 
     def expect(self, wanted: object, *args: str | bytes | int) -> None:

@@ -8,10 +8,10 @@ import urllib.request
 
 import pytest
 
-from lmtier.config import Serving
+from lmtier.config import ServerConfig
 from lmtier.errors import ConfigError, audit
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import NAMES, Role, Secrets, Wrong, note, own_token
+from lmtier.server.access import NAMES, Role, RoleTokens, WrongTokens, own_token, write_audit
 from lmtier.tools.cli import main
 from lmtier.wire.resp import Error
 from tests.server.process import Wire, served, until
@@ -107,18 +107,18 @@ def test_the_unix_socket_is_for_its_owner_who_may_do_everything(tmp_path, files)
 )
 def test_tokens_that_separate_nothing_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        Secrets(given)
+        RoleTokens(given)
 
 
 def test_a_user_gets_the_best_token_whose_file_is_readable(tmp_path, files):
-    assert own_token(Serving(**files)) == WORDS[Role.ADMIN]
+    assert own_token(ServerConfig(**files)) == WORDS[Role.ADMIN]
     os.unlink(files["admin_token_file"])
-    assert own_token(Serving(**files)) == WORDS[Role.ENGINE]
-    assert own_token(Serving()) is None
+    assert own_token(ServerConfig(**files)) == WORDS[Role.ENGINE]
+    assert own_token(ServerConfig()) is None
     os.unlink(files["token_file"])
     os.unlink(files["look_token_file"])
     with pytest.raises(ConfigError, match="admin_token_file"):
-        own_token(Serving(**files))
+        own_token(ServerConfig(**files))
 
 
 def test_sighup_reads_every_token_again(tmp_path, files):
@@ -150,15 +150,15 @@ def test_sighup_reads_every_token_again(tmp_path, files):
 
 def test_each_wrong_token_waits_longer_and_the_right_one_never():
     now = [100.0]
-    wrong = Wrong(metrics := Metrics(), clock=lambda: now[0])
-    waits = [wrong.met("redis", "10.0.0.9:1") - now[0] for _ in range(30)]
+    wrong = WrongTokens(metrics := Metrics(), clock=lambda: now[0])
+    waits = [wrong.register("redis", "10.0.0.9:1") - now[0] for _ in range(30)]
     assert waits[:3] == [0.25, 0.5, 0.75]
     assert waits[-1] == 5.0, "an answer waits at most so long"
-    assert wrong.met("redis", "10.0.0.8:1") - now[0] == 0.25, "another host does not wait for that one"
+    assert wrong.register("redis", "10.0.0.8:1") - now[0] == 0.25, "another host does not wait for that one"
     now[0] += 60
-    assert wrong.met("redis", "10.0.0.9:1") - now[0] == 0.25, "it ends with its turn"
+    assert wrong.register("redis", "10.0.0.9:1") - now[0] == 0.25, "it ends with its turn"
     for host in range(5000):
-        wrong.met("redis", f"10.1.{host // 256}.{host % 256}:1")
+        wrong.register("redis", f"10.1.{host // 256}.{host % 256}:1")
     assert len(wrong._next) <= 1024
     assert metrics.value("lmtier_wrong_tokens_total", kind="redis") == 5032
 
@@ -226,7 +226,7 @@ def test_the_audit_says_who_did_what_and_when(tmp_path, files):
 def test_the_audit_shows_no_salt(caplog):
     """It may be a secret."""
     with caplog.at_level("INFO", audit.name):
-        note("ops", [b"LMTIER.FORGET", b"SALT", b"a-secret", b"WAIT", b"5"])
+        write_audit("ops", [b"LMTIER.FORGET", b"SALT", b"a-secret", b"WAIT", b"5"])
     assert "LMTIER.FORGET SALT … WAIT 5" in caplog.text
     assert "a-secret" not in caplog.text
 

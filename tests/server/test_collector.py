@@ -7,16 +7,16 @@ import sys
 
 _SERVER = """
 import gc, time, weakref
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.server.serve import Server
 config = Config(tiers=["cpu://?capacity=1MiB"], prefault=False)
-server = Server(config, Serving(listen="127.0.0.1:0", http=""))
+server = Server(config, ServerConfig(listen="127.0.0.1:0", http=""))
 class Cycle:
     pass
 def tick():
     gc.collect(1)
     server._ran = time.thread_time()
-    server._look_after(time.monotonic())
+    server._tick(time.monotonic())
 tick()
 cycle = Cycle()
 cycle.me = cycle

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 import lmtier
 from lmtier.client.client import Client
-from lmtier.config import Serving
+from lmtier.config import ServerConfig
 from lmtier.errors import ConfigError
 from lmtier.format.keys import namespace
 from lmtier.format.layout import form_of
@@ -37,9 +37,15 @@ from lmtier.observe.metrics import MISS_REASONS
 from lmtier.server.report import Snapshot
 from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
-from lmtier.tools.commands import asking
-from lmtier.tools.console import Address, Remote, Unreachable, address_of, own_address
-from lmtier.tools.terminal import Screen, bar, printable, span, spark
+from lmtier.tools.commands import watching
+from lmtier.tools.console import (
+    ConsoleConnection,
+    ServerAddress,
+    Unreachable,
+    address_from_settings,
+    parse_address,
+)
+from lmtier.tools.terminal import Screen, bar, duration_text, printable, spark
 from lmtier.tools.top import Totals, frame, timeline
 from lmtier.tools.views import stats
 from lmtier.wire.resp import Error, encode
@@ -187,7 +193,7 @@ def run(
     """Run a command line in this process; its exit code, stdout and stderr."""
     for name in [name for name in os.environ if name.startswith("LMTIER_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(asking, "_EVERY", 0.01)
+    monkeypatch.setattr(watching, "_EVERY", 0.01)
 
     def run(*argv: object) -> tuple[int, str, str]:
         code = main([str(each) for each in argv])
@@ -286,7 +292,7 @@ def test_where_routers_listen_is_said(serve, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_ends_within_its_grace_with_0_and_takes_its_socket_away(serve, tmp_path, number):
     server = serve("--listen", "", "--http", "", "--unix", tmp_path / "socket", "--set", "serve.grace=5")
-    with Remote(Address(unix=str(tmp_path / "socket"))) as idle:
+    with ConsoleConnection(ServerAddress(unix=str(tmp_path / "socket"))) as idle:
         idle.ask("PING")
         began = time.monotonic()
         assert server.stop(number) == 0
@@ -440,7 +446,7 @@ def test_sighup_reads_the_token_again(serve, tmp_path):
     def takes(word: str) -> bool:
         host, _, port = server.redis.rpartition(":")
         try:
-            with Remote(Address(host=host, port=int(port), token=word)) as remote:
+            with ConsoleConnection(ServerAddress(host=host, port=int(port), token=word)) as remote:
                 return bool(remote.ask("PING"))
         except Unreachable:
             return False
@@ -657,14 +663,14 @@ def summer_time(monkeypatch):
 @pytest.mark.parametrize("text", ["01:30", "2026-03-29T01:30"])
 def test_a_moment_has_the_offset_that_clocks_had_then(summer_time, text):
     noon = datetime(2026, 3, 29, 12).astimezone()
-    assert asking._moment(text, noon).isoformat() == "2026-03-29T01:30:00+01:00"
+    assert watching._moment(text, noon).isoformat() == "2026-03-29T01:30:00+01:00"
 
 
 @pytest.mark.parametrize("what", [(), ("--namespace", "m", "--all"), ("--force",)])
 def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
     code = main(["clear", shared.redis, *what])
     assert (code, "--all" in capsys.readouterr().err) == (2, True)
-    with Remote(address_of(shared.redis)) as remote:
+    with ConsoleConnection(parse_address(shared.redis)) as remote:
         assert remote.snapshot()["tiers"][0]["chunks"] == 20
 
 
@@ -700,12 +706,12 @@ def test_the_address_of_the_page_is_the_wrong_one(run, shared):
 
 
 @pytest.fixture
-def impostor() -> Iterator[Callable[..., Address]]:
+def impostor() -> Iterator[Callable[..., ServerAddress]]:
     """A server that says these bytes, whatever it is asked, and then nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         talks: list[threading.Thread] = []
 
-        def starts(*answers: bytes, hang_up: bool = False) -> Address:
+        def starts(*answers: bytes, hang_up: bool = False) -> ServerAddress:
             def talk() -> None:
                 client, _ = listener.accept()
                 with client, suppress(ConnectionResetError):
@@ -717,7 +723,7 @@ def impostor() -> Iterator[Callable[..., Address]]:
 
             talks.append(threading.Thread(target=talk))
             talks[-1].start()
-            return Address(host="127.0.0.1", port=listener.getsockname()[1])
+            return ServerAddress(host="127.0.0.1", port=listener.getsockname()[1])
 
         yield starts
         for each in talks:
@@ -727,7 +733,7 @@ def impostor() -> Iterator[Callable[..., Address]]:
 
 def test_a_server_that_is_silent_is_given_up(impostor):
     with (
-        Remote(impostor(), timeout=0.1) as remote,
+        ConsoleConnection(impostor(), timeout=0.1) as remote,
         pytest.raises(Unreachable, match=r"not answer within 0\.1 s"),
     ):
         remote.ask("PING")
@@ -735,14 +741,17 @@ def test_a_server_that_is_silent_is_given_up(impostor):
 
 def test_a_server_that_trickles_is_given_up_too(impostor):
     with (
-        Remote(impostor(b"$5\r\n", b"x"), timeout=0.1) as remote,
+        ConsoleConnection(impostor(b"$5\r\n", b"x"), timeout=0.1) as remote,
         pytest.raises(Unreachable, match="not answer"),
     ):
         remote.ask("PING")
 
 
 def test_a_server_that_hangs_up_is_named(impostor):
-    with Remote(impostor(hang_up=True)) as remote, pytest.raises(Unreachable, match="closed the connection"):
+    with (
+        ConsoleConnection(impostor(hang_up=True)) as remote,
+        pytest.raises(Unreachable, match="closed the connection"),
+    ):
         remote.ask("PING")
 
 
@@ -750,7 +759,7 @@ def test_a_server_that_hangs_up_is_named(impostor):
     "report", [b"no json", b"[]", b"{}", b'{"version": "9", "tiers": [], "tokens": {}}', None, 7, [b"x"]]
 )
 def test_a_report_that_is_none_is_not_believed(impostor, report):
-    with Remote(impostor(encode(report, resp3=False))) as remote, pytest.raises(Unreachable):
+    with ConsoleConnection(impostor(encode(report, resp3=False))) as remote, pytest.raises(Unreachable):
         remote.snapshot()
 
 
@@ -759,7 +768,7 @@ def test_what_a_server_says_does_not_steer_the_terminal(impostor, now):
     now["clients"][0]["name"] = now["why_not_ready"] = hostile
     now["ready"] = False
     answer = encode(json.dumps(now).encode(), resp3=False)
-    with Remote(impostor(answer, encode(Error(f"ERR {hostile}"), resp3=False))) as remote:
+    with ConsoleConnection(impostor(answer, encode(Error(f"ERR {hostile}"), resp3=False))) as remote:
         said = stats(remote.snapshot(), "here")
         with pytest.raises(Unreachable) as error:
             remote.ask("PING")
@@ -773,20 +782,20 @@ def test_what_a_server_says_does_not_steer_the_terminal(impostor, now):
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("127.0.0.1:6380", Address(host="127.0.0.1")),
-        ("[::1]:7000", Address(host="::1", port=7000)),
-        (":7000", Address(host="127.0.0.1", port=7000)),
-        ("cache-1:6380", Address(host="cache-1")),
-        ("/run/lmtier/socket", Address(unix="/run/lmtier/socket")),
-        ("./socket", Address(unix="./socket")),
-        ("unix:///run/lmtier/socket", Address(unix="/run/lmtier/socket")),
-        ("redis://cache-1", Address(host="cache-1")),
-        ("redis://:s%40cret@cache-1:7000/0", Address(host="cache-1", port=7000, token="s@cret")),
-        ("rediss://default:word@[::1]:7000", Address(host="::1", port=7000, tls=True, token="word")),
+        ("127.0.0.1:6380", ServerAddress(host="127.0.0.1")),
+        ("[::1]:7000", ServerAddress(host="::1", port=7000)),
+        (":7000", ServerAddress(host="127.0.0.1", port=7000)),
+        ("cache-1:6380", ServerAddress(host="cache-1")),
+        ("/run/lmtier/socket", ServerAddress(unix="/run/lmtier/socket")),
+        ("./socket", ServerAddress(unix="./socket")),
+        ("unix:///run/lmtier/socket", ServerAddress(unix="/run/lmtier/socket")),
+        ("redis://cache-1", ServerAddress(host="cache-1")),
+        ("redis://:s%40cret@cache-1:7000/0", ServerAddress(host="cache-1", port=7000, token="s@cret")),
+        ("rediss://default:word@[::1]:7000", ServerAddress(host="::1", port=7000, tls=True, token="word")),
     ],
 )
 def test_addresses_read_as_people_write_them(text, address):
-    assert address_of(text) == address
+    assert parse_address(text) == address
 
 
 @pytest.mark.parametrize(
@@ -805,22 +814,26 @@ def test_addresses_read_as_people_write_them(text, address):
 )
 def test_what_is_no_address_says_how_to_write_one(text):
     with pytest.raises(ConfigError, match="like "):
-        address_of(text)
+        parse_address(text)
 
 
 def test_a_token_in_an_address_is_not_repeated():
-    assert TOKEN not in repr(address_of(f"redis://:{TOKEN}@a:1")) + str(address_of(f"redis://:{TOKEN}@a:1"))
+    assert TOKEN not in repr(parse_address(f"redis://:{TOKEN}@a:1")) + str(
+        parse_address(f"redis://:{TOKEN}@a:1")
+    )
     with pytest.raises(ConfigError) as error:
-        address_of(f"redis://:{TOKEN}@a:1/7")
+        parse_address(f"redis://:{TOKEN}@a:1/7")
     assert TOKEN not in str(error.value)
 
 
 def test_a_server_on_every_address_is_asked_on_this_host():
-    assert own_address(Serving(listen="0.0.0.0:7000", insecure=True)) == Address(host="127.0.0.1", port=7000)
-    assert own_address(Serving(listen="[::]:7000")) == Address(host="::1", port=7000)
-    assert own_address(Serving(unix="/run/x")) == Address(unix="/run/x")
+    assert address_from_settings(ServerConfig(listen="0.0.0.0:7000", insecure=True)) == ServerAddress(
+        host="127.0.0.1", port=7000
+    )
+    assert address_from_settings(ServerConfig(listen="[::]:7000")) == ServerAddress(host="::1", port=7000)
+    assert address_from_settings(ServerConfig(unix="/run/x")) == ServerAddress(unix="/run/x")
     with pytest.raises(ConfigError, match="name a server"):
-        own_address(Serving(listen=""))
+        address_from_settings(ServerConfig(listen=""))
 
 
 # ---- top
@@ -828,7 +841,7 @@ def test_a_server_on_every_address_is_asked_on_this_host():
 
 @pytest.fixture
 def now(shared: Serve) -> Snapshot:
-    with Remote(address_of(shared.redis)) as remote:
+    with ConsoleConnection(parse_address(shared.redis)) as remote:
         return remote.snapshot()
 
 
@@ -927,7 +940,7 @@ def test_explain_says_why_in_lines_or_in_json(run, shared):
 
 @pytest.mark.parametrize("reply", [b"{}", b"[1]", b'[{"why": "x"}]', b"no json"])
 def test_an_explanation_that_is_none_is_not_believed(impostor, reply):
-    with Remote(impostor(encode(reply, resp3=False))) as remote, pytest.raises(Unreachable):
+    with ConsoleConnection(impostor(encode(reply, resp3=False))) as remote, pytest.raises(Unreachable):
         remote.explanations(3)
 
 
@@ -1165,7 +1178,7 @@ def test_watched_stats_replace_what_stands_on_a_terminal(shared, terminal):
 
 
 def test_times_are_said_in_their_two_largest_units():
-    said = [span(each) for each in (0, 59.9, 60, 200, 3600, 14_700, 86_400 * 9 + 7200 + 61)]
+    said = [duration_text(each) for each in (0, 59.9, 60, 200, 3600, 14_700, 86_400 * 9 + 7200 + 61)]
     assert said == ["0 s", "59 s", "1 min 0 s", "3 min 20 s", "1 h", "4 h 5 min", "9 d 2 h"]
 
 

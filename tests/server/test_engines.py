@@ -21,11 +21,11 @@ from lmtier.format.keys import namespace, state_key, value_key
 from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.server.access import Role
 from lmtier.server.commands import PAUSE, Caller, WithDescriptor
-from lmtier.server.engines import Engines
-from lmtier.server.ledger import EACH, KEY
+from lmtier.server.engines import EngineVerbs
+from lmtier.server.ledger import KEY_OVERHEAD, OBJECT_OVERHEAD
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
-from lmtier.wire.replies import Replies
+from lmtier.wire.reply_reader import ReplyReader
 from lmtier.wire.resp import Error, encode
 from lmtier.wire.verbs import MAX_MODELS, read_match
 from lmtier_backends.null import NullTier
@@ -52,7 +52,7 @@ class Connection:
 
     numbers = 0
 
-    def __init__(self, engines: Engines, *hello: str, is_local: bool = True) -> None:
+    def __init__(self, engines: EngineVerbs, *hello: str, is_local: bool = True) -> None:
         self.engines = engines
         Connection.numbers += 1
         self.caller = Caller(Connection.numbers, "here", is_local=is_local, role=Role.ADMIN)
@@ -87,7 +87,7 @@ class Connection:
             return end.value
 
     def read(self, value: Any) -> Any:
-        replies = Replies()
+        replies = ReplyReader()
         replies.feed(encode(value.value if isinstance(value, WithDescriptor) else value, False))
         reply: Any = replies.next()
         is_map = isinstance(reply, list) and isinstance(value, dict)
@@ -111,7 +111,7 @@ class Connection:
         return self.say("MATCH", self.form(LAYOUT, *shards), 0, deadline, b"".join(names))
 
     def close(self) -> None:
-        self.engines.gone(self.caller)
+        self.engines.on_disconnect(self.caller)
 
 
 def offsets(reply: dict[str, Any]) -> list[int]:
@@ -131,13 +131,15 @@ def leased(cache: Cache) -> int:
 def make() -> Iterator[Any]:
     caches: list[Cache] = []
 
-    def make(chunks: int = 20, *tiers: str, opened: dict[str, Tier] | None = None, **options: Any) -> Engines:
+    def make(
+        chunks: int = 20, *tiers: str, opened: dict[str, Tier] | None = None, **options: Any
+    ) -> EngineVerbs:
         config = Config(
             tiers=(f"cpu://?capacity={chunks * ROOM}", *tiers), chunk_tokens=C, prefault=False, **options
         )
         cache = Cache(config, tiers=opened, shared=True)
         caches.append(cache)
-        return Engines(cache)
+        return EngineVerbs(cache)
 
     yield make
     for cache in caches:
@@ -157,7 +159,7 @@ def below(gate: Gate, *chains: list[bytes]) -> dict[str, Any]:
     config = Config(tiers=(f"cpu://?capacity={20 * ROOM}", url), chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: MemoryTier(objects)}) as cache:
         for chain in chains:
-            Connection(Engines(cache), "NAME", "before").store(chain)
+            Connection(EngineVerbs(cache), "NAME", "before").store(chain)
         cache.flush()
     return {"url": url, "opened": {url: SlowTier(MemoryTier(objects), gate)}}
 
@@ -228,7 +230,7 @@ def test_the_slab_is_handed_out_on_a_unix_socket_only(engines):
 def test_a_private_slab_cannot_be_handed_out(tmp_path):
     config = Config(tiers=(f"cpu://?capacity={ROOM}",), chunk_tokens=C, prefault=False)
     with Cache(config) as cache:
-        assert "--unix PATH" in Connection(Engines(cache)).say("SLAB")
+        assert "--unix PATH" in Connection(EngineVerbs(cache)).say("SLAB")
 
 
 # ---- save and load
@@ -351,13 +353,13 @@ def test_what_is_deleted_while_it_comes_is_not_readable(make, deletion):
     other.say(*deletion)
     said = connection.say("POLL", number)
     match = Match(number, tuple(keys(3)), form_of(LAYOUT, (WHOLE,)), 0, 0.0)
-    assert not read_match(match, said).ready
+    assert not read_match(match, said).is_ready
     assert match.complete == 0
     del said["loading"]  # as older servers
-    assert not read_match(match, said).ready
+    assert not read_match(match, said).is_ready
     gate.open()
     assert not read_match(match, connection.say("WAIT", number)).run
-    assert match.ready
+    assert match.is_ready
 
 
 def test_a_wait_ends_at_the_deadline_of_its_match(make):
@@ -676,7 +678,9 @@ def _end(answer: Any) -> Any:
 
 
 def test_the_keys_of_all_matches_of_a_session_are_bounded(engines, monkeypatch):
-    monkeypatch.setattr("lmtier.server.engines.sessions.MOST_OF_ONE", 3 * EACH + 5 * KEY)
+    monkeypatch.setattr(
+        "lmtier.server.engines.engine_sessions.MAX_SESSION_BYTES", 3 * OBJECT_OVERHEAD + 5 * KEY_OVERHEAD
+    )
     connection = Connection(engines, "NAME", "x")
     connection.form()
     number = connection.say("MATCH", 0, 0, 100, b"".join(keys(3)))["id"]
@@ -744,7 +748,7 @@ def test_nothing_an_engine_says_raises_or_leaks(said):
     """Ids are told to the commands as 1 to 5: the session's latest match or reservation takes their place."""
     config = Config(tiers=(f"cpu://?capacity={6 * ROOM}",), chunk_tokens=C, prefault=False)
     with Cache(config) as cache:
-        engines = Engines(cache)
+        engines = EngineVerbs(cache)
         connections = [Connection(engines, "ENGINE", secret("e")) for _ in range(2)] + [Connection(engines)]
         table, latest = engines.table(), 0
         for connection in connections[:2]:

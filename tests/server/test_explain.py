@@ -45,7 +45,7 @@ class Engine:
         keys = KeyChain(seed(identity, C, lora=lora, salt=salt), C, tokens).keys
         if self.is_open:
             origin = Origin.of({"model": identity.model, "weights": identity.weights}, lora, salt)
-            self.explain.prompts.tell(keys, as_tokens(tokens).tobytes(), origin)
+            self.explain.prompts.add(keys, as_tokens(tokens).tobytes(), origin)
         return keys
 
     def look(self, tokens: list[int], **origin: Any) -> list[bytes]:
@@ -297,7 +297,7 @@ def test_told_prompts_are_bounded_and_forget_tails_first():
     for number in range(50):
         tokens = as_tokens([1] * C + [number] * 8 * C)
         keys = KeyChain(seed(MODEL, C), C, tokens).keys
-        prompts.tell(keys, tokens.tobytes(), origin)
+        prompts.add(keys, tokens.tobytes(), origin)
         assert prompts._bytes <= 10 * 1300
         assert prompts.get(keys[0]) is not None
     assert len(prompts) <= 11
@@ -315,7 +315,7 @@ def test_told_prompts_take_no_more_memory_than_is_said(fields):
         for number in range(4 * most // 1200 if fields < 1500 else 200):
             text = json.dumps({**origin, "salt": str(number if fields else 0)}, separators=(",", ":"))
             words = number.to_bytes(4 * C, "big")
-            prompts.tell([number.to_bytes(32, "big")], words, Origin.from_json(text.encode()))
+            prompts.add([number.to_bytes(32, "big")], words, Origin.from_json(text.encode()))
         assert tracemalloc.get_traced_memory()[0] <= 1.1 * most
         assert prompts._users.keys() == set(map(id, prompts._origins)), "an origin nobody has is kept"
     finally:
@@ -326,12 +326,12 @@ def test_what_is_told_bit_by_bit_is_as_what_is_told_at_once():
     origin = Origin.of({"model": "m"}, "", "s")
     keys, words = KeyChain(seed(MODEL, C), C, PROMPT).keys, as_tokens(PROMPT).tobytes()
     once, bits = Prompts(C), Prompts(C)
-    once.tell(keys, words, origin)
+    once.add(keys, words, origin)
     for number, key in enumerate(keys):
         part = words[number * 4 * C : (number + 1) * 4 * C]
-        bits.tell([key], part, origin, keys[number - 1] if number else None)
+        bits.add([key], part, origin, keys[number - 1] if number else None)
     assert [once.get(key) for key in keys] == [bits.get(key) for key in keys]
-    bits.tell([b"x" * 32], words[: 4 * C], origin, b"unknown parent".ljust(32))
+    bits.add([b"x" * 32], words[: 4 * C], origin, b"unknown parent".ljust(32))
     assert len(bits) == len(keys)
 
 
@@ -343,10 +343,13 @@ def test_an_origin_that_is_none_is_refused(text):
 
 def test_an_engine_tells_and_asks_over_its_socket(serve):  # noqa: F811
     from lmtier.client.client import Client
-    from lmtier.tools.console import Address, Remote
+    from lmtier.tools.console import ConsoleConnection, ServerAddress
 
     server = serve()
-    with Client(server.path, name="engine-7") as client, Remote(Address(unix=server.path)) as remote:
+    with (
+        Client(server.path, name="engine-7") as client,
+        ConsoleConnection(ServerAddress(unix=server.path)) as remote,
+    ):
         size = client.chunk_tokens
         tokens = list(range(3 * size))
         other = [*tokens[: size + 1], 9, *tokens[size + 2 :]]
@@ -354,7 +357,7 @@ def test_an_engine_tells_and_asks_over_its_socket(serve):  # noqa: F811
         for each in (tokens, other):
             keys = KeyChain(seed(MODEL, size, salt="secret"), size, each).keys
             match = client.match(keys, ONE, tokens=len(each))
-            client.tell(keys, each, origin)
+            client.send_tokens(keys, each, origin)
             reservation = client.reserve(keys, ONE)
             if each is tokens:
                 client.commit(reservation)

@@ -32,7 +32,9 @@ def store(client: Client, names: list[bytes]) -> None:
     reservation = client.reserve(names, FORM)
     assert len(reservation.entries) == len(names)
     for entry in reservation.entries.values():
-        client.slab.view(entry.offsets[0], FORM.room)[:] = (entry.key * FORM.room)[: FORM.room]
+        client.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = (entry.key * FORM.slab_bytes)[
+            : FORM.slab_bytes
+        ]
     client.commit(reservation)
     assert client.flush(20)
 

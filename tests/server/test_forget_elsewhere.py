@@ -42,7 +42,10 @@ class Host:
         """How many of these chunks an engine gets, with their bytes."""
         match = self.client.wait(self.client.match(names, FORM))
         for entry in match.run:
-            assert self.client.slab.view(entry.offsets[0], FORM.room) == (entry.key * FORM.room)[: FORM.room]
+            assert (
+                self.client.slab.view(entry.offsets[0], FORM.slab_bytes)
+                == (entry.key * FORM.slab_bytes)[: FORM.slab_bytes]
+            )
         count = len(match.run)
         self.client.release(match)
         return count
@@ -63,7 +66,7 @@ class Hosts:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         path = str(folder / "sock")
-        memory = f"cpu://?capacity={ROOM * FORM.room}&policy=lru"
+        memory = f"cpu://?capacity={ROOM * FORM.slab_bytes}&policy=lru"
         config = {"chunk_tokens": 16}
         tiers = (memory, *tiers, self.url + more)
         with (
@@ -116,8 +119,8 @@ def test_who_is_forgotten_on_one_host_is_served_by_none_written_by_none_and_foun
 
 DIES = """
 import os, signal, sys
-from lmtier.tiers.keyring import Keyring, Tenants
-Tenants._destroy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from lmtier.tiers.keyring import Keyring, TenantKeyFiles
+TenantKeyFiles._destroy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 Keyring(sys.argv[1], sys.argv[2]).tenants.forget(bytes.fromhex(sys.argv[3]))
 """
 

@@ -14,7 +14,7 @@ from lmtier.client.client import Client
 from lmtier.rules.hints import ACTIONS, MAX_BYTES, envelope
 from lmtier.rules.worth import Cost
 from lmtier.tools.cli import main
-from lmtier.tools.console import Address, Remote
+from lmtier.tools.console import ConsoleConnection, ServerAddress
 from tests.server.process import Served, until
 from tests.server.test_lifetimes import FORM, ROOM, TOKENS, keys, store
 
@@ -45,8 +45,8 @@ def client(server: Served) -> Iterator[Client]:
 
 
 @pytest.fixture
-def remote(server: Served) -> Iterator[Remote]:
-    with Remote(Address(unix=server.where["unix"])) as remote:
+def remote(server: Served) -> Iterator[ConsoleConnection]:
+    with ConsoleConnection(ServerAddress(unix=server.where["unix"])) as remote:
         yield remote
 
 
@@ -58,7 +58,7 @@ def ask(client: Client, names: list[bytes], session: str, parent: str = "") -> i
     return found
 
 
-def listed(remote: Remote) -> dict[str, dict[str, Any]]:
+def listed(remote: ConsoleConnection) -> dict[str, dict[str, Any]]:
     return {each["session"]: each for each in remote.json("LMTIER.SESSIONS", "100", kind=list)}
 
 

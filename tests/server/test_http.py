@@ -12,7 +12,7 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.rules.hints import envelope
-from lmtier.server.access import Role, Secrets
+from lmtier.server.access import Role, RoleTokens
 from lmtier.server.commands import Caller
 from lmtier.server.connection import HttpConnection
 from lmtier.server.explain import Explain
@@ -27,7 +27,7 @@ PAGES = {
 
 
 def tokens(word):
-    given = Secrets({Role.ENGINE: word} if word else {})
+    given = RoleTokens({Role.ENGINE: word} if word else {})
     return lambda: given
 
 
@@ -273,7 +273,7 @@ def test_a_probe_needs_no_token():
 
 def test_an_empty_token_is_a_mistake():
     with pytest.raises(MisuseError, match="allow every client"):
-        Secrets({Role.ENGINE: ""})
+        RoleTokens({Role.ENGINE: ""})
 
 
 @pytest.mark.parametrize(
@@ -414,13 +414,13 @@ def test_of_many_hints_each_has_a_turn_of_its_own():
         connection = HttpConnection(ours, http.conversation(), Caller(1, "here"))
         theirs.send(head + body + get("/healthz", *lines))
         done = []
-        connection.hear()
-        while connection.is_cut:
+        connection.read_and_run()
+        while connection.needs_turn:
             done.append(cache.metrics.value("lmtier_hints_total", action="release", result="done"))
             assert (connection.wants_input, connection.is_idle) == (False, False)
             with pytest.raises(BlockingIOError):
                 theirs.recv(1)
-            connection.hear()
+            connection.read_and_run()
         assert done == [1, 2, 3, 4, 5]
         status, fields, said = taken_apart(Reply(theirs.recv(1 << 16), 0.0, True))
         told, rest = said[: int(dict(fields)["Content-Length"])], said[int(dict(fields)["Content-Length"]) :]

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from lmtier.client.client import Client
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.errors import ConfigError
 from lmtier.format.keys import Identity, KeyChain, as_tokens, seed, state_key
 from lmtier.observe.journal import Journal
@@ -198,8 +198,8 @@ def test_tokens_parents_adapter_and_salt_are_told_if_an_engine_told_them(start, 
     tokens = list(range(100, 100 + 3 * C))
     plain, salted = (KeyChain(seed(identity, C, salt=salt), C, tokens).keys for salt in ("", "tenant"))
     with Client(server.path) as client:
-        client.tell(salted[:2], tokens[: 2 * C], Origin.of({}, "sql", "tenant"))
-        client.tell(salted[2:], tokens[2 * C :], Origin.of({}, "sql", "tenant"), salted[1])
+        client.send_tokens(salted[:2], tokens[: 2 * C], Origin.of({}, "sql", "tenant"))
+        client.send_tokens(salted[2:], tokens[2 * C :], Origin.of({}, "sql", "tenant"), salted[1])
         store(client, salted[:1])
         store(client, salted)
         store(client, plain)
@@ -277,7 +277,7 @@ def test_prompts_that_came_together_are_told_apart_and_nothing_twice(tmp_path):
         prompts = [list(range(at, at + 2 * C)) for at in (0, 100, 200)]
         chains = [KeyChain(seed(Identity(model="m", weights="w"), C), C, tokens).keys for tokens in prompts]
         for keys_of, tokens in zip(chains[:2], prompts[:2], strict=True):
-            owner.prompts.tell(keys_of, as_tokens(tokens).tobytes(), Origin.of({}, "", ""))
+            owner.prompts.add(keys_of, as_tokens(tokens).tobytes(), Origin.of({}, "", ""))
         for keys_of in chains[:2]:
             owner.cache.commit(owner.cache.reserve(keys_of, ONE))
         owner.store(chains[2])
@@ -292,7 +292,7 @@ def test_what_came_before_its_parent_is_told_again_after_it(tmp_path):
     with Owner(tmp_path) as owner:
         tokens = list(range(4 * C))
         chain = KeyChain(seed(Identity(model="m", weights="w"), C), C, tokens).keys
-        owner.prompts.tell(chain, as_tokens(tokens).tobytes(), Origin.of({}, "", ""))
+        owner.prompts.add(chain, as_tokens(tokens).tobytes(), Origin.of({}, "", ""))
         owner.store(chain)
         entry = owner.cache.index.get(chain[1])
         assert entry is not None
@@ -326,7 +326,7 @@ def test_what_the_server_itself_lost_count_of_is_told_anew(tmp_path):
 def test_what_left_before_it_could_be_told_anew_is_not_told_of(tmp_path):
     with Owner(tmp_path) as owner:
         owner.store(keys(3))
-        owner.publisher.tell_all_again()
+        owner.publisher.resend_all()
         owner.publisher._announce()
         owner.cache.clear()
         owner.store(keys(2, "b"))
@@ -346,7 +346,7 @@ def test_a_router_that_stops_reading_holds_nobody_up(tmp_path):
 
 def test_an_address_that_is_taken_is_named_and_nothing_stays_open(tmp_path):
     place = f"ipc://{tmp_path}/none/here"
-    serving = Serving(listen="", http="", unix=str(tmp_path / "unix"), kv_events=place)
+    serving = ServerConfig(listen="", http="", unix=str(tmp_path / "unix"), kv_events=place)
     with pytest.raises(ConfigError, match="kv_events: cannot bind"):
         Serve(Config(tiers=("cpu://?capacity=1MiB",), prefault=False, load_deadline=30.0), serving)
     assert not (tmp_path / "unix").exists()
@@ -354,7 +354,7 @@ def test_an_address_that_is_taken_is_named_and_nothing_stays_open(tmp_path):
 
 def test_replay_alone_is_refused():
     with pytest.raises(ConfigError, match="kv_events_replay needs kv_events"):
-        Serving(kv_events_replay="tcp://*:5558")
+        ServerConfig(kv_events_replay="tcp://*:5558")
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from lmtier.core.cache import Cache
 from lmtier.errors import MisuseError
 from lmtier.format.keys import KEY_BYTES, Identity, KeyChain, seed
 from lmtier.format.layout import form_of, padded
-from lmtier.server.engines import Engines
+from lmtier.server.engines import EngineVerbs
 from lmtier.testing import MemoryTier, opaque_layout
 from lmtier.tiers.base import Item
 from lmtier.tools import prefixes
 from lmtier.tools.cli import main
-from lmtier.tools.console import Remote
+from lmtier.tools.console import ConsoleConnection
 from tests.server.process import PATIENCE, Served, until
 from tests.server.test_engines import Connection
 
@@ -239,10 +239,10 @@ class Slow(MemoryTier):
         return super().read(item, buffers)
 
 
-class Line(Remote):
+class Line(ConsoleConnection):
     """One that is in this process."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EngineVerbs) -> None:
         self._connection = Connection(engines)
         self.brought: list[int] = []
         """Keys of each request to bring some up."""
@@ -272,14 +272,14 @@ def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, sec
         cache.commit(cache.reserve(names, FORM))
         assert cache.flush()
     with Cache(settings, tiers={url: tier}, shared=True) as cache:
-        line = Line(Engines(cache))
+        line = Line(EngineVerbs(cache))
         done: list[int] = []
         model = prefixes.DeclaredModel(IDENTITY, "", LAYOUT.to_json().decode(), [str(LAYOUT.whole)], ROOM)
-        (brought,) = prefixes.bring_up(line, model, [names], done.append)
+        (brought,) = prefixes.load_prompts(line, model, [names], done.append)
         assert (brought.there + brought.brought_up["memory"], brought.missing) == (300, 0)
         assert sum(done) == 300
         assert line.brought[0] == 8
-        assert not cache.lower[0].up.is_open
+        assert not cache.lower[0].load_breaker.is_open
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1.5]", '["a"]', "[[1], 2]", "[1]\nx", "[true]"])

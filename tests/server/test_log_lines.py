@@ -58,12 +58,12 @@ def test_a_tier_that_fails_is_a_warning_and_that_it_works_again_is_none(caplog):
         for number in range(1, 8):
             store(number)
         (tier,) = cache.lower
-        assert tier.down.is_open
+        assert tier.store_breaker.is_open
         flaky._every = 1 << 30
-        until(lambda: tier.down.allows())
+        until(lambda: tier.store_breaker.allows())
         for number in range(8, 12):
             store(number)
-        assert not tier.down.is_open
+        assert not tier.store_breaker.is_open
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert any(level == "WARNING" and "keeps failing and is paused" in text for level, text in said)
     assert ("INFO", "lmtier: tier null: store works again") in said

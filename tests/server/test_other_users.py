@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-import lmtier.tools.commands.asking  # noqa: F401
+import lmtier.tools.commands.watching  # noqa: F401
 from lmtier.client.client import Client
 from lmtier.errors import TierError
 from lmtier.server.peers import user_of
 from lmtier.tools.cli import main
-from lmtier.wire.resp import Error, command
+from lmtier.wire.resp import Error, encode_command
 from tests.server.other_user import USER, as_user, needs_root
 from tests.server.process import Served, Wire, served, until
 
@@ -156,7 +156,7 @@ def test_the_command_line_of_another_user_gets_the_sentence_and_code_2(tmp_path:
 def leave(address: Any) -> None:
     """Ask, and be gone before the server looks."""
     with socket.create_connection(address) as wire:
-        wire.sendall(command("FLUSHALL"))
+        wire.sendall(encode_command("FLUSHALL"))
 
 
 def test_who_leaves_before_the_server_looks_is_still_another_user(tmp_path: Path):

@@ -33,7 +33,7 @@ def serve_prompt(client: Client, tokens: list[int], salt: str = "") -> None:
     whole = (len(tokens) - 1) // C
     keys = KeyChain(seed(MODEL, C, salt=salt), C, tokens[: whole * C]).keys
     match = client.match(keys, FORM, tokens=len(tokens))
-    client.tell(keys, tokens[: whole * C], Origin.of({"model": MODEL.model}, "", salt))
+    client.send_tokens(keys, tokens[: whole * C], Origin.of({"model": MODEL.model}, "", salt))
     client.wait(match)
     client.release(match)
     reservation = client.reserve(keys, FORM, first=match.chunks)

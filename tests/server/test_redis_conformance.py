@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.wire.commands import Commands
-from lmtier.wire.replies import Replies
-from lmtier.wire.resp import INCOMPLETE, command
+from lmtier.wire.command_reader import CommandReader
+from lmtier.wire.reply_reader import ReplyReader
+from lmtier.wire.resp import INCOMPLETE, encode_command
 from tests.server.process import PATIENCE, Served, served
 
 SCRIPT = r"""
@@ -789,8 +789,8 @@ BROKEN = [
 UNTRUSTED = [
     *(b"*11\r\n$4\r\nPING\r\n$1\r\na\r\n", b"*10\r\n" + b"$1\r\na\r\n" * 10 + b"QUIT\r\n"),
     *(b"*2\r\n$4\r\nECHO\r\n$16385\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$16385\r\n"),
-    command("SET", "a", b"v" * 16384) + b"QUIT\r\n",
-    b"AUTH secret\r\n" + command("SET", "a", b"v" * 20_000) + b"QUIT\r\n",
+    encode_command("SET", "a", b"v" * 16384) + b"QUIT\r\n",
+    b"AUTH secret\r\n" + encode_command("SET", "a", b"v" * 20_000) + b"QUIT\r\n",
 ]
 
 DIFFERENT = {
@@ -816,7 +816,7 @@ class Side:
         self.socket = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET)
         self.socket.settimeout(PATIENCE)
         self.socket.connect(str(address) if isinstance(address, Path) else address)
-        self._replies = Replies()
+        self._replies = ReplyReader()
 
     def __call__(self, request: bytes) -> tuple[bytes, object]:
         """The bytes of one reply, and what they mean."""
@@ -857,7 +857,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def steps(script: str) -> Iterator[tuple[str, str, list[bytes]]]:
     for line in filter(lambda line: line and not line.startswith("# "), script.splitlines()):
         mark, text = (line[0], line[1:]) if line[0] in "~%!" else ("", line)
-        parser = Commands(lambda *_: None)
+        parser = CommandReader(lambda *_: None)
         data = text.encode() + b"\n"
         parser.target()[: len(data)] = data
         parser.received(len(data))
@@ -886,7 +886,7 @@ def compare(script: str, redis: Side, ours: Side, way: str) -> list[str]:
     wrong: list[str] = []
     counts: Counter[str] = Counter()
     for mark, line, args in steps(script):
-        request = line.encode() + b"\n" if way == "inline" else command(*args)
+        request = line.encode() + b"\n" if way == "inline" else encode_command(*args)
         (theirs, their_value), (mine, my_value) = redis(request), ours(request)
         theirs, mine = ID.sub(rb"\1?", theirs), ID.sub(rb"\1?", mine)
         counts[repr(args[0].upper()[:12])[2:-1]] += 1
@@ -912,8 +912,8 @@ def compare(script: str, redis: Side, ours: Side, way: str) -> list[str]:
 def test_every_command_is_answered_as_redis_answers_it(redis_server: Path, ours: Served, way: str):
     with Side(redis_server) as redis, Side(ours.address) as mine:
         for side in (redis, mine):
-            side(command("FLUSHALL"))
-            side(command("HELLO", 3 if way == "RESP3" else 2))
+            side(encode_command("FLUSHALL"))
+            side(encode_command("HELLO", 3 if way == "RESP3" else 2))
         wrong = compare(SCRIPT, redis, mine, way)
         assert redis.rest() == mine.rest() == b""
     assert not wrong, "\n".join(wrong)
@@ -928,8 +928,8 @@ def test_hello_and_reset_change_the_protocol_as_in_redis(redis_server: Path, our
 @pytest.mark.parametrize("way", ["RESP2", "inline"])
 def test_with_a_password_as_redis_does(redis_server: Path, tmp_path: Path, way: str):
     with Side(redis_server) as admin, served(tmp_path, token="secret") as server:
-        admin(command("FLUSHALL"))
-        admin(command("CONFIG", "SET", "requirepass", "secret"))
+        admin(encode_command("FLUSHALL"))
+        admin(encode_command("CONFIG", "SET", "requirepass", "secret"))
         try:
             with Side(redis_server) as redis, Side(server.address) as mine:
                 wrong = compare(WITH_PASSWORD, redis, mine, f"with a password, {way}")
@@ -938,7 +938,7 @@ def test_with_a_password_as_redis_does(redis_server: Path, tmp_path: Path, way: 
                 with Side(redis_server) as redis, Side(server.address) as mine:
                     assert mine.rest(data) == redis.rest(data), data[:60]
         finally:
-            admin(command("CONFIG", "SET", "requirepass", ""))
+            admin(encode_command("CONFIG", "SET", "requirepass", ""))
 
 
 @pytest.mark.parametrize("data", BROKEN, ids=lambda data: repr(data[:30]))
@@ -949,16 +949,16 @@ def test_what_ends_a_connection_ends_it_as_redis_does(redis_server: Path, ours: 
 
 def test_a_pipeline_is_answered_in_order_however_it_is_cut(redis_server: Path, ours: Served):
     requests = [
-        command("FLUSHALL"),
-        *(command("SET", f"name {i}", b"value %d\r\n" % i * (i * i)) for i in range(60)),
-        *(command("GET", f"name {i}") for i in range(60)),
-        command("MGET", *(f"name {i}" for i in range(0, 60, 7))),
+        encode_command("FLUSHALL"),
+        *(encode_command("SET", f"name {i}", b"value %d\r\n" % i * (i * i)) for i in range(60)),
+        *(encode_command("GET", f"name {i}") for i in range(60)),
+        encode_command("MGET", *(f"name {i}" for i in range(0, 60, 7))),
         b"GET 'name 3'\r\n",
-        command("GETRANGE", "name 59", 1000, 20_000),
-        *(command("DEL", f"name {i}") for i in range(0, 60, 2)),
-        *(command("GET", f"name {i}") for i in range(60)),
-        command("DBSIZE"),
-        command("QUIT"),
+        encode_command("GETRANGE", "name 59", 1000, 20_000),
+        *(encode_command("DEL", f"name {i}") for i in range(0, 60, 2)),
+        *(encode_command("GET", f"name {i}") for i in range(60)),
+        encode_command("DBSIZE"),
+        encode_command("QUIT"),
     ]
     data = b"".join(requests)
     with Side(redis_server) as redis:
@@ -977,7 +977,7 @@ def test_a_scan_from_0_to_0_finds_every_name_that_stays(ours: Served):
         wire.ask("FLUSHALL")
         names = {b"name %d" % i for i in range(1000)}
         for name in names:
-            wire.send(command("SET", name, "v"))
+            wire.send(encode_command("SET", name, "v"))
         for _ in names:
             assert wire.reply() == "OK"
         cursor, found, turns = b"0", [], 0

@@ -87,8 +87,8 @@ def test_a_tier_tells_what_it_holds_and_moved(make, tmp_path):
     assert (cpu["chunks"], cpu["used"]) == (len(cache.index), cache.index.used)
     below = cache.lower.owned[0].index
     assert (disk["chunks"], disk["used"], disk["capacity"]) == (7, below.used, below.capacity)
-    assert disk["bytes_down"] == 7 * FORM.at_rest
-    assert disk["bytes_up"] == 3 * FORM.at_rest
+    assert disk["bytes_down"] == 7 * FORM.stored_bytes
+    assert disk["bytes_up"] == 3 * FORM.stored_bytes
     assert disk["seconds_up"] > 0
     assert disk["seconds_down"] > 0
     assert cpu["evictions"] == cache.metrics.value(

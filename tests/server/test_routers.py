@@ -41,7 +41,7 @@ class Host(NamedTuple):
     def compute(self, prompt: list[int]) -> None:
         """As an engine that sends its tokens."""
         keys = KeyChain(seed(Identity(model="m"), C), C).extend(prompt).keys
-        self.engine.tell(keys, prompt, Origin.of({"model": "m"}, "", ""))
+        self.engine.send_tokens(keys, prompt, Origin.of({"model": "m"}, "", ""))
         assert store(self.engine, list(keys)) == CHUNKS
         assert self.engine.flush(PATIENCE)  # or it may be evicted before the disk has it
 

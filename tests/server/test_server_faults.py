@@ -25,16 +25,16 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.format.books import VERSION
+from lmtier.format.handover_file import VERSION
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.objects import now_ms
 from lmtier.server.access import Role
-from lmtier.server.commands import Argument, Caller, Command, Waiting
+from lmtier.server.commands import Argument, Caller, Command, PendingAnswer
 from lmtier.server.connection import Connection as ServerSide
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
-from lmtier.wire.resp import Error, bulk_header, command
+from lmtier.wire.resp import Error, bulk_header, encode_command
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
 
 FORK = multiprocessing.get_context("fork")
@@ -47,7 +47,7 @@ def content(seed: object, size: int) -> bytes:
 
 def begun(*args: str | bytes, length: int) -> bytes:
     """A command whose last argument is announced and does not come."""
-    return b"*%d\r\n" % (len(args) + 1) + command(*args).partition(b"\r\n")[2] + bulk_header(length)
+    return b"*%d\r\n" % (len(args) + 1) + encode_command(*args).partition(b"\r\n")[2] + bulk_header(length)
 
 
 # ---- clients that die
@@ -57,10 +57,10 @@ def begun(*args: str | bytes, length: int) -> bytes:
 @pytest.mark.parametrize(
     "frame",
     [
-        command("SET", "k", "a small value", "EX", 1000),
-        command("SET", "k", "another") + command("GET", "k"),
-        command("MSET", "k", "one", "l", "two", "k", "three"),
-        command("SET", "k", "new", "GET") + command("GETDEL", "l"),
+        encode_command("SET", "k", "a small value", "EX", 1000),
+        encode_command("SET", "k", "another") + encode_command("GET", "k"),
+        encode_command("MSET", "k", "one", "l", "two", "k", "three"),
+        encode_command("SET", "k", "new", "GET") + encode_command("GETDEL", "l"),
     ],
     ids=["SET", "SET and GET", "MSET", "SET GET"],
 )
@@ -110,7 +110,7 @@ def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
         for number, value in enumerate(values):
             writer.expect("OK", "SET", f"large {number}", value)
             stuck.append(server.connect(timeout=5))
-            stuck[-1].send(command("GET", f"large {number}"))
+            stuck[-1].send(encode_command("GET", f"large {number}"))
             assert stuck[-1].socket.recv(1) == b"$"
         until(lambda: server.held()[0] == 128 * MIB)
         writer.expect("OK", "SET", "small", b"while there is room, nobody is hurried")
@@ -137,7 +137,7 @@ def test_what_is_said_to_be_gone_is_gone_also_if_it_could_not_be_read_then(tmp_p
         with contextlib.ExitStack() as stuck:
             for number in range(2):  # nobody can make room for k
                 reader = stuck.enter_context(server.connect())
-                reader.send(command("GET", f"large {number}"))
+                reader.send(encode_command("GET", f"large {number}"))
                 assert reader.socket.recv(1) == b"$"
             assert server.held()[0] == 28 * MIB
             writer.expect(None, "GET", "k")
@@ -154,11 +154,11 @@ def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path:
             writer.expect("OK", "SET", "large", value)
         stuck = [server.connect(timeout=5) for _ in range(4)]
         idle = stuck.pop()
-        stuck[0].send(command("GET", "large"))
+        stuck[0].send(encode_command("GET", "large"))
         stuck[1].send(begun("SET", "k", length=8 * MIB) + b"begun")
         stuck[2].send(b"*2\r\n$3\r\nGE")
         reader = server.connect()
-        reader.send(command("GET", "large"))
+        reader.send(encode_command("GET", "large"))
         began, heard = time.monotonic(), b""
         while time.monotonic() - began < 2.5:  # slow, but it goes on
             heard += reader.socket.recv(200_000)
@@ -180,7 +180,7 @@ def test_who_drips_bytes_is_not_fed_for_ever(tmp_path: Path):
     """Each byte comes in time, but a value would take days."""
     with served(tmp_path, "cpu://?capacity=128MiB", patience=8) as server, server.connect() as other:
         other.expect("OK", "SET", "large", content("large", 32 * MIB))
-        starts = (begun("SET", "k", length=32 * MIB), b"PING ", b"*3\r\n$", command("GET", "large"))
+        starts = (begun("SET", "k", length=32 * MIB), b"PING ", b"*3\r\n$", encode_command("GET", "large"))
         drips = [server.connect() for _ in starts]
         for wire, data in zip(drips, starts, strict=True):
             wire.send(data)
@@ -205,7 +205,11 @@ def test_who_never_reads_fills_its_own_buffers_only(tmp_path: Path):
         wires = [server.connect(timeout=0.5) for _ in range(3)]
         for wire, request in zip(
             wires,
-            (command("PING"), command("GET", "k1"), command("MGET", *(f"k{i}" for i in range(20)))),
+            (
+                encode_command("PING"),
+                encode_command("GET", "k1"),
+                encode_command("MGET", *(f"k{i}" for i in range(20))),
+            ),
             strict=True,
         ):
             many = request * (MIB * 64 // len(request))
@@ -243,7 +247,7 @@ def test_a_thousand_idle_connections_cost_little(tmp_path: Path):
         assert among < 2 * alone + 200e-6
         assert grown < 48 * MIB
         for wire in idle:
-            wire.send(command("ECHO", "here"))
+            wire.send(encode_command("ECHO", "here"))
         for wire in idle:
             assert wire.reply() == b"here"
             wire.close()
@@ -256,11 +260,11 @@ def test_a_value_larger_than_the_room_is_refused_and_the_connection_goes_on(tmp_
     with served(tmp_path, "cpu://?capacity=4MiB") as server, server.connect() as wire:
         wire.expect("OK", "SET", "k", "kept")
         for frame in (
-            command("SET", "k", b"x" * 5 * MIB),
-            command("MSET", "a", b"x" * MIB, "b", b"x" * MIB, "c", b"x" * MIB),
-            command("SETEX", "k", 10, b"x" * 64 * MIB),
+            encode_command("SET", "k", b"x" * 5 * MIB),
+            encode_command("MSET", "a", b"x" * MIB, "b", b"x" * MIB, "c", b"x" * MIB),
+            encode_command("SETEX", "k", 10, b"x" * 64 * MIB),
         ):
-            wire.send(frame + command("GET", "k"))
+            wire.send(frame + encode_command("GET", "k"))
             refusal = wire.reply()
             assert isinstance(refusal, Error)
             assert refusal.startswith("OOM"), refusal
@@ -293,7 +297,7 @@ def test_what_the_slab_does_not_hold_comes_back_from_the_disk(tmp_path: Path):
         for name, size in sizes.items():
             wire.expect(size, "STRLEN", name)
         wire.expect(content("k63", sizes["k63"])[1_000_000:], "GETRANGE", "k63", 1_000_000, -1)
-        wire.send(b"".join(command("GET", name) for name in sizes))  # while others are served
+        wire.send(b"".join(encode_command("GET", name) for name in sizes))  # while others are served
         with server.connect() as other:
             other.expect("PONG", "PING")
         for name, size in sizes.items():
@@ -347,7 +351,7 @@ def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path:
         with server.connect() as wire:
             sender = threading.Thread(
                 target=wire.send,
-                args=(b"".join(command("SET", f"k{i}", f"v{i}" * 20) for i in range(count)),),
+                args=(b"".join(encode_command("SET", f"k{i}", f"v{i}" * 20) for i in range(count)),),
             )
             sender.start()
             assert [wire.reply() for _ in range(count)] == ["OK"] * count
@@ -380,7 +384,7 @@ def test_sigterm_lets_a_value_that_has_begun_be_finished(tmp_path: Path):
     tiers = ("cpu://?capacity=64MiB", disk(tmp_path, "64MiB"))
     value = content("late", 8 * MIB)
     with served(tmp_path, *tiers) as server, server.connect() as wire, server.connect() as idle:
-        frame = command("SET", "late", value)
+        frame = encode_command("SET", "late", value)
         wire.send(frame[: 4 * MIB])
         until(lambda: server.held()[1] >= 8 * MIB)
         server.process.send_signal(signal.SIGTERM)
@@ -429,7 +433,7 @@ def test_flushall_while_a_value_is_being_sent(tmp_path: Path):
     tiers = ("cpu://?capacity=64MiB", disk(tmp_path, "128MiB"))
     with served(tmp_path, *tiers) as server, server.connect() as reader, server.connect() as other:
         other.expect("OK", "SET", "large", value)
-        reader.send(command("GET", "large"))
+        reader.send(encode_command("GET", "large"))
         assert reader.socket.recv(1) == b"$"
         other.expect("OK", "FLUSHALL")
         other.expect(None, "GET", "large")
@@ -437,7 +441,7 @@ def test_flushall_while_a_value_is_being_sent(tmp_path: Path):
         for i in range(8):
             other.expect("OK", "SET", f"k{i}", b"z" * 4 * MIB)  # over whatever is free
         rest = b"%d\r\n%s\r\n+PONG\r\n" % (len(value), value)
-        reader.send(command("PING"))
+        reader.send(encode_command("PING"))
         heard = bytearray()
         while len(heard) < len(rest):
             heard += reader.socket.recv(MIB)
@@ -447,9 +451,14 @@ def test_flushall_while_a_value_is_being_sent(tmp_path: Path):
 def test_the_slab_is_handed_out_among_other_answers(tmp_path: Path):
     with served(tmp_path, unix=str(tmp_path / "socket")) as server, Wire(server.where["unix"]) as wire:
         wire.expect("OK", "SET", "k", "v" * 20_000)
-        slab = command("LMTIER.SLAB")
+        slab = encode_command("LMTIER.SLAB")
         wire.send(
-            command("GET", "k") + command("PING") + slab + command("ECHO", "x") + slab + command("QUIT")
+            encode_command("GET", "k")
+            + encode_command("PING")
+            + slab
+            + encode_command("ECHO", "x")
+            + slab
+            + encode_command("QUIT")
         )
         heard, files = b"", []
         while True:
@@ -470,10 +479,10 @@ def test_what_is_cleared_by_force_while_it_comes_is_gone(tmp_path: Path):
     tiers = ("cpu://?capacity=16MiB", disk(tmp_path, "64MiB"))
     with served(tmp_path, *tiers) as server, server.connect() as wire, server.connect() as other:
         for frame, answer in (
-            (command("SET", "k", value), "OK"),
-            (command("MSET", "l", value, "k", value), "OK"),
-            (command("SET", "k", value, "GET"), None),
-            (command("SETNX", "k", value), 1),
+            (encode_command("SET", "k", value), "OK"),
+            (encode_command("MSET", "l", value, "k", value), "OK"),
+            (encode_command("SET", "k", value, "GET"), None),
+            (encode_command("SETNX", "k", value), 1),
         ):
             other.expect("OK", "SET", "k", "older")
             wire.send(frame[: -MIB // 2])
@@ -567,7 +576,7 @@ def test_a_value_that_never_fits_hurries_no_other_client():
         assert draft is not None
         assert values.draft(MIB // 3) is None
         assert values.no_room_at > 0
-        values.drop(draft)
+        values.discard_draft(draft)
 
 
 def test_values_that_expire_together_are_deleted_some_at_a_time():
@@ -627,7 +636,7 @@ def failing(caller: Caller, args: list[Argument]) -> object:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def failing_later(caller: Caller, args: list[Argument]) -> Waiting:
+def failing_later(caller: Caller, args: list[Argument]) -> PendingAnswer:
     yield None
     return failing(caller, args)
 
@@ -643,11 +652,11 @@ def test_a_call_of_the_system_that_fails_in_a_command_is_its_answer():
         with theirs:
 
             def said(*words: bytes) -> bytes:
-                theirs.send(b"".join(command(word) for word in words))
-                connection.hear()
+                theirs.send(b"".join(encode_command(word) for word in words))
+                connection.read_and_run()
                 while connection.is_waiting:
                     transactions.turn()
-                    connection.go_on()
+                    connection.run_and_send()
                 return theirs.recv(1 << 16)
 
             refused = b"-ERR Too many open files\r\n"

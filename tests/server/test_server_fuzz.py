@@ -23,13 +23,13 @@ from pathlib import Path
 
 import pytest
 
-from lmtier.config import Config, Serving
+from lmtier.config import Config, ServerConfig
 from lmtier.server.access import Role
 from lmtier.server.commands import Caller
 from lmtier.server.connection import Connection
 from lmtier.server.serve import Server
-from lmtier.wire.replies import Replies
-from lmtier.wire.resp import INCOMPLETE, Error, command
+from lmtier.wire.reply_reader import ReplyReader
+from lmtier.wire.resp import INCOMPLETE, Error, encode_command
 from tests.server.process import MIB, PATIENCE, Served, secret, served, until
 from tests.server.witness import Witness, assert_nothing_is_left
 
@@ -145,7 +145,7 @@ class Frames:
             return (
                 verb.encode() + b" " + b" ".join(args).replace(b"\n", b"") + chance.choice((b"\n", b"\r\n"))
             )
-        return command(verb, *args)
+        return encode_command(verb, *args)
 
     def batch(self, most: int) -> list[bytes]:
         """Some frames; two times of three the last is damaged."""
@@ -190,7 +190,7 @@ class Peer:
 
     def send(self, frames: list[bytes], word: bytes) -> None:
         """The frames, in one piece each or cut; then wait for the echo, or the end."""
-        echo = command("ECHO", word)
+        echo = encode_command("ECHO", word)
         wanted = echo[-len(word) - len(b"$%d\r\n" % len(word)) - 2 :]
         sock = self._socket or self._server.connect().socket
         self._socket = None
@@ -240,7 +240,7 @@ class Within:
         tiers = ("cpu://?capacity=4MiB", f"disk://{folder}/kv?capacity=8MiB")
         self.server = Server(
             Config(tiers=tiers, chunk_tokens=16, prefault=False),
-            Serving(listen="", http="", unix=str(folder / "socket")),
+            ServerConfig(listen="", http="", unix=str(folder / "socket")),
         )
         until(self._is_warm)
         self.ids = count(1)
@@ -256,7 +256,7 @@ class Within:
         caller = Caller(next(self.ids), "fuzz", is_local=chance.random() < 0.5, role=Role.ADMIN)
         connection = Connection(self.server._dispatch, theirs, caller)
         self.server._begin(connection)
-        replies = Replies()
+        replies = ReplyReader()
         ours.setblocking(False)
         data = memoryview(b"".join(frames))
         cut = max(1 + len(data) // 50, chance.choice((len(data), len(data), 1, 7, 100, 1000)))
@@ -279,16 +279,16 @@ class Within:
             self._turn(connection)
         if connection.is_open:  # it waits for a tier: epoll would say that its client is gone
             connection.close()
-            self.server._look(connection)
+            self.server._update_events(connection)
 
     def _turn(self, connection: Connection) -> None:
         self.server._event(connection.fd, select.EPOLLIN)
         self.server.cache.step()
         if connection.is_open and connection.is_waiting:
-            connection.go_on()
-            self.server._look(connection)
+            connection.run_and_send()
+            self.server._update_events(connection)
 
-    def _hear(self, ours: socket.socket, replies: Replies) -> None:
+    def _hear(self, ours: socket.socket, replies: ReplyReader) -> None:
         with suppress(BlockingIOError, ConnectionError):
             while said := ours.recv(1 << 16):
                 replies.feed(said)
@@ -298,9 +298,9 @@ class Within:
 
     def check(self) -> None:
         self.server.cache.check()
-        assert not self.server._roster
+        assert not self.server._connections
         assert self.server._values._drafting == 0
-        assert not self.server._waiting
+        assert not self.server._resumable
 
     def close(self) -> None:
         self.server.stop()

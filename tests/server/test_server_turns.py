@@ -26,16 +26,16 @@ from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import LayerShape, Layout, Name
 from lmtier.rules.hints import envelope
 from lmtier.server.access import Role
-from lmtier.server.commands import PAUSE, Caller, Nothing
+from lmtier.server.commands import ALREADY_SENT, PAUSE, Caller
 from lmtier.server.connection import Connection
 from lmtier.server.dispatch import Dispatch
-from lmtier.server.engines import Engines
-from lmtier.server.redis.strings import Strings
+from lmtier.server.engines import EngineVerbs
+from lmtier.server.redis.strings import ValueCommands
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import ANY, Values
 from lmtier.tiers.base import Item, Stat
-from lmtier.wire.replies import Replies
-from lmtier.wire.resp import Error, bulk_header, command
+from lmtier.wire.reply_reader import ReplyReader
+from lmtier.wire.resp import Error, bulk_header, encode_command
 from lmtier_backends.disk import DiskTier
 from tests.certificates import certify
 from tests.server.process import MIB, PATIENCE, Served, Wire, served, until
@@ -78,10 +78,10 @@ NAMES = [f"name:{i}" for i in range(200_000)]
 @pytest.mark.parametrize(
     "frame",
     [
-        command("EXISTS", *NAMES),
-        command("MGET", *NAMES),
-        command("DEL", *NAMES),
-        command("GET", "there") * 40_000,
+        encode_command("EXISTS", *NAMES),
+        encode_command("MGET", *NAMES),
+        encode_command("DEL", *NAMES),
+        encode_command("GET", "there") * 40_000,
     ],
     ids=["EXISTS", "MGET", "DEL", "a pipeline of GETs"],
 )
@@ -93,7 +93,7 @@ def test_many_names_at_once_are_not_in_the_way_of_others(tmp_path: Path, frame: 
         with Pinging(server) as other:
             sender = threading.Thread(target=greedy.send, args=(frame,))
             sender.start()
-            for _ in range(40_000 if frame.endswith(command("GET", "there")) else 1):
+            for _ in range(40_000 if frame.endswith(encode_command("GET", "there")) else 1):
                 assert not isinstance(greedy.reply(), Error)
             sender.join(PATIENCE)
         assert other.longest < max(0.1, (time.monotonic() - began) / 6)
@@ -113,12 +113,12 @@ def test_the_names_of_all_values_are_sent_some_at_a_time():
         ends: list[object] = []
 
         def going() -> Generator[Any, None, None]:
-            ends.append((yield from Strings(values).keys(Caller(1, "here"), [b"KEYS", b"name:*"])))
+            ends.append((yield from ValueCommands(values).keys(Caller(1, "here"), [b"KEYS", b"name:*"])))
 
         parts = list(going())
-        assert ends == [Nothing]
+        assert ends == [ALREADY_SENT]
         assert max(part.count(b"name:") for part in parts) <= 1000
-        replies = Replies()
+        replies = ReplyReader()
         replies.feed(b"".join(parts))
         found = replies.next()
         assert isinstance(found, list)
@@ -132,7 +132,7 @@ def test_all_values_are_forgotten_however_long_that_takes(tmp_path: Path):
     config = {"load_deadline": 0.5, "queue_length": 30_000}
     with served(tmp_path, *tiers, config=config) as server, server.connect() as wire:
         for first in range(0, 24_000, 1000):
-            wire.send(b"".join(command("SET", f"k{i}", "x") for i in range(first, first + 1000)))
+            wire.send(b"".join(encode_command("SET", f"k{i}", "x") for i in range(first, first + 1000)))
             assert [wire.reply() for _ in range(1000)] == ["OK"] * 1000
         wire.expect(1, "LMTIER.FLUSH", 15_000)
         wire.expect("OK", "FLUSHALL")
@@ -233,7 +233,7 @@ def test_tls_carries_values_of_every_size(secured: Secured):
 def test_strangers_on_the_tls_port_cost_their_own_connections(secured: Secured):
     with secured.connect() as wire:
         with Wire(secured.address) as plain:  # no handshake at all
-            plain.send(command("PING"))
+            plain.send(encode_command("PING"))
             assert plain.ends()
         silent = [Wire(secured.address) for _ in range(20)]  # a handshake that never begins
         hello = silent[0].socket
@@ -308,11 +308,11 @@ def test_what_a_full_and_failing_disk_could_not_overwrite_is_not_forgotten(tmp_p
             ),
             5.0,
         )
-        (lost,) = [name for name in (b"a", b"b", b"c") if not cache.lower[0].holds(value_key(name), ANY)]
-        assert finished(values.forget(lost)) is None
+        (lost,) = [name for name in (b"a", b"b", b"c") if not cache.lower[0].is_stored(value_key(name), ANY)]
+        assert finished(values.delete(lost)) is None
         disk.is_read_only = False
         until(lambda: cache.step() is not None and not cache.lower[0].backlog, 10.0)
-        assert finished(values.forget(lost)) == 0
+        assert finished(values.delete(lost)) == 0
 
 
 def test_a_tier_that_may_not_write_now_is_waited_for(tmp_path: Path):
@@ -337,7 +337,9 @@ def test_a_tier_that_may_not_write_now_is_waited_for(tmp_path: Path):
         cache.pause(False)
         until(lambda: cache.step() is not None and next(waiting, "acknowledged") == "acknowledged")
         assert cache.flush(5.0)
-        assert sum(cache.lower[0].holds(value_key(b"%d" % n), ANY) for n in range(number + 1)) == number + 1
+        assert (
+            sum(cache.lower[0].is_stored(value_key(b"%d" % n), ANY) for n in range(number + 1)) == number + 1
+        )
 
 
 def test_what_waits_while_nothing_may_be_written_is_written_at_the_end(tmp_path: Path):
@@ -347,7 +349,7 @@ def test_what_waits_while_nothing_may_be_written_is_written_at_the_end(tmp_path:
             values = Values(cache)
             while not cache.is_warm:
                 cache.wait_for_tiers()
-            assert cache.lower[0].holds(value_key(b"a"), ANY) == (not is_first)
+            assert cache.lower[0].is_stored(value_key(b"a"), ANY) == (not is_first)
             if is_first:
                 cache.pause(True)
                 draft = values.draft(3)
@@ -398,7 +400,7 @@ def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Pa
 
             def has_ended() -> bool:
                 with suppress(OSError):
-                    client.send(command("PING"))
+                    client.send(encode_command("PING"))
                     page.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
                 return server.process.poll() is not None
 
@@ -423,8 +425,8 @@ def test_a_closed_connection_leaves_nothing_for_the_collector():
     try:
         ours, theirs = socket.socketpair()
         connection = Connection(host, ours, Caller(1, "here", role=Role.ADMIN))
-        theirs.send(command("SET", "k", "v") + b"*2\r\n$3\r\n")
-        connection.hear()
+        theirs.send(encode_command("SET", "k", "v") + b"*2\r\n$3\r\n")
+        connection.read_and_run()
         connection.close()
         theirs.close()
         left = weakref.ref(connection)
@@ -451,7 +453,7 @@ def test_what_is_not_known_yet_is_not_said_to_be_cleared(tmp_path: Path):
     config = Config(tiers=("cpu://?capacity=1MiB", url), prefault=False)
     disk = Slow(tmp_path)
     with Cache(config, tiers={url: disk}, wait_until_warm=False) as cache:
-        clear = Engines(cache).table()[b"LMTIER.CLEAR"].handler
+        clear = EngineVerbs(cache).table()[b"LMTIER.CLEAR"].handler
         caller = Caller(1, "here", role=Role.ADMIN)
         assert clear(caller, [b"LMTIER.CLEAR"]).startswith("LOADING ")
         disk.may_look.set()
@@ -485,18 +487,18 @@ def test_no_other_server_begins_again_what_says_what_it_has_changed(
     config = Config(tiers=("cpu://?capacity=1MiB",), prefault=False)
     with Cache(config, is_record=is_value) as cache:
         values = Values(cache)
-        dispatch = Dispatch(cache, values, Transactions(values), Engines(cache).table())
+        dispatch = Dispatch(cache, values, Transactions(values), EngineVerbs(cache).table())
         ours, theirs = socket.socketpair()
         connection = Connection(dispatch, ours, Caller(1, "here", role=Role.ADMIN))
         with theirs:
-            assert connection.can_move
-            theirs.send(command(*words))
-            connection.hear()
+            assert connection.can_hand_over
+            theirs.send(encode_command(*words))
+            connection.read_and_run()
             assert connection.is_waiting
-            assert not connection.can_move
+            assert not connection.can_hand_over
             while connection.is_waiting:
-                connection.hear()
-            assert connection.can_move
+                connection.read_and_run()
+            assert connection.can_hand_over
             assert theirs.recv(1 << 16).startswith(b"$")
         connection.close()
 
@@ -506,7 +508,7 @@ def test_a_large_reservation_pauses_and_nothing_of_it_stays_if_its_client_leaves
     config = Config(tiers=(f"cpu://?capacity={1_100 * 4096}",), prefault=False)
     keys = os.urandom(1_000 * 32)
     with Cache(config) as cache:
-        table, caller = Engines(cache).table(), Caller(1, "here", is_local=True)
+        table, caller = EngineVerbs(cache).table(), Caller(1, "here", is_local=True)
 
         def ask(verb: str, *arguments: bytes) -> Any:
             return table[f"LMTIER.{verb}".encode()].handler(caller, [b"", *arguments])

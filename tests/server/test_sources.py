@@ -25,7 +25,7 @@ from lmtier.format.keys import Identity, KeyChain, seed, value_key
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import peek
 from lmtier.rules.hints import envelope
-from lmtier.server.engines import Engines
+from lmtier.server.engines import EngineVerbs
 from lmtier.testing import load, run
 from lmtier.tiers.base import Item, Job, Op, Reason
 from lmtier.tiers.registry import open_tier
@@ -135,7 +135,7 @@ def test_a_host_that_nobody_names_costs_no_lookup(tmp_path: Path):
     with two_hosts(tmp_path) as (_, b, source, _link):
         asked = b.server.ask("LMTIER.REPORT")["clients"]
         b.engine.release(b.engine.match(keys(3, "new"), ONE))
-        assert b.engine._server.link.look is not None
+        assert b.engine._server.link.presence_reader is not None
         assert len(b.server.ask("LMTIER.REPORT")["clients"]) == len(asked)
         b.engine.release(b.engine.wait(b.engine.match(keys(3, "new"), ONE, source=source)))
 
@@ -188,7 +188,7 @@ def test_a_chunk_that_leaves_while_its_checksum_is_made_is_not_sent():
     (key,) = keys(1)
     cache = Cache(Config(tiers=("cpu://?capacity=1MiB",), chunk_tokens=C, prefault=False))
     cache.commit(cache.reserve([key], ONE))
-    sending = Connection(Engines(cache), "NAME", "b").ask("READ", str(Name(key, ONE.shards[0])))
+    sending = Connection(EngineVerbs(cache), "NAME", "b").ask("READ", str(Name(key, ONE.shards[0])))
     next(sending)
     entry = cache.index.get(key)
     assert entry is not None

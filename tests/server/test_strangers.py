@@ -27,7 +27,7 @@ from lmtier.errors import TierError
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.format.layout import Layout, form_of
 from lmtier.server.process import allow_files
-from lmtier.wire.resp import Error, command
+from lmtier.wire.resp import Error, encode_command
 from tests.certificates import certify
 from tests.server.forked import Process
 from tests.server.process import MIB, Served, Wire, served, until
@@ -118,12 +118,12 @@ HUGE = [
     *(b"*2\r\n$3\r\nGET\r\n$%d\r\n" % size for size in (-2, 1 << 31, 1 << 63, 10**30)),
     *(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % size for size in (-2, 1 << 31, (1 << 63) - 1, 10**30)),
     *(b"*2\r\n$%d\r\n" % size for size in (1 << 20, 1 << 31)),
-    command("GET", b"k" * 10_000_000),
-    command("SET", b"k" * 10_000_000, b"v"),
-    command("LMTIER.HELLO", 1) + command("LMTIER.MATCH", 0, 0, 0, bytes(32 * 1_000_000)),
-    command("LMTIER.HELLO", 1) + command("LMTIER.SEEN", bytes(32 * 1_000_000)),
-    command("LMTIER.HELLO", b"9" * 1_000_000),
-    *[command("MGET", *(b"%d" % i for i in range(1_000_000)))] * 3,
+    encode_command("GET", b"k" * 10_000_000),
+    encode_command("SET", b"k" * 10_000_000, b"v"),
+    encode_command("LMTIER.HELLO", 1) + encode_command("LMTIER.MATCH", 0, 0, 0, bytes(32 * 1_000_000)),
+    encode_command("LMTIER.HELLO", 1) + encode_command("LMTIER.SEEN", bytes(32 * 1_000_000)),
+    encode_command("LMTIER.HELLO", b"9" * 1_000_000),
+    *[encode_command("MGET", *(b"%d" % i for i in range(1_000_000)))] * 3,
     b"GET " + b"x" * 10_000_000 + b"\r\n",
     b"x" * 10_000_000,
 ]
@@ -298,7 +298,7 @@ def test_strangers_who_take_all_places_and_come_back_keep_nobody_out(tmp_path: P
         with ExitStack() as stack:
             wires = [stack.enter_context(server.connect()) for _ in range(TRIES)]
             for wire in wires:
-                wire.send(command("AUTH", TOKEN))
+                wire.send(encode_command("AUTH", TOKEN))
             for _ in range(TRIES):
                 try:
                     Client(unix).close()
@@ -373,7 +373,7 @@ def test_only_tls_that_trusts_and_is_trusted_comes_in(locked: Served, certificat
             socket.create_connection(locked.address, 10) as bare,
             context.wrap_socket(bare, server_hostname=name) as wire,
         ):
-            wire.sendall(command("AUTH", TOKEN))
+            wire.sendall(encode_command("AUTH", TOKEN))
             assert wire.recv(100) == b"+OK\r\n"
 
     right = ssl.create_default_context(cafile=str(certificates / "server.crt"))
@@ -390,7 +390,7 @@ def test_only_tls_that_trusts_and_is_trusted_comes_in(locked: Served, certificat
         assert b"PONG" not in done.stdout
         assert b"Cipher is (NONE)" in done.stdout
     with Wire(locked.address) as plain:
-        plain.send(command("AUTH", TOKEN) + command("PING"))
+        plain.send(encode_command("AUTH", TOKEN) + encode_command("PING"))
         assert plain.ends()
 
 
@@ -421,7 +421,7 @@ def test_what_was_said_in_tls_cannot_be_said_again(locked: Served):
             socket.create_connection(listener.getsockname(), 10) as bare,
             trust.wrap_socket(bare, server_hostname="localhost") as wire,
         ):
-            wire.sendall(command("AUTH", TOKEN) + command("SET", "k", "v"))
+            wire.sendall(encode_command("AUTH", TOKEN) + encode_command("SET", "k", "v"))
             assert wire.recv(100)
             with suppress(OSError):
                 wire.unwrap()

@@ -20,7 +20,7 @@ from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.server import tracing
-from lmtier.server.engines import Engines
+from lmtier.server.engines import EngineVerbs
 from lmtier.server.tracing import Tracing
 from lmtier.testing import MemoryTier
 from tests.client.test_client import ONE, Server, look, store
@@ -43,7 +43,7 @@ class Traced:
         tiers = (f"cpu://?capacity={8 * ROOM}", *urls)
         self.cache = Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False), tiers=opened)
         self.tracing = Tracing(provider) if is_on else None
-        self.engines = Engines(self.cache, tracing=self.tracing)
+        self.engines = EngineVerbs(self.cache, tracing=self.tracing)
         self.engine = Connection(self.engines, "NAME", "engine-0")
         self.form = self.engine.say("FORM", LAYOUT.to_json(), str(WHOLE))
 
@@ -129,7 +129,7 @@ def test_a_request_without_a_trace_begins_one(traced):
 def test_what_an_engine_leaves_behind_is_a_span_too(traced):
     traced.engine.say("MATCH", traced.form, 0, 2000, *keys(2))
     traced.engine.say("RESERVE", traced.form, 0, *keys(2))
-    traced.engines.gone(traced.engine.caller)
+    traced.engines.on_disconnect(traced.engine.caller)
     match, stored = traced.spans()
     assert match.name == "lmtier.match"
     assert facts(stored)["lmtier.aborted"] is True

@@ -12,20 +12,20 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import State
+from lmtier.core.match import EntryState
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import Name
 from lmtier.observe.metrics import Metrics
-from lmtier.server.access import Role, Secrets, Wrong
-from lmtier.server.commands import Caller, Nothing, Payload
+from lmtier.server.access import Role, RoleTokens, WrongTokens
+from lmtier.server.commands import ALREADY_SENT, Caller, Payload
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.redis import redis_table
-from lmtier.server.redis.service import Service
+from lmtier.server.redis.service import ServerCommands
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.testing import Gate, MemoryTier, SlowTier
-from lmtier.wire.commands import DROP
-from lmtier.wire.resp import Error, NullArray, command
+from lmtier.wire.command_reader import DROP
+from lmtier.wire.resp import Error, NullArray, encode_command
 from tests.server.process import MIB, served, until
 
 URL = "memory://?capacity=64MiB"
@@ -40,9 +40,9 @@ class Room:
         self.cache = Cache(config, tiers={URL: SlowTier(MemoryTier(objects), gate)}, is_record=is_value)
         self.values = Values(self.cache)
         self.transactions = Transactions(self.values)
-        service = Service(
-            tokens=lambda: Secrets({}),
-            wrong=Wrong(Metrics()),
+        service = ServerCommands(
+            tokens=lambda: RoleTokens({}),
+            wrong=WrongTokens(Metrics()),
             info=dict,
             settings=dict,
             present=list,
@@ -54,8 +54,8 @@ class Room:
         """As the server does it: an answer, or a generator that waits for it."""
         args: list[Any] = [word.encode() for word in words]
         name, entry = args[0], self.table[args[0]]
-        if self.transactions.takes(caller, name):
-            return self.transactions.keep(caller, name, entry, args)
+        if self.transactions.must_queue(caller, name):
+            return self.transactions.queue_command(caller, name, entry, args)
         return self.transactions.run(caller, entry, args)
 
     def turn(self) -> None:
@@ -71,7 +71,7 @@ class Room:
             try:
                 part = next(answer)
             except StopIteration as stop:
-                return said if stop.value is Nothing else self.text(stop.value)
+                return said if stop.value is ALREADY_SENT else self.text(stop.value)
             said += self.text(part) if part is not None else b""
             self.turn()
 
@@ -80,7 +80,7 @@ class Room:
         if not isinstance(answer, Payload):
             return answer
         said = bytes(answer.view)
-        answer.sent()
+        answer.on_sent()
         return said
 
 
@@ -144,7 +144,7 @@ def test_of_two_transactions_with_one_name_the_later_sees_what_the_earlier_did(r
 def test_a_transaction_whose_client_dies_is_done_to_its_end(room):
     ours = Caller(1, "ours")
     waiting(room, ours).close()
-    room.transactions.gone(ours)
+    room.transactions.drop_client(ours)
     room.gate.open()
     until(lambda: (room.turn(), not room.transactions.are_running)[1])
     assert room.end(room.ask(Caller(2, "theirs"), "GET", "k")) == b"new"
@@ -191,7 +191,7 @@ def test_of_two_that_set_what_is_not_there_one_does(room):
     assert [room.end(first), room.end(second)] == [1, 0]
     assert room.end(room.ask(Caller(1, "ours"), "GET", "lock")) == b"a"
     while theirs.drafts:  # as a connection does it
-        room.values.drop(theirs.drafts.pop())
+        room.values.discard_draft(theirs.drafts.pop())
 
 
 def test_a_new_time_does_not_bring_an_old_value_back(room):
@@ -236,7 +236,11 @@ def test_who_finds_that_an_old_value_has_expired_deletes_no_newer_one():
         pass
     gate.open()
     key = value_key(b"k")
-    until(lambda: (room.cache.step(), (entry := room.cache.index.get(key)) and entry.state is State.READY)[1])
+    until(
+        lambda: (room.cache.step(), (entry := room.cache.index.get(key)) and entry.state is EntryState.READY)[
+            1
+        ]
+    )
     assert room.end(written) is None
     assert room.end(reads) == b"new", "it came during the wait"
     assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) == b"new"
@@ -295,7 +299,7 @@ def test_who_may_not_store_gets_no_room_for_a_value(room):
     dispatch = Dispatch(room.cache, room.values, room.transactions, room.table)
     for role in Role:
         caller = Caller(1, "ours", role=role)
-        place = dispatch.place(caller, [b"SET", b"k"], 3, 1000)
+        place = dispatch.payload_target(caller, [b"SET", b"k"], 3, 1000)
         assert (place is not DROP) == (role >= Role.ENGINE)
         dispatch.drop_drafts(caller)
 
@@ -304,12 +308,12 @@ def test_a_transaction_that_has_not_begun_ends_with_its_client(room):
     first, ours = waiting(room, Caller(1, "first")), Caller(2, "ours")
     room.ask(ours, "MULTI")
     room.ask(ours, "SET", "k", "lost")
-    queued = room.transactions.held(ours)
+    queued = room.transactions.held_bytes(ours)
     second = room.ask(ours, "EXEC")
     assert next(second) is None
-    assert room.transactions.held(ours) >= queued > 0
+    assert room.transactions.held_bytes(ours) >= queued > 0
     second.close()
-    room.transactions.gone(ours)
+    room.transactions.drop_client(ours)
     room.turn()
     assert room.transactions._waiting == []
     room.gate.open()
@@ -390,7 +394,7 @@ def test_what_was_not_executed_holds_nothing_when_its_client_is_gone(room):
     room.ask(ours, "WATCH", "k", "below")
     room.ask(ours, "MULTI")
     room.ask(ours, "SET", "k", "v")
-    room.transactions.gone(ours)
+    room.transactions.drop_client(ours)
     assert room.values._watches == {}
     assert room.end(room.ask(Caller(2, "theirs"), "GET", "k")) is None
 
@@ -413,7 +417,7 @@ def test_a_queue_is_bounded_in_bytes_and_in_room(tmp_path: Path):
         wire.expect("OK", "MULTI")
         name = "n" * 3000
         for _ in range(20):
-            wire.send(command("EXISTS", *[name] * 300) * 10)
+            wire.send(encode_command("EXISTS", *[name] * 300) * 10)
         answers = [wire.reply() for _ in range(200)]
         assert answers[0] == "QUEUED"
         assert any("take 16777216 bytes at most here" in each for each in answers)
@@ -433,7 +437,12 @@ def test_answers_of_a_transaction_are_bounded_and_what_it_writes_is_written(tmp_
         before = server.rss()
         names = [f"{i:03}" + "n" * 3000 for i in range(100)]
         wire.expect("OK", "MSET", *(word for name in names for word in (name, "")))
-        wire.send(command("MULTI") + command("KEYS", "*") * 300 + command("SET", "k", "v") + command("EXEC"))
+        wire.send(
+            encode_command("MULTI")
+            + encode_command("KEYS", "*") * 300
+            + encode_command("SET", "k", "v")
+            + encode_command("EXEC")
+        )
         assert [wire.reply() for _ in range(302)][-1] == "QUEUED"
         answers = wire.reply()
         assert len(answers) == 301

@@ -172,7 +172,7 @@ def fill(cache: Cache, names: list[bytes], form=ONE, *, fits: bool = True) -> No
     for entry in reservation.entries.values():
         for offset, shard in zip(entry.offsets, form.shards, strict=True):
             cache.slab.view(offset, LAYOUT.nbytes(shard))[:] = content(entry.key, shard)
-    for shard in sorted(reservation.left):
+    for shard in sorted(reservation.pending_shards):
         cache.commit(reservation, shard)
     assert cache.flush() or not fits
 
@@ -197,7 +197,7 @@ def keys(count: int) -> list[bytes]:
 
 
 def cache_over(url: str, codec: str, chunks: int = 8) -> Cache:
-    tiers = (f"cpu://?capacity={chunks * ONE.room}", f"{url}&codec={codec}")
+    tiers = (f"cpu://?capacity={chunks * ONE.slab_bytes}", f"{url}&codec={codec}")
     return Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False, load_deadline=30.0))
 
 
@@ -207,7 +207,7 @@ def test_what_went_down_encoded_comes_up_whole_also_after_a_restart_and_under_an
     with cache_over(url, "shuffle-zstd") as cache:
         fill(cache, keys(6), form)
         for entry in cache.index.entries():
-            cache.room.take_out(entry)
+            cache.memory.take_out(entry)
         assert found(cache, keys(6), form) == [label] * 6
         counted = cache.metrics.sums(cache.metrics.codec_bytes, "stage")
         assert counted["given"] == 6 * LAYOUT.nbytes(LAYOUT.whole)
@@ -308,7 +308,7 @@ def test_what_is_loaded_from_an_approximation_is_used_and_never_meets_what_is_ex
         return Mover(cache, kv, Identity(model="m", weights="w"), spare_blocks=range(32, 64))
 
     def opened(codec: str) -> Cache:
-        tiers = (f"cpu://?capacity={8 * ONE.room}", f"disk://{tmp_path}/kv?capacity=1GiB&codec={codec}")
+        tiers = (f"cpu://?capacity={8 * ONE.slab_bytes}", f"disk://{tmp_path}/kv?capacity=1GiB&codec={codec}")
         return Cache(Config(tiers=tiers, chunk_tokens=C, verify="always", prefault=False, load_deadline=30.0))
 
     tokens = list(range(2 * C + 1))

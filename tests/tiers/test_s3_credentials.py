@@ -32,7 +32,7 @@ def home(tmp_path, monkeypatch):
 
 
 def keys(credentials: Credentials | None = None, seconds: float = 5.0) -> AccessKey:
-    return (credentials or Credentials("", "eu-central-1")).keys(time.monotonic() + seconds)
+    return (credentials or Credentials("", "eu-central-1")).access_key(time.monotonic() + seconds)
 
 
 class Service:

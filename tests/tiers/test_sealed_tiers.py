@@ -18,13 +18,13 @@ import pytest
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError, without_secrets
-from lmtier.format.keys import NOBODY, tenant, value_key
+from lmtier.format.keys import NO_TENANT, tenant, value_key
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.sealing import NoKey
 from lmtier.testing import MemoryTier, load, replace_start, run, sample, store
 from lmtier.tiers import keyring as keyring_module
 from lmtier.tiers.base import Item, Job, Op, Reason, Tier
-from lmtier.tiers.keyring import Keyring, Tenants
+from lmtier.tiers.keyring import Keyring, TenantKeyFiles
 from lmtier.tiers.registry import open_tier
 from lmtier.tools.cli import main
 from lmtier_backends.disk import Fault, _Checker, verify
@@ -56,7 +56,9 @@ def sealed(url: str, key: str, more: str = "") -> str:
 
 
 def cache_over(url: str, chunks: int = 8) -> Cache:
-    return Cache(Config(tiers=(f"cpu://?capacity={chunks * ONE.room}", url), chunk_tokens=C, prefault=False))
+    return Cache(
+        Config(tiers=(f"cpu://?capacity={chunks * ONE.slab_bytes}", url), chunk_tokens=C, prefault=False)
+    )
 
 
 def missed(cache: Cache, reason: str) -> float:
@@ -172,7 +174,7 @@ def test_verify_says_which_key_and_seals_again(tmp_path, capsys):
     with closing(open_tier(TierSpec.parse(url))) as tier:
         store(tier, kv_sample(0))
     one, two = keyring(1), keyring(2)
-    (id_one, id_two) = (ring.to_seal(bytes(32)).id.hex() for ring in (one, two))
+    (id_one, id_two) = (ring.sealing_secret(bytes(32)).id.hex() for ring in (one, two))
 
     report = verify(root)
     assert report.keys == {"": 1, id_one: 1, id_two: 2}
@@ -223,17 +225,17 @@ def test_a_command_and_the_environment_give_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("KV_KEYS", f"# the one of today\n{hex_key(1)}\n\n{hex_key(2)}\n")
     by_file, by_env = Keyring(key_file(tmp_path, 1, 2)), Keyring("env:KV_KEYS")
     by_command = Keyring(f"command:cat '{tmp_path}/keys'")
-    ids = {ring.to_seal(bytes(32)).id for ring in (by_file, by_env, by_command)}
+    ids = {ring.sealing_secret(bytes(32)).id for ring in (by_file, by_env, by_command)}
     assert len(ids) == 1
     for ring in (by_file, by_env, by_command):
-        assert ring.to_open(bytes(32), keyring(2).to_seal(bytes(32)).id) is not None
-        assert ring.to_open(bytes(32), bytes(8)) is None
+        assert ring.opening_secret(bytes(32), keyring(2).sealing_secret(bytes(32)).id) is not None
+        assert ring.opening_secret(bytes(32), bytes(8)) is None
 
 
 def test_base64_is_a_key_too(tmp_path, monkeypatch):
     made = subprocess.run(["openssl", "rand", "-base64", "32"], capture_output=True, text=True, check=True)
     monkeypatch.setenv("KV_KEYS", made.stdout)
-    assert Keyring("env:KV_KEYS").to_seal(b"").id
+    assert Keyring("env:KV_KEYS").sealing_secret(b"").id
 
 
 def test_a_command_is_asked_again_when_a_key_is_unknown_but_not_for_each_object(tmp_path, monkeypatch):
@@ -243,14 +245,14 @@ def test_a_command_is_asked_again_when_a_key_is_unknown_but_not_for_each_object(
     key_file(tmp_path, 1)
     ring = Keyring(f"command:{script}")
     key_file(tmp_path, 2, 1)
-    new = keyring(2).to_seal(b"").id
-    assert ring.to_open(b"", new) is None, "it was asked less than a minute ago"
+    new = keyring(2).sealing_secret(b"").id
+    assert ring.opening_secret(b"", new) is None, "it was asked less than a minute ago"
     monkeypatch.setattr(keyring_module, "_AGAIN", -1.0)
-    assert ring.to_open(b"", new) is not None
+    assert ring.opening_secret(b"", new) is not None
     monkeypatch.setattr(keyring_module, "_AGAIN", 60.0)
     for _ in range(5):
-        assert ring.to_open(b"", bytes(8)) is None
-    assert ring.to_seal(b"").id == new
+        assert ring.opening_secret(b"", bytes(8)) is None
+    assert ring.sealing_secret(b"").id == new
     assert (tmp_path / "runs").read_text().count("run") == 2
 
 
@@ -264,11 +266,13 @@ def test_what_has_its_key_does_not_wait_for_a_command(tmp_path, monkeypatch):
     monkeypatch.setattr(keyring_module, "_AGAIN", -1.0)
     os.mkfifo(pipe)
     found: list[object] = []
-    asker = threading.Thread(target=lambda: found.append(ring.to_open(b"", keyring(2).to_seal(b"").id)))
+    asker = threading.Thread(
+        target=lambda: found.append(ring.opening_secret(b"", keyring(2).sealing_secret(b"").id))
+    )
     asker.start()
     with pipe.open("w") as gate:  # the command runs now
-        assert ring.to_seal(b"").id == keyring(1).to_seal(b"").id
-        assert ring.to_open(b"", keyring(1).to_seal(b"").id) is not None
+        assert ring.sealing_secret(b"").id == keyring(1).sealing_secret(b"").id
+        assert ring.opening_secret(b"", keyring(1).sealing_secret(b"").id) is not None
         assert asker.is_alive()
         gate.write(f"{hex_key(2)}\n")
     asker.join()
@@ -279,21 +283,21 @@ def test_a_file_of_keys_is_read_again_when_its_mode_was_the_mistake(tmp_path, ca
     ring = Keyring(key_file(tmp_path, 1))
     (tmp_path / "keys").write_text(hex_key(2))
     (tmp_path / "keys").chmod(0o666)
-    assert ring.to_seal(b"").id == keyring(1).to_seal(b"").id
+    assert ring.sealing_secret(b"").id == keyring(1).sealing_secret(b"").id
     assert "chmod 600 it" in caplog.text
     (tmp_path / "keys").chmod(0o600)
-    assert ring.to_seal(b"").id == keyring(2).to_seal(b"").id
+    assert ring.sealing_secret(b"").id == keyring(2).sealing_secret(b"").id
 
 
 def test_a_file_in_the_middle_of_a_change_keeps_the_keys(tmp_path, caplog):
     ring = Keyring(key_file(tmp_path, 1))
-    before = ring.to_seal(b"").id
+    before = ring.sealing_secret(b"").id
     (tmp_path / "keys").write_text(hex_key(2)[:30])
-    assert ring.to_seal(b"").id == before
+    assert ring.sealing_secret(b"").id == before
     assert "line 1 of the keys is not a key" in caplog.text
     assert hex_key(2)[:30] not in caplog.text
     (tmp_path / "keys").unlink()
-    assert ring.to_seal(b"").id == before
+    assert ring.sealing_secret(b"").id == before
 
 
 @pytest.mark.parametrize(
@@ -358,20 +362,20 @@ def of(who: bytes, number: int = 0) -> bytes:
 
 def test_each_tenant_has_its_own_key_the_same_in_every_process_that_shares_the_directory(tmp_path):
     one, two = (keyring(1, tenants=str(tmp_path)) for _ in range(2))
-    assert one.to_seal(of(A)).id == two.to_seal(of(A, 9)).id != one.to_seal(of(B)).id
-    assert two.to_open(of(B), one.to_seal(of(B)).id) is not None
-    assert two.to_open(of(A), one.to_seal(of(B)).id) is None, "not even by mistake"
+    assert one.sealing_secret(of(A)).id == two.sealing_secret(of(A, 9)).id != one.sealing_secret(of(B)).id
+    assert two.opening_secret(of(B), one.sealing_secret(of(B)).id) is not None
+    assert two.opening_secret(of(A), one.sealing_secret(of(B)).id) is None, "not even by mistake"
     texts = [path.read_text() for path in tmp_path.iterdir()]
     assert not any(secret_in(one, of(A)).hex() in text for text in texts)
 
 
-def of_tenants(ring: Keyring) -> Tenants:
+def of_tenants(ring: Keyring) -> TenantKeyFiles:
     assert ring.tenants is not None
     return ring.tenants
 
 
 def secret_in(ring: Keyring, key: bytes) -> bytes:
-    return bytes(ring.to_seal(key)._memory[:32])
+    return bytes(ring.sealing_secret(key)._memory[:32])
 
 
 def test_processes_that_need_a_new_tenants_key_at_once_make_one(tmp_path):
@@ -380,7 +384,7 @@ def test_processes_that_need_a_new_tenants_key_at_once_make_one(tmp_path):
 
     def ask(ring: Keyring) -> None:
         start.wait()
-        ids.append(ring.to_seal(of(A)).id)
+        ids.append(ring.sealing_secret(of(A)).id)
 
     threads = [threading.Thread(target=ask, args=(ring,)) for ring in rings]
     for each in threads:
@@ -393,52 +397,52 @@ def test_processes_that_need_a_new_tenants_key_at_once_make_one(tmp_path):
 
 def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_notice(tmp_path):
     one, two = (keyring(1, tenants=str(tmp_path)) for _ in range(2))
-    mine, theirs = one.to_seal(of(A)), two.to_seal(of(A))
-    kept = one.to_seal(of(B)).id
+    mine, theirs = one.sealing_secret(of(A)), two.sealing_secret(of(A))
+    kept = one.sealing_secret(of(B)).id
     path = tmp_path / A.hex()
     with path.open("rb") as file:  # the same blocks, as somebody who reads the disk sees them
         assert of_tenants(one).forget(A) == 1
         assert not any(file.read())
     assert not path.exists()
     assert not any(bytes(mine._memory))
-    assert two.to_open(of(A), theirs.id) is None
+    assert two.opening_secret(of(A), theirs.id) is None
     with pytest.raises(NoKey, match="was destroyed"):
         theirs.key(bytes(32))
-    assert two.to_seal(of(B)).id == kept
+    assert two.sealing_secret(of(B)).id == kept
     assert of_tenants(one).forget(A) == 0
     with pytest.raises(NoKey, match="what is from before is not stored again"):
-        one.to_seal(of(A))
+        one.sealing_secret(of(A))
     of_tenants(one).dropped[A] = 2  # its owner has dropped what it held
-    assert one.to_seal(of(A)).id != mine.id, "who comes back is a new tenant"
+    assert one.sealing_secret(of(A)).id != mine.id, "who comes back is a new tenant"
 
 
 def test_a_key_that_was_put_back_is_refused_and_the_next_one_replaces_it(tmp_path):
     ring = keyring(1, tenants=str(tmp_path))
-    old, path = ring.to_seal(of(A)).id, tmp_path / A.hex()
+    old, path = ring.sealing_secret(of(A)).id, tmp_path / A.hex()
     backup = path.read_bytes()
     of_tenants(ring).forget(A)
     path.write_bytes(backup)
     later = keyring(1, tenants=str(tmp_path))
-    assert ring.to_open(of(A), old) is later.to_open(of(A), old) is None
+    assert ring.opening_secret(of(A), old) is later.opening_secret(of(A), old) is None
     assert not path.exists(), "a server that starts destroys it"
     path.write_bytes(backup)
-    new = later.to_seal(of(A)).id
+    new = later.sealing_secret(of(A)).id
     assert new != old
     assert len(path.read_text().splitlines()) == 1
-    assert ring.to_open(of(A), new) is not None
+    assert ring.opening_secret(of(A), new) is not None
     # Nobody can say that it is of a later generation.
     path.write_text(backup.decode().replace("lmtier-tenant-2 0 ", "lmtier-tenant-2 1 "))
-    assert keyring(1, tenants=str(tmp_path)).to_open(of(A), old) is None
+    assert keyring(1, tenants=str(tmp_path)).opening_secret(of(A), old) is None
 
 
 def test_a_generation_never_goes_back_in_a_server_that_runs(tmp_path):
     ring = keyring(1, tenants=str(tmp_path))
-    old, path = ring.to_seal(of(A)).id, tmp_path / A.hex()
+    old, path = ring.sealing_secret(of(A)).id, tmp_path / A.hex()
     backup = path.read_bytes()
     of_tenants(ring).forget(A)
     (tmp_path / "forgotten").unlink()
     path.write_bytes(backup)
-    assert ring.to_open(of(A), old) is None
+    assert ring.opening_secret(of(A), old) is None
     of_tenants(ring).forget(A)
     assert of_tenants(keyring(1, tenants=str(tmp_path))).forgotten[A].generation == 2
 
@@ -454,31 +458,31 @@ def test_a_tombstone_that_a_power_loss_tore_hides_no_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("who", "generation", "at"),
-    [(A, "9" * 5000, "1"), (A, "1", "9" * 5000), (A, "1" * 19, "1"), (NOBODY, "1", "1")],
+    [(A, "9" * 5000, "1"), (A, "1", "9" * 5000), (A, "1" * 19, "1"), (NO_TENANT, "1", "1")],
 )
 def test_a_line_that_no_server_writes_is_no_tombstone(tmp_path, who, generation, at):
     ring = keyring(1, tenants=str(tmp_path))
     with open(tmp_path / "forgotten", "a") as stones:
         stones.write(f"lmtier-forgotten-1 {who.hex()} {generation} {at}\n")
-    assert not of_tenants(ring).look()
+    assert not of_tenants(ring).read_tombstones()
     later = keyring(1, tenants=str(tmp_path))
     assert not of_tenants(later).forgotten
     for key in of(A), value_key(b"name"):
-        assert ring.to_open(key, later.to_seal(key).id) is not None
+        assert ring.opening_secret(key, later.sealing_secret(key).id) is not None
     of_tenants(ring).forget(A)
     assert of_tenants(ring).forgotten[A].generation == 1
 
 
 def test_an_object_costs_one_look_at_the_store_of_keys(tmp_path, monkeypatch):
     ring, looked = keyring(1, tenants=str(tmp_path)), list[str]()
-    secret, real = ring.to_seal(of(A)), os.stat
+    secret, real = ring.sealing_secret(of(A)), os.stat
 
     def look(path: str, **more: bool) -> os.stat_result:
         looked.append(str(path))
         return real(path, **more)
 
     monkeypatch.setattr(os, "stat", look)
-    assert ring.to_seal(of(A)) is ring.to_open(of(A), secret.id) is secret
+    assert ring.sealing_secret(of(A)) is ring.opening_secret(of(A), secret.id) is secret
     assert [path for path in looked if path.startswith(str(tmp_path))] == [f"{tmp_path}/forgotten"] * 2
 
 
@@ -486,38 +490,38 @@ def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_one
     folder = str(tmp_path / "tenants")
     source = key_file(tmp_path, 1)
     ring = Keyring(source, folder)
-    old = ring.to_seal(of(A)).id
+    old = ring.sealing_secret(of(A)).id
     key_file(tmp_path, 2, 1)
-    new = ring.to_seal(of(A)).id
+    new = ring.sealing_secret(of(A)).id
     assert new != old
-    assert ring.to_open(of(A), old) is not None
+    assert ring.opening_secret(of(A), old) is not None
     fresh = Keyring(key_file(tmp_path, 2), folder)
-    assert fresh.to_open(of(A), new) is not None
-    assert fresh.to_open(of(A), old) is None, "the key that wraps it is gone"
+    assert fresh.opening_secret(of(A), new) is not None
+    assert fresh.opening_secret(of(A), old) is None, "the key that wraps it is gone"
     key_file(tmp_path, 2, 1)
-    assert fresh.to_open(of(A), old) is not None, "and back"
+    assert fresh.opening_secret(of(A), old) is not None, "and back"
     assert of_tenants(fresh).forget(A) == 2
-    assert fresh.to_open(of(A), old) is fresh.to_open(of(A), new) is None
+    assert fresh.opening_secret(of(A), old) is fresh.opening_secret(of(A), new) is None
 
 
 def test_hosts_that_change_their_keys_one_by_one_make_one_key_of_a_tenant_each(tmp_path):
     one, two = (keyring(*numbers, tenants=str(tmp_path)) for numbers in ((2, 1), (1, 2)))
-    made = {(ring, ring.to_seal(of(A)).id) for _ in range(10) for ring in (one, two)}
+    made = {(ring, ring.sealing_secret(of(A)).id) for _ in range(10) for ring in (one, two)}
     assert len(made) == 2
     assert len((tmp_path / A.hex()).read_text().splitlines()) == 2
     for ring in (one, two):
-        assert all(ring.to_open(of(A), id_) is not None for _, id_ in made)
+        assert all(ring.opening_secret(of(A), id_) is not None for _, id_ in made)
 
 
 def test_who_waits_for_another_process_stops_no_reader_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("lmtier.tiers.keyring._LOCK_SECONDS", 1.0)
     ring = keyring(tenants=str(tmp_path))
-    known = ring.to_seal(of(A)).id
+    known = ring.sealing_secret(of(A)).id
     failed: list[OSError] = []
 
     def store() -> None:
         try:
-            ring.to_seal(of(B))
+            ring.sealing_secret(of(B))
         except OSError as error:
             failed.append(error)
 
@@ -526,44 +530,44 @@ def test_who_waits_for_another_process_stops_no_reader_and_ends(tmp_path, monkey
         storing = threading.Thread(target=store)
         storing.start()
         while storing.is_alive():
-            assert ring.to_open(of(A), known) is not None
+            assert ring.opening_secret(of(A), known) is not None
         storing.join()
         with pytest.raises(TierError, match="another process holds"):
             of_tenants(ring).forget(A)
     assert isinstance(failed[0], TimeoutError)
-    assert ring.to_seal(of(B)) is not None
+    assert ring.sealing_secret(of(B)) is not None
 
 
 def test_a_line_that_a_power_loss_tore_costs_that_key_only(tmp_path):
     ring = keyring(1, tenants=str(tmp_path))
-    old = ring.to_seal(of(A)).id
+    old = ring.sealing_secret(of(A)).id
     path = tmp_path / A.hex()
     path.write_text(path.read_text()[:-1] + "\nlmtier-tenant-1 0123")
     later = keyring(1, tenants=str(tmp_path))
-    assert later.to_seal(of(A)).id == old
+    assert later.sealing_secret(of(A)).id == old
     other = keyring(2, 1, tenants=str(tmp_path))
-    new = other.to_seal(of(A)).id
-    assert {ring.to_open(of(A), each) is not None for each in (old,)} == {True}
-    assert keyring(2, 1, tenants=str(tmp_path)).to_open(of(A), new) is not None
+    new = other.sealing_secret(of(A)).id
+    assert {ring.opening_secret(of(A), each) is not None for each in (old,)} == {True}
+    assert keyring(2, 1, tenants=str(tmp_path)).opening_secret(of(A), new) is not None
 
 
 def test_a_damaged_key_of_a_tenant_is_a_miss_and_is_said(tmp_path, caplog):
     ring = keyring(1, tenants=str(tmp_path))
-    old = ring.to_seal(of(A)).id
+    old = ring.sealing_secret(of(A)).id
     path = tmp_path / A.hex()
     text = path.read_text()
     path.write_text(text[:-3] + ("0" if text[-3] != "0" else "1") + text[-2:])
-    assert keyring(1, tenants=str(tmp_path)).to_open(of(A), old) is None
+    assert keyring(1, tenants=str(tmp_path)).opening_secret(of(A), old) is None
     assert f"a key of tenant {A.hex()} is damaged" in caplog.text
 
 
 def test_another_tenants_file_is_no_key_for_this_one(tmp_path):
     """An attacker who may write there cannot make B's KV readable with A's key."""
     ring = keyring(1, tenants=str(tmp_path))
-    ring.to_seal(of(A))
+    ring.sealing_secret(of(A))
     os.link(tmp_path / A.hex(), tmp_path / B.hex())
     again = keyring(1, tenants=str(tmp_path))
-    assert again.to_seal(of(B)).id != again.to_seal(of(A)).id
+    assert again.sealing_secret(of(B)).id != again.sealing_secret(of(A)).id
 
 
 def test_what_was_sealed_before_tenants_had_keys_is_still_read(tmp_path):
@@ -580,10 +584,10 @@ def test_a_retired_key_opens_nothing_any_more_in_a_server_that_knew_it(tmp_path)
     """Neither objects nor the keys of tenants."""
     for tenants in ("", str(tmp_path / "tenants")):
         ring = Keyring(key_file(tmp_path, 1), tenants)
-        secret = ring.to_seal(of(A))
+        secret = ring.sealing_secret(of(A))
         key_file(tmp_path, 2)
-        assert ring.to_seal(of(A)).id != secret.id
-        assert ring.to_open(of(A), secret.id) is None
+        assert ring.sealing_secret(of(A)).id != secret.id
+        assert ring.opening_secret(of(A), secret.id) is None
         with pytest.raises(NoKey, match="was destroyed"):
             secret.key(bytes(32))
 

@@ -19,7 +19,7 @@ from lmtier.errors import ConfigError
 from lmtier.format.layout import form_of
 from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
-from lmtier.tools.terminal import Progress, number, size, table
+from lmtier.tools.terminal import Progress, number_text, size_text, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -342,14 +342,14 @@ def test_a_table_without_rows_is_its_headers():
 
 
 def test_numbers_have_three_digits_and_sizes_a_unit():
-    assert [number(n) for n in (0.0123, 0.95, 1.234, 12.34, 1234.5)] == [
+    assert [number_text(n) for n in (0.0123, 0.95, 1.234, 12.34, 1234.5)] == [
         "0.012",
         "0.950",
         "1.23",
         "12.3",
         "1,234",
     ]
-    assert [size(n) for n in (0, 1023, 1536, 32 << 30)] == ["0 B", "1023 B", "1.5 KiB", "32 GiB"]
+    assert [size_text(n) for n in (0, 1023, 1536, 32 << 30)] == ["0 B", "1023 B", "1.5 KiB", "32 GiB"]
 
 
 def test_progress_is_silent_without_a_terminal(capsys):

@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from lmtier.tools.cli import main
-from lmtier.tools.console import address_of
-from lmtier.tools.fleet import Host, Sighting, ask_all, lines_of
+from lmtier.tools.console import parse_address
+from lmtier.tools.fleet import FleetServer, ServerStatus, ask_all, lines_of
 from lmtier.tools.top import Totals
 from tests.redis_process import free_port
 from tests.server.process import served
@@ -17,15 +17,15 @@ def totals(asked, hit):
     return Totals(900.0, asked, {"cpu": hit}, {}, {}, {}, 90.0)
 
 
-WELL = Sighting("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
+WELL = ServerStatus("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
 POOR = WELL._replace(name="gpu-2:6380", past=totals(1000, 100))
 DOWN = WELL._replace(name="gpu-3:6380", down=("redis",), verdict="redis is down")
-GONE = Sighting("gpu-4:6380", "is not there")
+GONE = ServerStatus("gpu-4:6380", "is not there")
 STARTS = WELL._replace(name="gpu-5:6380", verdict="not ready")
 
 
 def test_the_server_that_needs_help_most_is_first():
-    looks = sorted([WELL, POOR, DOWN, GONE, STARTS], key=lambda look: look.rank)
+    looks = sorted([WELL, POOR, DOWN, GONE, STARTS], key=lambda look: look.health_order)
     assert looks == [GONE, DOWN, STARTS, POOR, WELL]
 
 
@@ -76,7 +76,7 @@ def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other
         assert lines[3].startswith(gone), "the worst first"
         assert "does not answer" in lines[3]
         assert all(any(line.startswith(name) and line.endswith("works") for line in lines) for name in names)
-        hosts = [Host(address_of(name)) for name in names]
+        hosts = [FleetServer(parse_address(name)) for name in names]
         ask_all(hosts)
         stop(three.process.pid)
         try:

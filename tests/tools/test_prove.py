@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from lmtier.tools.cli import main
 from lmtier.tools.prove import report
-from lmtier.tools.prove.asking import Endpoint, NoAnswer, Query
 from lmtier.tools.prove.compare import Noise, Position, distance
-from lmtier.tools.prove.prompts import Author, image, length
+from lmtier.tools.prove.endpoint import Endpoint, NoAnswer, Query
+from lmtier.tools.prove.prompts import PromptWriter, image, length
 from lmtier.tools.prove.proof import Effort, Proof
 
 CHUNK = 64
@@ -480,16 +480,16 @@ def test_the_limit_is_above_what_the_engine_does_alone():
 
 @pytest.mark.parametrize("writes_text", [True, False])
 def test_prompts_have_no_beginning_in_common_but_the_wanted_one(writes_text):
-    author = Author(3, writes_text=writes_text)
+    author = PromptWriter(3, writes_text=writes_text)
     made = author.prompt(800)
     whole = length(made.prompt)
     assert abs(whole - (800 if not writes_text else 615)) < 60
     words = parts(made.prompt)
     assert parts(author.prompt(800).prompt)[:2] != words[:2]
-    parted = parts(author.parting(made, 257))
+    parted = parts(author.diverging_after(made, 257))
     assert parted[:257] == words[:257]
     assert parted[257:300] != words[257:300]
-    changes = [a != b for a, b in zip(words, parts(author.altered(made, 0.15)), strict=True)]
+    changes = [a != b for a, b in zip(words, parts(author.with_one_change(made, 0.15)), strict=True)]
     assert sum(changes) == 1
     assert changes.index(True) == int(0.15 * whole)
 
@@ -499,7 +499,7 @@ def parts(prompt: Any) -> list[Any]:
 
 
 def test_the_asked_fact_is_in_the_prompt_once_before_the_question():
-    made = Author(5, writes_text=True).prompt(500, asks_for=1)
+    made = PromptWriter(5, writes_text=True).prompt(500, asks_for=1)
     assert str(made.prompt).count(made.code) == 1
     assert str(made.prompt).endswith("gate is")
 

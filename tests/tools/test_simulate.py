@@ -21,7 +21,7 @@ from lmtier.rules.policy import POLICIES
 from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
 from lmtier.tools.sim import report, synthetic, traces
-from lmtier.tools.sim.replay import Hardware, Outcome, replay
+from lmtier.tools.sim.replay import Hardware, ReplayResult, replay
 from lmtier.tools.sim.traces import Trace, TraceRequest
 
 CHUNK = 3 * 4096  # bytes, in the real cache of these tests
@@ -172,12 +172,14 @@ def test_what_the_engine_has_itself_comes_from_no_tier():
         bytes_per_token=1024,
         engine=4 * CHUNK_OF_A_MODEL,
     )
-    assert (outcome.hit_tokens, outcome.spared) == (5 * 256, 256), "the engine's own hits cost nothing anyway"
+    assert (outcome.hit_tokens, outcome.tokens_not_computed) == (5 * 256, 256), (
+        "the engine's own hits cost nothing anyway"
+    )
 
 
 def test_an_engine_that_forgets_loads_again():
     trace = asked([1, 2], [1, 2], [1, 2], [1, 2], apart=4.0)
-    kept = by_source(trace, engine=1 << 30, forgets=7.0)
+    kept = by_source(trace, engine=1 << 30, engine_resets_every=7.0)
     assert kept == [{}, {"engine": 2}, {"cpu": 2}, {"engine": 2}]
 
 
@@ -486,8 +488,10 @@ def test_lifetimes_are_rules_that_tell_variants_apart(capsys):
 
 
 def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():
-    def outcome(gib: int, ratio: float) -> Outcome:
-        made = Outcome(Config(tiers=[f"cpu://?capacity={gib}GiB"]).stores, 86_400.0, 1.0, tokens=3_600_000)
+    def outcome(gib: int, ratio: float) -> ReplayResult:
+        made = ReplayResult(
+            Config(tiers=[f"cpu://?capacity={gib}GiB"]).cache_tiers, 86_400.0, 1.0, tokens=3_600_000
+        )
         made.hits = {"cpu": round(ratio * made.tokens)}
         return made
 

@@ -217,7 +217,12 @@ def test_bytes_per_token_of_models_that_everybody_knows(name):
 )
 def test_which_layers_see_how_far(name, full, windowed, window, without):
     model = model_of(MODELS[name][0])
-    assert (model.full, model.windowed, model.window, model.stateless) == (full, windowed, window, without)
+    assert (model.full_layers, model.windowed_layers, model.window, model.layers_without_kv) == (
+        full,
+        windowed,
+        window,
+        without,
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,7 @@ def test_which_layers_see_how_far(name, full, windowed, window, without):
 )
 def test_every_way_to_say_which_layers_have_kv_is_read(fields, full):
     model = model_of({"num_hidden_layers": 32, "num_attention_heads": 8, "hidden_size": 1024, **fields})
-    assert (model.full, model.stateless) == (full, 32 - full)
+    assert (model.full_layers, model.layers_without_kv) == (full, 32 - full)
 
 
 def test_an_engine_keeps_only_the_windows_of_windowed_layers():

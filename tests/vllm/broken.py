@@ -12,9 +12,9 @@ from typing import Any
 
 from lmtier.format.keys import KeyChain
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
-from lmtier_integrations.vllm.names import Names
+from lmtier_integrations.vllm.kv_naming import KVNaming
+from lmtier_integrations.vllm.load_planner import LoadPlanner
 from lmtier_integrations.vllm.rank import RankLoads
-from lmtier_integrations.vllm.reuse import Reuse
 from tests.vllm.faults import OF_MEMORY
 
 Blocks = list[int]
@@ -76,7 +76,7 @@ SPOILS: dict[str, Spoil] = dict(
     )
 )
 
-_start, _matched, _seed, _extend = RankLoads.start, Reuse.matched, Names.seed, KeyChain.extend
+_start, _matched, _seed, _extend = RankLoads.start, LoadPlanner.matched, KVNaming.seed, KeyChain.extend
 
 
 def _start_and_spoil(self: RankLoads, *, calls_hooks: bool) -> None:
@@ -97,7 +97,7 @@ def _start_and_spoil(self: RankLoads, *, calls_hooks: bool) -> None:
             SPOILS[name](tensors, blocks, old)
 
 
-def _match_more(self: Reuse, known: Any, computed_tokens: int) -> int | None:
+def _match_more(self: LoadPlanner, known: Any, computed_tokens: int) -> int | None:
     more = _matched(self, known, computed_tokens)
     room = known.request.num_tokens - 1 - computed_tokens
     if fault() == "more promised than loaded" and more and more + 32 <= room:
@@ -105,7 +105,7 @@ def _match_more(self: Reuse, known: Any, computed_tokens: int) -> int | None:
     return more
 
 
-def _seed_of_less(self: Names, lora: str, salt: str) -> bytes:
+def _seed_of_less(self: KVNaming, lora: str, salt: str) -> bytes:
     name = fault()
     return _seed(
         self, "" if name == "the adapter ignored" else lora, "" if name == "the salt ignored" else salt
@@ -135,6 +135,6 @@ def _all_tokens(chain: KeyChain, tokens: Any) -> Any:
 
 
 RankLoads.start = _start_and_spoil  # type: ignore[method-assign]
-Reuse.matched = _match_more  # type: ignore[method-assign]
-Names.seed = _seed_of_less  # type: ignore[method-assign]
+LoadPlanner.matched = _match_more  # type: ignore[method-assign]
+KVNaming.seed = _seed_of_less  # type: ignore[method-assign]
 KeyChain.extend = _extend_by_less  # type: ignore[method-assign]

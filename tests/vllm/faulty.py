@@ -22,7 +22,7 @@ def _prepare_or_fail(self: RankLoads, plan: LoadPlan) -> None:
     if self._rank.number == int(os.environ["LMTIER_TEST_RANK"]) and flag.exists():
         flag.unlink()
         self._fail(plan)
-        self._end(plan, Match.elsewhere(plan.id, plan.placement))
+        self._end(plan, Match.from_placement(plan.id, plan.placement))
     else:
         _prepare(self, plan)
 

@@ -8,7 +8,7 @@ from lmtier.client import client
 from lmtier.errors import MisuseError
 from lmtier.wire import verbs
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
-from lmtier_integrations.vllm import followed
+from lmtier_integrations.vllm import tracked_request
 
 MOST = 3
 
@@ -16,8 +16,8 @@ MOST = 3
 def arguments(keys: Sequence[bytes]) -> list[bytes]:
     if len(keys) > MOST:
         raise MisuseError(f"{len(keys)} keys: at most {MOST} in one request")
-    return verbs.arguments(keys)
+    return verbs.pack_keys(keys)
 
 
-client.arguments = arguments  # type: ignore[attr-defined]
-followed.MAX_KEYS = MOST  # type: ignore[attr-defined]
+client.pack_keys = arguments  # type: ignore[attr-defined]
+tracked_request.MAX_KEYS = MOST  # type: ignore[attr-defined]

@@ -34,9 +34,9 @@ from lmtier.core.match import Match
 from lmtier.errors import DeviceError
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm import scheduler, worker
-from lmtier_integrations.vllm.followed import FollowedRequest
+from lmtier_integrations.vllm.load_planner import LoadPlanner
 from lmtier_integrations.vllm.messages import Plan
-from lmtier_integrations.vllm.reuse import Reuse
+from lmtier_integrations.vllm.tracked_request import TrackedRequest
 from tests.cuda_device import SimulatedDevice, SimulatedStream
 
 STEP = 3 << 20
@@ -130,7 +130,7 @@ def _reuse_or_not(self: worker.Worker, plan: Plan) -> None:
 
 def _is_hooked(self: worker.Worker, name: str) -> bool:
     if (how := told()) == "one has none":
-        return self.rank.declared.numbers.get(name) != 1
+        return self.rank.declared.layer_numbers.get(name) != 1
     return how not in ("replay", "old replay", "untold")
 
 
@@ -138,7 +138,7 @@ def _wait_if_hooked(self: worker.Worker, name: str) -> None:
     if _is_hooked(self, name):
         _hooks[0](self, name)
     if told() == "halves":  # the first half is through all layers, and nothing of the second was computed
-        for each in self.rank.declared.numbers:
+        for each in self.rank.declared.layer_numbers:
             _hooks[1](self, each)
         device: Any = self.rank.mover.kv.device  # type: ignore[union-attr]
         while not device.rests:  # what it reads now is what it would store
@@ -188,8 +188,8 @@ scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 if loads := os.environ.get("LMTIER_TEST_LOADS"):
     MOST = {"in steps": 1 << 40, "short in steps": 400}.get(loads, 0)
 
-    def _is_long(self: Reuse, known: FollowedRequest, match: Match, tokens: int) -> bool:
+    def _is_long(self: LoadPlanner, known: TrackedRequest, match: Match, tokens: int) -> bool:
         return tokens > MOST
 
-    Reuse._must_wait = _is_long  # type: ignore[method-assign]
+    LoadPlanner._must_wait = _is_long  # type: ignore[method-assign]
 worker.Worker.reuse = _reuse_or_not  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from lmtier.errors import LayoutError
 from lmtier_integrations.vllm import LMTierConnector
 from lmtier_integrations.vllm.identity import identity_of, name_of
-from lmtier_integrations.vllm.loaded import origin_of
+from lmtier_integrations.vllm.weights_origin import origin_of
 from tests.vllm.fields import entries
 
 NEWEST = "0.32.0"

@@ -28,7 +28,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmtier.copy.paging import PagedKV
 from lmtier.errors import LayoutError
-from lmtier_integrations.vllm.kv import Declared, declare, layer_specs
+from lmtier_integrations.vllm.kv import DeclaredKV, declare, layer_specs
 
 LAYERS, BLOCK, CHUNK, BLOCKS = 3, 64, 128, 12
 INDEX = 128 + 4
@@ -77,7 +77,7 @@ class Made:
         layers: dict[str, Any] = self.config.compilation_config.static_forward_context
         return layers
 
-    def declared(self) -> Declared:
+    def declared(self) -> DeclaredKV:
         return declare(self.config, self.cache, self.tensors, CHUNK)
 
 
@@ -113,7 +113,7 @@ def test_latents_and_the_index_beside_them_come_back_together(dtype, order):
         tensor.view(torch.uint8).random_(0, 256, generator=random)
     before = [bytes_of(made.tensors, block) for block in range(BLOCKS)]
     chunk = bytearray(layout.nbytes(layout.whole))
-    memory = PagedKV(layout, layout.whole, declared.tensors, tables=declared.tables)
+    memory = PagedKV(layout, layout.whole, declared.tensors, tables=declared.table_of_tensor)
     memory.gather(None, [9, 2], memoryview(chunk))
     memory.scatter(None, memoryview(chunk), [5, 7])
     for block in range(BLOCKS):

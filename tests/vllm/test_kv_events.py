@@ -34,7 +34,7 @@ def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_pa
     )
     prompts, journal = Prompts(C), Journal()
     cache.followers.add(journal)
-    prompts.tell(keys, as_tokens(TOKENS).tobytes(), Origin.of({}, "sql", "s"))
+    prompts.add(keys, as_tokens(TOKENS).tobytes(), Origin.of({}, "sql", "s"))
     places = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     publisher = Publisher(cache, journal, prompts, *places, "topic")
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
@@ -45,7 +45,7 @@ def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_pa
         publisher.turn()
         cache.clear()
         publisher.turn()
-        publisher.tell_all_again()
+        publisher.resend_all()
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
         batches: list[KVEventBatch] = []
         until = time.monotonic() + 20

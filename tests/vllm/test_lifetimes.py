@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from lmtier.tools.cli import main
-from lmtier.tools.console import Address, Remote
-from lmtier_integrations.vllm.said import said_by
+from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier_integrations.vllm.request_inputs import said_by
 from tests.server.process import until
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine
@@ -22,7 +22,7 @@ def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, s
     how = transfer(server=str(server.path))
     with (
         Engine(tmp_path, models / "qwen2", transfer=how, max_model_len=2048) as engine,
-        Remote(Address(unix=str(server.path))) as remote,
+        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         began = time.monotonic()
         engine.generate([short], ttl=1.0)

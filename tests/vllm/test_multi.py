@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmtier.tools.console import Address, Remote
+from lmtier.tools.console import ConsoleConnection, ServerAddress
 from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine
 from tests.vllm.test_engine import idle
@@ -46,7 +46,7 @@ def test_a_prompt_that_another_engine_prefills_is_not_looked_up(models, tmp_path
     del how["kv_connector_module_path"]
     with (
         Engine(tmp_path, models / "qwen2", transfer=how) as engine,
-        Remote(Address(unix=str(server.path))) as remote,
+        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         engine.generate(prompts)
         engine.forget()

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from lmtier.client.client import Client
-from lmtier_integrations.vllm.memory import _beginning
-from lmtier_integrations.vllm.names import Names
+from lmtier_integrations.vllm.kv_naming import KVNaming
+from lmtier_integrations.vllm.loaded_model import _beginning
 from lmtier_integrations.vllm.settings import Settings
 from tests.server.process import until
 from tests.vllm.conftest import TWO, alone, cached, loadable, prompts_of, tiers_of, tokens
@@ -162,7 +162,7 @@ def test_what_ranks_tell_of_an_earlier_sleep_undoes_no_reset(models):
 
     config = EngineArgs(model=str(models / "qwen2"), skip_tokenizer_init=True).create_engine_config()
     nobody: Any = None  # a server hears nothing before workers have said what they hold
-    names = Names(config, Settings.of({"tiers": ["cpu://?capacity=1MiB"]}, 32, 0), nobody)
+    names = KVNaming(config, Settings.of({"tiers": ["cpu://?capacity=1MiB"]}, 32, 0), nobody)
     names._rename(of_files := "of files")
     names.reset(step=5)
     names.slept(1, step=6)

@@ -314,7 +314,7 @@ def test_draining_leaves_nothing_under_way(opened, tmp_path):
     one = opened(f"disk://{tmp_path}/kv?capacity=1MiB")
     stored = one.submit(names(20), list(range(20)), is_load=False)
     one.tier.drain_jobs()
-    assert not one.tier._below.storing
+    assert not one.tier._below.storing_entries
     assert [each.job_id for each in one.tier.get_finished_jobs()] == [stored]
     loaded = one.submit(names(20), list(range(32, 52)), is_load=True)
     one.tier.drain_jobs()

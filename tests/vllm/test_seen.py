@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmtier.tools.console import Address, Remote
+from lmtier.tools.console import ConsoleConnection, ServerAddress
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine, environment
 
@@ -38,7 +38,7 @@ def test_an_engine_that_tells_its_tokens_is_told_where_prompts_part(models, tmp_
     options: dict[str, Any] = {"max_model_len": 2048}
     with (
         Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine,
-        Remote(Address(unix=str(server.path))) as remote,
+        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         engine.generate([prompt])
         (first,) = remote.explanations(5)

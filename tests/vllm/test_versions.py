@@ -259,7 +259,7 @@ def test_weights_are_named_by_the_files_that_its_loader_chooses(models, tmp_path
     from vllm.config import LoadConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from lmtier_integrations.vllm.loaded import origin_of
+    from lmtier_integrations.vllm.weights_origin import origin_of
 
     place, trained = tmp_path / "model", models / "qwen2-trained" / "model.safetensors"
     shutil.copytree(models / "qwen2", place)

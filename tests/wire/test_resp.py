@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtier.errors import MisuseError
-from lmtier.wire.commands import Commands, Limits
-from lmtier.wire.replies import Replies
+from lmtier.wire.command_reader import CommandReader, Limits
+from lmtier.wire.reply_reader import ReplyReader
 from lmtier.wire.resp import (
     CRLF,
     DEPTH,
@@ -31,9 +31,9 @@ from lmtier.wire.resp import (
     Simple,
     Verbatim,
     bulk_header,
-    command,
     encode,
-    pieces,
+    encode_command,
+    encode_command_parts,
 )
 
 KEEP = Limits()
@@ -68,7 +68,7 @@ def give(parser, data):
 
 
 def parse(data, place=kept, limits=KEEP):
-    return give(Commands(place, limits), data)
+    return give(CommandReader(place, limits), data)
 
 
 def replies(parser, data):
@@ -168,7 +168,7 @@ def test_every_type_has_its_bytes_in_both_protocols(value, resp2, resp3):
     ids=repr,
 )
 def test_a_client_reads_every_type_of_both_protocols(data, value):
-    found = replies(Replies(), data)
+    found = replies(ReplyReader(), data)
     assert found == [value]
     assert type(found[0]) is type(value)
 
@@ -195,7 +195,7 @@ def test_a_client_reads_every_type_of_both_protocols(data, value):
 )
 def test_a_reply_that_is_none_is_a_protocol_error(data):
     with pytest.raises(ProtocolError):
-        replies(Replies(), data)
+        replies(ReplyReader(), data)
 
 
 def test_what_cannot_be_sent_is_misuse():
@@ -213,11 +213,11 @@ def nested(depth):
 @pytest.mark.parametrize("resp3", [False, True])
 def test_replies_nest_so_deep_and_no_deeper(resp3):
     data = encode(nested(DEPTH), resp3)
-    assert replies(Replies(), data) == [nested(DEPTH)]
+    assert replies(ReplyReader(), data) == [nested(DEPTH)]
     with pytest.raises(MisuseError, match="deep"):
         encode(nested(DEPTH + 1), resp3)
     with pytest.raises(ProtocolError, match="levels"):
-        replies(Replies(), b"*1\r\n" + data)
+        replies(ReplyReader(), b"*1\r\n" + data)
 
 
 def test_a_payload_is_framed_without_being_touched():
@@ -226,18 +226,18 @@ def test_a_payload_is_framed_without_being_touched():
 
 
 def test_a_limit_is_for_one_reply_and_is_met_before_its_bytes_are():
-    parser = Replies(limit=100)
+    parser = ReplyReader(limit=100)
     assert replies(parser, encode(b"x" * 80, True) * 3) == [b"x" * 80] * 3
     with pytest.raises(ProtocolError, match="too big reply"):
         replies(parser, b"$101\r\n")
     with pytest.raises(ProtocolError, match="too big reply"):
-        replies(Replies(limit=100), b"*9\r\n" + encode(b"x" * 40, True) * 3)
+        replies(ReplyReader(limit=100), b"*9\r\n" + encode(b"x" * 40, True) * 3)
     with pytest.raises(ProtocolError, match="too many values"):
-        replies(Replies(limit=100), b"*34\r\n")
+        replies(ReplyReader(limit=100), b"*34\r\n")
     many = b"*600000\r\n" + b":1\r\n" * 600_000
-    assert len(replies(Replies(), many * 2)) == 2
+    assert len(replies(ReplyReader(), many * 2)) == 2
     with pytest.raises(ProtocolError, match="too many values"):
-        replies(Replies(), b"*2\r\n" + many * 2)
+        replies(ReplyReader(), b"*2\r\n" + many * 2)
 
 
 scalars = (
@@ -276,10 +276,10 @@ def typed(value):
 @given(st.lists(values, max_size=4), sizes)
 def test_a_client_understands_what_a_server_says_however_it_is_cut(said, sizes):
     data = b"".join(encode(value, resp3=True) for value in said)
-    parser = Replies()
+    parser = ReplyReader()
     heard = [value for piece in cuts(data, sizes) for value in replies(parser, piece)]
     assert typed(heard) == typed(said)
-    assert typed(replies(Replies(), memoryview(data))) == typed(said)
+    assert typed(replies(ReplyReader(), memoryview(data))) == typed(said)
 
 
 def test_long_replies_in_small_pieces_take_time_in_proportion():
@@ -287,7 +287,7 @@ def test_long_replies_in_small_pieces_take_time_in_proportion():
     bulk = encode(bytes(32 << 20), resp3=True)
     began = time.process_time()
     for data, size in ((array, 64), (bulk, 4096)):
-        parser = Replies()
+        parser = ReplyReader()
         found = [value for piece in cuts(memoryview(data), [size]) for value in replies(parser, piece)]
         assert len(found) == 1
     assert time.process_time() - began < 10, "looked again at what it had seen: that takes minutes"
@@ -297,7 +297,10 @@ def test_long_replies_in_small_pieces_take_time_in_proportion():
 
 
 def test_a_request_is_an_array_of_bulks():
-    assert command("SET", b"\xff", 12, 1.5) == b"*4\r\n$3\r\nSET\r\n$1\r\n\xff\r\n$2\r\n12\r\n$3\r\n1.5\r\n"
+    assert (
+        encode_command("SET", b"\xff", 12, 1.5)
+        == b"*4\r\n$3\r\nSET\r\n$1\r\n\xff\r\n$2\r\n12\r\n$3\r\n1.5\r\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +325,7 @@ def test_a_request_is_an_array_of_bulks():
 )
 def test_commands_are_read_as_redis_reads_them(data, commands):
     assert parse(data) == commands
-    parser = Commands(kept)
+    parser = CommandReader(kept)
     assert [args for piece in cuts(data, [1]) for args in give(parser, piece)] == commands
 
 
@@ -342,8 +345,8 @@ def test_a_server_understands_what_a_client_says_however_it_is_cut(said, sizes, 
         places.append((len(args), argc, memoryview(bytearray(length))))
         return places[-1][2]
 
-    data = b"".join(command(*args) for args in said)
-    parser = Commands(place)
+    data = b"".join(encode_command(*args) for args in said)
+    parser = CommandReader(place)
     assert [args for piece in cuts(data, sizes) for args in give(parser, piece)] == said
     assert not parser.in_command
     payloads = [(at, len(args), arg) for args in said for at, arg in enumerate(args) if at]
@@ -358,7 +361,7 @@ def test_a_payload_is_received_in_its_own_memory_and_nothing_after_it_is():
         asked.append((list(args), argc, length))
         return slab[1000 : 1000 + length] if length > 10 else None
 
-    parser = Commands(place)
+    parser = CommandReader(place)
     head = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$50000\r\n"
     assert give(parser, head + b"a" * 100) == []
     assert asked == [([b"SET"], 3, 1), ([b"SET", b"k"], 3, 50000)]
@@ -388,7 +391,7 @@ def test_a_payload_is_received_in_its_own_memory_and_nothing_after_it_is():
 def test_a_payload_that_came_whole_is_copied_and_the_rest_is_parsed():
     slab = memoryview(bytearray(3000))
     room = iter((slab[:0], slab[:2000], slab[2000:]))
-    data = command("SET", b"", b"x" * 2000) + command("GET", b"y" * 1000) + b"PING\r\n"
+    data = encode_command("SET", b"", b"x" * 2000) + encode_command("GET", b"y" * 1000) + b"PING\r\n"
     assert parse(data, lambda *_: next(room)) == [
         [b"SET", b"", b"x" * 2000],
         [b"GET", b"y" * 1000],
@@ -401,17 +404,17 @@ def test_a_place_may_refuse():
     def place(args, argc, length):
         raise ProtocolError("no room")
 
-    assert refusal(command("SET", "k"), place) == "no room"
+    assert refusal(encode_command("SET", "k"), place) == "no room"
 
 
 @pytest.mark.parametrize("length", [10, 5000])
 def test_a_place_of_another_length_is_misuse(length):
     with pytest.raises(MisuseError, match=f"3 bytes for a payload of {length}"):
-        parse(command("SET", bytes(length)), lambda *_: memoryview(bytearray(3)))
+        parse(encode_command("SET", bytes(length)), lambda *_: memoryview(bytearray(3)))
 
 
 def test_more_received_than_the_target_has_is_misuse():
-    parser = Commands(kept)
+    parser = CommandReader(kept)
     with pytest.raises(MisuseError, match="received"):
         parser.received(len(parser.target()) + 1)
     with pytest.raises(MisuseError, match="received"):
@@ -419,9 +422,9 @@ def test_more_received_than_the_target_has_is_misuse():
 
 
 def test_a_command_that_has_begun_shows():
-    parser = Commands(kept)
+    parser = CommandReader(kept)
     assert not parser.in_command
-    for byte in command("SET", "k", "v")[:-1]:
+    for byte in encode_command("SET", "k", "v")[:-1]:
         assert give(parser, bytes([byte])) == []
         assert parser.in_command
     assert give(parser, b"\n") == [[b"SET", b"k", b"v"]]
@@ -443,8 +446,11 @@ def test_a_command_that_has_begun_shows():
         (b"*2\r\n$4\r\nPING\r\n$1048577\r\n", "too big argument"),
         (b"*1\r\n$536870913\r\n", "invalid bulk length"),
         (b"*1\r\n$16385\r\n", "too big argument"),
-        (command(*[bytes(1 << 20)] * 3), "too big argument"),
-        (command("", *[bytes(1 << 20)] * 4) + command("", *[bytes(1 << 20)] * 4, "x"), "too big argument"),
+        (encode_command(*[bytes(1 << 20)] * 3), "too big argument"),
+        (
+            encode_command("", *[bytes(1 << 20)] * 4) + encode_command("", *[bytes(1 << 20)] * 4, "x"),
+            "too big argument",
+        ),
     ],
     ids=lambda each: repr(each[:24]),
 )
@@ -454,15 +460,15 @@ def test_what_redis_would_let_pass_is_refused(data, text):
 
 def test_small_limits_hold_for_short_arguments_too():
     limits = Limits(args=3, argument=10, command=15, payload=20, inline=30)
-    assert parse(command("0123456789", "01234") * 2, limits=limits) == [[b"0123456789", b"01234"]] * 2
-    assert refusal(command("a", "b", "c", "d"), limits=limits) == "invalid multibulk length"
-    assert refusal(command("0123456789A"), limits=limits) == "too big argument"
-    assert refusal(command("0123456789", "012345"), limits=limits) == "too big argument"
-    assert refusal(command("a", "x" * 21), limits=limits) == "invalid bulk length"
+    assert parse(encode_command("0123456789", "01234") * 2, limits=limits) == [[b"0123456789", b"01234"]] * 2
+    assert refusal(encode_command("a", "b", "c", "d"), limits=limits) == "invalid multibulk length"
+    assert refusal(encode_command("0123456789A"), limits=limits) == "too big argument"
+    assert refusal(encode_command("0123456789", "012345"), limits=limits) == "too big argument"
+    assert refusal(encode_command("a", "x" * 21), limits=limits) == "invalid bulk length"
     assert refusal(b"x" * 31, limits=limits) == "too big inline request"
-    assert refusal(command("12345678"), limits=Limits(argument=10, payload=7)) == "invalid bulk length"
+    assert refusal(encode_command("12345678"), limits=Limits(argument=10, payload=7)) == "invalid bulk length"
     place = memoryview(bytearray(20))
-    assert parse(command("a", "x" * 20), lambda *_: place, limits) == [[b"a", b"x" * 20]]
+    assert parse(encode_command("a", "x" * 20), lambda *_: place, limits) == [[b"a", b"x" * 20]]
 
 
 def test_what_is_announced_costs_nothing_before_it_comes():
@@ -477,13 +483,13 @@ def test_what_is_announced_costs_nothing_before_it_comes():
     spent = peak(b"PING\r\n")
     for data in (b"*1048576\r\n", b"*1\r\n$1048576\r\n", b"*2\r\n$1\r\nx\r\n$1048576\r\nabc"):
         assert peak(data) < spent + 4096
-    assert peak(command(bytes(500_000))[:250_000]) < 600_000
+    assert peak(encode_command(bytes(500_000))[:250_000]) < 600_000
 
 
 def test_a_kept_argument_in_small_pieces_takes_time_in_proportion():
-    data = command("SET", "k", bytes(1 << 20))
+    data = encode_command("SET", "k", bytes(1 << 20))
     began = time.process_time()
-    parser = Commands(kept)
+    parser = CommandReader(kept)
     found = [args for piece in cuts(memoryview(data), [4]) for args in give(parser, piece)]
     assert found == [[b"SET", b"k", bytes(1 << 20)]]
     assert time.process_time() - began < 10
@@ -608,10 +614,10 @@ def test_inline_commands_are_cut_as_redis_cuts_them(redis_server):
 @pytest.mark.parametrize("version", [2, 3])
 def test_replies_are_written_as_redis_writes_them(redis_server, lua, value, version):
     script = f"redis.setresp(3); return {lua}"
-    heard = answers(redis_server, command("HELLO", version) + command("EVAL", script, 0))
+    heard = answers(redis_server, encode_command("HELLO", version) + encode_command("EVAL", script, 0))
     ours = encode(value, resp3=version == 3)
     assert heard.endswith(ours)
-    (greeting,) = replies(Replies(), heard.removesuffix(ours))
+    (greeting,) = replies(ReplyReader(), heard.removesuffix(ours))
     assert isinstance(greeting, dict if version == 3 else list)
 
 
@@ -631,7 +637,7 @@ LENGTHS = (
     *(b"1e3", b"\xd9\xa1", b"nan", b"\0"),
 )
 COMMANDS = [
-    command(*args)
+    encode_command(*args)
     for args in (
         *(["PING"], ["GET", b"k" * 32], ["SET", "key", b"v" * 100], ["MSET", "a", b"\r\n", "b", b"$3\r\n"]),
         *(["EXISTS", *map(str, range(20))], ["SET", "k", b"p" * 2000, "EX", 10], ["", "", ""]),
@@ -708,11 +714,11 @@ def servers(rng):
             raise ProtocolError("no room")
         return memoryview(bytearray(length))
 
-    return [partial(commands_in, Commands(place)) for _ in range(2)]
+    return [partial(commands_in, CommandReader(place)) for _ in range(2)]
 
 
 def clients(rng):
-    return [partial(replies_in, Replies()) for _ in range(2)]
+    return [partial(replies_in, ReplyReader()) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("frames", "parsers"), [(COMMANDS, servers), (REPLIES, clients)])
@@ -746,8 +752,8 @@ def test_whatever_arrives_memory_stays_flat(frames, parsers):
 
 def test_a_command_in_pieces_is_the_command_and_copies_nothing():
     payload = memoryview(bytearray(b"payload" * 10_000))
-    found = pieces("SET", b"key", (b"head", payload), "PX", 5, bytearray(b"x"))
-    assert b"".join(found) == command("SET", b"key", b"head" + payload, "PX", "5", b"x")
+    found = encode_command_parts("SET", b"key", (b"head", payload), "PX", 5, bytearray(b"x"))
+    assert b"".join(found) == encode_command("SET", b"key", b"head" + payload, "PX", "5", b"x")
     assert any(each is payload for each in found)
 
 
@@ -758,7 +764,7 @@ def test_replies_that_are_expected_together_are_those_that_come_one_by_one(data)
     values.append(b"last")
     wire = b"".join(encode(value, resp3=False) for value in values) + b":1\r\n"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=8)))
-    parser = Replies()
+    parser = ReplyReader()
     parser.expect(len(values))
     found = []
     for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
@@ -771,7 +777,7 @@ def test_replies_that_are_expected_together_are_those_that_come_one_by_one(data)
 @pytest.mark.parametrize("here", [0, 1, 4, 5, 9, 15, 17])
 def test_the_bytes_of_a_string_go_where_their_owner_wants_them(here):
     wire = b"$10\r\n0123456789\r\n"
-    parser = Replies()
+    parser = ReplyReader()
     assert parser.string() is INCOMPLETE
     parser.feed(wire[:here])
     length = parser.string()
@@ -790,14 +796,14 @@ def test_the_bytes_of_a_string_go_where_their_owner_wants_them(here):
 
 
 def test_a_string_may_be_missing_refused_or_something_else():
-    parser = Replies()
+    parser = ReplyReader()
     parser.feed(b"$-1\r\n-WRONGTYPE no\r\n")
     assert parser.string() is None
     error = parser.string()
     assert isinstance(error, Error)
     assert error.code == "WRONGTYPE"
     for wrong in (b"+OK\r\n", b":1\r\n", b"*1\r\n", b"$-2\r\n", b"$x\r\n", b"\r\n", b"=5\r\ntxt:x\r\n"):
-        parser = Replies()
+        parser = ReplyReader()
         parser.feed(wrong)
         with pytest.raises(ProtocolError):
             parser.string()

@@ -28,8 +28,8 @@ from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, Suspect, padded
 from lmtier.threads import start_thread
 from lmtier.tiers.base import Item, Stat
-from lmtier_backends.mooncake.lanes import CallLane, Lanes
-from lmtier_backends.options import TimedTier, need, need_common
+from lmtier_backends.mooncake.call_threads import CallThread, CallThreads
+from lmtier_backends.options import TimedTier, require, require_common_options
 
 PORT = 50051
 METADATA_PORT = 8080
@@ -41,7 +41,7 @@ _ATTEMPTS = 3
 _PAUSE = 0.5
 """Seconds between two attempts to reach a master."""
 
-_need = partial(need, "mooncake")
+_need = partial(require, "mooncake")
 
 
 class MooncakeError(OSError):
@@ -73,7 +73,7 @@ class MooncakeTier(TimedTier):
         self._master = (found[1], int(found[2] or PORT))
         _need(0 < self._master[1] < 65536, f"{location!r} is not a host and port")
         _need(protocol in ("tcp", "rdma"), f"protocol={protocol!r}: tcp or rdma")
-        need_common("mooncake", namespace, connections, deadline)
+        require_common_options("mooncake", namespace, connections, deadline)
         _need(replicas >= 1, f"replicas={replicas}: must be 1 or more")
         try:
             self._library: Any = import_module("mooncake.store")
@@ -91,9 +91,9 @@ class MooncakeTier(TimedTier):
         )
         self._replicas = self._library.ReplicateConfig()
         self._replicas.replica_num = replicas
-        self._store: Any = None
+        self._client: Any = None
         self._ready, self._closed = threading.Event(), threading.Event()
-        self._lanes = Lanes("mooncake", 2 * connections + 2)
+        self._lanes = CallThreads("mooncake", 2 * connections + 2)
         super().__init__("mooncake", connections, connections, askers=1)
         self._dialer = start_thread("lmtier-mooncake-setup", self._dial)
         if not self._ready.wait(deadline):
@@ -105,14 +105,14 @@ class MooncakeTier(TimedTier):
     # ---- the functions of a tier
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until, key, store = self._by(), self._key(item.name), self._connected()
+        until, key, store = self._call_deadline(), self._key(item.name), self._connected_client()
         room = sum(map(len, buffers))
         with self._lanes.lend(until) as lane:
             self._hold(lane, room, until)
             if len(buffers) == 1:
                 got = lane.run(lambda: self._read_start(key, lane.address, room), until)
             else:
-                got = lane.run(lambda: _often(lambda: store.get_into(key, lane.address, room)), until)
+                got = lane.run(lambda: _with_retries(lambda: store.get_into(key, lane.address, room)), until)
             if got == _ABSENT:
                 raise FileNotFoundError(item.name)
             if got == _TOO_LONG:
@@ -129,11 +129,11 @@ class MooncakeTier(TimedTier):
     def _read_start(self, key: str, address: int, nbytes: int) -> int:
         """Read the first bytes. An object that is shorter has no header, so only its length is returned."""
         ranges = [address], [[key]], [[[0]]], [[[0]]], [[[nbytes]]]
-        got = _often(lambda: int(self._connected().get_into_ranges(*ranges)[0][0][0]))
-        return int(self._connected().get_size(key)) if got == _TOO_LONG else got
+        got = _with_retries(lambda: int(self._connected_client().get_into_ranges(*ranges)[0][0][0]))
+        return int(self._connected_client().get_size(key)) if got == _TOO_LONG else got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        until, key, store = self._by(), self._key(item.name), self._connected()
+        until, key, store = self._call_deadline(), self._key(item.name), self._connected_client()
         nbytes = sum(map(len, buffers))
         if item.replaces is not None:
             self.delete([item.replaces])
@@ -145,12 +145,18 @@ class MooncakeTier(TimedTier):
                 at += len(buffer)
             # A chunk of KV stays as it is: another host may read it. Only values are overwritten.
             put = store.upsert_from if is_value(item.name.key) else store.put_from
-            code = lane.run(lambda: _often(lambda: put(key, lane.address, nbytes, self._replicas)), until)
+            code = lane.run(
+                lambda: _with_retries(lambda: put(key, lane.address, nbytes, self._replicas)), until
+            )
         if code:
             raise MooncakeError("a store", code)
 
     def delete(self, names: Sequence[Name]) -> None:
-        until, keys, store = self._by(), [self._key(name) for name in names], self._connected()
+        until, keys, store = (
+            self._call_deadline(),
+            [self._key(name) for name in names],
+            self._connected_client(),
+        )
         if not keys:
             return
         with self._lanes.lend(until) as lane:
@@ -159,7 +165,11 @@ class MooncakeTier(TimedTier):
             raise MooncakeError("a deletion", bad[0])
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        until, keys, store = self._by(), [self._key(name) for name in names], self._connected()
+        until, keys, store = (
+            self._call_deadline(),
+            [self._key(name) for name in names],
+            self._connected_client(),
+        )
 
         def ask() -> dict[str, int]:
             # The second question is about sizes. Its library logs an error for each name that is missing.
@@ -180,7 +190,7 @@ class MooncakeTier(TimedTier):
 
     def clear(self, prefix: bytes) -> Iterator[None]:
         """The master does it, in one call."""
-        until, store = self._by(), self._connected()
+        until, store = self._call_deadline(), self._connected_client()
         pattern = f"^{re.escape(self._prefix)}{prefix.hex()}.*"
         with self._lanes.lend(until) as lane:
             count = lane.run(lambda: store.remove_by_regex(pattern, True), until)
@@ -188,7 +198,7 @@ class MooncakeTier(TimedTier):
             raise MooncakeError("a clear", count)
         yield
 
-    def sift(self, suspect: Suspect) -> Iterator[None]:
+    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
         raise OSError(
             errno.ENOSYS, "Mooncake cannot list its objects, so it cannot be searched: clear all of it"
         )
@@ -198,8 +208,8 @@ class MooncakeTier(TimedTier):
         super().close()
         self._dialer.join(_PAUSE)
         # A call that still runs needs the client, so then it stays.
-        if self._lanes.close() and (store := self._store) is not None:
-            self._store = None
+        if self._lanes.close() and (store := self._client) is not None:
+            self._client = None
             closer = start_thread("lmtier-mooncake-close", store.close)
             closer.join(max(self.patience, 1.0))
 
@@ -208,18 +218,18 @@ class MooncakeTier(TimedTier):
     def _key(self, name: Name) -> str:
         return f"{self._prefix}{name}"
 
-    def _connected(self) -> Any:
-        if (store := self._store) is None:
+    def _connected_client(self) -> Any:
+        if (store := self._client) is None:
             raise ConnectionError("Mooncake: no master was reached yet")
         return store
 
-    def _hold(self, lane: CallLane, nbytes: int, until: float) -> None:
+    def _hold(self, lane: CallThread, nbytes: int, until: float) -> None:
         """Have registered memory for so much. The library may have to ask its master."""
         if len(lane.memory) < nbytes:
             lane.run(lambda: self._register(lane, nbytes), until)
 
-    def _register(self, lane: CallLane, nbytes: int) -> None:
-        store = self._connected()
+    def _register(self, lane: CallThread, nbytes: int) -> None:
+        store = self._connected_client()
         if len(lane.memory):
             store.unregister_buffer(lane.address)
             lane.drop_memory()
@@ -249,14 +259,14 @@ class MooncakeTier(TimedTier):
                 store = self._library.MooncakeDistributedStore()
                 code = store.setup(here, metadata, segment, buffer, protocol, device, master)
                 if not code:
-                    self._store = store
+                    self._client = store
                     self._ready.set()
                     return
                 log.warning("lmtier: %s: its client could not be set up: code %d", self._where, code)
             self._closed.wait(_PAUSE)
 
 
-def _often(call: Callable[[], int]) -> int:
+def _with_retries(call: Callable[[], int]) -> int:
     """The first result that is not the failure of one node, or the last one."""
     for _ in range(_ATTEMPTS):
         if (code := call()) != _MOVED_NOTHING:

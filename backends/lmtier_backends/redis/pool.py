@@ -10,10 +10,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from lmtier.format.objects import CorruptObject
-from lmtier.wire.resp import Argument, Buffer, Error, pieces
-from lmtier_backends.redis.homes import MOST_NODES, Homes
-from lmtier_backends.redis.wire import ErrorReply, Login, Wire, dial
-from lmtier_backends.sockets import Address, BadReply, left
+from lmtier.wire.resp import Argument, Buffer, Error, encode_command_parts
+from lmtier_backends.redis.connection import ErrorReply, Login, RedisSocket, dial
+from lmtier_backends.redis.server_map import MOST_NODES, ServerMap
+from lmtier_backends.sockets import Address, BadReply, seconds_left
 
 _HOPS = 5  # a slot moves once, or once more while we look
 _DEMOTED = ("READONLY", "MASTERDOWN")
@@ -37,15 +37,15 @@ class Connections:
         self.lost: Callable[[Address], None] = lambda address: None
         """Called when a call to a server has failed."""
         self._lock = threading.Lock()
-        self._idle: dict[Address, SimpleQueue[Wire | None]] = {}
+        self._idle: dict[Address, SimpleQueue[RedisSocket | None]] = {}
         self._closed = False
 
     @contextmanager
-    def borrow(self, address: Address, until: float) -> Iterator[Wire]:
+    def borrow(self, address: Address, until: float) -> Iterator[RedisSocket]:
         """Lend a connection. After an exception it is closed, and the next borrower gets a new one."""
         idle = self._of(address)
         try:
-            wire = idle.get(timeout=left(until))
+            wire = idle.get(timeout=seconds_left(until))
         except Empty:
             raise TimeoutError("all connections were busy") from None
         try:
@@ -69,10 +69,10 @@ class Connections:
     def ask(self, address: Address, args: Sequence[Argument], until: float) -> Any:
         """The reply to a command about a server, not about a key."""
         with self.borrow(address, until) as wire:
-            wire.send(pieces(*args), until)
-            return wire.reply(until)
+            wire.send(encode_command_parts(*args), until)
+            return wire.read_reply(until)
 
-    def _dial(self, address: Address, until: float) -> Wire:
+    def _dial(self, address: Address, until: float) -> RedisSocket:
         try:
             return dial(address, until, self._login(), self._tls)
         # Of a socket or a password file; in a tier this exception would mean a miss.
@@ -90,8 +90,8 @@ class Connections:
         self._closed = True
         self.keep_only(())
 
-    def _of(self, address: Address) -> SimpleQueue[Wire | None]:
-        oldest: SimpleQueue[Wire | None] = SimpleQueue()
+    def _of(self, address: Address) -> SimpleQueue[RedisSocket | None]:
+        oldest: SimpleQueue[RedisSocket | None] = SimpleQueue()
         with self._lock:
             if self._closed:
                 raise ConnectionError("closed")
@@ -106,46 +106,46 @@ class Connections:
         return idle
 
 
-def _drain(idle: SimpleQueue[Wire | None]) -> None:
+def _drain(idle: SimpleQueue[RedisSocket | None]) -> None:
     with suppress(Empty):
         while True:
             if (wire := idle.get_nowait()) is not None:
                 wire.close()
 
 
-class Question(NamedTuple):
+class KeyCommand(NamedTuple):
     """A command about one key, as it is sent."""
 
     key: bytes
-    written: Sequence[Buffer]
+    encoded: Sequence[Buffer]
 
     @classmethod
-    def of(cls, word: str, key: bytes, *args: Argument) -> Question:
-        return cls(key, pieces(word, key, *args))
+    def of(cls, word: str, key: bytes, *args: Argument) -> KeyCommand:
+        return cls(key, encode_command_parts(word, key, *args))
 
-    def sent(self, *, asking: bool) -> Sequence[Buffer]:
+    def to_send(self, *, asking: bool) -> Sequence[Buffer]:
         """The bytes to send. With ASKING first for a node that a slot is moving to."""
-        return (*pieces("ASKING"), *self.written) if asking else self.written
+        return (*encode_command_parts("ASKING"), *self.encoded) if asking else self.encoded
 
 
-def _leave_if_demoted(wire: Wire, replies: Iterable[object]) -> None:
+def _leave_if_demoted(wire: RedisSocket, replies: Iterable[object]) -> None:
     """A server that became a replica keeps its connections. The same address may lead to the master now."""
     if any(isinstance(reply, Error) and reply.code in _DEMOTED for reply in replies):
         wire.close()
 
 
-class Asker:
+class KeyCommandRouter:
     """Sends commands about keys to the servers that `homes` names."""
 
-    def __init__(self, connections: Connections, homes: Homes) -> None:
+    def __init__(self, connections: Connections, homes: ServerMap) -> None:
         self._connections = connections
         self._homes = homes
 
-    def ask(self, questions: Sequence[Question], until: float) -> list[Any]:
+    def ask(self, questions: Sequence[KeyCommand], until: float) -> list[Any]:
         """The replies to commands on keys: one round trip to all nodes at once, and one more for each
         move."""
         replies: list[Any] = [None] * len(questions)
-        homes = {i: (self._homes.home(each.key, until), False) for i, each in enumerate(questions)}
+        homes = {i: (self._homes.server_of(each.key, until), False) for i, each in enumerate(questions)}
         for _ in range(_HOPS):
             batches: dict[Address, list[int]] = {}
             for i, (address, _asking) in homes.items():
@@ -159,9 +159,9 @@ class Asker:
                     for address in sorted(batches, key=str)
                 ]
                 for wire, numbers in wires:
-                    wire.send([p for i in numbers for p in questions[i].sent(asking=homes[i][1])], until)
+                    wire.send([p for i in numbers for p in questions[i].to_send(asking=homes[i][1])], until)
                 for wire, numbers in wires:
-                    said = iter(wire.replies(sum(1 + homes[i][1] for i in numbers), until))
+                    said = iter(wire.read_replies(sum(1 + homes[i][1] for i in numbers), until))
                     for i in numbers:
                         if homes[i][1]:
                             next(said)
@@ -177,15 +177,15 @@ class Asker:
                 break
         return replies
 
-    def fetch(self, ask: Question, into: Sequence[memoryview], likely: int, until: float) -> int | None:
+    def fetch(self, ask: KeyCommand, into: Sequence[memoryview], likely: int, until: float) -> int | None:
         """Read a string directly into memory. Returns its length, or None if it does not exist."""
-        address, asking = self._homes.home(ask.key, until), False
+        address, asking = self._homes.server_of(ask.key, until), False
         for _ in range(_HOPS):
             with self._connections.borrow(address, until) as wire:
-                wire.send(ask.sent(asking=asking), until)
+                wire.send(ask.to_send(asking=asking), until)
                 if asking:
-                    wire.reply(until)
-                got = wire.bulk(into, likely, until)
+                    wire.read_reply(until)
+                got = wire.read_string(into, likely, until)
                 _leave_if_demoted(wire, (got,))
             if not isinstance(got, Error):
                 return got
@@ -199,5 +199,5 @@ class Asker:
     def _onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
         # Another server is the master, or soon will be.
         if said.code in (*_DEMOTED, "CLUSTERDOWN"):
-            self._homes.forget(address)
-        return self._homes.onward(said, key, address)
+            self._homes.invalidate(address)
+        return self._homes.redirection(said, key, address)

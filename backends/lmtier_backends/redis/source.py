@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from lmtier.format.compression import RAW
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, Suspect
-from lmtier.format.sealing import Keys
+from lmtier.format.sealing import SealingKeys
 from lmtier.tiers.base import Item, Stat, Tier
-from lmtier_backends.redis.pool import Question
+from lmtier_backends.redis.connection import accepted
+from lmtier_backends.redis.pool import KeyCommand
 from lmtier_backends.redis.tier import RedisTier
-from lmtier_backends.redis.wire import accepted
-from lmtier_backends.sockets import Address, BadReply, shown
+from lmtier_backends.sockets import Address, BadReply, printable_excerpt
 
 _MOST = 16_384
 """The most names in one question."""
@@ -62,21 +62,21 @@ class SourceTier(RedisTier):
     # ---- the functions of a tier
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        until = self._by()
+        until = self._call_deadline()
         found: dict[Name, Stat] = {}
         for at in range(0, len(names), _MOST):
             some = names[at : at + _MOST]
             reply = accepted(self._asker.ask([_has(some)], until)[0])
             if not isinstance(reply, list) or [type(each) for each in reply] != [int] * len(some):
-                raise BadReply(f"{len(some)} names were answered {shown(reply)}")
+                raise BadReply(f"{len(some)} names were answered {printable_excerpt(reply)}")
             found |= {
                 name: Stat(nbytes) for name, nbytes in zip(some, reply, strict=True) if 0 < nbytes <= _LARGEST
             }
         return found
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until = self._by()
-        ask = Question.of("LMTIER.READ", str(item.name).encode())
+        until = self._call_deadline()
+        ask = KeyCommand.of("LMTIER.READ", str(item.name).encode())
         got = self._asker.fetch(ask, buffers, PAGE + len(item.payload), until)
         if got is None:
             raise FileNotFoundError(item.name)
@@ -91,7 +91,7 @@ class SourceTier(RedisTier):
     def clear(self, prefix: bytes) -> Iterator[None]:
         return iter(())
 
-    def sift(self, suspect: Suspect) -> Iterator[None]:
+    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
         return iter(())
 
     # ---- the differences from Redis
@@ -99,10 +99,10 @@ class SourceTier(RedisTier):
     def use_codec(self, name: str) -> None:
         self._need(name == RAW, "objects come as they are in memory; remove codec=")
 
-    def use_keys(self, keys: Keys) -> None:
+    def use_keys(self, keys: SealingKeys) -> None:
         Tier.use_keys(self, keys)
 
-    def _try_first(self) -> None:
+    def _check_reachable(self) -> None:
         """Hosts may start in any order, and a server that lists itself does not listen yet."""
 
     def _address(self, text: str, port: int) -> Address:
@@ -124,5 +124,5 @@ class TlsSourceTier(SourceTier):
     is_encrypted = True
 
 
-def _has(names: Sequence[Name]) -> Question:
-    return Question.of("LMTIER.HAS", *(str(name).encode() for name in names))
+def _has(names: Sequence[Name]) -> KeyCommand:
+    return KeyCommand.of("LMTIER.HAS", *(str(name).encode() for name in names))

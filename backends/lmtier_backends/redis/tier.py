@@ -35,12 +35,12 @@ from lmtier.format.keys import NAMESPACE_BYTES
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
-from lmtier.wire.resp import Argument, Buffer, Error, pieces
-from lmtier_backends.options import TimedTier, need, need_common
-from lmtier_backends.redis.homes import Cluster, Homes, Sentinels
-from lmtier_backends.redis.pool import Asker, Connections, Question
-from lmtier_backends.redis.wire import ErrorReply, Login, accepted, dial
-from lmtier_backends.sockets import Address, BadReply, shown, tls_context
+from lmtier.wire.resp import Argument, Buffer, Error, encode_command_parts
+from lmtier_backends.options import TimedTier, require, require_common_options
+from lmtier_backends.redis.connection import ErrorReply, Login, accepted, dial
+from lmtier_backends.redis.pool import Connections, KeyCommand, KeyCommandRouter
+from lmtier_backends.redis.server_map import Cluster, Sentinels, ServerMap
+from lmtier_backends.sockets import Address, BadReply, printable_excerpt, tls_context
 
 PASSWORD_VARIABLE = "LMTIER_REDIS_PASSWORD"
 PORT = 6379
@@ -58,20 +58,20 @@ _CARD_ASKED = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%b\r\n$1\r\n0\r\n$2\r\n%d\r\n" 
 """The encoded request, ten times faster than the encoder. A lookup sends it for each key."""
 
 
-class Card(NamedTuple):
+class Manifest(NamedTuple):
     """The first bytes under the name of an object: how it was written."""
 
     nonce: bytes
     nbytes: int
     """Payload bytes, whole pages."""
-    part: int
+    part_bytes: int
     """Payload bytes in each part except the last; 0: the payload follows the header."""
 
     def pack(self) -> bytes:
         return _CARD.pack(_MAGIC, *self)
 
     @classmethod
-    def read(cls, data: Buffer) -> Card | None:
+    def read(cls, data: Buffer) -> Manifest | None:
         """None: not a card, or an impossible one."""
         if len(data) < CARD_BYTES:
             return None
@@ -82,12 +82,12 @@ class Card(NamedTuple):
             return None
         return cls(nonce, nbytes, part)
 
-    def spans(self) -> range:
+    def offsets(self) -> range:
         """Where the parts begin."""
-        return range(0, self.nbytes, self.part) if self.part else range(0)
+        return range(0, self.nbytes, self.part_bytes) if self.part_bytes else range(0)
 
-    def names(self, key: bytes) -> list[bytes]:
-        return [b"%s:%s:%d" % (key, self.nonce.hex().encode(), n) for n in range(len(self.spans()))]
+    def part_keys(self, key: bytes) -> list[bytes]:
+        return [b"%s:%s:%d" % (key, self.nonce.hex().encode(), n) for n in range(len(self.offsets()))]
 
 
 class RedisTier(TimedTier):
@@ -118,7 +118,7 @@ class RedisTier(TimedTier):
         sentinel_username: str = "",
         sentinel_password_file: str = "",
     ) -> None:
-        need_common(self.scheme, namespace, connections, deadline)
+        require_common_options(self.scheme, namespace, connections, deadline)
         self._need(part >= PAGE and part % PAGE == 0, f"part={part}: must be whole pages of {PAGE} bytes")
         self._need(part <= _MOST_PART, f"part={part}: a server takes values of 512 MiB; 1MiB is fastest")
         is_tls = ssl or self.is_encrypted
@@ -141,11 +141,11 @@ class RedisTier(TimedTier):
         self._prefix = f"lmtier:{namespace}:".encode()
         self._deadline = deadline
         self._part = part
-        self._whole = part * 5 // 4  # a second part does not pay for a few more bytes
+        self._largest_single_value = part * 5 // 4  # a second part does not pay for a few more bytes
         self._where = f"{self.scheme}://{place}" + f" namespace {namespace}" * (namespace != "default")
-        self._litter: deque[tuple[bytes, Card]] = deque(maxlen=_MOST_LITTER)
+        self._orphaned_parts: deque[tuple[bytes, Manifest]] = deque(maxlen=_MOST_LITTER)
         """Objects that are gone but for their parts, which are to be deleted with a later write."""
-        self._tidy_after = 0.0
+        self._orphans_retry_at = 0.0
         """A node that has some did not answer. Until then other nodes do not wait for it."""
         certificates = (ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname)
         tls = tls_context(self.scheme, *certificates) if is_tls else None
@@ -163,11 +163,11 @@ class RedisTier(TimedTier):
             except OSError as error:
                 raise TierError(f"{self.scheme} tier: password file: {error}") from None
         self._connections = Connections(connections, login, tls)
-        self._homes = self._find_homes(hosts, path, sentinel_login, tls)
-        self._connections.lost = self._homes.forget
-        self._asker = Asker(self._connections, self._homes)
+        self._homes = self._make_server_map(hosts, path, sentinel_login, tls)
+        self._connections.lost = self._homes.invalidate
+        self._asker = KeyCommandRouter(self._connections, self._homes)
         super().__init__(self.scheme, connections, connections, askers=1)
-        self._try_first()
+        self._check_reachable()
 
     EXAMPLE = "cache.example:6379/0"
 
@@ -177,23 +177,23 @@ class RedisTier(TimedTier):
     # ---- the functions of a tier
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until = self._by()
+        until = self._call_deadline()
         key = self._key(item.name)
         written = memoryview(bytearray(CARD_BYTES))
         payload = buffers[1] if len(buffers) > 1 else None
         if payload is None:
-            ask = Question.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1)
+            ask = KeyCommand.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1)
             likely = 0
         else:
-            ask = Question.of("GET", key)
-            likely = len(payload) if len(payload) <= self._whole else 0
+            ask = KeyCommand.of("GET", key)
+            likely = len(payload) if len(payload) <= self._largest_single_value else 0
         got = self._asker.fetch(ask, (written, *buffers), CARD_BYTES + PAGE + likely, until)
         if not got:
             raise FileNotFoundError(item.name)
-        card = Card.read(written) if got >= CARD_BYTES else None
+        card = Manifest.read(written) if got >= CARD_BYTES else None
         if card is None:
             raise CorruptObject("no object of lmtier")
-        if payload is None or not card.part:
+        if payload is None or not card.part_bytes:
             return int(got) - CARD_BYTES
         if got != CARD_BYTES + PAGE:
             raise CorruptObject(f"{got} bytes under the name of an object in parts")
@@ -201,60 +201,64 @@ class RedisTier(TimedTier):
             self._read_parts(item.name, card, payload[: card.nbytes], until)
         return PAGE + card.nbytes
 
-    def _read_parts(self, name: Name, card: Card, payload: memoryview, until: float) -> None:
-        for number, (part, at) in enumerate(zip(card.names(self._key(name)), card.spans(), strict=True)):
-            room = payload[at : at + card.part]
-            got = self._asker.fetch(Question.of("GET", part), (room,), len(room), until)
+    def _read_parts(self, name: Name, card: Manifest, payload: memoryview, until: float) -> None:
+        for number, (part, at) in enumerate(
+            zip(card.part_keys(self._key(name)), card.offsets(), strict=True)
+        ):
+            room = payload[at : at + card.part_bytes]
+            got = self._asker.fetch(KeyCommand.of("GET", part), (room,), len(room), until)
             if got is None:  # evicted or expired; the rest of the object is useless
                 with suppress(OSError):
-                    self._forget(self._key(name), card, until)
+                    self._delete_unless_rewritten(self._key(name), card, until)
                 raise FileNotFoundError(name)
             if got != len(room):
                 raise CorruptObject(f"part {number} has {got} bytes, not {len(room)}")
 
-    def _forget(self, key: bytes, card: Card, until: float) -> None:
+    def _delete_unless_rewritten(self, key: bytes, card: Manifest, until: float) -> None:
         """Delete an object, unless it was written again since."""
         (now,) = self._asker.ask([_card_of(key)], until)
         if now == card.pack():
             self._unlink([key], until)
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        until = self._by()
+        until = self._call_deadline()
         page, payload = buffers
         key = self._key(item.name)
         if item.replaces is not None:
             self._unlink([self._key(item.replaces)], until)
-        self._tidy(until)
-        card = Card(os.urandom(8), len(payload), 0 if len(payload) <= self._whole else self._part)
-        names = card.names(key)
+        self._delete_orphaned_parts(until)
+        card = Manifest(
+            os.urandom(8), len(payload), 0 if len(payload) <= self._largest_single_value else self._part
+        )
+        names = card.part_keys(key)
         expiry: tuple[Argument, ...] = ("PX", max(1, round(item.lives * 1000))) if item.lives else ()
         try:
-            for name, at in zip(names, card.spans(), strict=True):
-                part = payload[at : at + card.part]
-                _need_ok(self._asker.ask([Question.of("SET", name, part, *expiry)], until)[0])
+            for name, at in zip(names, card.offsets(), strict=True):
+                part = payload[at : at + card.part_bytes]
+                _need_ok(self._asker.ask([KeyCommand.of("SET", name, part, *expiry)], until)[0])
             whole = (card.pack(), page) if names else (card.pack(), page, payload)
-            old, done = self._asker.ask([_card_of(key), Question.of("SET", key, whole, *expiry)], until)
+            old, done = self._asker.ask([_card_of(key), KeyCommand.of("SET", key, whole, *expiry)], until)
             _need_ok(done)
         except BaseException:
             if names:
-                self._litter.append((key, card))
+                self._orphaned_parts.append((key, card))
             raise
-        if isinstance(old, bytes) and (before := Card.read(old)):
+        if isinstance(old, bytes) and (before := Manifest.read(old)):
             with suppress(OSError):
                 self._unlink_parts([(key, before)], until)
 
     def delete(self, names: Sequence[Name]) -> None:
-        self._unlink([self._key(name) for name in names], self._by())
+        self._unlink([self._key(name) for name in names], self._call_deadline())
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        until = self._by()
+        until = self._call_deadline()
         found = {}
         for name, reply in zip(
             names, self._asker.ask([_card_of(self._key(n)) for n in names], until), strict=True
         ):
             if isinstance(reply, Error) and reply.code != "WRONGTYPE":
                 raise ErrorReply(reply)
-            if isinstance(reply, bytes) and (card := Card.read(reply)):
+            if isinstance(reply, bytes) and (card := Manifest.read(reply)):
                 found[name] = Stat(padded(card.nbytes))
         return found
 
@@ -262,7 +266,7 @@ class RedisTier(TimedTier):
         """Also deletes parts that belong to no object. Each step ends by `deadline`."""
         return self._search(prefix.hex(), self._clear_all)
 
-    def sift(self, suspect: Suspect) -> Iterator[None]:
+    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
         start = suspect.prefix.hex()
         if suspect.tenant and len(suspect.prefix) <= NAMESPACE_BYTES:
             start = start.ljust(2 * NAMESPACE_BYTES, "?") + suspect.tenant.hex()
@@ -271,7 +275,7 @@ class RedisTier(TimedTier):
     def _search(self, start: str, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
         searched: Sequence[Address] = ()
         # Keys that move between nodes during a search may be missed on both, so search again.
-        while (homes := self._homes.homes(self._by())) != searched:
+        while (homes := self._homes.all_servers(self._call_deadline())) != searched:
             searched = homes
             for address in dict.fromkeys(homes):
                 pattern = b"%s{%s*" % (self._prefix, start.encode())
@@ -282,7 +286,7 @@ class RedisTier(TimedTier):
     ) -> Iterator[None]:
         cursor = b""
         while True:
-            until = self._by()
+            until = self._call_deadline()
             match self._connections.ask(
                 address, ("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _SCANNED), until
             ):
@@ -291,7 +295,7 @@ class RedisTier(TimedTier):
                 case Error() as error:
                     raise ErrorReply(error)
                 case reply:
-                    raise BadReply(f"a SCAN was answered {shown(reply)}")
+                    raise BadReply(f"a SCAN was answered {printable_excerpt(reply)}")
             clear([name for name in names if isinstance(name, bytes)], until)
             yield
             if cursor == b"0":
@@ -299,7 +303,7 @@ class RedisTier(TimedTier):
 
     def _clear_all(self, keys: Iterable[bytes], until: float) -> None:
         rest = iter(keys)
-        while some := [Question.of("UNLINK", key) for key in islice(rest, _TOGETHER)]:
+        while some := [KeyCommand.of("UNLINK", key) for key in islice(rest, _TOGETHER)]:
             for reply in self._asker.ask(some, until):
                 accepted(reply)
 
@@ -310,14 +314,14 @@ class RedisTier(TimedTier):
         """
         ours = [(key, name) for key in keys if (name := self._name(key)) and suspect.concerns(name.key)]
         objects = [(key, name) for key, name in ours if key.endswith(b"}")]
-        asked = [Question.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
+        asked = [KeyCommand.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
         doomed = []
         for (key, name), reply in zip(objects, self._asker.ask(asked, until), strict=True):
             if isinstance(reply, Error) and reply.code != "WRONGTYPE":  # it may be suspect
                 raise ErrorReply(reply)
             with suppress(CorruptObject):  # a reader will find that out
                 if isinstance(reply, bytes) and suspect.covers(
-                    name.key, peek(memoryview(reply)[CARD_BYTES:], name)[0].made
+                    name.key, peek(memoryview(reply)[CARD_BYTES:], name)[0].provenance
                 ):
                     doomed.append(key)
         self._unlink(doomed, until)
@@ -338,36 +342,36 @@ class RedisTier(TimedTier):
 
     def _unlink(self, keys: Sequence[bytes], until: float) -> None:
         """Delete objects: one round trip, and one more if they have parts."""
-        questions: list[Question] = []
+        questions: list[KeyCommand] = []
         for key in keys:
-            questions += (_card_of(key), Question.of("UNLINK", key))
+            questions += (_card_of(key), KeyCommand.of("UNLINK", key))
         replies = self._asker.ask(questions, until)
-        found = [Card.read(reply) if isinstance(reply, bytes) else None for reply in replies[::2]]
+        found = [Manifest.read(reply) if isinstance(reply, bytes) else None for reply in replies[::2]]
         self._unlink_parts([(key, card) for key, card in zip(keys, found, strict=True) if card], until)
         for reply in replies[1::2]:
             accepted(reply)
-        self._tidy(until)
+        self._delete_orphaned_parts(until)
 
-    def _unlink_parts(self, objects: Sequence[tuple[bytes, Card]], until: float) -> None:
+    def _unlink_parts(self, objects: Sequence[tuple[bytes, Manifest]], until: float) -> None:
         try:
-            self._clear_all((name for key, card in objects for name in card.names(key)), until)
+            self._clear_all((name for key, card in objects for name in card.part_keys(key)), until)
         except BaseException:
-            self._litter.extend(objects)
+            self._orphaned_parts.extend(objects)
             raise
 
-    def _tidy(self, until: float) -> None:
+    def _delete_orphaned_parts(self, until: float) -> None:
         """Delete what belongs to no object, as far as that can be done soon."""
         until = min(until, time.monotonic() + self._deadline / 4)
         with suppress(IndexError):  # several threads may do this at once
-            while self._tidy_after < time.monotonic() < until:
-                parts = self._litter.popleft()
+            while self._orphans_retry_at < time.monotonic() < until:
+                parts = self._orphaned_parts.popleft()
                 try:
                     self._unlink_parts([parts], until)
                 except OSError:
-                    self._tidy_after = time.monotonic() + self._deadline
+                    self._orphans_retry_at = time.monotonic() + self._deadline
 
-    def _try_first(self) -> None:
-        until = self._by()
+    def _check_reachable(self) -> None:
+        until = self._call_deadline()
         try:
             accepted(self._asker.ask([_card_of(self._prefix + b"{}")], until)[0])
         except OSError as error:
@@ -375,15 +379,15 @@ class RedisTier(TimedTier):
 
     # ---- the differences between the schemes
 
-    def _find_homes(
+    def _make_server_map(
         self,
         hosts: str,
         path: str,
         sentinel_login: Callable[[], Login],
         tls: ssl.SSLContext | None,
-    ) -> Homes:
+    ) -> ServerMap:
         del path, sentinel_login, tls
-        return Homes(self._address(hosts, self.port))
+        return ServerMap(self._address(hosts, self.port))
 
     def _split_path(self, place: str) -> tuple[str, str]:
         hosts, _, path = place.partition("/")
@@ -406,7 +410,7 @@ class RedisTier(TimedTier):
         return [self._address(each, port) for each in text.split(",")]
 
     def _need(self, condition: bool, otherwise: str) -> None:
-        need(self.scheme, condition, otherwise)
+        require(self.scheme, condition, otherwise)
 
 
 # ---- the other schemes
@@ -439,13 +443,13 @@ class SentinelTier(RedisTier):
     scheme = "redis-sentinel"
     EXAMPLE = "host1:26379,host2:26379/mymaster"
 
-    def _find_homes(
+    def _make_server_map(
         self, hosts: str, path: str, sentinel_login: Callable[[], Login], tls: ssl.SSLContext | None
-    ) -> Homes:
+    ) -> ServerMap:
         def ask(address: Address, args: Sequence[Argument], until: float) -> Any:
             with closing(dial(address, until, sentinel_login(), tls)) as wire:
-                wire.send(pieces(*args), until)
-                return wire.reply(until)
+                wire.send(encode_command_parts(*args), until)
+                return wire.read_reply(until)
 
         sentinels = self._addresses(hosts, _SENTINEL_PORT)
         return Sentinels(sentinels, path.split("/")[0], ask, self._connections.keep_only)
@@ -462,9 +466,9 @@ class ClusterTier(RedisTier):
     scheme = "redis-cluster"
     EXAMPLE = "host1:6379,host2:6379"
 
-    def _find_homes(
+    def _make_server_map(
         self, hosts: str, path: str, sentinel_login: Callable[[], Login], tls: ssl.SSLContext | None
-    ) -> Homes:
+    ) -> ServerMap:
         return Cluster(self._addresses(hosts, PORT), self._connections.ask, self._connections.keep_only)
 
     def _db_in(self, path: str, db: int) -> int:
@@ -475,13 +479,13 @@ class ClusterTier(RedisTier):
 # ---- requests and replies
 
 
-def _card_of(key: bytes) -> Question:
-    return Question(key, (_CARD_ASKED % (len(key), key),))
+def _card_of(key: bytes) -> KeyCommand:
+    return KeyCommand(key, (_CARD_ASKED % (len(key), key),))
 
 
 def _need_ok(reply: Any) -> None:
     if accepted(reply) != "OK":
-        raise BadReply(f"a SET was answered {shown(reply)}")
+        raise BadReply(f"a SET was answered {printable_excerpt(reply)}")
 
 
 # ---- credentials

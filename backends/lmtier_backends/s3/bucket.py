@@ -22,17 +22,17 @@ from xml.sax.saxutils import escape
 
 from lmtier.format.sealing import Buffer
 from lmtier_backends.s3.credentials import Credentials
-from lmtier_backends.s3.documents import Fields, document, number_in
-from lmtier_backends.s3.http import SMALL, HttpReply, HttpWire, reason
+from lmtier_backends.s3.documents import Fields, number_in, parse_xml
+from lmtier_backends.s3.http import SMALL, HttpReply, HttpSocket, reason
 from lmtier_backends.s3.signing import EMPTY, UNSIGNED, query_of, quoted, sign
-from lmtier_backends.sockets import Address, BadReply, connect, shown
+from lmtier_backends.sockets import Address, BadReply, connect, printable_excerpt
 
 T = TypeVar("T")
 MOST_DELETED = 1000
 """Names in one request, the most that S3 takes."""
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge"}
 _SKEWED = "RequestTimeTooSkewed"
-_AGAIN = {_SKEWED, "InternalError"}
+_RETRYABLE_CODES = {_SKEWED, "InternalError"}
 """What S3 says of a request that should be sent once more. rclone says it of the first stores in a folder."""
 _CONDITIONS = {"Tag", "ObjectSizeGreaterThan", "ObjectSizeLessThan"}
 """A rule with these does not go by age alone."""
@@ -45,21 +45,24 @@ class S3Error(OSError):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         number = errno.ENOSPC if code in _FULL or status == 507 else errno.EPROTO
-        super().__init__(number, ": ".join(filter(None, (shown(code) or reason(status), shown(message)))))
+        super().__init__(
+            number,
+            ": ".join(filter(None, (printable_excerpt(code) or reason(status), printable_excerpt(message)))),
+        )
         self.status = status
         self.code = code
 
 
-class Page(NamedTuple):
+class ListingPage(NamedTuple):
     """Some names of a bucket, in order."""
 
-    found: list[tuple[str, int]]
+    objects: list[tuple[str, int]]
     """Name and bytes of each object."""
-    more: str
+    next_token: str
     """Where the next page begins; empty: this is the last one."""
 
 
-class Rule(NamedTuple):
+class LifecycleRule(NamedTuple):
     """A lifecycle rule that deletes objects."""
 
     name: str
@@ -68,7 +71,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BucketLocation:
     """Where a bucket is."""
 
     address: Address
@@ -81,15 +84,15 @@ class Place:
 
 
 class Bucket:
-    def __init__(self, place: Place, credentials: Credentials) -> None:
+    def __init__(self, place: BucketLocation, credentials: Credentials) -> None:
         self.place = place
         self._credentials = credentials
-        self._idle: deque[HttpWire] = deque()
+        self._idle: deque[HttpSocket] = deque()
         self._lock = threading.Lock()
         self._closed = False
         self.skew = 0.0
         """Seconds by which the server's clock is ahead of ours, once it has refused a request for that."""
-        self.is_doubtful = False
+        self.has_last_call_failed = False
         """Whether the last call has failed."""
 
     # ---- objects
@@ -102,7 +105,7 @@ class Bucket:
         room = sum(map(len, into))
         headers = {"Range": f"bytes=0-{room - 1}"} if start_only else {}
 
-        def take(wire: HttpWire, reply: HttpReply) -> int | None:
+        def take(wire: HttpSocket, reply: HttpReply) -> int | None:
             if reply.status in (200, 206):
                 return wire.fill(reply, into, until)
             problem = self._refusal(wire, reply, until)
@@ -128,31 +131,31 @@ class Bucket:
                 "Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
             }
             text = self._ask("POST", "", {"delete": ""}, until, self._body(until), checked, (body,))
-            for error in document(text, "Error", until).rows if text.strip() else ():
+            for error in parse_xml(text, "Error", until).rows if text.strip() else ():
                 if error.get("Code") != "NoSuchKey":
                     raise S3Error(200, error.get("Code", ""), error.get("Message", ""))
 
-    def page(self, prefix: str, after: str, until: float, most: int = 1000) -> Page:
+    def page(self, prefix: str, after: str, until: float, most: int = 1000) -> ListingPage:
         """The names that begin with `prefix`, from the page that `after` names on."""
         query = {"list-type": "2", "prefix": prefix, "max-keys": str(most)}
         if after:
             query["continuation-token"] = after
-        said = document(self._ask("GET", "", query, until, self._body(until)), "Contents", until)
+        said = parse_xml(self._ask("GET", "", query, until, self._body(until)), "Contents", until)
         if said.root != "ListBucketResult":
-            raise BadReply(f"not a list of names: {shown(said.root)}")
+            raise BadReply(f"not a list of names: {printable_excerpt(said.root)}")
         found = []
         for each in said.rows:
             key, size = each.get("Key", ""), number_in(each.get("Size", ""))
             if size is None or not key.startswith(prefix):
-                raise BadReply(f"not an entry of a list of {prefix}: {shown(key)}")
+                raise BadReply(f"not an entry of a list of {prefix}: {printable_excerpt(key)}")
             found.append((key, size))
         is_cut = said.fields.get("IsTruncated") == "true"
         more = said.fields.get("NextContinuationToken", "") if is_cut else ""
         if is_cut and (not more or not found or more == after):
             raise BadReply("a list of names that ends in the middle")
-        return Page(found, more)
+        return ListingPage(found, more)
 
-    def rules(self, until: float) -> list[Rule]:
+    def lifecycle_rules(self, until: float) -> list[LifecycleRule]:
         """The lifecycle rules that delete objects by age alone."""
         try:
             text = self._ask("GET", "", {"lifecycle": ""}, until, self._body(until))
@@ -161,11 +164,11 @@ class Bucket:
                 return []
             raise
         rules = []
-        for each in document(text, "Rule", until).rows:
+        for each in parse_xml(text, "Rule", until).rows:
             days = number_in(each.get("Expiration/Days", ""))
             if each.get("Status") == "Enabled" and days is not None and not _CONDITIONS & _words(each):
                 prefixes = (each.get(path) for path in ("Filter/Prefix", "Filter/And/Prefix", "Prefix"))
-                rules.append(Rule(each.get("ID", ""), next(filter(None, prefixes), ""), days))
+                rules.append(LifecycleRule(each.get("ID", ""), next(filter(None, prefixes), ""), days))
         return rules
 
     def close(self) -> None:
@@ -182,7 +185,7 @@ class Bucket:
         key: str,
         query: Mapping[str, str],
         until: float,
-        take: Callable[[HttpWire, HttpReply], T],
+        take: Callable[[HttpSocket, HttpReply], T],
         headers: Mapping[str, str] = {},
         body: Sequence[Buffer] = (),
     ) -> T:
@@ -191,13 +194,13 @@ class Bucket:
             try:
                 result = self._exchange(method, key, query, until, take, headers, body)
             except S3Error as error:
-                if error.code not in _AGAIN:
+                if error.code not in _RETRYABLE_CODES:
                     raise
                 result = self._exchange(method, key, query, until, take, headers, body)
         except OSError:
-            self.is_doubtful = True
+            self.has_last_call_failed = True
             raise
-        self.is_doubtful = False
+        self.has_last_call_failed = False
         return result
 
     def _exchange(
@@ -206,11 +209,11 @@ class Bucket:
         key: str,
         query: Mapping[str, str],
         until: float,
-        take: Callable[[HttpWire, HttpReply], T],
+        take: Callable[[HttpSocket, HttpReply], T],
         headers: Mapping[str, str],
         body: Sequence[Buffer],
     ) -> T:
-        keys = self._credentials.keys(until)
+        keys = self._credentials.access_key(until)
         path, words = quoted(f"{self.place.base}{key}"), query_of(query)
         payload = (
             UNSIGNED if method == "PUT" else hashlib.sha256(b"".join(body)).hexdigest() if body else EMPTY
@@ -247,40 +250,41 @@ class Bucket:
         self._give_back(wire)
         return result
 
-    def _need_good(self, until: float) -> Callable[[HttpWire, HttpReply], None]:
-        def take(wire: HttpWire, reply: HttpReply) -> None:
+    def _need_good(self, until: float) -> Callable[[HttpSocket, HttpReply], None]:
+        def take(wire: HttpSocket, reply: HttpReply) -> None:
             if reply.status != 200:
                 raise self._refusal(wire, reply, until)
             wire.read(reply, until)
 
         return take
 
-    def _body(self, until: float) -> Callable[[HttpWire, HttpReply], bytes]:
-        def take(wire: HttpWire, reply: HttpReply) -> bytes:
+    def _body(self, until: float) -> Callable[[HttpSocket, HttpReply], bytes]:
+        def take(wire: HttpSocket, reply: HttpReply) -> bytes:
             if reply.status != 200:
                 raise self._refusal(wire, reply, until)
             return wire.read(reply, until)
 
         return take
 
-    def _refusal(self, wire: HttpWire, reply: HttpReply, until: float) -> S3Error:
+    def _refusal(self, wire: HttpSocket, reply: HttpReply, until: float) -> S3Error:
         text, said = b"", {}
         try:
             text = wire.read(reply, until, SMALL)
         except ConnectionError:  # its status says enough
             wire.close()
         with suppress(ConnectionError):
-            said = next(iter(document(text, "Error", until).rows), {})
+            said = next(iter(parse_xml(text, "Error", until).rows), {})
         code, message = said.get("Code", ""), said.get("Message", "")
         if 300 <= reply.status < 400:  # KV goes to no other place than the one that was named
             region = reply.headers.get("x-amz-bucket-region")
             where = f"region={region}" if region else reply.headers.get("location", "elsewhere")
-            message = f"the server sends us on to {shown(where)}; name that place in the URL of the tier"
+            place = printable_excerpt(where)
+            message = f"the server sends us on to {place}; name that place in the URL of the tier"
         return S3Error(reply.status, code, message)
 
     # ---- connections
 
-    def _borrow(self, until: float) -> HttpWire:
+    def _borrow(self, until: float) -> HttpSocket:
         while True:
             try:
                 wire = self._idle.pop()  # the one that was used last
@@ -290,15 +294,15 @@ class Bucket:
                 return wire
             wire.close()
 
-    def _dial(self, until: float) -> HttpWire:
+    def _dial(self, until: float) -> HttpSocket:
         if self._closed:
             raise ConnectionError("closed")
         try:
-            return HttpWire(connect(self.place.address, until, self.place.tls))
+            return HttpSocket(connect(self.place.address, until, self.place.tls))
         except FileNotFoundError as error:  # in a tier this exception would mean a miss
             raise ConnectionError(str(error)) from None
 
-    def _give_back(self, wire: HttpWire) -> None:
+    def _give_back(self, wire: HttpSocket) -> None:
         with self._lock:
             if self._closed or wire.is_closed or wire.is_stale():
                 wire.close()

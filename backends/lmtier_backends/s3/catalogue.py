@@ -35,23 +35,23 @@ _MOST_PAGES = 4 * _MOST_NAMES // 1000
 """Of one list: names that are not ours count too."""
 _SHARE = 9
 """After a list that took a second, the next one waits for so many: fetching takes a tenth of the time."""
-_PAGE = 0.1
+_MAX_PAGE_SECONDS = 0.1
 """The most seconds that count for a page. If it took longer, the server was away."""
 
 Found = dict[Name, Stat]
 
 
 @dataclass(slots=True, eq=False)
-class _List:
+class _Listing:
     prefix: bytes
     names: Found = field(default_factory=dict)
-    is_known: bool = False
+    is_fetched: bool = False
     """Whether it was fetched."""
-    since: float = 0.0
+    first_wanted_at: float = 0.0
     """When the first lookup asked for it."""
-    due: float = 0.0
+    refetch_at: float = 0.0
     """When it may be fetched again."""
-    changes: dict[Name, Stat | None] | None = None
+    changes_while_fetching: dict[Name, Stat | None] | None = None
     """What this process did while it is being fetched. None: it is not."""
     problem: OSError | None = None
     """Why it could not be fetched."""
@@ -69,8 +69,8 @@ class Catalogue:
         self._patience = patience
         self._refresh = refresh
         self._changed = threading.Condition()
-        self._lists: OrderedDict[bytes, _List] = OrderedDict()
-        self._wanted: OrderedDict[bytes, _List] = OrderedDict()
+        self._lists: OrderedDict[bytes, _Listing] = OrderedDict()
+        self._wanted: OrderedDict[bytes, _Listing] = OrderedDict()
         self._closed = False
         self.fetched = 0
         """Pages."""
@@ -80,11 +80,11 @@ class Catalogue:
         """Those of `names` that are listed. Raises OSError if their list cannot be fetched."""
         with self._changed:
             lists = {prefix: self._list(prefix) for prefix in {name.key[:_MODEL] for name in names}}
-            self._wait_for([each for each in lists.values() if not each.is_known])
+            self._wait_for([each for each in lists.values() if not each.is_fetched])
             found = {name: stat for name in names if (stat := lists[name.key[:_MODEL]].names.get(name))}
             if len(found) < len(names):
                 now = time.monotonic()
-                self._want(each for each in lists.values() if each.is_known and each.due <= now)
+                self._want(each for each in lists.values() if each.is_fetched and each.refetch_at <= now)
             return found
 
     def note(self, names: Iterable[Name], stat: Stat | None) -> None:
@@ -92,8 +92,8 @@ class Catalogue:
         with self._changed:
             for name in names:
                 each = self._list(name.key[:_MODEL])
-                if each.changes is not None:
-                    each.changes[name] = stat
+                if each.changes_while_fetching is not None:
+                    each.changes_while_fetching[name] = stat
                 _put(each.names, name, stat)
 
     def close(self) -> None:
@@ -102,33 +102,33 @@ class Catalogue:
             self._changed.notify_all()
         self._thread.join(self._patience)
 
-    def _list(self, prefix: bytes) -> _List:
+    def _list(self, prefix: bytes) -> _Listing:
         if prefix not in self._lists:
-            self._lists[prefix] = _List(prefix)
+            self._lists[prefix] = _Listing(prefix)
             while len(self._lists) > _MOST_LISTS:
                 self._wanted.pop(self._lists.popitem(last=False)[0], None)
         self._lists.move_to_end(prefix)
         return self._lists[prefix]
 
-    def _want(self, lists: Iterable[_List]) -> None:
+    def _want(self, lists: Iterable[_Listing]) -> None:
         for each in lists:
-            if each.changes is None and each.prefix not in self._wanted:
+            if each.changes_while_fetching is None and each.prefix not in self._wanted:
                 self._wanted[each.prefix] = each
                 self._changed.notify_all()
 
-    def _wait_for(self, lists: Sequence[_List]) -> None:
+    def _wait_for(self, lists: Sequence[_Listing]) -> None:
         """Each list is waited for once: a long one must not delay every lookup."""
         now = time.monotonic()
         for each in lists:
             each.problem = None
-            each.since = each.since or now
+            each.first_wanted_at = each.first_wanted_at or now
         self._want(lists)
         for each in lists:
-            until = each.since + self._patience
-            while not (each.is_known or each.problem or self._closed) and time.monotonic() < until:
+            until = each.first_wanted_at + self._patience
+            while not (each.is_fetched or each.problem or self._closed) and time.monotonic() < until:
                 self._changed.wait(until - time.monotonic())
             if each.problem is not None:
-                each.since = 0.0
+                each.first_wanted_at = 0.0
                 raise each.problem
 
     # ---- the thread
@@ -144,24 +144,24 @@ class Catalogue:
             except Exception as error:  # noqa: BLE001 - the thread's edge; lookups count it
                 problem = ConnectionError(repr(error))
             with self._changed:
-                changes, each.changes = each.changes or {}, None
+                changes, each.changes_while_fetching = each.changes_while_fetching or {}, None
                 ended = time.monotonic()
-                took = min(ended - began, _PAGE * (self.fetched - before))
-                each.due = ended + max(self._refresh, _SHARE * took)
+                took = min(ended - began, _MAX_PAGE_SECONDS * (self.fetched - before))
+                each.refetch_at = ended + max(self._refresh, _SHARE * took)
                 each.problem = problem
                 if problem is None:
                     for name, stat in changes.items():
                         _put(found, name, stat)
-                    each.names, each.is_known = found, True
+                    each.names, each.is_fetched = found, True
                 self._changed.notify_all()
 
-    def _next(self) -> _List | None:
+    def _next(self) -> _Listing | None:
         with self._changed:
             self._changed.wait_for(lambda: self._wanted or self._closed)
             if self._closed:
                 return None
             _, each = self._wanted.popitem(last=False)
-            each.changes = {}
+            each.changes_while_fetching = {}
             return each
 
     def _all(self, prefix: bytes) -> Found:
@@ -180,7 +180,7 @@ class Catalogue:
                 log.warning("lmtier: s3: of more than %d objects, the rest is not listed", _MOST_NAMES)
                 return found
 
-    def _others(self, prefix: bytes) -> list[_List]:
+    def _others(self, prefix: bytes) -> list[_Listing]:
         with self._changed:
             return [each for each in self._lists.values() if each.prefix != prefix]
 

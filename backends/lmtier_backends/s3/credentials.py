@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from lmtier_backends.s3.documents import document
-from lmtier_backends.s3.http import SMALL, HttpWire
+from lmtier_backends.s3.documents import parse_xml
+from lmtier_backends.s3.http import SMALL, HttpSocket
 from lmtier_backends.s3.signing import AccessKey, quoted
-from lmtier_backends.sockets import connect, left, shown
+from lmtier_backends.sockets import connect, printable_excerpt, seconds_left
 
 _EARLY = 300.0
 """Seconds before their end in which keys are replaced."""
@@ -52,11 +52,11 @@ class Credentials:
         self._fresh_until = 0.0
         """In time.time()."""
 
-    def keys(self, until: float) -> AccessKey:
+    def access_key(self, until: float) -> AccessKey:
         """Raises OSError where there are none."""
         # One thread asks. The others wait, unless they have keys that are still good.
         is_old = self._keys is None or time.time() >= self._fresh_until
-        if is_old and self._lock.acquire(timeout=0 if self._usable else left(until)):
+        if is_old and self._lock.acquire(timeout=0 if self._usable else seconds_left(until)):
             try:
                 if time.time() >= self._fresh_until:
                     self._find(until)
@@ -95,7 +95,9 @@ class Credentials:
             subprocess.SubprocessError,
         ) as error:
             if not self._usable:
-                raise ConnectionError(f"credentials: {type(error).__name__}: {shown(str(error))}") from None
+                raise ConnectionError(
+                    f"credentials: {type(error).__name__}: {printable_excerpt(str(error))}"
+                ) from None
             keys = None
         now = time.time()
         if keys is None and self._usable:  # what renews them is away for a moment
@@ -114,7 +116,7 @@ class Credentials:
             return AccessKey(profile["aws_access_key_id"], profile["aws_secret_access_key"], token)
         if command := profile.get("credential_process"):
             done = subprocess.run(
-                shlex.split(command), capture_output=True, check=True, timeout=left(until), text=True
+                shlex.split(command), capture_output=True, check=True, timeout=seconds_left(until), text=True
             )
             return _from_json(json.loads(done.stdout))
         if self._profile:
@@ -136,7 +138,7 @@ class Credentials:
         }
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         text = _fetch("POST", f"{url.rstrip('/')}/", headers, until, urlencode(form).encode())
-        return _from_json(document(text, "Credentials", until).rows[0])
+        return _from_json(parse_xml(text, "Credentials", until).rows[0])
 
 
 def profile_of(name: str) -> dict[str, str]:
@@ -208,7 +210,7 @@ def _fetch(method: str, url: str, headers: Mapping[str, str], until: float, body
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     lines = [f"{method} {path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
     lines += [*(f"{name}: {value}" for name, value in headers.items()), f"Content-Length: {len(body)}"]
-    with closing(HttpWire(connect(address, until, tls))) as wire:
+    with closing(HttpSocket(connect(address, until, tls))) as wire:
         reply = wire.ask("\r\n".join([*lines, "", ""]).encode(), (body,), until)
         text = wire.read(reply, until, SMALL)
     if reply.status != 200:

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple, TypeAlias
 from xml.parsers import expat
 
-from lmtier_backends.sockets import BadReply, left
+from lmtier_backends.sockets import BadReply, seconds_left
 
 _PIECE = 16 << 10  # for one call of the parser, which holds the GIL
 _TOKEN = 64 << 10  # the parser scans an unfinished tag again with each piece
@@ -28,7 +28,7 @@ class Document(NamedTuple):
     """By path below the row."""
 
 
-def document(body: bytes, row: str, until: float) -> Document:
+def parse_xml(body: bytes, row: str, until: float) -> Document:
     """`row`: the element that is repeated, wherever it is. Raises OSError."""
     reader = _Reader(row)
     parser = expat.ParserCreate("utf-8")  # whatever encoding the document names
@@ -39,7 +39,7 @@ def document(body: bytes, row: str, until: float) -> Document:
     parser.StartDoctypeDeclHandler = reader.doctype
     try:
         for at in range(0, len(body), _PIECE):
-            left(until)
+            seconds_left(until)
             parser.Parse(body[at : at + _PIECE], False)
             if at - parser.CurrentByteIndex > _TOKEN:
                 raise BadReply(f"XML with a tag of more than {_TOKEN} bytes")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lmtier.format.sealing import Buffer
-from lmtier_backends.sockets import BadReply, TimedSocket, advance, left, shown
+from lmtier_backends.sockets import BadReply, TimedSocket, advance, printable_excerpt, seconds_left
 
 _HEAD = 64 << 10
 """The most bytes of a reply before its body."""
@@ -36,7 +36,7 @@ class HttpReply:
     """Bytes of the body; None: it comes in chunks, or until the connection ends."""
 
 
-class HttpWire(TimedSocket):
+class HttpSocket(TimedSocket):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._head = memoryview(bytearray(_HEAD))
@@ -148,11 +148,11 @@ class HttpWire(TimedSocket):
     def _chunks(self, until: float, most: int) -> bytes:
         body = bytearray()
         while True:
-            left(until)  # thousands of chunks may be here already
+            seconds_left(until)  # thousands of chunks may be here already
             size = self._line(until).partition(b";")[0].strip()
             more = int(size, 16) if _SIZE.fullmatch(size) else most + 1
             if more > most - len(body):
-                raise BadReply(f"a chunk of {shown(size)} bytes")
+                raise BadReply(f"a chunk of {printable_excerpt(size)} bytes")
             if not more:
                 while self._line(until):  # headers after the body
                     pass

@@ -24,8 +24,8 @@ from lmtier.errors import ConfigError, TierError, log, without_secrets
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
-from lmtier_backends.options import TimedTier, need, need_common
-from lmtier_backends.s3.bucket import MOST_DELETED, Bucket, Place
+from lmtier_backends.options import TimedTier, require, require_common_options
+from lmtier_backends.s3.bucket import MOST_DELETED, Bucket, BucketLocation
 from lmtier_backends.s3.catalogue import Catalogue
 from lmtier_backends.s3.credentials import Credentials, profile_of
 from lmtier_backends.sockets import tls_context
@@ -35,7 +35,7 @@ _HEADERS = 16  # read in one step of a search, so that it can be stopped
 _FOREVER = float("inf")
 _MOST = 5 << 30
 """Bytes in one PUT, the most that S3 takes."""
-_need = partial(need, "s3")
+_need = partial(require, "s3")
 
 
 class S3Tier(TimedTier):
@@ -63,7 +63,7 @@ class S3Tier(TimedTier):
         _need(
             re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket) is not None, f"{bucket!r} is no bucket"
         )
-        need_common("s3", namespace, connections, deadline)
+        require_common_options("s3", namespace, connections, deadline)
         _need(style in ("", "path", "host"), f"style={style!r}: path or host")
         try:
             settings = profile_of(profile)
@@ -83,7 +83,7 @@ class S3Tier(TimedTier):
         self._patience = deadline / 2
         self._catalogue = Catalogue(self._page, self._patience, refresh)
         super().__init__("s3", connections, connections, askers=1)
-        self._try_first(ttl)
+        self._check_reachable(ttl)
 
     def __repr__(self) -> str:
         return f"<S3Tier {self._where}>"
@@ -91,7 +91,7 @@ class S3Tier(TimedTier):
     # ---- the functions of a tier
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until, key = self._by(), self._key(item.name)
+        until, key = self._call_deadline(), self._key(item.name)
         got = self._bucket.get(key, buffers, until, start_only=len(buffers) == 1)
         if got is None:
             self._catalogue.note([item.name], None)
@@ -99,7 +99,7 @@ class S3Tier(TimedTier):
         return got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        until, nbytes = self._by(), sum(map(len, buffers))
+        until, nbytes = self._call_deadline(), sum(map(len, buffers))
         if nbytes > _MOST:
             raise ValueError(f"an object of {nbytes} bytes; S3 takes {_MOST}: choose a smaller chunk_tokens")
         if item.replaces is not None:
@@ -108,10 +108,10 @@ class S3Tier(TimedTier):
         self._catalogue.note([item.name], Stat(nbytes - PAGE))
 
     def delete(self, names: Sequence[Name]) -> None:
-        self._delete(names, self._by())
+        self._delete(names, self._call_deadline())
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        if self._bucket.is_doubtful:
+        if self._bucket.has_last_call_failed:
             # A list goes on answering when its server is gone. Then this question finds out.
             self._bucket.page(self._prefix, "", time.monotonic() + self._patience, most=1)
         return self._catalogue.find(names)
@@ -120,7 +120,7 @@ class S3Tier(TimedTier):
         """Each page of the list is a step, and ends by `deadline`."""
         return self._search(prefix, list)
 
-    def sift(self, suspect: Suspect) -> Iterator[None]:
+    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
         page = memoryview(bytearray(PAGE))
 
         def covered(names: list[Name]) -> list[Name]:
@@ -145,13 +145,13 @@ class S3Tier(TimedTier):
         self._catalogue.note(names, None)
 
     def _page(self, prefix: bytes, after: str) -> tuple[list[tuple[Name, Stat]], str]:
-        page = self._bucket.page(f"{self._prefix}{prefix.hex()}", after, self._by())
+        page = self._bucket.page(f"{self._prefix}{prefix.hex()}", after, self._call_deadline())
         found = []
-        for key, nbytes in page.found:
+        for key, nbytes in page.objects:
             name = Name.parse(key.removeprefix(self._prefix))
             if name is not None and PAGE < nbytes <= _MOST:
                 found.append((name, Stat(padded(nbytes - PAGE))))
-        return found, page.more
+        return found, page.next_token
 
     def _search(
         self, prefix: bytes, choose: Callable[[list[Name]], list[Name]], together: int = MOST_DELETED
@@ -159,25 +159,25 @@ class S3Tier(TimedTier):
         """Delete what `choose` takes from so many names at a time."""
         more = ""
         while True:
-            page = self._bucket.page(f"{self._prefix}{prefix.hex()}", more, self._by())
-            keys = (key.removeprefix(self._prefix) for key, _ in page.found)
+            page = self._bucket.page(f"{self._prefix}{prefix.hex()}", more, self._call_deadline())
+            keys = (key.removeprefix(self._prefix) for key, _ in page.objects)
             names = [name for key in keys if (name := Name.parse(key)) is not None]
             for first in range(0, max(1, len(names)), together):
                 if chosen := choose(names[first : first + together]):
                     self.delete(chosen)
                 yield
-            if not (more := page.more):
+            if not (more := page.next_token):
                 return
 
     def _is_suspect(self, suspect: Suspect, name: Name, page: memoryview) -> bool:
         try:
-            got = self._bucket.get(self._key(name), (page,), self._by(), start_only=True)
-            return got is not None and suspect.covers(name.key, peek(page[:got], name)[0].made)
+            got = self._bucket.get(self._key(name), (page,), self._call_deadline(), start_only=True)
+            return got is not None and suspect.covers(name.key, peek(page[:got], name)[0].provenance)
         except CorruptObject:  # a reader will find that out
             return False
 
-    def _try_first(self, ttl: float) -> None:
-        until = self._by()
+    def _check_reachable(self, ttl: float) -> None:
+        until = self._call_deadline()
         try:
             self._bucket.page(self._prefix, "", until, most=1)
         except OSError as error:
@@ -186,7 +186,7 @@ class S3Tier(TimedTier):
         if ttl == _FOREVER:
             return
         try:
-            rules = self._bucket.rules(until)
+            rules = self._bucket.lifecycle_rules(until)
         except OSError as error:
             log.info("lmtier: %s: its lifecycle rules cannot be read: %s", self._where, error)
             return
@@ -202,7 +202,7 @@ class S3Tier(TimedTier):
             )
 
 
-def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, bool]) -> Place:
+def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, bool]) -> BucketLocation:
     url = urlsplit(endpoint or f"https://s3.{region}.amazonaws.com")
     _need(
         url.scheme in ("http", "https") and bool(url.hostname) and not url.username and url.path in ("", "/"),
@@ -226,4 +226,4 @@ def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, 
     )
     address = (host, port or (443 if is_tls else 80))
     base = "/" if by_host else f"/{bucket}/"
-    return Place(address, f"{host}:{port}" if port else host, base, region, context)
+    return BucketLocation(address, f"{host}:{port}" if port else host, base, region, context)

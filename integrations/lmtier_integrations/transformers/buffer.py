@@ -22,7 +22,7 @@ from lmtier.core.match import Match
 from lmtier.errors import DeviceError, log
 from lmtier.format.keys import Identity, KeyChain
 from lmtier.format.layout import LayerShape, Layout
-from lmtier_integrations.transformers.model import DTYPES, Kept
+from lmtier_integrations.transformers.model import DTYPES, ModelCacheProbe
 from lmtier_integrations.transformers.places import InCpuMemory, InGpuMemory, beside_the_gpu, place_for
 from lmtier_integrations.transformers.states import CANARY_BLOCKS, States, StateStore
 
@@ -65,7 +65,11 @@ class ChunkBuffer:
     """The buffer between the caches of requests and the store; one of them goes through it at a time."""
 
     def __init__(
-        self, cache: lmtier.Cache | Client, kept: Kept, states: StateStore | None, identity: Identity
+        self,
+        cache: lmtier.Cache | Client,
+        kept: ModelCacheProbe,
+        states: StateStore | None,
+        identity: Identity,
     ) -> None:
         self._cache = cache
         self._states = states
@@ -150,10 +154,10 @@ class ChunkBuffer:
         try:
             for number, row in enumerate(rows):
                 ends = self._states.mover.form if self._states is not None else None
-                matches.append(self.mover.match(row.chain, ends=ends))
+                matches.append(self.mover.match(row.chain, state_form=ends))
                 held[number] = matches[-1]
                 row.saved = matches[-1].chunks
-                row.parted = matches[-1].found if matches[-1].cut == "no_state" else 0
+                row.parted = matches[-1].found if matches[-1].cut_reason == "no_state" else 0
                 sources.append(list(matches[-1].sources))
             self.place.follow()
             if end := _common_end(rows):
@@ -187,9 +191,11 @@ class ChunkBuffer:
         with self.place.current(), self.mover.load(match, range(match.chunks)) as load:
             load.all()
             load.confirm()
-            if self._states is not None and match.end is not None:
+            if self._states is not None and match.state_match is not None:
                 row.state = (
-                    self._states.load(match.end) if load.finish() == row.saved * self.chunk_tokens else None
+                    self._states.load(match.state_match)
+                    if load.finish() == row.saved * self.chunk_tokens
+                    else None
                 )
         row.saved = load.tokens // self.chunk_tokens
         if self._states is not None and row.state is None:
@@ -230,7 +236,7 @@ class ChunkBuffer:
         except _FAILURES as error:
             _warn(error, f"save {needed * size} tokens: they are not stored")
             return
-        self.mover.reuse(range(needed))
+        self.mover.order_before_reuse(range(needed))
         taken = 0
         for number, row, full in spans:
             first, at = row.saved, row.end - start

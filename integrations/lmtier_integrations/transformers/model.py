@@ -47,7 +47,7 @@ _CLOSE = 0.1  # a relative difference of a token's KV: rounding is far below, th
 
 
 @dataclass(frozen=True)
-class Kept:
+class ModelCacheProbe:
     """What a model leaves in its cache of a few tokens."""
 
     kv: Mapping[int, tuple[Tensor, Tensor]]
@@ -61,7 +61,7 @@ class Kept:
         return [(at, each.shape, each.dtype, each.device) for at, each in (*planes, *self.states.items())]
 
 
-def probe(model: PreTrainedModel) -> Kept:
+def probe(model: PreTrainedModel) -> ModelCacheProbe:
     """What the model keeps of a few tokens. Raises where it cannot be served."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise LayoutError(f"{type(model).__name__} is no transformers model that generates")
@@ -109,14 +109,18 @@ def probe(model: PreTrainedModel) -> Kept:
                 )
         if planes[0].shape[1] != planes[1].shape[1]:
             raise LayoutError(f"layer {number} has keys and values of different numbers of heads")
-    kept = Kept(found, {place: tensor.clone() for place, tensor in states_in(cache).items()})
+    kept = ModelCacheProbe(found, {place: tensor.clone() for place, tensor in states_in(cache).items()})
     if kept.states:
         _check_states(model, kept, tokens, cache, [logits, *_all_of(whole)])
     return kept
 
 
 def _check_states(
-    model: PreTrainedModel, kept: Kept, tokens: Tensor, cache: DynamicCache, whole: Sequence[Tensor]
+    model: PreTrainedModel,
+    kept: ModelCacheProbe,
+    tokens: Tensor,
+    cache: DynamicCache,
+    whole: Sequence[Tensor],
 ) -> None:
     """Raise if this model cannot go on from its state. `cache` has the first tokens, `whole` is of all."""
     planes = [plane for both in kept.kv.values() for plane in both]

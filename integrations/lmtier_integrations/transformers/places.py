@@ -104,7 +104,7 @@ class InGpuMemory:
     def mover(self, kv: RankKV, identity: Identity) -> Mover:
         assert isinstance(kv, CudaKV)
         if self._gpu_copies is not None:
-            kv.hold(self._gpu_copies.extents.capacity, self._held)
+            kv.allocate_slots(self._gpu_copies.extents.capacity, self._held)
         return CudaMover(self._cache, kv, identity, layerwise=False, gpu_copies=self._gpu_copies)
 
     def give_back(self, kv: RankKV) -> None:

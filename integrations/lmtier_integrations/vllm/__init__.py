@@ -65,7 +65,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_states(vllm_config, kv_cache_config, is_told=KVConnectorTransferResults is not None)
+        check_states(vllm_config, kv_cache_config, learns_failed_loads=KVConnectorTransferResults is not None)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.of(
             transfer.kv_connector_extra_config,
@@ -181,7 +181,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.finish()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        arrived, lost = self._worker.loads.arrivals()
+        arrived, lost = self._worker.loads.take_ended()
         if not arrived:
             return _NOTHING_ARRIVED
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=lost)
@@ -217,10 +217,10 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.invalid_block_ids:  # of any connector
-            self._scheduler.undo(connector_output.invalid_block_ids)
+            self._scheduler.repair_failed_loads(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
         if report is not None:
-            self._scheduler.learn(report)
+            self._scheduler.apply_report(report)
 
     def take_events(self) -> list[KVCacheEvent]:
         return self._scheduler.events()

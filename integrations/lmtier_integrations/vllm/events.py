@@ -28,24 +28,24 @@ _MEDIA = {CPU: "CPU", "disk": "STORAGE"}
 _FIELDS = set(BlockStored.__struct_fields__)
 
 
-class Chunk(NamedTuple):
+class EventChunk(NamedTuple):
     parent: bytes | None
     tokens: list[int]
     lora: Any
     extra: tuple[Any, ...] | None
 
 
-class Events:
+class KVEvents:
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
-        self._told: dict[str, set[bytes]] = {}
+        self._chunks: OrderedDict[bytes, EventChunk] = OrderedDict()
+        self._published: dict[str, set[bytes]] = {}
         """Maps each tier to the keys that routers know there."""
         self._found: list[Change] = []
         self._next = 0.0
         client.changes()
 
-    def saw(self, request: Request, chain: KeyChain, sources: Sequence[str]) -> None:
+    def note_prompt(self, request: Request, chain: KeyChain, sources: Sequence[str]) -> None:
         """A prompt, as far as its keys are known, and where its leading chunks are; "": not there yet."""
         size, lora, salt = chain.chunk_tokens, request.lora_request, request.cache_salt
         media = [(each.identifier, each.mm_position) for each in request.mm_features]
@@ -65,7 +65,7 @@ class Events:
                     *((salt,) if salt and not number else ()),
                 )
                 tokens = list(request.all_token_ids[first:end])
-                self._chunks[key] = Chunk(parent, tokens, lora, extra or None)
+                self._chunks[key] = EventChunk(parent, tokens, lora, extra or None)
             parent = key
         while len(self._chunks) > _KNOWN:
             self._chunks.popitem(last=False)
@@ -82,31 +82,31 @@ class Events:
         changes = self._client.changes()
         if changes is None:
             self._found.clear()
-            changes = [Change(tier, False, key) for tier, keys in self._told.items() for key in keys]
+            changes = [Change(tier, False, key) for tier, keys in self._published.items() for key in keys]
         found, self._found = self._found, []
         news = [change for change in (*found, *changes) if self._is_news(change)]
         return [
             event
             for (tier, came), run in groupby(news, key=lambda change: change[:2])
-            for event in self._told_of(tier, came, [change.key for change in run])
+            for event in self._events_of(tier, came, [change.key for change in run])
         ]
 
     def forget(self) -> None:
         """Remove all chunks: no prompt of this engine will find them again."""
-        self._found = [Change(tier, False, key) for tier, keys in self._told.items() for key in keys]
+        self._found = [Change(tier, False, key) for tier, keys in self._published.items() for key in keys]
         self._chunks.clear()
 
     def _is_news(self, change: Change) -> bool:
-        told = self._told.setdefault(change.tier, set())
-        if change.tier.partition("-")[0] not in _MEDIA or (change.key in told) == change.came:
+        told = self._published.setdefault(change.tier, set())
+        if change.tier.partition("-")[0] not in _MEDIA or (change.key in told) == change.is_added:
             return False
-        if not change.came:
+        if not change.is_added:
             told.discard(change.key)
         elif change.key in self._chunks:
             told.add(change.key)
-        return not change.came or change.key in self._chunks
+        return not change.is_added or change.key in self._chunks
 
-    def _told_of(self, tier: str, came: bool, keys: list[bytes]) -> list[KVCacheEvent]:
+    def _events_of(self, tier: str, came: bool, keys: list[bytes]) -> list[KVCacheEvent]:
         medium = _MEDIA[tier.partition("-")[0]]
         # Some routers ignore events with an `ownership` that they do not know: only a second disk has one.
         ownership = {} if tier in _MEDIA or "ownership" not in _FIELDS else {"ownership": tier}

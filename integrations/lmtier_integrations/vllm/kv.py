@@ -50,33 +50,33 @@ _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
 
 @dataclass
-class Declared:
+class DeclaredKV:
     """One rank's KV memory."""
 
     layout: Layout
     shard: Shard
     shards: list[Shard]
     """The shards of all ranks."""
-    writes: bool
+    is_writer: bool
     """False: another rank stores the same shard."""
     tensors: list[Any]
-    tables: list[int]
+    table_of_tensor: list[int]
     """Which of a request's block tables each of them goes by, counted among those with KV."""
     table_count: int
     """All of these. A stage of a pipeline may have no layer that goes by one of them."""
-    numbers: dict[str, int]
+    layer_numbers: dict[str, int]
     """Maps a layer's name to its number in the model."""
-    ratio: int
+    kernel_blocks_per_block: int
     """The number of kernel blocks in one block of the scheduler."""
     block_bytes: int
     """The bytes of one kernel block over all layers of this rank, as the engine declares them."""
-    from_scratch: str
+    backend_without_prefixes: str
     """The backend, if it cannot continue from loaded KV; else empty."""
 
 
 def declare(
     config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, Any], chunk_tokens: int
-) -> Declared:
+) -> DeclaredKV:
     """Read what the engine declares. Raises LayoutError, in one sentence, where lmtier cannot serve it."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -118,7 +118,7 @@ def declare(
     shards = [
         layout.shard(rank=each, ranks=ranks, layers=some) for some in stage_layers for each in range(ranks)
     ]
-    return Declared(
+    return DeclaredKV(
         layout,
         shard,
         list(dict.fromkeys(shards)),

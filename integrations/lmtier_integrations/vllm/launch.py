@@ -26,7 +26,7 @@ from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, TierSpec
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import Shard
-from lmtier.wire.resp import command
+from lmtier.wire.resp import encode_command
 from lmtier_integrations.vllm.settings import Settings, log, size
 
 _PATIENCE = 60.0  # seconds until a private server must answer
@@ -176,7 +176,7 @@ class Launcher:
     def _variables_of_server(self) -> dict[str, str]:
         config = self.settings.config
         return {
-            "LMTIER_TIERS": " ".join(spec.url for spec in config.stores),
+            "LMTIER_TIERS": " ".join(spec.url for spec in config.cache_tiers),
             "LMTIER_CHUNK_TOKENS": str(config.chunk_tokens),
             "LMTIER_LOAD_DEADLINE": str(config.load_deadline),
             "LMTIER_WORTH": config.worth,
@@ -216,7 +216,7 @@ class Launcher:
             probe.settimeout(_PROBE)
             try:
                 probe.connect(str(self.path))
-                probe.sendall(command("PING"))
+                probe.sendall(encode_command("PING"))
                 return bool(probe.recv(64))  # any answer counts, also a request for a token
             except OSError:
                 return False

@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from lmtier.format.keys import Extra
 from lmtier_integrations.identity import preparing_files_in
-from lmtier_integrations.vllm.said import is_readable
+from lmtier_integrations.vllm.request_inputs import is_readable
 from lmtier_integrations.vllm.settings import log
 
 _NAMES = 65_536  # names of vLLM's that are remembered with their content: more than its caches hold items
@@ -66,7 +66,7 @@ class Media:
         """The last content under each of vLLM's names; empty: there were different contents."""
         self._hashed: dict[int, tuple[weakref.ref[Any], str]] = {}
         """By the identity of the item: vLLM keeps the objects of repeated items."""
-        self._is_told = False
+        self._has_warned = False
 
     def of(self, request: Request, adapter: str = "") -> Contents | None:
         """The contents of a request's items. None: they are unknown, so nothing may be stored or loaded.
@@ -91,8 +91,8 @@ class Media:
             return self._agreed(identifier, f"id {identifier}{by}")
         content = self._content_of(feature) if self._sees_contents else ""
         if not content:
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning(
                     "lmtier: this engine does not show the content of an item (%s), so only this run finds "
                     "KV after it; to share it, set trust_media_ids if vLLM's names identify the content",

@@ -18,10 +18,10 @@ from lmtier.format.layout import Shard
 NULL_BLOCK = 0
 """In a request's block table: a block that has left a sliding window, or a state that is not kept."""
 
-Near: TypeAlias = "list[tuple[int, bool] | None]"
+SlotOfEachChunk: TypeAlias = "list[tuple[int, bool] | None]"
 """For each chunk: its place in GPU memory, and whether a copy is there already; or None."""
 
-Work: TypeAlias = "tuple[int, float]"
+PrefillWork: TypeAlias = "tuple[int, float]"
 """For a step that mostly computes prompts: the number of its tokens, and the sum of their positions."""
 
 Adapter: TypeAlias = "tuple[int, str]"
@@ -46,7 +46,7 @@ class RankFacts:
     layout: bytes
     shard: Shard
     run: int
-    from_scratch: str
+    backend_without_prefixes: str
     """The backend, if it cannot continue from loaded KV; else empty."""
     is_asynchronous: bool
     """Whether copies continue after a step, as on a GPU."""
@@ -66,13 +66,13 @@ class LoadPlan:
     computed_tokens: int
     request: str
     """For an asynchronous load: the request that waits for it. Empty: the step computes on it."""
-    near: Near | None = None
+    gpu_slots: SlotOfEachChunk | None = None
     """For the chunks that the engine has not computed completely."""
     adapter: Adapter | None = None
     """That the keys say it was computed with."""
-    end: Placement | None = None
+    state_placement: Placement | None = None
     """The state after its last chunk, if it ends with one."""
-    end_block_ids: list[list[int]] = field(default_factory=list)
+    state_block_ids: list[list[int]] = field(default_factory=list)
     """Of that state: its block in each block table."""
 
 
@@ -124,30 +124,37 @@ class Plan(KVConnectorMetadata):
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
-    epoch: int = 0
+    failed_loads: int = 0
     """The number of failed loads that the scheduler knew of. A rank that knows of more stores nothing in this
     step, because the step may compute from blocks that were not loaded."""
     step: int = 0
     """The number of the step."""
-    names: int = 0
+    weights_version: int = 0
     """How often the model's name had changed, as far as the scheduler knew. A rank that knows of more changes
     loads nothing and stores nothing."""
-    compares: bool = False
+    checks_weights: bool = False
     """Whether ranks must compare their weights with their earlier ones before they compute."""
-    asks: bool = False
+    wants_facts: bool = False
     """Whether workers must report their facts, because the scheduler has none yet."""
     run: int = 0
     """The run of the server that workers must connect to; 0: all are connected to it."""
-    taken: list[int] = field(default_factory=list)
+    reused_blocks: list[int] = field(default_factory=list)
     """Blocks that the engine hands out in this step. Only filled if workers are asynchronous."""
     lent: list[int] = field(default_factory=list)
     """Blocks of requests that are not in this step. Another connector may write into them at once."""
-    computes: Work | None = None
+    prefill_work: PrefillWork | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether a worker has more to do than to wait for copies in `taken`."""
-        return bool(self.loads or self.saves or self.computes or self.asks or self.run or self.compares)
+        return bool(
+            self.loads
+            or self.saves
+            or self.prefill_work
+            or self.wants_facts
+            or self.run
+            or self.checks_weights
+        )
 
 
 @dataclass
@@ -160,22 +167,22 @@ class RankReport(KVConnectorWorkerMetadata):
     """Matches whose copies have ended or failed, with the number of ranks."""
     failed: set[int] = field(default_factory=set)
     """Those of them that failed."""
-    epoch: int = 0
-    names: int = 0
+    failed_loads: int = 0
+    weights_version: int = 0
     """The new `Plan.names`, because weights have changed; 0: they have not."""
     origins: dict[int, WeightsOrigin] = field(default_factory=dict)
     """For each rank whose weights have changed."""
     was_unnoticed: bool = False
     """Whether a comparison found the change, some time after it happened."""
-    compared: dict[int, int] = field(default_factory=dict)
+    checked_weights: dict[int, int] = field(default_factory=dict)
     """Maps a step to the number of ranks that have compared their weights, or learned of a change, in it."""
-    slept: int = 0
+    slept_ranks: int = 0
     """The number of ranks that have slept at level 1, which keeps the weights."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
     """The adapters in each rank's memory, if they have changed."""
-    runs: dict[int, int] = field(default_factory=dict)
+    connected_ranks: dict[int, int] = field(default_factory=dict)
     """Maps a run of the server to the number of ranks that have connected to it."""
-    locked: dict[int, int] = field(default_factory=dict)
+    pinned_ranks: dict[int, int] = field(default_factory=dict)
     """Maps a run of the server to the number of ranks that reach all of its memory without a detour."""
     load_tokens: int = 0
     load_seconds: float = 0.0
@@ -189,15 +196,15 @@ class RankReport(KVConnectorWorkerMetadata):
             self.facts | other.facts,
             _sum(self.loaded, other.loaded),
             self.failed | other.failed,
-            max(self.epoch, other.epoch),
-            max(self.names, other.names),
+            max(self.failed_loads, other.failed_loads),
+            max(self.weights_version, other.weights_version),
             self.origins | other.origins,
             self.was_unnoticed or other.was_unnoticed,
-            _sum(self.compared, other.compared),
-            self.slept + other.slept,
+            _sum(self.checked_weights, other.checked_weights),
+            self.slept_ranks + other.slept_ranks,
             self.adapters | other.adapters,
-            _sum(self.runs, other.runs),
-            _sum(self.locked, other.locked),
+            _sum(self.connected_ranks, other.connected_ranks),
+            _sum(self.pinned_ranks, other.pinned_ranks),
             self.load_tokens + other.load_tokens,
             self.load_seconds + other.load_seconds,
             self.under_way + other.under_way,

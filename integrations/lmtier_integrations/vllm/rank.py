@@ -19,10 +19,10 @@ from lmtier.copy.mover import Load, Mover, Save
 from lmtier.core.match import Match, Reservation
 from lmtier.core.placement import Placement
 from lmtier.errors import DeviceError, LayoutError, MisuseError
-from lmtier.rules.worth import Prefill
+from lmtier.rules.worth import EngineCosts
 from lmtier.wire.verbs import RUN_SHIFT
-from lmtier_integrations.vllm.kv import Declared
-from lmtier_integrations.vllm.memory import LoadedModel
+from lmtier_integrations.vllm.kv import DeclaredKV
+from lmtier_integrations.vllm.loaded_model import LoadedModel
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Adapter, LoadPlan, Plan, RankReport, SavePlan
 from lmtier_integrations.vllm.places import OnCpu, OnGpu
 from lmtier_integrations.vllm.settings import log
@@ -34,7 +34,7 @@ class Rank:
         self,
         config: VllmConfig,
         client: Client,
-        declared: Declared,
+        declared: DeclaredKV,
         place: OnCpu | OnGpu,
         memory: LoadedModel | None,
         stats: Stats,
@@ -50,37 +50,41 @@ class Rank:
         """The number of failed loads. An older plan may compute from blocks that were not loaded."""
         self._locked = 0
         """The run of the server whose memory was reported as reached without a detour."""
-        self._names = 0
+        self._weights_version = 0
         """How often the model's name has changed. An older plan has keys of other weights."""
         self.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
         """The seconds of this thread for copies in this step."""
 
     # ---- what is in memory
 
-    def look(self, memory: LoadedModel, plan: Plan) -> None:
+    def check_memory(self, memory: LoadedModel, plan: Plan) -> None:
         """Check that memory holds the weights and adapters of the plan's names."""
         report = self.report
-        has_changed, was_unnoticed = memory.begin(compares=plan.compares)
+        has_changed, was_unnoticed = memory.begin(compares=plan.checks_weights)
         if has_changed:
-            report.names = self._names = max(self._names, plan.names) + 1
+            report.weights_version = self._weights_version = (
+                max(self._weights_version, plan.weights_version) + 1
+            )
             report.origins[self.number] = memory.origin
             report.was_unnoticed = was_unnoticed
         if memory.is_asleep:  # it cannot compare; the doubt stays open until it can
             return
-        if plan.compares:
-            report.compared[plan.step] = 1
+        if plan.checks_weights:
+            report.checked_weights[plan.step] = 1
         if memory.has_slept:
-            report.slept, memory.has_slept = 1, False
+            report.slept_ranks, memory.has_slept = 1, False
         if (adapters := memory.adapters()) is not None:
             report.adapters[self.number] = adapters
 
-    def is_named_right(self, names: int, adapter: Adapter | None, since: int | None = None) -> bool:
+    def keys_match_weights(self, names: int, adapter: Adapter | None, since: int | None = None) -> bool:
         """Whether keys with these names fit the memory, and have since step `since` if one is given."""
         memory = self._memory
         if memory is None:
             return True
         return (
-            names >= self._names and (since is None or memory.since <= since) and memory.holds(adapter, since)
+            names >= self._weights_version
+            and (since is None or memory.since <= since)
+            and memory.holds(adapter, since)
         )
 
     # ---- copies
@@ -93,7 +97,7 @@ class Rank:
 
     def kernel_blocks(self, tables: list[list[int]]) -> list[list[int]]:
         """The block ids of the tensors. A block that has left a window, the null block, becomes -1."""
-        ratio = self.declared.ratio
+        ratio = self.declared.kernel_blocks_per_block
         if ratio == 1 and not any(NULL_BLOCK in table for table in tables):
             return tables
         return [
@@ -121,10 +125,10 @@ class Rank:
 
     # ---- what it reports
 
-    def tell_locked(self) -> None:
-        if self.place.is_locked and self._locked != self.client.run:
-            self._locked = self.client.run
-            self.report.locked[self.client.run] = 1
+    def report_pinned(self) -> None:
+        if self.place.is_locked and self._locked != self.client.run_id:
+            self._locked = self.client.run_id
+            self.report.pinned_ranks[self.client.run_id] = 1
 
     @property
     def has_news(self) -> bool:
@@ -132,19 +136,19 @@ class Rank:
         return bool(
             report.facts
             or report.loaded
-            or report.runs
-            or report.locked
-            or report.epoch != self.epoch
-            or report.names
-            or report.compared
-            or report.slept
+            or report.connected_ranks
+            or report.pinned_ranks
+            or report.failed_loads != self.epoch
+            or report.weights_version
+            or report.checked_weights
+            or report.slept_ranks
             or report.adapters
         )
 
     def take_report(self, under_way: int) -> RankReport:
         report = self.report
-        report.epoch, report.under_way = self.epoch, under_way
-        self.report = RankReport(epoch=self.epoch)
+        report.failed_loads, report.under_way = self.epoch, under_way
+        self.report = RankReport(failed_loads=self.epoch)
         return report
 
 
@@ -153,38 +157,38 @@ class _Loading:
     plan: LoadPlan
     match: Match
     load: Load
-    names: int
+    weights_version: int
     """Of the plan: what the model was called by."""
-    end: Load | None = None
+    state_load: Load | None = None
     """Of the state after its last chunk, which comes with all of it or with nothing."""
     has_failed: bool = False
 
     @property
     def done(self) -> bool:
-        return self.load.done and (self.end is None or self.end.done)
+        return self.load.done and (self.state_load is None or self.state_load.done)
 
     def start(self) -> None:
         self.load.start()
-        if self.end is not None:
-            self.end.start()
+        if self.state_load is not None:
+            self.state_load.start()
 
     def finish(self) -> int:
         """The leading tokens that are right."""
         believed = self.load.finish()
-        if self.end is None:
+        if self.state_load is None:
             return believed
-        state = self.end.tokens
-        return believed if (believed, self.end.finish()) == (self.load.tokens, state) else 0
+        state = self.state_load.tokens
+        return believed if (believed, self.state_load.finish()) == (self.load.tokens, state) else 0
 
 
 class RankLoads:
     """Loads from the slab into blocks of requests."""
 
-    def __init__(self, rank: Rank, prefill: Prefill, *, layerwise: bool) -> None:
+    def __init__(self, rank: Rank, prefill: EngineCosts, *, layerwise: bool) -> None:
         self._rank, self._prefill = rank, prefill
         self.is_layerwise = layerwise
         self.of_step: list[_Loading] = []
-        self.landing: list[_Loading] = []
+        self.unfinished: list[_Loading] = []
         """Unfinished loads for which a step has nothing to do any more."""
         self.copied = 0
         """The tokens that this thread has loaded in this step."""
@@ -208,29 +212,29 @@ class RankLoads:
 
     def prepare(self, plan: LoadPlan) -> None:
         rank = self._rank
-        match = Match.elsewhere(plan.id, plan.placement)
+        match = Match.from_placement(plan.id, plan.placement)
         # It is adopted first: a load is bound to a slab.
-        if not rank.adopt(match) or not rank.is_named_right(rank.plan.names, plan.adapter):
+        if not rank.adopt(match) or not rank.keys_match_weights(rank.plan.weights_version, plan.adapter):
             self._fail(plan)
             self._end(plan, match)
             return
         blocks = rank.kernel_blocks(plan.block_ids)
         try:
-            load = rank.place.load(match, blocks, plan.computed_tokens, plan.near)
-            end = self._end_of(plan, plan.end) if plan.end is not None else None
+            load = rank.place.load(match, blocks, plan.computed_tokens, plan.gpu_slots)
+            end = self._end_of(plan, plan.state_placement) if plan.state_placement is not None else None
         except (LayoutError, DeviceError) as error:
             log.error("lmtier: a load could not begin, and is computed instead: %s", error)
             self._fail(plan)
             self._end(plan, match)
             return
-        self.of_step.append(_Loading(plan, match, load, rank.plan.names, end))
+        self.of_step.append(_Loading(plan, match, load, rank.plan.weights_version, end))
 
     def _end_of(self, plan: LoadPlan, placement: Placement) -> Load:
         """The load of the state; its leases are those of the match."""
         states = self._rank.place.states
-        if states is None or any(NULL_BLOCK in table for table in plan.end_block_ids):
+        if states is None or any(NULL_BLOCK in table for table in plan.state_block_ids):
             raise LayoutError("the engine has no block for the state at the end of what is loaded")
-        return states.begin(Match.elsewhere(plan.id, placement), plan.end_block_ids)
+        return states.begin(Match.from_placement(plan.id, placement), plan.state_block_ids)
 
     def start(self, *, calls_hooks: bool) -> None:
         """Start the loads that requests wait for; for the others, load the layers without reliable hooks."""
@@ -238,7 +242,7 @@ class RankLoads:
         waited_for = [each for each in self.of_step if each.plan.request]
         for each in waited_for:
             each.start()
-        self.landing += waited_for
+        self.unfinished += waited_for
         self.of_step = [each for each in self.of_step if not each.plan.request]
         self.listens = self.is_layerwise and calls_hooks and bool(self.of_step)
         self._is_due, self._is_seen = self.listens and bool(self._hooked), False
@@ -249,7 +253,7 @@ class RankLoads:
             for layer in self._rank.mover.kv.layers:
                 if layer not in self._hooked:
                     each.load.layer(layer)
-        self.land()
+        self.end_finished()
         self._rank.spent("load_seconds", began)
 
     def layer(self, number: int) -> None:
@@ -277,18 +281,18 @@ class RankLoads:
             else:
                 each.load.confirm()
         self.listens = False
-        self.landing += self.of_step
+        self.unfinished += self.of_step
         self.of_step = []
-        self.land()
+        self.end_finished()
 
-    def land(self) -> None:
+    def end_finished(self) -> None:
         """End the loads that the device has finished."""
         self._rank.mover.poll()
-        if not self.landing:  # most steps
+        if not self.unfinished:  # most steps
             return
-        done = [each for each in self.landing if each.done]
+        done = [each for each in self.unfinished if each.done]
         if done:
-            self.landing = [each for each in self.landing if not each.done]
+            self.unfinished = [each for each in self.unfinished if not each.done]
             for each in done:
                 self._finish(each)
 
@@ -297,19 +301,21 @@ class RankLoads:
         if not loading.has_failed:
             whole = load.tokens
             believed = loading.finish()
-            if not rank.is_named_right(loading.names, plan.adapter):
+            if not rank.keys_match_weights(loading.weights_version, plan.adapter):
                 believed = 0
             if believed < whole:
                 self._fail(plan, believed)
             copied = whole - plan.computed_tokens
-            rank.stats.add("load_bytes", rank.nbytes(copied) + rank.state_bytes * (plan.end is not None))
+            rank.stats.add(
+                "load_bytes", rank.nbytes(copied) + rank.state_bytes * (plan.state_placement is not None)
+            )
             if load.seconds is None:
                 self.copied += copied
             else:
                 rank.stats.add("load_seconds", load.seconds)
                 rank.report.load_tokens += copied
                 rank.report.load_seconds += load.seconds
-                self._prefill.copied(copied, load.seconds)
+                self._prefill.learn_copy(copied, load.seconds)
         self._end(plan, loading.match)
 
     def _end(self, plan: LoadPlan, match: Match) -> None:
@@ -327,7 +333,7 @@ class RankLoads:
         if plan.request:  # nothing was computed from it: the request still waits, and starts again
             self._lost.add(plan.request)
             return
-        rank.epoch = max(rank.epoch, rank.plan.epoch) + 1
+        rank.epoch = max(rank.epoch, rank.plan.failed_loads) + 1
         size = rank.block_tokens
         first = max(believed, plan.computed_tokens) // size
         end = len(plan.placement.keys) * rank.client.chunk_tokens // size
@@ -345,7 +351,7 @@ class RankLoads:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def arrivals(self) -> tuple[set[str], set[str]]:
+    def take_ended(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them whose loads have failed."""
         arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
         return arrived, lost
@@ -367,8 +373,8 @@ class RankSaves:
         if not rank.adopt(reservation):
             rank.stats.add("save_failures")
             self.left_over.append(reservation)
-        elif rank.plan.epoch < rank.epoch or not rank.is_named_right(
-            rank.plan.names, plan.adapter, plan.since
+        elif rank.plan.failed_loads < rank.epoch or not rank.keys_match_weights(
+            rank.plan.weights_version, plan.adapter, plan.since
         ):
             self._drop(plan, reservation)
         elif not rank.place.can_save(reservation):
@@ -396,8 +402,8 @@ class RankSaves:
         for reservation in waiting:
             if client.adopt(reservation):
                 with suppress(MisuseError):  # given up already, if the connection was lost in between
-                    client.abort(reservation, *reservation.left)
-            elif reservation.id >> RUN_SHIFT == client.run:
+                    client.abort(reservation, *reservation.pending_shards)
+            elif reservation.id >> RUN_SHIFT == client.run_id:
                 self.left_over.append(reservation)
 
     def layer(self, number: int) -> None:
@@ -426,10 +432,10 @@ class RankSaves:
         """The step has computed. If a load has failed, nothing of the step is stored."""
         rank = self._rank
         began = time.perf_counter()
-        if rank.plan.epoch >= rank.epoch:
+        if rank.plan.failed_loads >= rank.epoch:
             self._each(lambda save: save.all())
         for plan, save in self.of_step:
-            if rank.plan.epoch < rank.epoch:
+            if rank.plan.failed_loads < rank.epoch:
                 self._abort(save)
                 continue
             save.commit()

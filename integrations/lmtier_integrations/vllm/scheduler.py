@@ -35,24 +35,24 @@ from vllm.v1.request import Request
 from lmtier.config import parse_seconds
 from lmtier.errors import LayoutError
 from lmtier.format.layout import Layout, form_of
-from lmtier_integrations.vllm.copying import Copying
-from lmtier_integrations.vllm.doubts import Doubts
-from lmtier_integrations.vllm.events import Events
-from lmtier_integrations.vllm.followed import FollowedRequest, Parts
-from lmtier_integrations.vllm.foreign import Foreign
+from lmtier_integrations.vllm.events import KVEvents
+from lmtier_integrations.vllm.failed_load_repair import FailedLoadRepair
 from lmtier_integrations.vllm.kv import kv_groups, state_groups, window_of
+from lmtier_integrations.vllm.kv_naming import KVNaming
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.limits import pools_whole_prompts, returns_experts
+from lmtier_integrations.vllm.load_planner import LoadPlanner
+from lmtier_integrations.vllm.load_tracker import LoadTracker
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, RankFacts, RankReport
-from lmtier_integrations.vllm.names import Names
+from lmtier_integrations.vllm.other_connector_kv import OtherConnectorKV
 from lmtier_integrations.vllm.places import is_on_gpu
-from lmtier_integrations.vllm.reuse import Reuse
-from lmtier_integrations.vllm.said import Said, is_readable, said_by
+from lmtier_integrations.vllm.request_inputs import RequestHints, is_readable, said_by
+from lmtier_integrations.vllm.save_planner import SavePlanner
 from lmtier_integrations.vllm.settings import Settings, check_chunks, log, size
 from lmtier_integrations.vllm.stats import Stats
-from lmtier_integrations.vllm.steps import blocks_taken, work_of
-from lmtier_integrations.vllm.storing import Storing
-from lmtier_integrations.vllm.undoing import Undoing
+from lmtier_integrations.vllm.steps import blocks_taken, prefill_work_of
+from lmtier_integrations.vllm.tracked_request import SchedulerParts, TrackedRequest
+from lmtier_integrations.vllm.weight_checks import WeightChecks
 
 _PROMPTS = 8  # average tokens per request from which on a step counts as one that computes prompts
 
@@ -65,7 +65,7 @@ class Scheduler:
         window, groups = window_of(cache), (kv_groups(cache), state_groups(cache))
         has_windows = bool(window) or bool(groups[1]) or len(cache.kv_cache_groups) > 1
         has_stages = config.parallel_config.pipeline_parallel_size > 1
-        self.undoing = Undoing()
+        self.undoing = FailedLoadRepair()
         self._loads_in_steps = self.undoing.is_possible and not has_windows and not has_stages
         """Whether loads may be part of a step. `Reuse` decides for each request.
 
@@ -104,19 +104,19 @@ class Scheduler:
             )
         self.stats = Stats()
         told = config.kv_events_config
-        self._events = Events(client) if told is not None and told.enable_kv_cache_events else None
-        self._names = Names(config, settings, client)
-        self._copying = Copying(self._ranks, settings.config.gpu)
-        parts = Parts(client, self._names, self._copying, self.stats, self._events)
+        self._events = KVEvents(client) if told is not None and told.enable_kv_cache_events else None
+        self._names = KVNaming(config, settings, client)
+        self._load_tracker = LoadTracker(self._ranks, settings.config.gpu)
+        parts = SchedulerParts(client, self._names, self._load_tracker, self.stats, self._events)
         shares = bool(config.cache_config.enable_prefix_caching)
-        self._reuse = Reuse(
+        self._reuse = LoadPlanner(
             parts,
             block_tokens=self._block_tokens,
             loads_in_steps=self._loads_in_steps,
             shares=shares,
             groups=groups,
         )
-        self._storing = Storing(
+        self._storing = SavePlanner(
             parts,
             block_tokens=self._block_tokens,
             step_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -124,22 +124,22 @@ class Scheduler:
             saves_decode=settings.save_decode,
             groups=groups,
         )
-        self._foreign = Foreign(self._block_tokens)
+        self._other_connector_kv = OtherConnectorKV(self._block_tokens)
         self._all: dict[str, Request] = {}
         """The engine's requests, also those that are not followed."""
-        self._said: dict[str, Said] = {}
+        self._said: dict[str, RequestHints] = {}
         """What those with hints say."""
         self._declined: set[str] = set()
         """Why requests were not followed, as far as it was said."""
-        self._requests: dict[str, FollowedRequest] = {}
-        self._agreed = 0
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._common_run = 0
         """The run of the server to which all ranks are connected. Only its promises can be loaded."""
         self._is_asynchronous = False
         """Whether copies of ranks continue after a step."""
-        self._locked: Counter[int] = Counter()
+        self._pinned_ranks: Counter[int] = Counter()
         """How many ranks reach all memory of a run of the server without a detour."""
         self._unserved = 0
-        self._doubts = Doubts(self._ranks, parse_seconds(settings.check_weights))
+        self._weight_checks = WeightChecks(self._ranks, parse_seconds(settings.check_weights))
         self._lent: dict[str, Sequence[Sequence[int]]] = {}
         """The blocks of requests that have got some since the last plan, and load nothing from here."""
         self._wrong: list[bytes] = []
@@ -148,7 +148,7 @@ class Scheduler:
         if launcher.is_first and (self._loads or self._saves):
             log.info("lmtier: caching in %s", launcher.described(client, settings.config.gpu))
 
-    def _meet(self, ranks: Mapping[int, RankFacts]) -> None:
+    def _apply_facts(self, ranks: Mapping[int, RankFacts]) -> None:
         """Apply the facts of the workers, which report them in the first step. That step computes nothing.
 
         Rejected: vLLM's handshake. With several connectors (MultiConnector) it carries the data of only one.
@@ -161,7 +161,7 @@ class Scheduler:
         layouts = {facts.layout for facts in ranks.values()}
         if len(layouts) != 1:
             raise LayoutError(f"the workers disagree about the model's KV: {sorted(layouts)}")
-        backends = {facts.from_scratch for facts in ranks.values()} - {""}
+        backends = {facts.backend_without_prefixes for facts in ranks.values()} - {""}
         if self._loads and backends:
             self._loads = False
             log.warning(
@@ -176,7 +176,7 @@ class Scheduler:
             raise LayoutError(f"the workers disagree about the model's states: {sorted(states)}")
         ends = form_of(Layout.from_json(states[0][0]), (shard for _, shard in states)) if states else None
         origins = {rank: facts.origin for rank, facts in ranks.items()}
-        self._names.meet(layout, form, origins, ends, is_watched=self._doubts.sees_engine)
+        self._names.meet(layout, form, origins, ends, is_watched=self._weight_checks.sees_engine)
         self._is_asynchronous = any(facts.is_asynchronous for facts in ranks.values())
         self._reuse.copies_beside = self._is_asynchronous
         if self._launcher.is_first and (self._loads or self._saves):
@@ -187,19 +187,23 @@ class Scheduler:
                 "this run of the engine only" if self._names.is_private else "all engines with its weights",
             )
         runs = {facts.run for facts in ranks.values()}
-        self._agreed = runs.pop() if len(runs) == 1 else 0
+        self._common_run = runs.pop() if len(runs) == 1 else 0
 
     @property
     def wants_a_step(self) -> bool:
         """Whether lmtier needs a step, even one that computes nothing."""
-        is_at_work = self._copying.is_under_way or self._client.is_owed
-        return self._names.form is None or is_at_work or self._doubts.wants_a_step
+        is_at_work = self._load_tracker.is_under_way or self._client.has_late_reservation
+        return self._names.form is None or is_at_work or self._weight_checks.wants_a_step
 
     @property
     def _is_ready(self) -> bool:
-        return self._names.form is not None and self._agreed == self._client.run and not self._doubts.is_open
+        return (
+            self._names.form is not None
+            and self._common_run == self._client.run_id
+            and not self._weight_checks.is_pending
+        )
 
-    def _may_load(self, known: FollowedRequest) -> bool:
+    def _may_load(self, known: TrackedRequest) -> bool:
         if self._may_wait and self._names.is_read_later(known.request, known.adapter):
             return False  # its files may change until then, and the load would be of those before
         if known.said.is_remote:
@@ -217,13 +221,13 @@ class Scheduler:
         said = said_by(request)
         if said.hints:
             self._said[request.request_id] = said
-        if why_not := self._follow(request, said):
+        if why_not := self._track(request, said):
             self.stats.add("declined_requests")
             if why_not not in self._declined:
                 log.info("lmtier: a request is not cached, and others like it are only counted: %s", why_not)
             self._declined.add(why_not)
 
-    def _follow(self, request: Request, said: Said) -> str:
+    def _track(self, request: Request, said: RequestHints) -> str:
         """Returns why it is not followed, so that nothing of it is loaded or stored; empty if it is."""
         adapter = self._names.adapter_of(request)
         media = self._names.media.of(request, "" if adapter is None else adapter[1] or "unknown")
@@ -234,111 +238,116 @@ class Scheduler:
             return said.why_not
         if adapter is not None and not adapter[1]:
             return "the content of its adapter is not known"
-        known = FollowedRequest(request, media, adapter, self._client, self._names, said)
-        self._requests[request.request_id] = known
-        if self._may_load(known) and self._reuse.has_room(self._requests.values()):
-            with self._client.together():
-                self._reuse.look(known)
+        known = TrackedRequest(request, media, adapter, self._client, self._names, said)
+        self._tracked[request.request_id] = known
+        if self._may_load(known) and self._reuse.has_room(self._tracked.values()):
+            with self._client.batched():
+                self._reuse.look_up(known)
                 if known.match is None and self._saves:
-                    self._storing.ask_ahead(known)
+                    self._storing.reserve_ahead(known)
         return ""
 
     def _distrust(self, names: set[str]) -> None:
         """Stop following requests with these names: two contents share each, and vLLM may mix them up."""
-        for known in list(self._requests.values()):
+        for known in list(self._tracked.values()):
             if any(each.identifier in names for each in known.request.mm_features):
-                self.forget(known.request)
+                self.untrack(known.request)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
-        self._foreign.looked_up(request.request_id, computed_tokens)
-        if self._names.form is None or self._doubts.is_open:
+        self._other_connector_kv.looked_up(request.request_id, computed_tokens)
+        if self._names.form is None or self._weight_checks.is_pending:
             return None  # known after the workers' next report
-        known = self._requests.get(request.request_id)
+        known = self._tracked.get(request.request_id)
         if known is None:
             return 0
-        known.since = self._doubts.first_step(computed_tokens)
+        known.since = self._weight_checks.first_step(computed_tokens)
         if not self._may_load(known):
-            known.drop()
+            known.release_match()
             return 0
         tokens = self._reuse.matched(known, computed_tokens)
-        if tokens and not self._client.is_there:  # nor are the matches of all that wait
-            for each in self._requests.values():
-                each.drop()
-            known.go_back(computed_tokens)
+        if tokens and not self._client.is_server_alive:  # nor are the matches of all that wait
+            for each in self._tracked.values():
+                each.release_match()
+            known.rewind(computed_tokens)
             return 0
         return tokens
 
     def waits(self, request: Request) -> bool:
         """Whether the tokens that were just promised are loaded beside steps, and the request waits."""
-        return self._requests[request.request_id].waits
+        return self._tracked[request.request_id].waits
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
         if self._is_asynchronous and not external_tokens:
             self._lent[request.request_id] = blocks.get_block_ids()
-        if (known := self._requests.get(request.request_id)) is not None:
-            if not known.is_counted and known.stored:
-                self.stats.add("found_tokens", known.stored * self._client.chunk_tokens)
+        if (known := self._tracked.get(request.request_id)) is not None:
+            if not known.is_counted and known.stored_chunks:
+                self.stats.add("found_tokens", known.stored_chunks * self._client.chunk_tokens)
             known.is_counted = True
             self._reuse.allocated(known, blocks, external_tokens)
             if external_tokens:
-                self._foreign.loads(request.request_id, external_tokens)
+                self._other_connector_kv.loads(request.request_id, external_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
         """The tiers of the tokens that were just promised."""
-        known = self._requests.get(request.request_id)
+        known = self._tracked.get(request.request_id)
         return self._reuse.sources(known, external_tokens) if known is not None else {}
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Its hints are sent now: they are about what it has stored."""
-        self.forget(request)
+        self.untrack(request)
         self._all.pop(request.request_id, None)
-        self._foreign.finished(request.request_id, request.num_computed_tokens, tables)
+        self._other_connector_kv.finished(request.request_id, request.num_computed_tokens, tables)
         if (said := self._said.pop(request.request_id, None)) is not None:
             for envelope in said.hints:
                 self._client.hint(envelope, salt=said.salt, session=said.session)
 
-    def forget(self, request: Request) -> None:
-        if (known := self._requests.pop(request.request_id, None)) is not None:
+    def untrack(self, request: Request) -> None:
+        if (known := self._tracked.pop(request.request_id, None)) is not None:
             self._reuse.forget(known)
             known.withdraw()
 
     # ---- a step
 
     def plan(self, output: SchedulerOutput) -> Plan:
-        doubts, names, client = self._doubts, self._names, self._client
+        doubts, names, client = self._weight_checks, self._names, self._client
         doubts.step += 1
-        plan = Plan(epoch=self._copying.epoch, step=doubts.step, names=names.count, compares=doubts.is_open)
+        plan = Plan(
+            failed_loads=self._load_tracker.failed_loads,
+            step=doubts.step,
+            weights_version=names.count,
+            checks_weights=doubts.is_pending,
+        )
         if names.form is None:
-            plan.asks = plan.compares = True
+            plan.wants_facts = plan.checks_weights = True
             return plan
         if client.unserved != self._unserved:
             self.stats.add("unserved", client.unserved - self._unserved)
             self._unserved = client.unserved
             self._launcher.revive()
-        if client.run != self._agreed:
-            plan.run = client.run
-        if client.is_owed:
+        if client.run_id != self._common_run:
+            plan.run = client.run_id
+        if client.has_late_reservation:
             client.step()
-        if self._wrong and client.is_there:
+        if self._wrong and client.is_server_alive:
             self._delete_wrong()
-        for request_id in self._foreign.planned(output):
-            if (known := self._requests.get(request_id)) is not None:
+        for request_id in self._other_connector_kv.planned(output):
+            if (known := self._tracked.get(request_id)) is not None:
                 known.stop_storing()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
         if self._loads and self._loads_in_steps:
             self.undoing.planned(output, plan.loads)
         if self._is_asynchronous:
-            plan.taken = blocks_taken(output, loaded_from, self._block_tokens)
+            plan.reused_blocks = blocks_taken(output, loaded_from, self._block_tokens)
             plan.lent = self._blocks_lent(output)
         if self._loads and output.total_num_scheduled_tokens >= _PROMPTS * len(output.num_scheduled_tokens):
-            plan.computes = work_of(output)
+            plan.prefill_work = prefill_work_of(output)
         # A replica has no shard to abort. If its load fails, the sums that it adds to other ranks are wrong,
         # and must not be stored.
         has_replicas = self._ranks > len(names.form.shards)
-        if self._saves and self._is_ready and not (has_replicas and self._copying.is_unconfirmed):
-            self._storing.plan(plan, output, self._requests)
+        if self._saves and self._is_ready and not (has_replicas and self._load_tracker.is_unconfirmed):
+            self._storing.plan(plan, output, self._tracked)
         doubts.planned(plan)
         return plan
 
@@ -349,21 +358,21 @@ class Scheduler:
         blocks = {block for each in waiting for table in lent[each] for block in table}
         return sorted(blocks - {NULL_BLOCK})
 
-    def undo(self, blocks: Set[int]) -> None:
+    def repair_failed_loads(self, blocks: Set[int]) -> None:
         """These blocks were not loaded in their step. What needs them is computed, and not loaded again."""
         if not self._loads_in_steps:
             return
         for request in self.undoing.failed(blocks):
-            if (known := self._requests.get(request.request_id)) is not None:
-                known.taken = request.num_preemptions
+            if (known := self._tracked.get(request.request_id)) is not None:
+                known.preemptions_at_promise = request.num_preemptions
 
-    def learn(self, report: RankReport) -> None:
+    def apply_report(self, report: RankReport) -> None:
         """Apply the ranks' report about a step."""
         names = self._names
         if report.facts and names.form is None:
-            self._meet(report.facts)
-        if report.names > names.count:
-            unchecked = self._doubts.unchecked()
+            self._apply_facts(report.facts)
+        if report.weights_version > names.count:
+            unchecked = self._weight_checks.unchecked()
             if report.was_unnoticed:
                 self._wrong = list(dict.fromkeys((*self._wrong, *unchecked)))
                 self._delete_wrong()
@@ -371,22 +380,22 @@ class Scheduler:
             self._begin_all_anew()
         if report.adapters:
             names.learn_adapters(report.adapters)
-            for request_id, known in list(self._requests.items()):
+            for request_id, known in list(self._tracked.items()):
                 if not names.is_current(known.adapter):
                     self._begin_anew(request_id, known)
-        names.slept(report.slept, max(report.compared, default=0))
-        if report.compared and self._doubts.compared(report) and names.compared():
+        names.slept(report.slept_ranks, max(report.checked_weights, default=0))
+        if report.checked_weights and self._weight_checks.compared(report) and names.compared():
             self._begin_all_anew()
-        for match in self._copying.learn(report):
+        for match in self._load_tracker.learn(report):
             self._reuse.release(match)
-        for run, ranks in report.locked.items():
-            self._locked[run] += ranks
-            if self._locked[run] == self._ranks:  # some lock it later than others
-                self._reuse.locked = run
-        for run, ranks in report.runs.items():
+        for run, ranks in report.pinned_ranks.items():
+            self._pinned_ranks[run] += ranks
+            if self._pinned_ranks[run] == self._ranks:  # some lock it later than others
+                self._reuse.pinned_run = run
+        for run, ranks in report.connected_ranks.items():
             if ranks == self._ranks:  # all of them in the same step
-                self._agreed = run
-                self._copying.forget_gpu()
+                self._common_run = run
+                self._load_tracker.forget_gpu()
 
     def _delete_wrong(self) -> None:
         if self._client.delete(self._wrong):
@@ -396,20 +405,20 @@ class Scheduler:
 
     def clear(self) -> None:
         """The engine has reset its prefix cache."""
-        self._names.reset(self._doubts.step)
+        self._names.reset(self._weight_checks.step)
         self._begin_all_anew()
 
     def _begin_all_anew(self) -> None:
         """Give all requests new keys. Chunks under the old names are no longer found by this engine."""
-        for request_id, known in list(self._requests.items()):
+        for request_id, known in list(self._tracked.items()):
             self._begin_anew(request_id, known)
-        self._copying.forget_gpu()
+        self._load_tracker.forget_gpu()
         if self._events is not None:
             self._events.forget()
 
-    def _begin_anew(self, request_id: str, known: FollowedRequest) -> None:
-        if not known.begin_anew():
-            del self._requests[request_id]
+    def _begin_anew(self, request_id: str, known: TrackedRequest) -> None:
+        if not known.rekey():
+            del self._tracked[request_id]
 
     # ---- others
 
@@ -418,5 +427,5 @@ class Scheduler:
         return self._events.take() if self._events is not None else []
 
     def close(self) -> None:
-        self._doubts.close()
+        self._weight_checks.close()
         self._client.close()

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmtier.errors import LayoutError
 from lmtier.format.layout import LayerShape, Layout
 from lmtier_integrations.vllm.kv import (
-    Declared,
+    DeclaredKV,
     layer_specs,
     owners_of,
     state_groups,
@@ -35,7 +35,7 @@ from lmtier_integrations.vllm.places import is_on_gpu
 ALIGN = "align"
 
 
-def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> None:
+def check_states(config: VllmConfig, cache: KVCacheConfig, *, learns_failed_loads: bool) -> None:
     """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve. `is_told`: the
     connector learns which requests' loads have failed."""
     if not cache.kv_cache_groups:
@@ -54,7 +54,7 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
     )
     parallel = config.parallel_config
     needs = {
-        "vLLM 0.30 or later": is_told,
+        "vLLM 0.30 or later": learns_failed_loads,
         "an engine on a CPU": not is_on_gpu(config),
         f"vLLM to keep states at ends of blocks: --enable-prefix-caching --mamba-cache-mode {ALIGN}": modes
         == {ALIGN},
@@ -78,30 +78,30 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, is_told: bool) -> 
 
 def stand_in(
     config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, Any], chunk_tokens: int
-) -> Declared:
+) -> DeclaredKV:
     """Instead of KV, if all layers keep a state: one byte a chunk, so that the prefix of a state is a run of
     chunks in this model too. The bytes are in memory of this connector."""
     layout = Layout((LayerShape(1, 1, 0),), "u8", chunk_tokens, chunk_tokens, "stand-in")
     rank, ranks = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size
     blocks = max(cache.num_blocks, 1 + cdiv(config.model_config.max_model_len, chunk_tokens))
-    return Declared(
+    return DeclaredKV(
         layout,
         layout.whole,
         [layout.whole],
-        writes=layout.writes(rank=rank, ranks=ranks),
+        is_writer=layout.writes(rank=rank, ranks=ranks),
         tensors=[next(iter(tensors.values())).new_zeros(blocks, 1, 1).byte()],
-        tables=[0],
+        table_of_tensor=[0],
         table_count=1,
-        numbers={},
-        ratio=1,
+        layer_numbers={},
+        kernel_blocks_per_block=1,
         block_bytes=1,
-        from_scratch="",
+        backend_without_prefixes="",
     )
 
 
 def declare_states(
     config: VllmConfig, cache: KVCacheConfig, tensors: Mapping[str, Any], chunk_tokens: int
-) -> Declared | None:
+) -> DeclaredKV | None:
     """What this rank keeps; None: no layer keeps a state."""
     specs = state_specs(cache)
     if not specs:
@@ -127,16 +127,16 @@ def declare_states(
         said.append((spec.mamba_type.name, spec.shapes, [str(each) for each in spec.dtypes], backend))
     packing = f"state-{hashlib.sha256(repr(said).encode()).hexdigest()[:40]}"
     layout = Layout(tuple(shapes), "u8", chunk_tokens, chunk_tokens, packing)
-    return Declared(
+    return DeclaredKV(
         layout,
         layout.shard(rank=get_tensor_model_parallel_rank(), ranks=ranks),
         [layout.shard(rank=rank, ranks=ranks) for rank in range(ranks)],
-        writes=True,
+        is_writer=True,
         tensors=[tensors[name] for name in owners],
-        tables=[tables[name] for name in owners],
+        table_of_tensor=[tables[name] for name in owners],
         table_count=len(state_groups(cache)),
-        numbers={},
-        ratio=1,
+        layer_numbers={},
+        kernel_blocks_per_block=1,
         block_bytes=sum(specs[name].real_page_size_bytes for name in owners),
-        from_scratch="",
+        backend_without_prefixes="",
     )

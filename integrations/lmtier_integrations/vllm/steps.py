@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from lmtier_integrations.vllm.messages import NULL_BLOCK, Work
+from lmtier_integrations.vllm.messages import NULL_BLOCK, PrefillWork
 
 try:
     _tables_of = KVConnectorBlockState.get_block_ids
@@ -42,7 +42,7 @@ def computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     return itertools.chain(running, new)
 
 
-class Given(NamedTuple):
+class RequestBlocks(NamedTuple):
     """A request that gets blocks in a step."""
 
     request_id: str
@@ -52,26 +52,26 @@ class Given(NamedTuple):
     """Its block tables. Only their new blocks, if it runs already."""
 
 
-def given(output: SchedulerOutput) -> Iterator[Given]:
+def requests_with_new_blocks(output: SchedulerOutput) -> Iterator[RequestBlocks]:
     """The requests that get blocks in this step."""
-    yield from entered(output)
+    yield from entering_requests(output)
     cached = output.scheduled_cached_reqs
     for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if tables and request_id not in cached.resumed_req_ids:
-            yield Given(request_id, 0, tables)
+            yield RequestBlocks(request_id, 0, tables)
 
 
-def entered(output: SchedulerOutput) -> Iterator[Given]:
+def entering_requests(output: SchedulerOutput) -> Iterator[RequestBlocks]:
     """Those that begin in this step, or go on after they were preempted."""
     for new in output.scheduled_new_reqs:
-        yield Given(new.req_id, new.num_computed_tokens, new.block_ids)
+        yield RequestBlocks(new.req_id, new.num_computed_tokens, new.block_ids)
     cached = output.scheduled_cached_reqs
     if cached.resumed_req_ids:
         for request_id, computed, tables in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             if request_id in cached.resumed_req_ids:
-                yield Given(request_id, computed, tables or ())
+                yield RequestBlocks(request_id, computed, tables or ())
 
 
 def blocks_taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_tokens: int) -> list[int]:
@@ -79,7 +79,7 @@ def blocks_taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_
     return sorted(
         {
             block
-            for request_id, computed, tables in given(output)
+            for request_id, computed, tables in requests_with_new_blocks(output)
             for table in tables
             for block in table[loaded_from.get(request_id, computed) // block_tokens :]
         }
@@ -87,7 +87,7 @@ def blocks_taken(output: SchedulerOutput, loaded_from: Mapping[str, int], block_
     )
 
 
-def work_of(output: SchedulerOutput) -> Work | None:
+def prefill_work_of(output: SchedulerOutput) -> PrefillWork | None:
     """A step's tokens, and the sum of their positions; None: there are none."""
     scheduled = output.num_scheduled_tokens
     area = sum(

@@ -25,10 +25,10 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.format.keys import Identity
-from lmtier.rules.worth import Prefill
-from lmtier_integrations.vllm.kv import Declared, declare, kv_groups, state_groups, window_of
+from lmtier.rules.worth import EngineCosts
+from lmtier_integrations.vllm.kv import DeclaredKV, declare, kv_groups, state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
-from lmtier_integrations.vllm.memory import LoadedModel
+from lmtier_integrations.vllm.loaded_model import LoadedModel
 from lmtier_integrations.vllm.messages import Plan, RankFacts, RankReport, WeightsOrigin
 from lmtier_integrations.vllm.places import OnCpu, OnGpu, device_of
 from lmtier_integrations.vllm.rank import Rank, RankLoads, RankSaves
@@ -48,15 +48,15 @@ class Worker:
         """Whether the hooks of layers have something to do in this step."""
         self._rests = False
         """Whether this step has nothing to do, as most steps that only decode."""
-        self._prefill = Prefill()
+        self._prefill = EngineCosts()
         self._stages = config.parallel_config.pipeline_parallel_size
         self._was_under_way = False
         """Whether the last report had unfinished copies."""
-        self._leave = ExitStack()
+        self._to_close = ExitStack()
         """The things to close: almost none, if the engine does not reach `register`."""
         self._memory = LoadedModel.of_this_process(config)
         if self._memory is not None:
-            self._leave.callback(self._memory.close)
+            self._to_close.callback(self._memory.close)
         self.stats = Stats()
 
     # ---- once
@@ -71,10 +71,10 @@ class Worker:
             declared = declare(self._config, self._cache, tensors, client.chunk_tokens)
         else:
             declared = stand_in(self._config, self._cache, tensors, client.chunk_tokens)
-        if declared.writes:  # only now the shard of this process is known
+        if declared.is_writer:  # only now the shard of this process is known
             client.close()
             client = self._launcher.connect(f"vllm worker {number}", declared.shard)
-        self._leave.callback(client.close)
+        self._to_close.callback(client.close)
         if self._memory is not None:
             self._memory.look_at_files()
         device = device_of(declared.tensors)
@@ -89,7 +89,7 @@ class Worker:
         else:
             pins_at_start = self._settings.pin == START
             place = OnGpu(*of_all, device=device, layerwise=is_layerwise, pins_at_start=pins_at_start)
-        self._leave.callback(place.close)
+        self._to_close.callback(place.close)
         self.rank = Rank(self._config, client, declared, place, self._memory, self.stats)
         self.loads = RankLoads(self.rank, self._prefill, layerwise=is_layerwise)
         self.saves = RankSaves(self.rank)
@@ -102,11 +102,11 @@ class Worker:
                     "lmtier: rank %d serves %s as %s", number, part.shard, part.layout.to_json().decode()
                 )
 
-    def _spare_blocks(self, declared: Declared) -> list[int]:
+    def _spare_blocks(self, declared: DeclaredKV) -> list[int]:
         """Blocks that no request has yet; never the engine's null block, which is number 0."""
-        kernel_blocks = self._cache.num_blocks * declared.ratio
+        kernel_blocks = self._cache.num_blocks * declared.kernel_blocks_per_block
         need = 2 * declared.layout.blocks * declared.table_count + _GUARDS
-        first = max(declared.ratio, kernel_blocks - need)
+        first = max(declared.kernel_blocks_per_block, kernel_blocks - need)
         return list(range(kernel_blocks - 1, first - 1, -1))
 
     def _facts(self) -> RankFacts:
@@ -114,8 +114,8 @@ class Worker:
         return RankFacts(
             declared.layout.to_json(),
             declared.shard,
-            rank.client.run,
-            declared.from_scratch,
+            rank.client.run_id,
+            declared.backend_without_prefixes,
             rank.place.is_asynchronous,
             self._memory.origin if self._memory is not None else WeightsOrigin(),
             (self._states.layout.to_json(), self._states.shard) if self._states is not None else None,
@@ -123,7 +123,7 @@ class Worker:
 
     def close(self) -> None:
         """End all copies, then unlock the slab, then leave the server."""
-        self._leave.close()
+        self._to_close.close()
 
     # ---- a step
 
@@ -131,10 +131,10 @@ class Worker:
         """Called before the engine uses blocks that other requests had."""
         if self.saves.of_step:  # a stage of a pipeline that drafts ends its steps without wait_for_save
             self.saves.finish()
-        if plan.taken:
-            self.rank.mover.reuse(self.rank.kernel_blocks([plan.taken]))
+        if plan.reused_blocks:
+            self.rank.mover.order_before_reuse(self.rank.kernel_blocks([plan.reused_blocks]))
         if plan.lent:
-            self.rank.mover.let_go(self.rank.kernel_blocks([plan.lent]))
+            self.rank.mover.wait_until_uncopied(self.rank.kernel_blocks([plan.lent]))
 
     def begin(self, plan: Plan) -> None:
         rank, loads, saves = self.rank, self.loads, self.saves
@@ -142,34 +142,34 @@ class Worker:
         rank.plan = plan
         if (memory := self._memory) is not None:
             memory.step = plan.step
-            if plan.compares or memory.has_news:
-                rank.look(memory, plan)
+            if plan.checks_weights or memory.has_news:
+                rank.check_memory(memory, plan)
         self._rests = not (plan.has_work or self._has_more())
         if self._rests:
             return
-        self.loads.land()
+        self.loads.end_finished()
         if plan.run:
             rank.client.step()
-            rank.report.runs[rank.client.run] = 1
+            rank.report.connected_ranks[rank.client.run_id] = 1
         rank.place.follow(rank.client)
         saves.end_left_over()
         for each in plan.loads:
             loads.prepare(each)
         for save in plan.saves:
-            if save.is_state or rank.declared.writes:
+            if save.is_state or rank.declared.is_writer:
                 saves.prepare(save)
         rank.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
         loads.copied = 0
         waits = loads.are_in_step
         self.copies_layers = loads.is_layerwise and (waits or bool(saves.of_step))
-        rank.place.begin(plan.computes, waits=waits)
+        rank.place.begin(plan.prefill_work, waits=waits)
 
     def _has_more(self) -> bool:
         """Whether earlier steps have left work to do, or something to report."""
         rank = self.rank
         return bool(
             rank.mover.under_way
-            or self.loads.landing
+            or self.loads.unfinished
             or self.saves.left_over
             or self._was_under_way
             or rank.place.is_busy
@@ -177,7 +177,7 @@ class Worker:
         )
 
     def wait_for_layer(self, name: str) -> None:
-        if self.loads.listens and (number := self.rank.declared.numbers.get(name)) is not None:
+        if self.loads.listens and (number := self.rank.declared.layer_numbers.get(name)) is not None:
             self.loads.layer(number)
 
     def save_layer(self, name: str) -> None:
@@ -185,7 +185,7 @@ class Worker:
         if (
             self.copies_layers
             and saves.of_step
-            and (number := self.rank.declared.numbers.get(name)) is not None
+            and (number := self.rank.declared.layer_numbers.get(name)) is not None
         ):
             saves.layer(number)
 
@@ -199,11 +199,11 @@ class Worker:
         if loads.of_step:
             loads.finish()
         if loads.copied:
-            self._prefill.copied(loads.copied, rank.seconds["load_seconds"])
+            self._prefill.learn_copy(loads.copied, rank.seconds["load_seconds"])
         if self.saves.of_step:
             self.saves.finish()
-        self.loads.land()
-        rank.place.tell(self.stats)
+        self.loads.end_finished()
+        rank.place.add_to(self.stats)
         self.copies_layers = False
 
     def _learn(self, tokens: int, area: float, seconds: float) -> None:
@@ -220,7 +220,7 @@ class Worker:
         if self.saves.of_step:
             self.saves.finish()
         self.rank.mover.drain()
-        self.loads.land()
+        self.loads.end_finished()
 
     # ---- after a step
 
@@ -228,9 +228,9 @@ class Worker:
         if self._rests:
             return None
         rank = self.rank
-        if rank.plan.asks:
+        if rank.plan.wants_facts:
             rank.report.facts[rank.number] = self._facts()
-        rank.tell_locked()
+        rank.report_pinned()
         under_way = rank.mover.under_way
         if not (rank.has_news or under_way or self._was_under_way):
             return None

@@ -23,9 +23,9 @@ class Chunks:
     """The addresses of their payloads."""
     ids: Sequence[Ids]
     """For each block table: engine blocks [chunks, blocks]; -1: no block."""
-    near: Array
+    slot_addresses: Array
     """The addresses of their places in GPU memory; 0: no place."""
-    is_there: Array
+    is_filled: Array
     """Whether that place already holds the payload."""
     is_whole: bool
     """Whether all blocks of all chunks are present."""
@@ -40,15 +40,15 @@ class Chunks:
         return Chunks(
             np.concatenate([self.addresses, others.addresses]),
             [np.concatenate(each) for each in zip(self.ids, others.ids, strict=True)],
-            np.concatenate([self.near, others.near]),
-            np.concatenate([self.is_there, others.is_there]),
+            np.concatenate([self.slot_addresses, others.slot_addresses]),
+            np.concatenate([self.is_filled, others.is_filled]),
             self.is_whole and others.is_whole,
             self.memory + others.memory,
             self.copy,
         )
 
     def part(self, which: slice | Array) -> Chunks:
-        places = self.near[which], self.is_there[which]
+        places = self.slot_addresses[which], self.is_filled[which]
         ids = [each[which] for each in self.ids]
         return Chunks(self.addresses[which], ids, *places, self.is_whole, self.memory, self.copy)
 
@@ -70,7 +70,7 @@ class Chunks:
         self.copy(self, layer, False)
 
 
-class Marks:
+class Fingerprints:
     """The marks of a few chunks, [layers, chunks]. The device writes them and the host reads them."""
 
     def __init__(self, values: Array, offsets: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ import torch
 from lmtier.copy.cuda.driver import Driver
 from lmtier.copy.cuda.kernels import KERNELS, Launch, Spread, compiled
 from lmtier.copy.cuda.page_lock import STEP, PageLock
-from lmtier.copy.cuda.streams import Copies, Lane, Rows
+from lmtier.copy.cuda.streams import Copies, Rows, StreamPair
 from lmtier.format.layout import Array
 
 _cuda: Any = torch.cuda  # it has types only in part
@@ -60,7 +60,7 @@ class CudaStream:
         listed = np.asarray(copies, np.int64).reshape(-1, 3)
         page_lock = device.page_lock
         if page_lock is not None:
-            listed = page_lock.cut(listed)
+            listed = page_lock.split_at_steps(listed)
         # The driver batches the copies that it can make asynchronously; for the others this thread waits.
         if len(listed) > 1 and device.has_batches and page_lock is not None and page_lock.holds(listed):
             device.driver.copy_batch(listed, stream)
@@ -87,7 +87,9 @@ class CudaDevice:
             with import_module("cupy").cuda.Device(self.index):
                 module = compiled(self.index)
                 self.functions = {name: int(module.get_function(name).kernel.ptr) for name in KERNELS}
-        self.store, self.load = (Lane(self._stream(), self._stream(), stores) for stores in (True, False))
+        self.store, self.load = (
+            StreamPair(self._stream(), self._stream(), stores) for stores in (True, False)
+        )
         self.page_lock: PageLock | None = None
         self._kept: dict[int, torch.Tensor] = {}
         """The memory that is kept, by address."""

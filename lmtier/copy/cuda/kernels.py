@@ -147,7 +147,7 @@ class Geometry:
         return range(self.shard.first_layer, self.shard.end_layer)
 
     @property
-    def is_marked(self) -> bool:
+    def has_fingerprints(self) -> bool:
         """Whether every layer of a chunk is long enough for a mark."""
         return min(self._length.values()) > SHORT
 
@@ -155,7 +155,7 @@ class Geometry:
         """The bytes of workspace for the mark of one chunk."""
         return ((self._length[layer] - 1) // PART + 1) * LANES * 8
 
-    def copies(
+    def copy_launches(
         self,
         kernel: str,
         layers: range,
@@ -205,7 +205,7 @@ class Geometry:
             for block in ids:
                 yield from ((base + step * block + at, run) for at in starts.tolist())
 
-    def marks(
+    def fingerprint_launches(
         self,
         layers: range,
         raws: int,
@@ -218,7 +218,7 @@ class Geometry:
 
         All blocks must be present. `workspace`: the address and the size of the memory for sums.
         """
-        if not self.is_marked:
+        if not self.has_fingerprints:
             raise LayoutError(f"a chunk of one layer takes {SHORT} bytes or less: too few for a mark")
         if any(each.shape[1] != self.layout.blocks or each.min(initial=0) < 0 for each in ids):
             raise LayoutError(f"a mark needs all {self.layout.blocks} blocks of a chunk")

@@ -6,8 +6,8 @@
 The mover on a CPU commits, compares fingerprints and ends leases at once. This mover does so in `poll`, when
 the device is done. Call `poll` in the owner's step. Only `drain` waits for the device.
 
-`near` names the places in GPU memory that a load reads or fills. Its caller calls `GpuCopies.done` when all
-ranks are done. Without `near`, a mover with `gpu_copies` manages the places itself.
+`gpu_slots` names the places in GPU memory that a load reads or fills. Its caller calls `GpuCopies.release`
+when all ranks are done. Without `gpu_slots`, a mover with `gpu_copies` manages the places itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import partial
 import numpy as np
 
 from lmtier.copy.blocks import BlockIds
-from lmtier.copy.cuda.chunks import Chunks, Marks
-from lmtier.copy.cuda.paging import CudaKV, Near
-from lmtier.copy.cuda.streams import Lane, Order
-from lmtier.copy.gpu_copies import GpuCopies, GpuPlaces
+from lmtier.copy.cuda.chunks import Chunks, Fingerprints
+from lmtier.copy.cuda.paging import CudaKV, SlotOfEachChunk
+from lmtier.copy.cuda.streams import StreamPair, TransferOrder
+from lmtier.copy.gpu_copies import GpuCopies, GpuSlots
 from lmtier.copy.mover import Blocks, Load, Mover, Save
 from lmtier.copy.store import Store
 from lmtier.core.match import Match, Reservation
@@ -46,32 +46,41 @@ class CudaMover(Mover):
         layerwise: bool = True,
         gpu_copies: GpuCopies | None = None,
     ) -> None:
-        self.order = Order(kv.device)
+        self.order = TransferOrder(kv.device)
         self.layerwise = layerwise
         self.gpu_copies = gpu_copies
         """The gpu:// tier, if this mover manages it; `kv` holds its memory. By default from the settings."""
         spec = cache.config.gpu
         if gpu_copies is None and spec is not None and spec.capacity is not None:
             self.gpu_copies = GpuCopies(spec.capacity, spec.policy)
-            kv.hold(spec.capacity)
+            kv.allocate_slots(spec.capacity)
         super().__init__(cache, kv, identity, ranks=ranks, spare_blocks=spare_blocks)
 
     def load(
-        self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0, near: Near | None = None
+        self,
+        match: Match,
+        block_ids: Blocks,
+        *,
+        computed_tokens: int = 0,
+        gpu_slots: SlotOfEachChunk | None = None,
     ) -> CudaLoad:
-        """`near` has a place, or None, for each chunk of the match, from the first that the engine lacks in
-        part."""
+        """`gpu_slots` has a place, or None, for each chunk of the match that the engine lacks."""
         try:
-            return self.begin(match, block_ids, computed_tokens=computed_tokens, near=near)
+            return self.begin(match, block_ids, computed_tokens=computed_tokens, gpu_slots=gpu_slots)
         except BaseException:
             self.cache.release(match)
             raise
 
     def begin(
-        self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0, near: Near | None = None
+        self,
+        match: Match,
+        block_ids: Blocks,
+        *,
+        computed_tokens: int = 0,
+        gpu_slots: SlotOfEachChunk | None = None,
     ) -> CudaLoad:
         self._need(match.form)
-        return CudaLoad(self, match, block_ids, computed_tokens, near)
+        return CudaLoad(self, match, block_ids, computed_tokens, gpu_slots)
 
     def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> CudaSave:
         self._need(reservation.form)
@@ -81,11 +90,11 @@ class CudaMover(Mover):
     def under_way(self) -> int:
         return self.order.under_way
 
-    def reuse(self, block_ids: Blocks) -> None:
+    def order_before_reuse(self, block_ids: Blocks) -> None:
         """The engine has taken these blocks from a request whose saves or loads may be unfinished."""
         self.order.reuse(np.unique(np.asarray(block_ids)).tolist())
 
-    def let_go(self, block_ids: Blocks) -> None:
+    def wait_until_uncopied(self, block_ids: Blocks) -> None:
         self.order.let_go(np.unique(np.asarray(block_ids)).tolist())
 
     def poll(self) -> int:
@@ -99,10 +108,10 @@ class CudaMover(Mover):
         """Wait for all saves and loads, and end them. For when the engine stops."""
         self.order.drain()
 
-    def give_back(self, places: GpuPlaces | None, *, believed: bool) -> None:
+    def give_back(self, places: GpuSlots | None, *, believed: bool) -> None:
         """Give back the places that a load has in this mover's own tier."""
         if self.gpu_copies is not None and places is not None:
-            self.gpu_copies.done(places, believed=believed)
+            self.gpu_copies.release(places, is_verified=believed)
 
 
 class CudaSave(Save):
@@ -122,11 +131,13 @@ class CudaSave(Save):
         self._groups: list[range] = []
         """Groups of layers that are not enqueued yet. One is enqueued once all of its layers may be."""
         self._group_of: dict[int, range] = {}
-        self._marked = [(chunk, ids) for chunk, ids in self._chunks if chunk in self._prints]
+        self._marked = [(chunk, ids) for chunk, ids in self._chunks if chunk in self._fingerprints]
         self._store = mover.order.store(self._bound.blocks)
-        self._marks = self._kv.take_marks(len(self._marked))
-        self._marked = self._marked[: self._marks.chunks]  # the others are stored without a fingerprint
-        self._prints = {chunk: {} for chunk, _ in self._marked}
+        self._fingerprint_room = self._kv.take_fingerprints(len(self._marked))
+        self._marked = self._marked[
+            : self._fingerprint_room.chunks
+        ]  # the others are stored without a fingerprint
+        self._fingerprints = {chunk: {} for chunk, _ in self._marked}
 
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk, which the engine has enqueued by now.
@@ -157,10 +168,12 @@ class CudaSave(Save):
         if self._bound:
             self._store.part(partial(self._copy, layers))
 
-    def _copy(self, layers: range, lane: Lane) -> None:
+    def _copy(self, layers: range, lane: StreamPair) -> None:
         self._kv.enqueue_copies(lane, layers, self._bound)
         if not self._groups:  # these layers are the last, so the fingerprints of all can be computed
-            self._kv.enqueue_marks(lane, self._kv.layers, [ids for _, ids in self._marked], self._marks)
+            self._kv.enqueue_fingerprints(
+                lane, self._kv.layers, [ids for _, ids in self._marked], self._fingerprint_room
+            )
 
     def commit(self) -> None:
         if self._missing and self._chunks:
@@ -173,8 +186,10 @@ class CudaSave(Save):
 
     def _commit(self) -> None:
         for number, (chunk, _) in enumerate(self._marked):
-            self._prints[chunk] = dict(zip(self._kv.layers, self._marks.prints(number), strict=True))
-        self._kv.give_back(self._marks)
+            self._fingerprints[chunk] = dict(
+                zip(self._kv.layers, self._fingerprint_room.prints(number), strict=True)
+            )
+        self._kv.free_fingerprints(self._fingerprint_room)
         try:
             super().commit()
         except BaseException:
@@ -182,7 +197,7 @@ class CudaSave(Save):
             raise
 
     def _abort(self) -> None:
-        self._kv.give_back(self._marks)
+        self._kv.free_fingerprints(self._fingerprint_room)
         super().abort()
 
 
@@ -201,13 +216,13 @@ class CudaLoad(Load):
         match: Match,
         block_ids: Blocks,
         computed_tokens: int,
-        near: Near | None = None,
+        gpu_slots: SlotOfEachChunk | None = None,
     ) -> None:
         super().__init__(mover, match, block_ids, computed_tokens)
         self._kv, self._cuda = mover.kv, mover
         self.done = False
         """Whether the last `poll` found all copies done."""
-        self._is_left = False
+        self._has_exited = False
         sampled = mover.sampled([self._placed.keys[chunk] for chunk, _, _ in self._chunks])
         marked = [
             (chunk, ids)
@@ -215,21 +230,21 @@ class CudaLoad(Load):
             if is_sampled and self._is_comparable(chunk, ids, first_block)
         ]
         self._fingerprints: dict[int, bytes] = {}
-        self._places: GpuPlaces | None = None
-        if near is None and mover.gpu_copies is not None:
+        self._places: GpuSlots | None = None
+        if gpu_slots is None and mover.gpu_copies is not None:
             self._places = mover.gpu_copies.load(
                 [self._run[chunk] for chunk, _, _ in self._chunks], mover.form
             )
-            near = self._places.near
+            gpu_slots = self._places.by_chunk
             self.from_copies = [
                 chunk
-                for (chunk, _, _), place in zip(self._chunks, near, strict=True)
-                if place is not None and place.is_there
+                for (chunk, _, _), place in zip(self._chunks, gpu_slots, strict=True)
+                if place is not None and place.is_filled
             ]
         try:
-            self._bound = self._bring_near(near)
+            self._bound = self._with_slots(gpu_slots)
             self._load = mover.order.load(self._bound.blocks)
-            marks = self._kv.take_marks(len(marked))
+            marks = self._kv.take_fingerprints(len(marked))
             self._marked = marked[: marks.chunks]  # the others are not compared
             try:
                 self._begin(marks)
@@ -237,61 +252,63 @@ class CudaLoad(Load):
                 # The leases end with this call, so nothing may read the extents any more.
                 self._load.end(lambda: None)
                 self._load.wait()
-                self._kv.give_back(marks)
+                self._kv.free_fingerprints(marks)
                 raise
         except BaseException:
             self._give_back(believed=False)
             raise
 
-    def _begin(self, marks: Marks) -> None:
+    def _begin(self, marks: Fingerprints) -> None:
         kv, marked = self._kv, self._marked
         for layers in kv.layer_groups(len(self._bound)) if self._cuda.layerwise else [kv.layers]:
             self._load.part(partial(self._enqueue, layers), layers)
 
-        def enqueue_marks(lane: Lane) -> None:
-            kv.enqueue_marks(lane, kv.layers, [ids for _, ids in marked], marks)
+        def enqueue_marks(lane: StreamPair) -> None:
+            kv.enqueue_fingerprints(lane, kv.layers, [ids for _, ids in marked], marks)
 
         def arrived() -> None:
             for number, (chunk, _) in enumerate(marked):
                 self._fingerprints[chunk] = kv.fold(marks.prints(number))
-            kv.give_back(marks)
+            kv.free_fingerprints(marks)
             self.done, self.seconds = True, self._load.seconds
-            if self._is_left:
+            if self._has_exited:
                 self._settle()
 
         if marked:
             self._load.part(enqueue_marks)
         self._load.end(arrived)
 
-    def _enqueue(self, layers: range, lane: Lane) -> None:
+    def _enqueue(self, layers: range, lane: StreamPair) -> None:
         self._kv.enqueue_copies(lane, layers, self._bound)
 
-    def _bring_near(self, near: Near | None) -> Chunks:
+    def _with_slots(self, gpu_slots: SlotOfEachChunk | None) -> Chunks:
         """The chunks of our form, then the others.
 
         These are converted to payloads that live as long as the load.
         """
         kv, own, nbytes = self._kv, self._bound, self._kv.nbytes
-        if not self._foreign:
-            if near is not None:
-                kv.bring_near(own, near)
+        if not self._to_convert:
+            if gpu_slots is not None:
+                kv.set_gpu_slots(own, gpu_slots)
             return own
-        payloads = np.empty((len(self._foreign), nbytes), np.uint8)
+        payloads = np.empty((len(self._to_convert), nbytes), np.uint8)
         memory = payloads.reshape(-1).data
-        rows = [(ids, at * nbytes, first) for at, (_, ids, first) in enumerate(self._foreign)]
+        rows = [(ids, at * nbytes, first) for at, (_, ids, first) in enumerate(self._to_convert)]
         chunks = own + kv.bind_all(rows, lambda at, size: memory[at : at + size])
-        if near is not None:
-            is_foreign = [chunk in self._placed.others for chunk, _, _ in self._chunks]
-            kv.bring_near(chunks, [near[at] for at in sorted(range(len(near)), key=is_foreign.__getitem__)])
-        for payload, (chunk, _, _), is_there in zip(
-            payloads, self._foreign, chunks.is_there[len(own) :], strict=True
+        if gpu_slots is not None:
+            is_foreign = [chunk in self._placed.other_forms for chunk, _, _ in self._chunks]
+            kv.set_gpu_slots(
+                chunks, [gpu_slots[at] for at in sorted(range(len(gpu_slots)), key=is_foreign.__getitem__)]
+            )
+        for payload, (chunk, _, _), is_filled in zip(
+            payloads, self._to_convert, chunks.is_filled[len(own) :], strict=True
         ):
-            if not is_there:
+            if not is_filled:
                 self._convert_into(payload, chunk)
         return chunks
 
     def _convert_into(self, payload: Array, chunk: int) -> None:
-        as_blocks, whole = self._kv.over(payload), np.arange(self._kv.layout.blocks)
+        as_blocks, whole = self._kv.as_paged_kv(payload), np.arange(self._kv.layout.blocks)
         for source, stored, held, part in self._parts_of(chunk):
             as_blocks.convert(None, source, stored, held, whole, part=part)
 
@@ -348,6 +365,6 @@ class CudaLoad(Load):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_left = True
+        self._has_exited = True
         if self.done:
             self._settle()

@@ -130,7 +130,7 @@ class PageLock:
             self._memory = None
         _locked_ones.discard(self)
 
-    def cut(self, copies: Array) -> Array:
+    def split_at_steps(self, copies: Array) -> Array:
         """The same copies [n, (to, source, bytes)], cut so that none spans two steps.
 
         The order may change.

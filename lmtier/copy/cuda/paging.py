@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lmtier.copy.blocks import BlockIds, Blocks, Buffer, check_dtype, payload_of, tensors_of_layers
-from lmtier.copy.cuda.chunks import Chunks, Marks, Staging, rows_of
+from lmtier.copy.cuda.chunks import Chunks, Fingerprints, Staging, rows_of
 from lmtier.copy.cuda.kernels import Geometry, TensorMemory
-from lmtier.copy.cuda.streams import Device, Enqueue, Lane
+from lmtier.copy.cuda.streams import Device, Enqueue, StreamPair
 from lmtier.copy.paging import PagedKV, Planes
 from lmtier.copy.witness import raw_order
 from lmtier.core.slab import Extents
@@ -46,7 +46,7 @@ GROUPS, GROUP_BYTES = 4, 8 << 20
 """If an engine saves and loads layer by layer, layers are enqueued in at most so many groups, of at least so
 many bytes. Each group costs this thread up to .1 ms."""
 
-Near: TypeAlias = "Sequence[tuple[int, bool] | None]"
+SlotOfEachChunk: TypeAlias = "Sequence[tuple[int, bool] | None]"
 """For each chunk: the offset of its place in the memory of `hold`, and whether it is filled; or None."""
 
 _SLOTS = 2  # one under the kernel, one on the bus
@@ -79,7 +79,7 @@ class CudaKV(Blocks):
                 raise LayoutError(f"layer {number}: expected {blocks} blocks, got {each[0].shape[0]}")
         self.geometry = Geometry(layout, shard, memory, tables)
         super().__init__(layout, shard, blocks, max(table_count, max(self.geometry.table) + 1))
-        if not self.geometry.is_marked:
+        if not self.geometry.has_fingerprints:
             raise LayoutError(
                 "a chunk of one layer takes so few bytes that kernels cannot take its fingerprint"
             )
@@ -92,7 +92,7 @@ class CudaKV(Blocks):
         except BaseException:
             self.close()
             raise
-        self._held, self._held_bytes = 0, 0
+        self._slots_address, self._slots_bytes = 0, 0
 
     def _take(self, staging_bytes: int) -> None:
         device = self.device
@@ -111,15 +111,18 @@ class CudaKV(Blocks):
         self._workspace = {
             stores: self._own(device.memory(self._workspace_bytes)) for stores in (True, False)
         }
-        self._marks_memory, self._marks_room = device.host_memory(_MARKS_BYTES), Extents(_MARKS_BYTES)
-        self._own(self._marks_memory.ctypes.data)
+        self._fingerprints_memory, self._fingerprints_room = (
+            device.host_memory(_MARKS_BYTES),
+            Extents(_MARKS_BYTES),
+        )
+        self._own(self._fingerprints_memory.ctypes.data)
 
-    def hold(self, nbytes: int, address: int = 0) -> None:
+    def allocate_slots(self, nbytes: int, address: int = 0) -> None:
         """Allocate this much GPU memory for the payloads of chunks with places, or use what the caller owns
         at `address`. Call it once, at start."""
-        if self._held_bytes:
+        if self._slots_bytes:
             raise MisuseError("this rank holds memory for copies already")
-        self._held, self._held_bytes = address or self._own(self.device.memory(nbytes)), nbytes
+        self._slots_address, self._slots_bytes = address or self._own(self.device.memory(nbytes)), nbytes
 
     def close(self) -> None:
         """Free the GPU memory of this object. All transfers must have ended."""
@@ -166,21 +169,24 @@ class CudaKV(Blocks):
             for row, (each, _, skipped) in zip(tables[-1], chunks, strict=True):
                 ids, begin = each.after(table, skipped)
                 row[begin : begin + len(ids)] = ids
-        near, is_there = np.zeros(number, np.int64), np.zeros(number, np.bool_)
-        return Chunks(addresses, tables, near, is_there, is_whole, (memory,), self._copy_now)
+        gpu_slots, is_filled = np.zeros(number, np.int64), np.zeros(number, np.bool_)
+        return Chunks(addresses, tables, gpu_slots, is_filled, is_whole, (memory,), self._copy_now)
 
-    def bring_near(self, chunks: Chunks, near: Near) -> None:
+    def set_gpu_slots(self, chunks: Chunks, gpu_slots: SlotOfEachChunk) -> None:
         """Use the places of the chunks that have one. The caller guarantees that the places are theirs."""
-        if len(near) != len(chunks):
-            raise MisuseError(f"{len(chunks)} chunks need as many places (or None), got {len(near)}")
-        for number, place in enumerate(near):
+        if len(gpu_slots) != len(chunks):
+            raise MisuseError(f"{len(chunks)} chunks need as many places (or None), got {len(gpu_slots)}")
+        for number, place in enumerate(gpu_slots):
             if place is not None:
-                offset, is_there = place
-                if not 0 <= offset <= self._held_bytes - self.nbytes:
+                offset, is_filled = place
+                if not 0 <= offset <= self._slots_bytes - self.nbytes:
                     raise MisuseError(
-                        f"a place at {offset} is beyond the {self._held_bytes} bytes of memory for copies"
+                        f"a place at {offset} is beyond the {self._slots_bytes} bytes of memory for copies"
                     )
-                chunks.near[number], chunks.is_there[number] = self._held + offset, is_there
+                chunks.slot_addresses[number], chunks.is_filled[number] = (
+                    self._slots_address + offset,
+                    is_filled,
+                )
 
     def layer_groups(self, chunks: int) -> list[range]:
         """The layers in groups, each large enough for a call, if so many chunks are moved layer by layer."""
@@ -195,25 +201,25 @@ class CudaKV(Blocks):
         """Whether these layers of a block are copied directly."""
         return self.geometry.run_bytes(layers) >= max(1, self._shortest_run)
 
-    def enqueue_copies(self, lane: Lane, layers: range, chunks: Chunks) -> None:
+    def enqueue_copies(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         """Enqueue the copies of these layers of these chunks, in the direction of the lane."""
-        if not chunks.near.any():
+        if not chunks.slot_addresses.any():
             self._enqueue_far(lane, layers, chunks)
             return
         # First the chunks whose kernels need not wait for PCIe.
         for which, enqueue in (
-            (chunks.is_there, self._enqueue_near),
-            ((chunks.near != 0) & ~chunks.is_there, self._enqueue_near),
-            (chunks.near == 0, self._enqueue_far),
+            (chunks.is_filled, self._enqueue_gpu_slots),
+            ((chunks.slot_addresses != 0) & ~chunks.is_filled, self._enqueue_gpu_slots),
+            (chunks.slot_addresses == 0, self._enqueue_far),
         ):
             if which.any():
                 enqueue(lane, layers, chunks.part(which))
 
-    def _enqueue_far(self, lane: Lane, layers: range, chunks: Chunks) -> None:
+    def _enqueue_far(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         if not chunks:
             return
         if self._are_runs(layers):
-            runs = self.geometry.runs(layers, chunks.addresses, chunks.ids, stores=lane.stores)
+            runs = self.geometry.runs(layers, chunks.addresses, chunks.ids, stores=lane.is_store)
             if len(runs):
                 lane.copies.copy(runs)
             return
@@ -221,73 +227,77 @@ class CudaKV(Blocks):
         for step in [layers] if whole else [range(layer, layer + 1) for layer in layers]:
             self._enqueue_staged(lane, step, chunks)
 
-    def _enqueue_staged(self, lane: Lane, layers: range, chunks: Chunks) -> None:
+    def _enqueue_staged(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         at, nbytes = self.geometry.place(layers)
-        room, staging = _aligned(nbytes), self._staging[lane.stores]
+        room, staging = _aligned(nbytes), self._staging[lane.is_store]
         each = staging.slot_bytes // room
         for first in range(0, len(chunks), each):
             group = chunks.part(slice(first, first + each))
-            slot = staging.take(lane.kernels if lane.stores else lane.copies)
+            slot = staging.take(lane.kernels if lane.is_store else lane.copies)
             # A kernel looks for a layer at its place in a payload. So pass a payload that begins before the
             # slot.
             self._enqueue_through(lane, layers, group, slot - at + room * np.arange(len(group)))
-            staging.turn(lane.copies if lane.stores else lane.kernels)
+            staging.turn(lane.copies if lane.is_store else lane.kernels)
 
-    def _enqueue_near(self, lane: Lane, layers: range, chunks: Chunks) -> None:
+    def _enqueue_gpu_slots(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         # In groups as above, so that here too the kernel and PCIe work in parallel.
         each = max(1, self._slot_bytes // self.geometry.place(layers)[1])
         for first in range(0, len(chunks), each):
             group = chunks.part(slice(first, first + each))
-            self._enqueue_through(lane, layers, group, group.near)
+            self._enqueue_through(lane, layers, group, group.slot_addresses)
 
-    def _enqueue_through(self, lane: Lane, layers: range, chunks: Chunks, starts: Array) -> None:
+    def _enqueue_through(self, lane: StreamPair, layers: range, chunks: Chunks, starts: Array) -> None:
         """Copy through device memory, where payloads begin at `starts`.
 
         Loads of complete copies need no PCIe.
         """
         at, nbytes = self.geometry.place(layers)
-        kernel = "gather" if lane.stores else "scatter"
-        launches = self.geometry.copies(
+        kernel = "gather" if lane.is_store else "scatter"
+        launches = self.geometry.copy_launches(
             kernel, layers, self._piece_table, starts, chunks.ids, self.device.spread
         )
-        if not lane.stores and not chunks.is_there.all():
+        if not lane.is_store and not chunks.is_filled.all():
             for rows in rows_of(starts + at, chunks.addresses + at, nbytes):
                 lane.copies.copy_rows(rows)
             lane.kernels.wait(lane.copies.record())
         for launch in launches:
             lane.kernels.launch(launch)
-        if lane.stores:
+        if lane.is_store:
             lane.copies.wait(lane.kernels.record())
             for rows in rows_of(chunks.addresses + at, starts + at, nbytes):
                 lane.copies.copy_rows(rows)
 
-    def enqueue_marks(self, lane: Lane, layers: range, chunks: Sequence[BlockIds], marks: Marks) -> None:
+    def enqueue_fingerprints(
+        self, lane: StreamPair, layers: range, chunks: Sequence[BlockIds], marks: Fingerprints
+    ) -> None:
         """Enqueue the marks. The values are ready when the enqueued work is done."""
         if not chunks:
             return
         ids = [np.array([each.tables[table] for each in chunks], np.int32) for table in range(self.tables)]
         out = marks.values[layers.start - self.shard.first_layer :].ctypes.data
-        workspace = self._workspace[lane.stores], self._workspace_bytes
-        for launch in self.geometry.marks(layers, self._raw_table, ids, workspace, out, self.device.spread):
+        workspace = self._workspace[lane.is_store], self._workspace_bytes
+        for launch in self.geometry.fingerprint_launches(
+            layers, self._raw_table, ids, workspace, out, self.device.spread
+        ):
             lane.kernels.launch(launch)
 
-    def take_marks(self, chunks: int) -> Marks:
+    def take_fingerprints(self, chunks: int) -> Fingerprints:
         """Room for the marks of so many chunks, or of fewer if there is less room.
 
         Give it back when the values have been read. Rejected: allocating more memory then, which would block
         this thread until the device is done.
         """
         layers = len(self.layers)
-        while chunks and (offsets := self._marks_room.allocate([8 * layers * chunks])) is None:
+        while chunks and (offsets := self._fingerprints_room.allocate([8 * layers * chunks])) is None:
             chunks //= 2
         if not chunks:
-            return Marks(np.empty((layers, 0), np.uint64), ())
+            return Fingerprints(np.empty((layers, 0), np.uint64), ())
         assert offsets is not None
-        values = self._marks_memory[offsets[0] : offsets[0] + 8 * layers * chunks].view(np.uint64)
-        return Marks(values.reshape(layers, chunks), offsets)
+        values = self._fingerprints_memory[offsets[0] : offsets[0] + 8 * layers * chunks].view(np.uint64)
+        return Fingerprints(values.reshape(layers, chunks), offsets)
 
-    def give_back(self, marks: Marks) -> None:
-        self._marks_room.free(marks.offsets)
+    def free_fingerprints(self, marks: Fingerprints) -> None:
+        self._fingerprints_room.free(marks.offsets)
 
     def _table(self, layer: int) -> int:
         return self.geometry.table[layer - self.shard.first_layer]
@@ -298,7 +308,7 @@ class CudaKV(Blocks):
 
     # ---- the calls that `PagedKV` has too; they wait for the device
 
-    def wait_for(self, enqueue: Enqueue, lane: Lane | None = None) -> None:
+    def wait_for(self, enqueue: Enqueue, lane: StreamPair | None = None) -> None:
         """Run `enqueue` after the work that the engine has enqueued, and wait for it."""
         lane = lane or self.device.store
         lane.wait(self.device.compute.record())
@@ -312,10 +322,10 @@ class CudaKV(Blocks):
     def raw_fingerprint(self, block_ids: Any, layer: int | None = None) -> bytes:
         tables, layers = self._listed(block_ids), self._these(layer)
         ids = BlockIds([np.array(table, np.intp) for table in tables], [0] * len(tables))
-        marks = self.take_marks(1)
-        self.wait_for(lambda lane: self.enqueue_marks(lane, layers, [ids], marks))
+        marks = self.take_fingerprints(1)
+        self.wait_for(lambda lane: self.enqueue_fingerprints(lane, layers, [ids], marks))
         prints = marks.prints(0)[layers.start - self.shard.first_layer :][: len(layers)]
-        self.give_back(marks)
+        self.free_fingerprints(marks)
         return self.fold(prints)
 
     def raw_blocks(self, block_ids: Any) -> bytes:
@@ -336,7 +346,7 @@ class CudaKV(Blocks):
         for layer in self.layers:
             yield from self.geometry.raw_runs(layer, tables[self._table(layer)])
 
-    def over(self, payload: Array) -> PagedKV:
+    def as_paged_kv(self, payload: Array) -> PagedKV:
         """A payload of ours, seen as an engine's blocks 0, 1, 2, …: the target of `PagedKV.convert`."""
         layout, views = self.layout, []
         for layer in self.layers:

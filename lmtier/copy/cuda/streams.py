@@ -22,7 +22,7 @@ from lmtier.copy.cuda.kernels import Launch, Spread
 from lmtier.errors import MisuseError
 from lmtier.format.layout import Array
 
-Enqueue: TypeAlias = "Callable[[Lane], None]"
+Enqueue: TypeAlias = "Callable[[StreamPair], None]"
 Copies: TypeAlias = "Array | Sequence[tuple[int, int, int]]"
 """Copies between addresses: (to, source, bytes) of each."""
 
@@ -76,12 +76,12 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StreamPair:
     """One direction: kernels and PCIe copies, each in its own stream, so that they overlap."""
 
     kernels: Stream
     copies: Stream
-    stores: bool
+    is_store: bool
 
     def wait(self, event: Event) -> None:
         self.kernels.wait(event)
@@ -89,7 +89,7 @@ class Lane:
 
     def record(self, *, timed: bool = False) -> Event:
         """An event after the work of both streams. It does not delay the stream that the data uses first."""
-        first, last = (self.kernels, self.copies) if self.stores else (self.copies, self.kernels)
+        first, last = (self.kernels, self.copies) if self.is_store else (self.copies, self.kernels)
         last.wait(first.record())
         return last.record(timed=timed)
 
@@ -101,10 +101,10 @@ class Streams(Protocol):
     def compute(self) -> Stream: ...
 
     @property
-    def store(self) -> Lane: ...
+    def store(self) -> StreamPair: ...
 
     @property
-    def load(self) -> Lane: ...
+    def load(self) -> StreamPair: ...
 
 
 class Device(Streams, Protocol):
@@ -131,7 +131,7 @@ class DeviceTransfer:
 
     writes_blocks = False
 
-    def __init__(self, streams: Streams, lane: Lane, blocks: frozenset[int]) -> None:
+    def __init__(self, streams: Streams, lane: StreamPair, blocks: frozenset[int]) -> None:
         self.blocks = blocks
         self._streams, self._lane = streams, lane
         self._last: Event | None = None
@@ -147,7 +147,7 @@ class DeviceTransfer:
         self._check_open()
         self._last, self._then = self._lane.record(timed=self.writes_blocks), then
 
-    def hold(self, waiting: Stream | Lane) -> None:
+    def delay(self, waiting: Stream | StreamPair) -> None:
         """Work enqueued on `waiting` from now on waits for this whole transfer."""
         if self._last is None:
             raise MisuseError("the engine reuses blocks of a transfer that was not ended; end it first")
@@ -186,7 +186,7 @@ class DeviceLoad(DeviceTransfer):
 
     writes_blocks = True
 
-    def __init__(self, streams: Streams, lane: Lane, blocks: frozenset[int]) -> None:
+    def __init__(self, streams: Streams, lane: StreamPair, blocks: frozenset[int]) -> None:
         super().__init__(streams, lane, blocks)
         self._layers: dict[int, Event] = {}
         self._computes_after: Event | None = None
@@ -211,7 +211,7 @@ class DeviceLoad(DeviceTransfer):
     def let_compute(self, layer: int | None = None) -> None:
         """Work that the engine enqueues from now on may read this layer, or (None) all loaded layers."""
         if layer is None:
-            self.hold(self._streams.compute)
+            self.delay(self._streams.compute)
         else:
             there = self._layers[layer]
             if there is not self._computes_after:  # most layers came with the one before
@@ -219,7 +219,7 @@ class DeviceLoad(DeviceTransfer):
                 self._computes_after = there
 
 
-class Order:
+class TransferOrder:
     """The unfinished transfers of one rank. Only the engine's thread may call it."""
 
     def __init__(self, streams: Streams) -> None:
@@ -241,7 +241,7 @@ class Order:
 
         Its writes wait for our transfers of them.
         """
-        self._hold(self._streams.compute, frozenset(blocks), writes=True)
+        self._delay(self._streams.compute, frozenset(blocks), writes=True)
 
     def let_go(self, blocks: Iterable[int]) -> None:
         """Another writer gets these blocks, and waits for no stream. Wait for our transfers of them."""
@@ -269,14 +269,14 @@ class Order:
             each.wait()
         self.poll()
 
-    def _begin(self, kind: type[_Kind], lane: Lane, blocks: frozenset[int]) -> _Kind:
-        self._hold(lane, blocks, writes=kind.writes_blocks)
+    def _begin(self, kind: type[_Kind], lane: StreamPair, blocks: frozenset[int]) -> _Kind:
+        self._delay(lane, blocks, writes=kind.writes_blocks)
         transfer = kind(self._streams, lane, blocks)
         self._under_way.append(transfer)
         return transfer
 
-    def _hold(self, waiting: Stream | Lane, blocks: frozenset[int], *, writes: bool) -> None:
+    def _delay(self, waiting: Stream | StreamPair, blocks: frozenset[int], *, writes: bool) -> None:
         """Make `waiting` wait for every transfer of these blocks that must not overlap with it."""
         for each in self._under_way:
             if (writes or each.writes_blocks) and not blocks.isdisjoint(each.blocks):
-                each.hold(waiting)
+                each.delay(waiting)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmtier.core.cache import Cache
-from lmtier.core.heritage import Heritage, Teller
+from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import tenant
 from lmtier.observe.breakdown import Breakdown
-from lmtier.server.commands import MOST, Argument, Caller, Command, Handler, Refused, Table
-from lmtier.server.engines.operating import Operating
-from lmtier.server.engines.sessions import Session, Sessions
-from lmtier.server.engines.sourcing import Sourcing
-from lmtier.server.engines.transfers import Transfers
+from lmtier.server.commands import MAX_ARGUMENTS, Argument, Caller, Command, Handler, Refused, Table
+from lmtier.server.engines.engine_sessions import EngineSession, EngineSessions
+from lmtier.server.engines.operator_verbs import OperatorVerbs
+from lmtier.server.engines.peer_read_verbs import PeerReadVerbs
+from lmtier.server.engines.transfers import TransferVerbs
 from lmtier.server.explain import Explain
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
@@ -29,34 +29,38 @@ _LONG = {
 }
 
 
-class Engines:
+class EngineVerbs:
     """The verbs `LMTIER.*` over one cache. The cache's owner calls them."""
 
     def __init__(self, cache: Cache, log: RequestLog | None = None, tracing: Tracing | None = None) -> None:
         self.cache = cache
         self.explain = Explain(cache)
         tenants = {tenant(share.salt): share.name for share in cache.config.shares}
-        self._sessions = Sessions(cache, tracing)
-        self._transfers = Transfers(cache, self._sessions, tracing, log)
-        self._operating = Operating(cache, self.explain)
+        self._sessions = EngineSessions(cache, tracing)
+        self._transfers = TransferVerbs(cache, self._sessions, tracing, log)
+        self._operating = OperatorVerbs(cache, self.explain)
         cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._operating.model_of))
-        self._sourcing = Sourcing(cache)
-        self.gone = self._sessions.gone
+        self._sourcing = PeerReadVerbs(cache)
+        self.on_disconnect = self._sessions.on_disconnect
 
-    def tell(self, callers: Sequence[Caller], teller: Teller) -> tuple[dict[str, Any], dict[int, int]]:
+    def dump_sessions(
+        self, callers: Sequence[Caller], teller: HandoverWriter
+    ) -> tuple[dict[str, Any], dict[int, int]]:
         """The sessions of these callers, for another process; and the number of each, by its id()."""
-        sessions = list({id(each.session): each.session for each in callers if each.session}.values())
-        facts = self._sessions.tell(sessions, teller)
-        facts["models"] = self._operating.told(teller.forms)
+        sessions = list(
+            {id(each.engine_session): each.engine_session for each in callers if each.engine_session}.values()
+        )
+        facts = self._sessions.dump(sessions, teller)
+        facts["models"] = self._operating.dump_models(teller.forms)
         facts["journal"] = self.explain.journal.end
         return facts, {id(each): number for number, each in enumerate(sessions)}
 
-    def resume(self, heritage: Heritage) -> list[Session]:
+    def restore_sessions(self, handover: Handover) -> list[EngineSession]:
         """Go on with the sessions of another process."""
-        facts = heritage.books.facts["sessions"]
-        self._operating.resume(facts.get("models", []), heritage.forms)
+        facts = handover.file.facts["sessions"]
+        self._operating.restore_models(facts.get("models", []), handover.forms)
         self.explain.journal.begin_at(facts.get("journal", 0))
-        return self._sessions.resume(facts, heritage)
+        return self._sessions.restore(facts, handover)
 
     def table(self) -> Table:
         sessions, transfers, operating = self._sessions, self._transfers, self._operating
@@ -105,8 +109,8 @@ class Engines:
                 _answering(handler),
                 arity,
                 (flag, "loading"),
-                is_of_all=name == "CLEAR",
-                most=_MOST if name in _LONG else MOST,
+                writes_any_name=name == "CLEAR",
+                max_arguments=_MOST if name in _LONG else MAX_ARGUMENTS,
             )
             for name, (handler, arity, flag) in verbs.items()
         }

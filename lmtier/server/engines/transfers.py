@@ -16,7 +16,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.match import Match, Reservation
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import MARK_ROOM
-from lmtier.server.commands import OK, PAUSE, Argument, Caller, Refused, Waiting
+from lmtier.server.commands import OK, PAUSE, Argument, Caller, PendingAnswer, Refused
 from lmtier.server.engines.arguments import (
     MAX_TOKENS,
     read_asker,
@@ -29,7 +29,7 @@ from lmtier.server.engines.arguments import (
     read_shard,
     read_text,
 )
-from lmtier.server.engines.sessions import Session, Sessions, session_of
+from lmtier.server.engines.engine_sessions import EngineSession, EngineSessions, engine_session_of
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
 from lmtier.wire.resp import Error
@@ -40,9 +40,9 @@ MAX_RESERVED = 16_384
 _HOST = socket.gethostname()
 
 
-class Transfers:
+class TransferVerbs:
     def __init__(
-        self, cache: Cache, sessions: Sessions, tracing: Tracing | None, log: RequestLog | None
+        self, cache: Cache, sessions: EngineSessions, tracing: Tracing | None, log: RequestLog | None
     ) -> None:
         self._cache = cache
         self._sessions = sessions
@@ -54,7 +54,7 @@ class Transfers:
 
     def match(self, caller: Caller, arguments: list[Argument]) -> Any:
         began = time.time_ns() if self._tracing is not None else 0
-        session = session_of(caller)
+        session = engine_session_of(caller)
         session.need_room(arguments[4:])
         deadline = read_seconds(arguments[3], "a deadline")
         match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
@@ -77,7 +77,7 @@ class Transfers:
         keys: list[Argument],
         deadline: float | None = None,
     ) -> Match:
-        session = session_of(caller)
+        session = engine_session_of(caller)
         chunks, ends = session.forms_of(form)
         asking, parent, source, keys = read_asker(keys)
         if source not in self._sources:
@@ -88,7 +88,7 @@ class Transfers:
             tokens=read_number(tokens, "a number of tokens", MAX_TOKENS) or None,
             deadline=deadline,
             cost=session.cost,
-            ends=ends,
+            state_form=ends,
             session=asking,
             parent=parent,
             source=source,
@@ -99,19 +99,21 @@ class Transfers:
         return match
 
     def bring(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session = session_of(caller)
+        session = engine_session_of(caller)
         session.need_room(arguments[3:])
         form = session.form(arguments[1])
         deadline = read_seconds(arguments[2], "a deadline")
         match = self._cache.bring(read_chain(arguments[3:]), form, deadline=deadline)
-        if not match.asking:  # start with the chunks that are known; the caller wants them in any case
+        if (
+            not match.pending_lookups
+        ):  # start with the chunks that are known; the caller wants them in any case
             self._cache.prefetch(match)
         number = next(self._sessions.ids)
         session.hold(number, match)
         return self._described(number, match)
 
     def seen(self, caller: Caller, arguments: list[Argument]) -> Any:
-        self._cache.seen(read_keys(arguments[1:]))
+        self._cache.touch(read_keys(arguments[1:]))
         return OK
 
     # ---- prefetch and wait
@@ -137,17 +139,17 @@ class Transfers:
         number, match = _held(caller, arguments[1])
         if self._tracing is not None:
             self._tracing.wanted(number, match)
-        if not match.asking:
+        if not match.pending_lookups:
             self._cache.prefetch(match)
-        return self._described(number, match) if match.ready else self._waiting(number, match)
+        return self._described(number, match) if match.is_ready else self._waiting(number, match)
 
-    def _waiting(self, number: int, match: Match) -> Waiting:
+    def _waiting(self, number: int, match: Match) -> PendingAnswer:
         """As Cache.wait. The owner steps meanwhile, and a step ends the wait at the match's deadline."""
-        while match.asking and not match.released:
+        while match.pending_lookups and not match.released:
             yield None
         if not match.released:
             self._cache.prefetch(match)
-        while not match.ready and not match.released:
+        while not match.is_ready and not match.released:
             yield None
         if match.released:
             return Error(f"NOSUCH match {number} was released meanwhile")
@@ -155,13 +157,13 @@ class Transfers:
 
     def _described(self, number: int, match: Match) -> dict[str, Any]:
         if self._tracing is not None:
-            self._tracing.told(number, match)
+            self._tracing.reply_sent(number, match)
         return write_match(number, match)
 
     # ---- release
 
     def release(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session = session_of(caller)
+        session = engine_session_of(caller)
         for number in [read_number(each, "a match") for each in arguments[1:]]:
             self._sessions.release(session, number)
         return OK
@@ -172,10 +174,10 @@ class Transfers:
         return OK
 
     def discard(self, caller: Caller, arguments: list[Argument]) -> Any:
-        forms = caller.session.forms if caller.session is not None else ()
+        forms = caller.engine_session.forms if caller.engine_session is not None else ()
         return self._discarding(read_keys(arguments[1:]), tuple(forms))
 
-    def _discarding(self, keys: list[bytes], forms: Sequence[ChunkForm]) -> Waiting:
+    def _discarding(self, keys: list[bytes], forms: Sequence[ChunkForm]) -> PendingAnswer:
         for key in keys:
             entry = self._cache.index.get(key)
             if entry is not None:
@@ -188,13 +190,13 @@ class Transfers:
     # ---- save
 
     def reserve(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session = session_of(caller)
+        session = engine_session_of(caller)
         began = time.time_ns() if self._tracing is not None else 0
         session.need_room(())
         form = session.form(arguments[1])
         first = read_number(arguments[2], "a number of chunks")
         ttl, keys = read_lifetime(arguments[3:])
-        steps = self._cache.reserving(
+        steps = self._cache.reserve_in_steps(
             keys, form, first=first, ttl=ttl, by=f"{caller.name} @{_HOST}", most=MAX_RESERVED
         )
         try:
@@ -204,8 +206,8 @@ class Transfers:
         return self._reserving(caller, session, steps, began)
 
     def _reserving(
-        self, caller: Caller, session: Session, steps: Generator[None, None, Reservation], began: int
-    ) -> Waiting:
+        self, caller: Caller, session: EngineSession, steps: Generator[None, None, Reservation], began: int
+    ) -> PendingAnswer:
         with closing(steps):
             while True:
                 yield PAUSE
@@ -214,7 +216,7 @@ class Transfers:
                 except StopIteration as end:
                     return self._reserved(caller, session, end.value, began)
 
-    def _reserved(self, caller: Caller, session: Session, reservation: Reservation, began: int) -> Any:
+    def _reserved(self, caller: Caller, session: EngineSession, reservation: Reservation, began: int) -> Any:
         number = 0
         if reservation.entries:
             number = next(self._sessions.ids)
@@ -241,21 +243,21 @@ class Transfers:
     def abort(self, caller: Caller, arguments: list[Argument]) -> Any:
         session, number, reservation = _reserved(caller, arguments[1])
         shard = read_text(arguments[2])
-        shards = list(reservation.left) if shard == "*" else [read_shard(shard)]
+        shards = list(reservation.pending_shards) if shard == "*" else [read_shard(shard)]
         self._sessions.abort(session, number, shards)
         return OK
 
 
 def _held(caller: Caller, argument: Argument) -> tuple[int, Match]:
     number = read_number(argument, "a match")
-    match = session_of(caller).matches.get(number)
+    match = engine_session_of(caller).matches.get(number)
     if match is None:
         raise Refused(f"NOSUCH match {number}: it was released, or belongs to another engine")
     return number, match
 
 
-def _reserved(caller: Caller, argument: Argument) -> tuple[Session, int, Reservation]:
-    session, number = session_of(caller), read_number(argument, "a reservation")
+def _reserved(caller: Caller, argument: Argument) -> tuple[EngineSession, int, Reservation]:
+    session, number = engine_session_of(caller), read_number(argument, "a reservation")
     reservation = session.reservations.get(number)
     if reservation is None:
         raise Refused(f"NOSUCH reservation {number}: it is finished, or belongs to another engine")

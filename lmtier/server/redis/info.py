@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lmtier._version import __version__
-from lmtier.config import Serving, host_and_port
+from lmtier.config import ServerConfig, host_and_port
 from lmtier.core.cache import Cache
-from lmtier.server.ledger import MOST
+from lmtier.server.connection_table import ConnectionTable
+from lmtier.server.ledger import MAX_CLIENT_BYTES
 from lmtier.server.redis.service import REDIS_VERSION
 from lmtier.server.report import Report
-from lmtier.server.roster import Roster
 from lmtier.server.values import Values
 
 
 def info(
-    cache: Cache, serving: Serving, report: Report, roster: Roster, values: Values
+    cache: Cache, serving: ServerConfig, report: Report, roster: ConnectionTable, values: Values
 ) -> Mapping[str, Mapping[str, object]]:
     now = report.snapshot()
     value = cache.metrics.value
@@ -48,7 +48,7 @@ def info(
         "Persistence": {"loading": int(not cache.is_warm)},
         "Stats": {
             "total_connections_received": roster.accepted,
-            "total_commands_processed": roster.asked,
+            "total_commands_processed": roster.request_count,
             "instantaneous_ops_per_sec": round(roster.rate),
             "keyspace_hits": int(value("lmtier_values_total", event="hit")),
             "keyspace_misses": int(value("lmtier_values_total", event="missed")),
@@ -73,12 +73,12 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def settings(cache: Cache, serving: Serving) -> Mapping[str, str]:
+def settings(cache: Cache, serving: ServerConfig) -> Mapping[str, str]:
     return {
         "maxmemory": str(cache.index.capacity),
         "maxmemory-policy": "allkeys-lru",
         "maxclients": str(serving.clients),
-        "maxmemory-clients": str(MOST),
+        "maxmemory-clients": str(MAX_CLIENT_BYTES),
         "save": "",
         "appendonly": "no",
         "databases": "1",

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lmtier.server.access import Role, Secrets, Wrong
-from lmtier.server.commands import OK, Argument, Caller, Command, Refused, Table, Waiting
+from lmtier.server.access import Role, RoleTokens, WrongTokens
+from lmtier.server.commands import OK, Argument, Caller, Command, PendingAnswer, Refused, Table
+from lmtier.server.connection_table import ConnectedClient
 from lmtier.server.redis.arguments import SYNTAX, compile_glob, need_short, read_integer, read_word, shown
-from lmtier.server.roster import Present
 from lmtier.wire.resp import Error, Simple, Verbatim
 
 REDIS_VERSION = "7.0.15"
@@ -23,15 +23,15 @@ NO_PASS = Error(
 _CLIENT = ("ID", "GETNAME", "SETNAME", "SETINFO", "INFO", "LIST", "KILL", "NO-EVICT", "NO-TOUCH")
 
 
-class Service:
+class ServerCommands:
     def __init__(
         self,
         *,
-        tokens: Callable[[], Secrets],
-        wrong: Wrong,
+        tokens: Callable[[], RoleTokens],
+        wrong: WrongTokens,
         info: Callable[[], Mapping[str, Mapping[str, object]]],
         settings: Callable[[], Mapping[str, str]],
-        present: Callable[[], Iterable[Present]],
+        present: Callable[[], Iterable[ConnectedClient]],
         kill: Callable[[int], bool],
     ) -> None:
         """`info` returns the sections of INFO, `settings` the values of CONFIG GET, `present` the clients.
@@ -66,28 +66,28 @@ class Service:
             raise Refused("ERR DB index is out of range")
         return OK
 
-    def auth(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def auth(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         if len(args) > 3:
             raise Refused(SYNTAX)
-        if len(args) == 2 and not self._tokens() and not caller.foreign:
+        if len(args) == 2 and not self._tokens() and not caller.foreign_reason:
             raise Refused(NO_PASS)
         yield from self._log_in(caller, args[1] if len(args) == 3 else b"default", args[-1])
         return OK
 
-    def _log_in(self, caller: Caller, user: Argument, password: Argument) -> Waiting:
+    def _log_in(self, caller: Caller, user: Argument, password: Argument) -> PendingAnswer:
         tokens = self._tokens()
-        if caller.foreign and not tokens:
-            raise Refused(caller.foreign)
-        role = tokens.role(bytes(password)) if tokens else Role.ADMIN
+        if caller.foreign_reason and not tokens:
+            raise Refused(caller.foreign_reason)
+        role = tokens.role_of(bytes(password)) if tokens else Role.ADMIN
         if bytes(user) == b"default" and role:
             caller.role = role
             return
-        told_at = self._wrong.met(caller.kind, caller.address)
+        told_at = self._wrong.register(caller.kind, caller.address)
         while time.monotonic() < told_at:
             yield None
         raise Refused(WRONG_PASS)
 
-    def hello(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def hello(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         resp3, name = caller.resp3, caller.name
         if len(args) > 1:
             version = read_integer(args[1], "ERR Protocol version is not an integer or out of range")
@@ -111,7 +111,7 @@ class Service:
                     raise Refused(_bad_hello(option))
         if not caller.role:
             raise Refused(
-                caller.foreign
+                caller.foreign_reason
                 or "NOAUTH HELLO must be called with the client already authenticated, otherwise the "
                 "HELLO AUTH <user> <pass> option can be used to authenticate the client and "
                 "select the RESP protocol version at the same time"
@@ -133,7 +133,7 @@ class Service:
 
     def reset(self, caller: Caller, args: list[Argument]) -> object:
         caller.resp3, caller.name = False, ""
-        caller.role = self._tokens().without(caller.foreign, is_local=caller.is_local)
+        caller.role = self._tokens().role_without_token(caller.foreign_reason, is_local=caller.is_local)
         return Simple("RESET")
 
     def client(self, caller: Caller, args: list[Argument]) -> object:
@@ -229,12 +229,13 @@ def _client_name(arg: Argument) -> str:
     return bytes(arg).decode()
 
 
-def _line(present: Present) -> str:
+def _line(present: ConnectedClient) -> str:
     caller = present.caller
     name = caller.name.replace(" ", "_")  # engines' names may have blanks, which separate fields here
     return (
         f"id={caller.id} addr={caller.address} name={name} age={present.age} idle={present.idle} db=0 "
-        f"kind={caller.kind} resp={3 if caller.resp3 else 2} tot-cmds={caller.asked} cmd={caller.last}"
+        f"kind={caller.kind} resp={3 if caller.resp3 else 2} tot-cmds={caller.command_count} "
+        f"cmd={caller.last}"
     )
 
 

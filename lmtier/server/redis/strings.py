@@ -6,7 +6,17 @@ import re
 
 from lmtier.format.layout import padded
 from lmtier.format.objects import now_ms
-from lmtier.server.commands import NO_ROOM, OK, PAUSE, Argument, Caller, Nothing, Payload, Refused, Waiting
+from lmtier.server.commands import (
+    ALREADY_SENT,
+    NO_ROOM,
+    OK,
+    PAUSE,
+    Argument,
+    Caller,
+    Payload,
+    PendingAnswer,
+    Refused,
+)
 from lmtier.server.redis.arguments import (
     NEVER,
     SYNTAX,
@@ -27,13 +37,13 @@ _AT_ONCE = 1000  # names
 _CURSOR = re.compile(rb"0|[1-9][0-9]{0,18}")
 
 
-class Strings:
+class ValueCommands:
     def __init__(self, values: Values) -> None:
         self._values = values
 
     # ---- reading
 
-    def get(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def get(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         value = yield from self._values.get(read_name(args[1]))
         return self._payload(value)
 
@@ -42,15 +52,15 @@ class Strings:
             return None
         return Payload(value.view[start:end], lambda: self._values.release(value))
 
-    def mget(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def mget(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         yield b"*%d\r\n" % (len(args) - 1)
         for arg in args[1:]:
             # An invalid name is not an error here: such a value does not exist.
             value = yield from self._values.get(bytes(arg))
             yield self._payload(value) or encode(None, caller.resp3)
-        return Nothing
+        return ALREADY_SENT
 
-    def getrange(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def getrange(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         start, end = read_integer(args[2]), read_integer(args[3])
         value = yield from self._values.get(read_name(args[1]))
         if value is None:
@@ -61,30 +71,30 @@ class Strings:
         empty = first > last or (start < 0 and end < 0 and start > end)
         return self._payload(value, 0, 0) if empty else self._payload(value, first, last + 1)
 
-    def strlen(self, caller: Caller, args: list[Argument]) -> Waiting:
-        mark = yield from self._values.mark(bytes(args[1]))
+    def strlen(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
+        mark = yield from self._values.find_info(bytes(args[1]))
         return mark.nbytes if mark else 0
 
-    def exists(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def exists(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         found = 0
         for arg in args[1:]:
-            found += (yield from self._values.mark(bytes(arg))) is not None
+            found += (yield from self._values.find_info(bytes(arg))) is not None
             yield PAUSE
         return found
 
-    def memory(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def memory(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         """MEMORY USAGE name: the bytes of memory that a value takes, or would take."""
         if read_word(args[1]) != "USAGE" or len(args) not in (3, 5):
             raise Refused("ERR MEMORY knows USAGE name here")
-        mark = yield from self._values.mark(read_name(args[2]))
+        mark = yield from self._values.find_info(read_name(args[2]))
         return None if mark is None else padded(mark.nbytes)
 
-    def type(self, caller: Caller, args: list[Argument]) -> Waiting:
-        mark = yield from self._values.mark(bytes(args[1]))
+    def type(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
+        mark = yield from self._values.find_info(bytes(args[1]))
         return Simple("string" if mark else "none")
 
-    def ttl(self, caller: Caller, args: list[Argument]) -> Waiting:
-        mark = yield from self._values.mark(bytes(args[1]))
+    def ttl(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
+        mark = yield from self._values.find_info(bytes(args[1]))
         if mark is None:
             return -2
         if not mark.expires:
@@ -95,7 +105,7 @@ class Strings:
     def dbsize(self, caller: Caller, args: list[Argument]) -> int:
         return len(self._values)
 
-    def scan(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def scan(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         if not _CURSOR.fullmatch(bytes(args[1])):
             raise Refused("ERR invalid cursor")
         most, matches, kind = 10, re.compile(b""), b"string"
@@ -118,7 +128,7 @@ class Strings:
         after, names = yield from self._values.scan(int(bytes(args[1])), min(most, 10_000))
         return [str(after), [name for name in names if matches.match(name) and kind == b"string"]]
 
-    def keys(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def keys(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         need_short(args[1:])
         matches = compile_glob(bytes(args[1]))
         cursor, found = 0, list[bytes]()
@@ -131,7 +141,7 @@ class Strings:
         yield b"*%d\r\n" % len(found)
         for first in range(0, len(found), _AT_ONCE):
             yield b"".join(encode(name, caller.resp3) for name in found[first : first + _AT_ONCE])
-        return Nothing
+        return ALREADY_SENT
 
     # ---- writing
 
@@ -146,11 +156,11 @@ class Strings:
         assert isinstance(draft, Draft)
         return draft
 
-    def _put(self, caller: Caller, draft: Draft, name: bytes, expires: int = 0) -> Waiting:
+    def _put(self, caller: Caller, draft: Draft, name: bytes, expires: int = 0) -> PendingAnswer:
         caller.drafts.remove(draft)
         return self._values.put(draft, name, expires)
 
-    def set(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def set(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         name = read_name(args[1])
         words: set[str] = set()
         time: tuple[str, Argument] | None = None
@@ -172,10 +182,10 @@ class Strings:
             old = self._payload((yield from self._values.get(name)))
         if words & {"NX", "XX", "KEEPTTL"}:
             try:
-                mark = yield from self._values.mark(name)
+                mark = yield from self._values.find_info(name)
             except GeneratorExit:
                 if old is not None:
-                    old.sent()
+                    old.on_sent()
                 raise
             if ("NX" in words and mark is not None) or ("XX" in words and mark is None):
                 return old
@@ -185,27 +195,27 @@ class Strings:
             yield from self._put(caller, draft, name, expires)
         except GeneratorExit:
             if old is not None:
-                old.sent()
+                old.on_sent()
             raise
         return old if "GET" in words else OK
 
-    def setnx(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def setnx(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         name, draft = read_name(args[1]), self._draft(caller, args[2])
-        if (yield from self._values.mark(name)) is not None:
+        if (yield from self._values.find_info(name)) is not None:
             return 0
         yield from self._put(caller, draft, name)
         return 1
 
-    def setex(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def setex(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         word = read_word(args[0])
         expires = read_expiry("EX" if word == "SETEX" else "PX", args[2], word.lower())
         yield from self._put(caller, self._draft(caller, args[3]), read_name(args[1]), expires)
         return OK
 
-    def getset(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def getset(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         return (yield from self.set(caller, [b"SET", args[1], args[2], b"GET"]))
 
-    def mset(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def mset(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         if len(args) % 2 == 0:
             raise Refused("ERR wrong number of arguments for 'mset' command")
         names = [read_name(arg) for arg in args[1::2]]
@@ -218,31 +228,31 @@ class Strings:
             yield PAUSE
         return OK
 
-    def getdel(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def getdel(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         name = read_name(args[1])
         value = yield from self._values.get(name)
         answer = self._payload(value)
         try:
             # Also delete a value that cannot be read now: after the answer "none" it must not appear later.
-            deleted = yield from self._values.forget(name)
+            deleted = yield from self._values.delete(name)
         except GeneratorExit:
             if answer is not None:
-                answer.sent()
+                answer.on_sent()
             raise
         if deleted is not None:
             return answer
         if answer is not None:
-            answer.sent()
+            answer.on_sent()
         return TRY_AGAIN
 
-    def delete(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def delete(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         return (yield from self._forget(*map(bytes, dict.fromkeys(args[1:]))))
 
-    def _forget(self, *names: bytes) -> Waiting:
-        deleted = yield from self._values.forget(*names)
+    def _forget(self, *names: bytes) -> PendingAnswer:
+        deleted = yield from self._values.delete(*names)
         return TRY_AGAIN if deleted is None else deleted
 
-    def expire(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def expire(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         command = read_word(args[0])
         word = {"EXPIRE": "EX", "PEXPIRE": "PX", "EXPIREAT": "EXAT", "PEXPIREAT": "PXAT"}[command]
         conditions = {read_word(arg) for arg in args[3:]}
@@ -255,7 +265,7 @@ class Strings:
             raise Refused("ERR GT and LT options at the same time are not compatible")
         expires = read_expiry(word, args[2], command.lower(), least=-NEVER)
         name = bytes(args[1])
-        mark = yield from self._values.mark(name)
+        mark = yield from self._values.find_info(name)
         if mark is None:
             return (yield from self._forget(name)) if expires <= now_ms() else 0  # as for GETDEL
         had = mark.expires or NEVER  # which is later than any time
@@ -271,18 +281,18 @@ class Strings:
             return (yield from self._forget(name))
         return (yield from self._retime(name, expires))
 
-    def persist(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def persist(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         name = bytes(args[1])
-        mark = yield from self._values.mark(name)
+        mark = yield from self._values.find_info(name)
         if mark is None or not mark.expires:
             return 0
         return (yield from self._retime(name, 0))
 
-    def _retime(self, name: bytes, expires: int) -> Waiting:
-        done = yield from self._values.retime(name, expires)
+    def _retime(self, name: bytes, expires: int) -> PendingAnswer:
+        done = yield from self._values.set_expiry(name, expires)
         return 0 if done is None else 1 if done else NO_ROOM
 
-    def flush(self, caller: Caller, args: list[Argument]) -> Waiting:
+    def flush(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         if len(args) > 2 or (len(args) == 2 and read_word(args[1]) not in ("SYNC", "ASYNC")):
             raise Refused(SYNTAX)
         return OK if (yield from self._values.clear()) else TRY_AGAIN

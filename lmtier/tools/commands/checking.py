@@ -9,14 +9,16 @@ from pathlib import Path
 
 from lmtier.config import first_line
 from lmtier.errors import ConfigError, TierError
-from lmtier.tools.commands.command import Subcommand, json_option, made, seconds, whole
-from lmtier.tools.terminal import Progress, complain, say, size, table
+from lmtier.tools.commands.command import Subcommand, ensure_directory, json_option, seconds, whole_number
+from lmtier.tools.terminal import Progress, complain, say, size_text, table
 
 
 def _bench_options(parser: ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="measure paths whose names contain this")
     parser.add_argument("--dir", type=Path, help="where the disk paths make a new directory and write")
-    parser.add_argument("--repeat", type=whole, default=1, metavar="N", help="do N times as many rounds")
+    parser.add_argument(
+        "--repeat", type=whole_number, default=1, metavar="N", help="do N times as many rounds"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a smoke test: tiny sizes, floors are not enforced"
     )
@@ -35,7 +37,7 @@ def _bench(args: Namespace) -> int:
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat}: must be at least 1")
     gpu = bench.real_gpu() if args.gpu else None
-    folder = made(args.dir)
+    folder = ensure_directory(args.dir)
     if args.save:
         _try_to_write("--save", args.save)
     rows = bench.measure(
@@ -66,7 +68,7 @@ def _demo(args: Namespace) -> int:
         raise ConfigError(
             f"the demo needs {error.name}; install it with: pip install 'lmtier[demo]'"
         ) from None
-    return 0 if demo.run(made(args.dir), keep=args.keep) else 1
+    return 0 if demo.run(ensure_directory(args.dir), keep=args.keep) else 1
 
 
 def _verify_options(parser: ArgumentParser) -> None:
@@ -120,7 +122,10 @@ def _verify(args: Namespace) -> int:
             counted = [(key or "(not sealed)", f"{count:,}") for key, count in sorted(report.keys.items())]
             say(table(("sealed with key", "objects"), counted))
             say()
-        say(f"{report.ok} objects are sound ({size(report.nbytes)}), {report.fixed} deleted, {left} left.")
+        say(
+            f"{report.ok} objects are sound ({size_text(report.nbytes)}), {report.fixed} deleted, "
+            f"{left} left."
+        )
         if report.resealed:
             say(f"{report.resealed} were sealed again with the current key.")
         if report.unchecked:
@@ -136,7 +141,7 @@ def _prove_options(parser: ArgumentParser) -> None:
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="its API key is the first line")
     parser.add_argument("--short", action="store_true", help="fewer and shorter prompts: a smoke test")
     parser.add_argument(
-        "--seed", type=whole, default=None, metavar="N", help="of the prompts (default: new ones)"
+        "--seed", type=whole_number, default=None, metavar="N", help="of the prompts (default: new ones)"
     )
     parser.add_argument("--first", action="store_true", help="end with the first stage that finds something")
     parser.add_argument(
@@ -175,7 +180,7 @@ def _write(file: Path, text: str) -> None:
 
 def _prove(args: Namespace) -> int:
     from lmtier.tools.prove import report
-    from lmtier.tools.prove.asking import Endpoint, NoAnswer
+    from lmtier.tools.prove.endpoint import Endpoint, NoAnswer
     from lmtier.tools.prove.proof import Effort, Proof
 
     key = first_line("--key-file", args.key_file) if args.key_file else ""

@@ -15,7 +15,7 @@ from lmtier import config
 from lmtier.errors import ConfigError, excerpt
 
 if TYPE_CHECKING:
-    from lmtier.tools.console import Address
+    from lmtier.tools.console import ServerAddress
 
 _ADDRESS = (
     "host:port, the path of a Unix socket, redis://host:port, or rediss:// for TLS (default: the address in"
@@ -58,7 +58,7 @@ seconds = _typed(config.parse_seconds)
 nbytes = _typed(config.parse_size)
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     """A number of things. What is too many for one command is a mistake."""
     if not re.fullmatch(r"-?\d{1,9}", text):
         raise ArgumentTypeError(f"{excerpt(text)} is not a whole number of up to 9 digits")
@@ -86,7 +86,7 @@ def json_option(parser: ArgumentParser, help: str = "print JSON") -> None:
     parser.add_argument("--json", action="store_true", help=help)
 
 
-def made(directory: Path | None) -> Path | None:
+def ensure_directory(directory: Path | None) -> Path | None:
     """The folder of --dir, created if needed."""
     if directory is not None:
         try:
@@ -112,7 +112,7 @@ def address_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def addresses_in(args: Namespace) -> list[Address]:
+def addresses_in(args: Namespace) -> list[ServerAddress]:
     given = args.addresses or [None]
     return [address_in(Namespace(**{**vars(args), "address": each})) for each in given]
 
@@ -135,16 +135,16 @@ def _access_options(parser: ArgumentParser) -> None:
     parser.add_argument("--key", metavar="FILE", help="TLS: the key of --cert")
 
 
-def address_in(args: Namespace) -> Address:
+def address_in(args: Namespace) -> ServerAddress:
     from lmtier.server.access import own_token
-    from lmtier.tools.console import address_of, own_address
+    from lmtier.tools.console import address_from_settings, parse_address
 
     if args.address:
-        address = address_of(args.address)
+        address = parse_address(args.address)
         token = address.token or os.environ.get(config.TOKEN_VARIABLE) or None
     else:
-        serving, _ = config.load_serving(args.config)
-        address = own_address(serving)
+        serving, _ = config.load_server(args.config)
+        address = address_from_settings(serving)
         token = None if args.token_file or address.unix else own_token(serving)
     if args.token_file:
         token = config.first_line("--token-file", args.token_file).strip()

@@ -36,19 +36,19 @@ def _options(parser: ArgumentParser) -> None:
 
 
 def _forget(args: Namespace) -> int:
-    from lmtier.tools.views import NOT_KNOWN, NOT_YET, forgotten, outcome
+    from lmtier.tools.views import NOT_KNOWN, NOT_YET, forget_outcome, forget_report_text
 
     report = _offline(args) if args.offline or args.tier else _online(args)
-    say(json.dumps(report, indent=2) if args.json else forgotten(report))
-    return 1 if outcome(report) in (NOT_YET, NOT_KNOWN) else 0
+    say(json.dumps(report, indent=2) if args.json else forget_report_text(report))
+    return 1 if forget_outcome(report) in (NOT_YET, NOT_KNOWN) else 0
 
 
 def _online(args: Namespace) -> dict[str, Any]:
     from lmtier.tools.commands.command import address_in
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
     who = ("SHARE", args.share) if args.share else ("ID", _id(args).hex())
-    with Remote(address_in(args)) as remote:
+    with ConsoleConnection(address_in(args)) as remote:
         reply = remote.ask("LMTIER.FORGET", *who, "WAIT", str(round(1000 * _PATIENCE)), timeout=3 * _PATIENCE)
     report: dict[str, Any] = json.loads(reply)
     return report
@@ -60,7 +60,7 @@ def _offline(args: Namespace) -> dict[str, Any]:
     from lmtier.tools.logs import write_log
 
     settings, _ = config.load(args.config)
-    urls = tuple(args.tier) if args.tier else tuple(spec.url for spec in settings.stores[1:])
+    urls = tuple(args.tier) if args.tier else tuple(spec.url for spec in settings.cache_tiers[1:])
     lower = [url for url in urls if not url.startswith(("cpu://", "gpu://"))]
     if not lower:
         raise ConfigError("--offline: the settings name no tier below memory; give --config or --tier")

@@ -11,7 +11,7 @@ from lmtier import config
 from lmtier.config import suggest
 from lmtier.errors import ConfigError, excerpt
 from lmtier.format.compression import RAW
-from lmtier.tools.commands.command import Subcommand, json_option, nbytes, rate, seconds, whole
+from lmtier.tools.commands.command import Subcommand, json_option, nbytes, rate, seconds, whole_number
 from lmtier.tools.terminal import Progress, say
 
 
@@ -24,10 +24,10 @@ def _simulate_options(parser: ArgumentParser) -> None:
         "--synthetic", choices=("multi-turn", "agentic", "rag"), help="use generated traffic instead of a log"
     )
     parser.add_argument(
-        "--requests", type=whole, default=5_000, metavar="N", help="how many requests to generate"
+        "--requests", type=whole_number, default=5_000, metavar="N", help="how many requests to generate"
     )
     parser.add_argument(
-        "--seed", type=whole, default=1, metavar="N", help="the same seed generates the same requests"
+        "--seed", type=whole_number, default=1, metavar="N", help="the same seed generates the same requests"
     )
     parser.add_argument(
         *("--tier", "-t"),
@@ -53,10 +53,16 @@ def _simulate_options(parser: ArgumentParser) -> None:
         help="compute that size from the model's config.json, as `lmtier size` does",
     )
     parser.add_argument(
-        "--chunk-tokens", type=whole, metavar="N", help="default: 256, or the size of the trace's blocks"
+        "--chunk-tokens",
+        type=whole_number,
+        metavar="N",
+        help="default: 256, or the size of the trace's blocks",
     )
     parser.add_argument(
-        "--block-tokens", type=whole, metavar="N", help="size of the trace's blocks, if it is not clear"
+        "--block-tokens",
+        type=whole_number,
+        metavar="N",
+        help="size of the trace's blocks, if it is not clear",
     )
     parser.add_argument(
         "--prefill",
@@ -171,7 +177,7 @@ def _simulate(args: Namespace) -> int:
                     bytes_per_token=per_token,
                     hardware=hardware,
                     engine=args.engine,
-                    forgets=args.forgets,
+                    engine_resets_every=args.forgets,
                 )
                 outcome.hinted = which
                 outcomes.append(outcome)
@@ -183,7 +189,7 @@ def _simulate(args: Namespace) -> int:
         say(report.summary(trace, chunk_tokens, per_token, hardware, has_codec=has_codec))
         say()
         say(report.report(outcomes))
-        if more := report.worth(outcomes, hardware, args.gpu_hour):
+        if more := report.comparison_text(outcomes, hardware, args.gpu_hour):
             say()
             say(more)
     if args.plot:
@@ -215,14 +221,18 @@ def _size_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", type=nbytes, metavar="SIZE", help="the capacity of the cpu tier: 64GiB")
     parser.add_argument("--disk", type=nbytes, metavar="SIZE", help="the capacity of the disk tier: 2TiB")
-    parser.add_argument("--tp", type=whole, default=1, metavar="N", help="number of tensor-parallel ranks")
+    parser.add_argument(
+        "--tp", type=whole_number, default=1, metavar="N", help="number of tensor-parallel ranks"
+    )
     parser.add_argument(
         "--kv-dtype", default="auto", metavar="NAME", help="the dtype of the KV cache: auto, fp8, bf16, …"
     )
-    parser.add_argument("--chunk-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--chunk-tokens", type=whole_number, default=256, metavar="N", help="default: %(default)s"
+    )
     parser.add_argument(
         "--length",
-        type=whole,
+        type=whole_number,
         action="append",
         metavar="N",
         help="tokens of a request; may be repeated (default: 8192 and 32768)",
@@ -256,17 +266,17 @@ def _size(args: Namespace) -> int:
     _check_price(args)
     model = sizing.read(args.model, args.kv_dtype)
     form = model.form(args.chunk_tokens, args.tp)
-    found = sizing.holdings(capacities, form, args.chunk_tokens)
+    found = sizing.tier_capacities(capacities, form, args.chunk_tokens)
     if args.json:
         made = sizing.as_json(model, found, form, lengths=lengths, prefills=prefills)
         if args.gpu_hour:
-            made["reused_once"] = sizing.worth_as_json(found, prefills, args.gpu_hour)
+            made["reused_once"] = sizing.savings_as_json(found, prefills, args.gpu_hour)
         say(json.dumps(made, indent=2))
     else:
         say(sizing.report(model, found, form, lengths=lengths, prefills=prefills))
         if args.gpu_hour and found:
             say()
-            say(sizing.worth(found, prefills, args.gpu_hour))
+            say(sizing.savings_table(found, prefills, args.gpu_hour))
     return 0
 
 

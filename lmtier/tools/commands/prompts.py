@@ -19,12 +19,12 @@ from lmtier.tools.commands.command import (
     json_option,
     seconds,
     server_option,
-    whole,
+    whole_number,
 )
 from lmtier.tools.terminal import Progress, say
 
 if TYPE_CHECKING:
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
 
 def _prompt_options(parser: ArgumentParser) -> None:
@@ -65,12 +65,12 @@ def _pins_options(parser: ArgumentParser) -> None:
 
 def _prefetch(args: Namespace) -> int:
     from lmtier.tools import prefixes
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
     prompts = prefixes.read_prompts(args.tokens)
     ttl = _ttl(args)
-    with Remote(address_in(args)) as remote:
-        model = prefixes.model_of(remote, args.model, args.lora)
+    with ConsoleConnection(address_in(args)) as remote:
+        model = prefixes.find_model(remote, args.model, args.lora)
         chains = prefixes.keys_of(remote, model, prompts, args.salt)
         whole, done = sum(map(len, chains)), 0
         with Progress() as progress:
@@ -80,13 +80,13 @@ def _prefetch(args: Namespace) -> int:
                 done += chunks
                 progress.at(done, whole, f"{done} of {whole} chunks")
 
-            results = prefixes.bring_up(remote, model, chains, come)
+            results = prefixes.load_prompts(remote, model, chains, come)
         pinned = prefixes.pin(remote, args.pin, chains, ttl) if args.pin else {}
     if args.json:
         found: dict[str, Any] = {"prompts": [asdict(each) for each in results]}
         say(json.dumps(found | ({"pinned": pinned} if args.pin else {}), indent=2))
     else:
-        say(prefixes.brought_table(results))
+        say(prefixes.prefetch_table(results))
         if args.pin:
             say(f"pinned as {args.pin}: {prefixes.text_of(pinned)}")
     return 1 if any(each.missing for each in results) else 0
@@ -94,12 +94,12 @@ def _prefetch(args: Namespace) -> int:
 
 def _pin(args: Namespace) -> int:
     from lmtier.tools import prefixes
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
     prompts = prefixes.read_prompts(args.tokens)
     ttl = _ttl(args)
-    with Remote(address_in(args)) as remote:
-        model = prefixes.model_of(remote, args.model, args.lora)
+    with ConsoleConnection(address_in(args)) as remote:
+        model = prefixes.find_model(remote, args.model, args.lora)
         chains = prefixes.keys_of(remote, model, prompts, args.salt)
         pinned = prefixes.pin(remote, args.name, chains, ttl)
     chunks = len({key for chain in chains for key in chain})
@@ -115,9 +115,9 @@ def _ttl(args: Namespace) -> float | None:
 
 
 def _unpin(args: Namespace) -> int:
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
-    with Remote(address_in(args)) as remote:
+    with ConsoleConnection(address_in(args)) as remote:
         was_there = remote.ask("LMTIER.UNPIN", args.name) == 1
     say(f"unpinned {args.name}" if was_there else f"nothing is pinned as {args.name}")
     return 0 if was_there else 1
@@ -125,9 +125,9 @@ def _unpin(args: Namespace) -> int:
 
 def _pins(args: Namespace) -> int:
     from lmtier.tools import prefixes
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
-    with Remote(address_in(args)) as remote:
+    with ConsoleConnection(address_in(args)) as remote:
         found = prefixes.pinned(remote)
     if args.json:
         say(json.dumps([each._asdict() for each in found], indent=2))
@@ -141,7 +141,9 @@ def _pins(args: Namespace) -> int:
 
 def _sessions_options(parser: ArgumentParser) -> None:
     address_argument(parser)
-    parser.add_argument("--most", type=whole, default=20, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--most", type=whole_number, default=20, metavar="N", help="how many (default: %(default)s)"
+    )
     parser.add_argument("--end", metavar="NAME", help="end this one: what only it needs leaves first")
     parser.add_argument("--salt", default="", help="with --end: its requests' cache salt (default: none)")
     json_option(parser)
@@ -149,21 +151,21 @@ def _sessions_options(parser: ArgumentParser) -> None:
 
 def _sessions(args: Namespace) -> int:
     from lmtier.tools import views
-    from lmtier.tools.console import Remote
+    from lmtier.tools.console import ConsoleConnection
 
     if not 0 < args.most <= MAX_SESSIONS:
         raise ConfigError(
             f"--most {args.most}: must be 1 to {MAX_SESSIONS}, which is what a server remembers"
         )
-    with Remote(address_in(args)) as remote:
+    with ConsoleConnection(address_in(args)) as remote:
         if args.end:
             return _end_session(remote, args.end, args.salt)
         found = remote.json("LMTIER.SESSIONS", str(args.most), kind=list)
-    say(json.dumps(found, indent=2) if args.json else views.sessions(found))
+    say(json.dumps(found, indent=2) if args.json else views.sessions_table(found))
     return 0
 
 
-def _end_session(remote: Remote, name: str, salt: str) -> int:
+def _end_session(remote: ConsoleConnection, name: str, salt: str) -> int:
     said = hints.envelope(uuid4().hex, (hints.END, {"session": name}))
     options = ("SALT", salt) if salt else ()
     (outcome,) = remote.json("LMTIER.HINT", json.dumps(said), *options, kind=list)

@@ -14,7 +14,7 @@ from lmtier._version import __version__
 from lmtier.errors import ConfigError, excerpt, without_secrets
 from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
 from lmtier.tools.logs import write_log
-from lmtier.tools.terminal import say, size, table
+from lmtier.tools.terminal import say, size_text, table
 
 if TYPE_CHECKING:
     from lmtier.server.serve import Server
@@ -75,7 +75,7 @@ def _serve_options(parser: ArgumentParser) -> None:
 def _serve(args: Namespace) -> int:
     from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
-    from lmtier.server.takeover import Predecessor
+    from lmtier.server.takeover import TakeoverReceiver
     from lmtier.tiers.registry import load_tier
 
     leave_no_core()
@@ -83,9 +83,9 @@ def _serve(args: Namespace) -> int:
     effective, serving, has_default_tiers = _settings(args)
     lines = write_log(serving.log_level, serving.log_format)
     try:
-        for spec in effective.stores[1:]:
+        for spec in effective.cache_tiers[1:]:
             load_tier(spec.scheme)  # before another server stands still for this one
-        predecessor = Predecessor(Path(args.takeover), effective) if args.takeover else None
+        predecessor = TakeoverReceiver(Path(args.takeover), effective) if args.takeover else None
         server = Server(effective, serving, predecessor)
         server.obey_signals()
         lines.flush()  # warnings of its start are in the log before it answers
@@ -96,7 +96,7 @@ def _serve(args: Namespace) -> int:
         lines.close()
 
 
-def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
+def _settings(args: Namespace) -> tuple[config.Config, config.ServerConfig, bool]:
     """The settings of the cache and of the server, and whether the tiers are the default ones."""
     ours, servers = _overrides(args.set)
     if args.tier:
@@ -110,23 +110,23 @@ def _settings(args: Namespace) -> tuple[config.Config, config.Serving, bool]:
     }
     servers = {name: value for name, value in flags.items() if value is not None} | servers
     effective, origins = config.load(args.config, overrides=ours)
-    serving, _ = config.load_serving(args.config, overrides=servers)
+    serving, _ = config.load_server(args.config, overrides=servers)
     return effective, serving, origins["tiers"] == "default"
 
 
 def _screen(server: Server, has_default_tiers: bool) -> str:
     """The text that a new server prints: its tiers and addresses."""
-    from lmtier.server.access import Role, Secrets
+    from lmtier.server.access import Role, RoleTokens
 
     serving = server.serving
     scheme = "https" if serving.tls_cert else "http"
     lines = [f"lmtier {__version__}, cache server, process {os.getpid()}", ""]
-    lines.append(table(_TIER[:-1], (_described(spec)[:-1] for spec in server.cache.config.specs)))
+    lines.append(table(_TIER[:-1], (_described(spec)[:-1] for spec in server.cache.config.all_tiers)))
     if has_default_tiers:
         lines.append("These are the default tiers. Set yours with --tier or in the configuration file.")
     lines.append("")
     rows = []
-    for what, address in server.where:
+    for what, address in server.addresses:
         if what == "http":
             host, _, port = address.rpartition(":")
             url = f"{scheme}://{_ANYWHERE.get(host, host)}:{port}"
@@ -134,9 +134,9 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
         else:
             rows += [(what, address, _FOR[what])]
     lines += [table(("listens", "address", "for"), rows), ""]
-    tokens = Secrets.read(serving)
-    token = "Clients must send the token" if tokens.asks else "Clients need no token"
-    if not (tokens.asks or serving.tls_ca or serving.insecure):
+    tokens = RoleTokens.read(serving)
+    token = "Clients must send the token" if tokens.needs_token else "Clients need no token"
+    if not (tokens.needs_token or serving.tls_ca or serving.insecure):
         token = "Clients of this user and of root need no token, and others are not served"
     if Role.ADMIN in tokens:
         token += ", and another one for administration"
@@ -160,12 +160,12 @@ def _config_options(parser: ArgumentParser) -> None:
 def _config(args: Namespace) -> int:
     ours, servers = _overrides(args.set)
     effective, origins = config.load(args.config, overrides=ours)
-    serving, serving_origins = config.load_serving(args.config, overrides=servers)
+    serving, serving_origins = config.load_server(args.config, overrides=servers)
     values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
-    values["tiers"] = [without_secrets(spec.url) for spec in effective.specs]
+    values["tiers"] = [without_secrets(spec.url) for spec in effective.all_tiers]
     values["shares"] = " ".join(map(str, effective.shares))
     serve: dict[str, Any] = {name: getattr(serving, name) for name in serving_origins}
-    tiers = [_described(spec) for spec in effective.specs]
+    tiers = [_described(spec) for spec in effective.all_tiers]
     token, token_origin = _token(serving.token_file, os.environ)
     if args.json:
         shown: dict[str, Any] = {
@@ -220,7 +220,7 @@ def _described(spec: config.TierSpec) -> Sequence[str]:
 
         load_tier(spec.scheme)  # an unknown scheme is an error here, not first when the engine starts
     spec = config.TierSpec.parse(without_secrets(spec.url))
-    capacity = "-" if spec.capacity is None else size(spec.capacity)
+    capacity = "-" if spec.capacity is None else size_text(spec.capacity)
     options = " ".join(f"{name}={value}" for name, value in spec.options.items())
     return spec.scheme, spec.location or "-", capacity, spec.write, spec.policy, options or "-"
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmtier.tools.prove.asking import Prompt
+from lmtier.tools.prove.endpoint import Prompt
 
 _WORDS = """\
 old quiet green heavy small bright cold narrow deep early plain round sharp slow soft tall warm wide
@@ -25,24 +25,24 @@ _TOKENS_A_WORD = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PlantedPrompt:
     """A prompt, and the code that its last sentence asks for; empty: it asks for none."""
 
     prompt: Prompt
     code: str = ""
 
 
-class Author:
+class PromptWriter:
     """Writes prompts in text or in token ids. No two runs and no two prompts have a beginning in common."""
 
     def __init__(self, seed: int, *, writes_text: bool) -> None:
         self._dice = random.Random(seed)
         self.writes_text = writes_text
 
-    def prompt(self, tokens: int, asks_for: int = 0) -> Written:
+    def prompt(self, tokens: int, asks_for: int = 0) -> PlantedPrompt:
         """`asks_for`: the fact planted early (0), midway (1) or late (2)."""
         if not self.writes_text:
-            return Written(tuple(self._dice.choices(_IDS, k=tokens)))
+            return PlantedPrompt(tuple(self._dice.choices(_IDS, k=tokens)))
         words = int(tokens / _TOKENS_A_WORD)
         gates = self._dice.sample(_PLACES, 3)
         codes = [str(self._dice.randrange(10_000, 99_999)) for _ in gates]
@@ -59,7 +59,7 @@ class Author:
             count += 7
         parts.append(f"Question: what is the code of the {gates[asks_for]} gate?")
         parts.append(f"Answer: the code of the {gates[asks_for]} gate is")
-        return Written(" ".join(parts), codes[asks_for])
+        return PlantedPrompt(" ".join(parts), codes[asks_for])
 
     def _sentence(self) -> str:
         choose = self._dice.choice
@@ -68,14 +68,14 @@ class Author:
             f" {choose(_NOUNS)}."
         )
 
-    def altered(self, made: Written, at: float) -> Prompt:
+    def with_one_change(self, made: PlantedPrompt, at: float) -> Prompt:
         """The same prompt with one word or token changed, so far from its beginning (0 to 1)."""
         parts = _split(made.prompt)
         place = max(2, int(at * len(parts)))
         other = "nineteen" if isinstance(made.prompt, str) else (int(parts[place]) + 7) % 900 + 10
         return _joined(made.prompt, [*parts[:place], other, *parts[place + 1 :]])
 
-    def parting(self, made: Written, after: int) -> Prompt:
+    def diverging_after(self, made: PlantedPrompt, after: int) -> Prompt:
         """A prompt of the same length that has the first `after` words or tokens of it, and then others."""
         parts = _split(made.prompt)
         rest = _split(self.prompt(2 * len(parts)).prompt)[2 : 2 + len(parts) - after]

@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from lmtier.errors import LMTierError
 from lmtier.threads import start_thread
-from lmtier.tools.prove.asking import Completion, Endpoint, NoAnswer, Query
 from lmtier.tools.prove.compare import Noise, distance
-from lmtier.tools.prove.prompts import Author, Written, image, length
+from lmtier.tools.prove.endpoint import Completion, Endpoint, NoAnswer, Query
+from lmtier.tools.prove.prompts import PlantedPrompt, PromptWriter, image, length
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -111,13 +111,13 @@ class Proof:
         restart: str = "",
         baseline: Endpoint | None = None,
     ) -> None:
-        self.engine, self.plan, self.baseline = engine, plan, baseline
+        self.engine, self.effort, self.baseline = engine, plan, baseline
         self._reset, self._restart = reset, restart
-        self._is_new = seed is None
+        self._has_new_prompts = seed is None
         """Whether no cache can have these prompts from an earlier run."""
         self._seed = secrets.randbits(31) if seed is None else seed
         self._dice = random.Random(self._seed)
-        self.author = Author(self._seed, writes_text=True)
+        self.author = PromptWriter(self._seed, writes_text=True)
         self.noise = Noise()
         self.sensitivity = 0.0
         """How far an answer moves if one early word is another: the smallest that was seen."""
@@ -133,7 +133,7 @@ class Proof:
         """Names its salts: with the same seed, the next run has others."""
         self._salts = 0
         self._can_reset = False
-        self._is_bare = False
+        self._resets_by_flooding = False
         """Whether the reset is by asking so much else that the engine's own cache forgets."""
 
     @property
@@ -175,7 +175,7 @@ class Proof:
             ("one early word is another", self._control),
             ("asked again at once", self._again),
             ("restored", self._restored),
-            *((f"restored, {crowd} at a time", self._crowd(crowd)) for crowd in self.plan.crowds),
+            *((f"restored, {crowd} at a time", self._crowd(crowd)) for crowd in self.effort.crowds),
             ("prompts that part inside a block", self._partings),
             ("another salt", self._other_salts),
             ("sampled with a seed", self._sampled),
@@ -198,20 +198,20 @@ class Proof:
     def _begin(self) -> None:
         """Find out what kind of prompt the engine takes, and how its own cache is emptied."""
         text = self.author.prompt(40).prompt
-        ids = Author(self._seed, writes_text=False)
+        ids = PromptWriter(self._seed, writes_text=False)
         if not self.engine.learn_dialect(text):
             if not self.engine.learn_dialect(ids.prompt(40).prompt):
                 # Its own words for why, of the plainest question.
                 self.engine.ask(Query(text, tokens=1))
             self.author = ids
         self._can_reset = bool(self._reset) and self.engine.post(self._reset)
-        self._is_bare = not self._can_reset and 0 < self.engine.capacity <= 2_000_000
-        self._can_reset |= self._is_bare
+        self._resets_by_flooding = not self._can_reset and 0 < self.engine.capacity <= 2_000_000
+        self._can_reset |= self._resets_by_flooding
 
     def _length(self, share: float) -> int:
         """Of a prompt, as a share of the longest that this plan or the engine takes."""
-        longest = self.engine.model.longest or self.plan.longest * 2
-        return max(64, int(share * min(self.plan.longest, longest * 0.7)))
+        longest = self.engine.model.longest or self.effort.longest * 2
+        return max(64, int(share * min(self.effort.longest, longest * 0.7)))
 
     def _salt(self) -> str:
         self._salts += 1
@@ -222,17 +222,17 @@ class Proof:
         try:
             answer = self.engine.ask(question)
         except NoAnswer as error:
-            self._find(str(error), question)
+            self._record_finding(str(error), question)
             return None
         if not answer.choice:
-            self._find("the answer is empty", question)
+            self._record_finding("the answer is empty", question)
             return None
         return answer
 
     def _ask_all(self, questions: Sequence[Query], at_a_time: int) -> list[Completion | None]:
         return together(self._ask, questions, at_a_time)
 
-    def _find(
+    def _record_finding(
         self,
         what: str,
         question: Query | None = None,
@@ -245,7 +245,7 @@ class Proof:
             Difference(self._stage.name, what, prompt, _said(wanted), _said(got), moved)
         )
 
-    def _case(self, made: Written, **how: object) -> Case | None:
+    def _case(self, made: PlantedPrompt, **how: object) -> Case | None:
         """Ask for the first time, where salts are offered under a new one."""
         question = Query(made.prompt, **how)  # type: ignore[arg-type]
         reference = self._ask(replace(question, salt=self._salt()))
@@ -253,7 +253,7 @@ class Proof:
             return None
         shares = question.choices > 1  # they may share their prompt's KV with each other
         if self.engine.offers_salts and not shares and (reference.cached or 0) > _TEMPLATE:
-            self._find(
+            self._record_finding(
                 f"{reference.cached} tokens were reused for a prompt that was never asked before", question
             )
         return Case(question, made.code, reference)
@@ -272,12 +272,12 @@ class Proof:
         if widens:
             self.noise.learn(moved)
         elif moved > self.noise.limit:
-            self._find("the answer is another one", case.question, reference, answer, moved)
+            self._record_finding("the answer is another one", case.question, reference, answer, moved)
 
     def _reused(self, case: Case, answer: Completion) -> bool:
         if answer.cached is not None:
             return answer.cached > _TEMPLATE
-        return answer.first < _SLOWER * case.reference.first
+        return answer.first_token_seconds < _SLOWER * case.reference.first_token_seconds
 
     def _is_anew(self, case: Case, answer: Completion) -> bool:
         """Without salts only the engine itself can say so: a cache below may be slow."""
@@ -292,7 +292,7 @@ class Proof:
     def _skip(self, why: str) -> None:
         self._stage.is_tested, self._stage.note = False, why
 
-    def _forget(self) -> bool:
+    def _reset_engine_cache(self) -> bool:
         """Empty the engine's own prefix cache, so that what is reused comes from below it.
 
         False: that cannot be done.
@@ -304,7 +304,7 @@ class Proof:
             )
             return False
         time.sleep(_SETTLE)
-        if not self._is_bare:
+        if not self._resets_by_flooding:
             return self.engine.post(self._reset)
         size = self._length(1.0)
         others = [
@@ -318,14 +318,14 @@ class Proof:
 
     def _alone(self) -> None:
         """The same prompts again, computed anew: one after the other, and together."""
-        for number in range(self.plan.prompts):
+        for number in range(self.effort.prompts):
             # Two of each length: what is named by length alone is found.
-            share = 0.2 + 0.8 * (number // 2 * 2) / self.plan.prompts
+            share = 0.2 + 0.8 * (number // 2 * 2) / self.effort.prompts
             case = self._case(self.author.prompt(self._length(share), asks_for=number % 3))
             if case is not None:
                 self._cases.append(case)
         for at_a_time in (1, 8):
-            if not self.engine.offers_salts and not self._forget():
+            if not self.engine.offers_salts and not self._reset_engine_cache():
                 return
             again = [replace(each.question, salt=self._salt()) for each in self._cases]
             for case, answer in zip(self._cases, self._ask_all(again, at_a_time), strict=True):
@@ -348,7 +348,7 @@ class Proof:
         moves = self._moves()
         if moves and min(moves) <= self.noise.limit and self.author.writes_text:
             # A model that has no use for these words: ids that are drawn evenly may move it.
-            ids = Author(self._seed, writes_text=False)
+            ids = PromptWriter(self._seed, writes_text=False)
             if self.engine.learn_dialect(ids.prompt(40).prompt):
                 self.author, self._cases, self.noise = ids, [], Noise()
                 self._alone()
@@ -366,7 +366,7 @@ class Proof:
     def _moves(self) -> list[float]:
         found = []
         for case in self._cases[:4]:
-            other = self.author.altered(Written(case.question.prompt), 0.15)
+            other = self.author.with_one_change(PlantedPrompt(case.question.prompt), 0.15)
             answer = self._ask(replace(case.question, prompt=other, salt=self._salt()))
             if answer is not None:
                 found.append(distance(case.reference.choice, answer.choice))
@@ -374,10 +374,10 @@ class Proof:
 
     def _again(self) -> None:
         """First without a salt, then at once again."""
-        is_unknown = self.engine.offers_salts and self._is_new
+        is_unknown = self.engine.offers_salts and self._has_new_prompts
         for case, answer in zip(self._cases, self._ask_all(self._questions(), 1), strict=True):
             if is_unknown and answer is not None and (answer.cached or 0) > _TEMPLATE:
-                self._find(
+                self._record_finding(
                     f"{answer.cached} tokens were reused that were only ever asked under another salt",
                     case.question,
                 )
@@ -388,7 +388,7 @@ class Proof:
         return [each.question for each in self._cases]
 
     def _restored(self) -> None:
-        if self._forget():
+        if self._reset_engine_cache():
             self._compare_all(self._cases)
             self._count_needles()
 
@@ -403,7 +403,7 @@ class Proof:
 
     def _crowd(self, at_a_time: int) -> Callable[[], None]:
         def stage() -> None:
-            if self._forget():
+            if self._reset_engine_cache():
                 cases = self._cases * (1 + (at_a_time - 1) // max(1, len(self._cases)))
                 self._compare_all(cases[: max(at_a_time, len(self._cases))], at_a_time)
 
@@ -415,19 +415,19 @@ class Proof:
         whole = length(base.prompt)
         places = {16, 17, 31, 255, 256, 257, 511, 513, whole // 2, whole - 2}
         places = {each for each in places if 2 < each < whole - 1}
-        while len(places) < min(self.plan.partings, whole - 4):
+        while len(places) < min(self.effort.partings, whole - 4):
             places.add(self._dice.randrange(3, whole - 1))
-        chosen = self._dice.sample(sorted(places), min(self.plan.partings, len(places)))
+        chosen = self._dice.sample(sorted(places), min(self.effort.partings, len(places)))
         if not self.engine.offers_salts:
             self._skip("the engine has no salts, so such prompts have no reference")
             return
-        others = [self.author.parting(base, place) for place in sorted(chosen)]
-        others.append(self.author.altered(base, 0.15))  # most of its chunks have the same tokens
-        cases = [case for each in others if (case := self._case(Written(each))) is not None]
+        others = [self.author.diverging_after(base, place) for place in sorted(chosen)]
+        others.append(self.author.with_one_change(base, 0.15))  # most of its chunks have the same tokens
+        cases = [case for each in others if (case := self._case(PlantedPrompt(each))) is not None]
         self._ask(Query(base.prompt))
         for _ in range(2):  # at first from what the base has stored, then from what each has added to it
             if self._can_reset:
-                self._forget()
+                self._reset_engine_cache()
             self._compare_all(cases)
 
     def _other_salts(self) -> None:
@@ -441,9 +441,9 @@ class Proof:
             self._compare(case, answer)
             if answer is None:
                 continue
-            times.append(answer.first / case.reference.first)
+            times.append(answer.first_token_seconds / case.reference.first_token_seconds)
             if (answer.cached or 0) > _TEMPLATE:
-                self._find(f"{answer.cached} tokens of another salt were reused", case.question)
+                self._record_finding(f"{answer.cached} tokens of another salt were reused", case.question)
         if self._stage.compared and self._cases[0].reference.cached is None:
             slow = statistics.median(times)
             self._stage.note = f"the first token takes {slow:.2f} of the time of the first ask"
@@ -457,7 +457,7 @@ class Proof:
                 cases.append(case)
         self._compare_all(cases)
         self._compare_all(cases)
-        if self._can_reset and self._forget():
+        if self._can_reset and self._reset_engine_cache():
             self._compare_all(cases)
 
     def _adapters(self) -> None:
@@ -472,7 +472,7 @@ class Proof:
                 if (case := self._case(made, model=model)) is not None:
                     cases.append(case)
         self._compare_all(cases)
-        if self._can_reset and self._forget():
+        if self._can_reset and self._reset_engine_cache():
             self._compare_all(cases)
 
     def _images(self) -> None:
@@ -485,7 +485,9 @@ class Proof:
         except NoAnswer as error:
             self._skip(f"the engine takes no images ({str(error)[:60]}…)")
             return
-        cases = [case for each in pictures if (case := self._case(Written(text), image=each)) is not None]
+        cases = [
+            case for each in pictures if (case := self._case(PlantedPrompt(text), image=each)) is not None
+        ]
         if (
             len(cases) == 2
             and distance(cases[0].reference.choice, cases[1].reference.choice) <= self.noise.limit
@@ -494,7 +496,7 @@ class Proof:
         for order in (cases, cases[::-1]):
             self._compare_all(order)
             if self._can_reset:
-                self._forget()
+                self._reset_engine_cache()
         self._compare_all(cases)
 
     def _storm(self) -> None:
@@ -505,25 +507,25 @@ class Proof:
             self._dice.choice(known)
             if known and number % 2
             else Query(self.author.prompt(self._length(0.8)).prompt, tokens=64)
-            for number in range(self.plan.aborted)
+            for number in range(self.effort.aborted)
         ]
         moments = [self._dice.uniform(0, 1.5 * took) for _ in questions]
         cuts = list(zip(questions, moments, strict=True))
         together(lambda each: self.engine.cut(*each), cuts, 16)
         if self._can_reset:
-            self._forget()
+            self._reset_engine_cache()
         self._compare_all(self._cases)
 
     def _convoy(self) -> None:
         """Many requests with one long prefix, all at once; four of them have a reference."""
-        longest = self.engine.model.longest or self.plan.convoy_tokens * 2
-        base = self.author.prompt(min(self.plan.convoy_tokens, int(longest * 0.7)))
+        longest = self.engine.model.longest or self.effort.convoy_tokens * 2
+        base = self.author.prompt(min(self.effort.convoy_tokens, int(longest * 0.7)))
         near_end = length(base.prompt) - 40
-        members = [self.author.parting(base, near_end) for _ in range(self.plan.convoy)]
-        cases = [case for each in members[:4] if (case := self._case(Written(each))) is not None]
+        members = [self.author.diverging_after(base, near_end) for _ in range(self.effort.convoy)]
+        cases = [case for each in members[:4] if (case := self._case(PlantedPrompt(each))) is not None]
         self._ask(Query(base.prompt))
         if self._can_reset:
-            self._forget()
+            self._reset_engine_cache()
         questions = [case.question for case in cases] + [Query(each) for each in members[4:]]
         self._all_together(cases, questions)
 
@@ -533,7 +535,7 @@ class Proof:
             return
         size = self._length(1.0)
         count = self.engine.capacity * 3 // 2 // size + 1
-        if count > 4 * self.plan.convoy:
+        if count > 4 * self.effort.convoy:
             self._skip(f"it has room for {self.engine.capacity:,} tokens: too many to fill in this plan")
             return
         prompts = [self.author.prompt(size) for _ in range(count)]
@@ -546,7 +548,7 @@ class Proof:
         answers = self._ask_all(questions, len(questions))
         for case, answer in zip(cases, answers, strict=False):
             self._compare(case, answer)
-        times = sorted(each.first for each in answers if each is not None)
+        times = sorted(each.first_token_seconds for each in answers if each is not None)
         if times:
             self._stage.note = (
                 f"{len(times)} of {len(questions)} answered; first token after"
@@ -561,7 +563,7 @@ class Proof:
             asks["baseline"] = _asking(self.baseline)
         for name, ask in asks.items():
             questions = [
-                Query(self.author.prompt(self._length(0.7)).prompt) for _ in range(2 * self.plan.prompts)
+                Query(self.author.prompt(self._length(0.7)).prompt) for _ in range(2 * self.effort.prompts)
             ]
             began = time.monotonic()
             answers = [each for each in together(ask, questions, 8) if each is not None]
@@ -578,7 +580,7 @@ class Proof:
         try:
             self.engine.restart(self._restart)
         except LMTierError as error:
-            self._find(str(error))
+            self._record_finding(str(error))
             return
         self._compare_all(self._cases)
         self._compare_all(self._cases)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmtier._version import __version__
 from lmtier.tools.prove.proof import Proof, Stage
-from lmtier.tools.terminal import number, printable, table
+from lmtier.tools.terminal import number_text, printable, table
 
 RIGHT, WRONG, UNPROVEN = 0, 1, 3
 _SHOWN = 10
@@ -99,7 +99,7 @@ def text(proof: Proof) -> str:
     lines = [f"{engine.url}, model {printable(engine.model.name)}", ""]
     lines += [table(_HEADERS, map(_cells, proof.stages)), ""]
     for each in proof.findings[:_SHOWN]:
-        moved = f" (moved by {number(each.moved)})" if each.moved else ""
+        moved = f" (moved by {number_text(each.moved)})" if each.moved else ""
         lines.append(f"{each.stage}: {printable(each.what)}{moved}")
         if each.prompt:
             lines.append(f"    {printable(each.prompt)}")
@@ -149,7 +149,7 @@ def html(proof: Proof) -> str:
     found = "\n".join(
         f"<h3>{escape(each.stage)}: {escape(each.what)}</h3><p class=grey>{escape(each.prompt)}</p>"
         + (
-            f"<p>Moved by {number(each.moved)}.</p><pre>wanted  {escape(each.wanted)}\n"
+            f"<p>Moved by {number_text(each.moved)}.</p><pre>wanted  {escape(each.wanted)}\n"
             f"got     {escape(each.got)}</pre>"
             if each.wanted
             else ""

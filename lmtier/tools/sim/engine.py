@@ -18,21 +18,21 @@ ENGINE, GPU = "engine", "gpu"
 
 
 class EngineMemory:
-    """`own`: how many chunks its prefix cache holds; it is emptied after `forgets` seconds each, 0: never.
+    """`own`: the chunks that its prefix cache holds. `resets_every`: seconds until it is emptied; 0: never.
 
     `copies`: the gpu:// tier, if there is one.
     """
 
-    def __init__(self, own: int, forgets: float, copies: GpuCopies | None) -> None:
-        self._room, self._forgets, self._copies = own, forgets, copies
+    def __init__(self, own: int, resets_every: float, copies: GpuCopies | None) -> None:
+        self._room, self._resets_every, self._copies = own, resets_every, copies
         self._own: OrderedDict[bytes, None] = OrderedDict()
-        self._due = forgets
+        self._due = resets_every
 
     def has(self, keys: Sequence[bytes], now: float) -> int:
         """The number of leading chunks in its own prefix cache."""
-        if self._forgets and now >= self._due:
+        if self._resets_every and now >= self._due:
             self._own.clear()
-            self._due = now - now % self._forgets + self._forgets
+            self._due = now - now % self._resets_every + self._resets_every
         return next((at for at, key in enumerate(keys) if key not in self._own), len(keys))
 
     def load(self, match: Match, own: int, form: ChunkForm) -> list[str]:
@@ -40,10 +40,10 @@ class EngineMemory:
         sources = [ENGINE] * own + match.sources[own:]
         if self._copies is not None and own < len(match.run):
             places = self._copies.load(match.run[own:], form)
-            for at, place in enumerate(places.near, start=own):
-                if place is not None and place.is_there:
+            for at, place in enumerate(places.by_chunk, start=own):
+                if place is not None and place.is_filled:
                     sources[at] = GPU
-            self._copies.done(places)
+            self._copies.release(places)
         return sources
 
     def keep(self, keys: Sequence[bytes]) -> None:

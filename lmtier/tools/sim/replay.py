@@ -56,7 +56,7 @@ class Hardware:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayResult:
     """The result of one replay."""
 
     specs: Sequence[TierSpec]
@@ -87,7 +87,7 @@ class Outcome:
         return sum(self.hits.values())
 
     @property
-    def spared(self) -> int:
+    def tokens_not_computed(self) -> int:
         """Tokens that the engine would have computed without these tiers."""
         return self.hit_tokens - self.hits.get(ENGINE, 0)
 
@@ -137,20 +137,20 @@ def replay(
     hardware: Hardware | None = None,
     partial: bool = False,
     engine: int = 0,
-    forgets: float = 0.0,
+    engine_resets_every: float = 0.0,
     heard: Callable[[Cache, Mapping[str, int]], None] = lambda cache, hits: None,
-) -> Outcome:
+) -> ReplayResult:
     """Replay a trace on a cache with these tiers. `heard` is called with the result of each request.
 
     `partial` counts the last part of a prompt as a whole chunk, as studies of policies do. `engine`: the
-    bytes of the engine's own prefix cache, which it empties after `forgets` seconds each; 0: never.
+    bytes of the engine's own prefix cache. `engine_resets_every`: seconds until it empties that; 0: never.
     """
     hardware = hardware or Hardware()
     nbytes = round(chunk_tokens * bytes_per_token)
     layout = Layout((LayerShape(1, PAGE, 0),), "u8", chunk_tokens, chunk_tokens, "simulated")
     form = form_of(layout, [layout.whole])
     given = Config(tiers=urls)
-    specs, gpu = given.stores, given.gpu
+    specs, gpu = given.cache_tiers, given.gpu
     tiers = [InstantTier(layout) for _ in specs[1:]]
     config = Config(
         chunk_tokens=chunk_tokens,
@@ -162,8 +162,8 @@ def replay(
     copies = None
     if gpu is not None:
         copies = GpuCopies(_chunks_of(gpu, padded(nbytes)) * PAGE, gpu.policy)
-    memory = EngineMemory(engine // nbytes, forgets, copies)
-    outcome = Outcome(given.specs, trace.seconds, bytes_per_token)
+    memory = EngineMemory(engine // nbytes, engine_resets_every, copies)
+    outcome = ReplayResult(given.all_tiers, trace.seconds, bytes_per_token)
     opened = dict(zip(config.tiers[1:], tiers, strict=True))
     now = 0.0
     with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:

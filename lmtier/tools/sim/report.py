@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from lmtier.config import TierSpec
 from lmtier.errors import ConfigError
 from lmtier.rules.lifetimes import FOREVER
-from lmtier.rules.money import HOUR, Worth, next_gib
-from lmtier.tools.sim.replay import Hardware, Outcome
+from lmtier.rules.money import HOUR, GpuSavings, next_gib
+from lmtier.tools.sim.replay import Hardware, ReplayResult
 from lmtier.tools.sim.traces import Trace
-from lmtier.tools.terminal import number, size, table
+from lmtier.tools.terminal import number_text, size_text, table
 
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 
@@ -56,14 +56,14 @@ def described(specs: Sequence[TierSpec]) -> str:
 
 
 def _room(spec: TierSpec) -> str:
-    return "unlimited" if spec.capacity is None else size(spec.capacity)
+    return "unlimited" if spec.capacity is None else size_text(spec.capacity)
 
 
 def _rules(spec: TierSpec) -> str:
     ttl = "" if spec.ttl == FOREVER else f" ttl {spec.ttl:g}s"
     if spec.scheme in ("gpu", "cpu"):
         return f"{spec.policy}{ttl}"
-    budget = "" if spec.writes_per_day is None else f" {size(spec.writes_per_day)}/day"
+    budget = "" if spec.writes_per_day is None else f" {size_text(spec.writes_per_day)}/day"
     return f"{spec.policy} {spec.write}{budget}{ttl}"
 
 
@@ -74,14 +74,14 @@ def summary(
     return (
         f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds / 3600:.3g} h,"
         f" {trace.tokens:,} tokens of prompts\n"
-        f"{chunk_tokens} tokens a chunk, {size(round(bytes_per_token))} a token;"
+        f"{chunk_tokens} tokens a chunk, {size_text(round(bytes_per_token))} a token;"
         f" an engine that computes {hardware.prefill:,.0f} tokens a second"
         + "\na trace has no bytes to encode: every chunk has its full size, whatever codec= says"
         * has_codec
     )
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
+def report(outcomes: Sequence[ReplayResult]) -> str:
     """A row for each configuration."""
     labels = list(dict.fromkeys(label for outcome in outcomes for label in outcome.hits))
     lower = [label for label in labels if any(label in outcome.written for outcome in outcomes)]
@@ -99,7 +99,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
     return table(headers, ([*_row(outcome, labels, lower, has_hints)] for outcome in outcomes))
 
 
-def worth(outcomes: Sequence[Outcome], hardware: Hardware, price: float) -> str:
+def comparison_text(outcomes: Sequence[ReplayResult], hardware: Hardware, price: float) -> str:
     """What hints are worth, and with a price what hits save; empty if there is nothing to compare."""
     parts = []
     if len({outcome.hinted for outcome in outcomes}) > 1:
@@ -124,7 +124,7 @@ def worth(outcomes: Sequence[Outcome], hardware: Hardware, price: float) -> str:
             rows.append(
                 (
                     described(outcome.specs) + (f", {outcome.hinted}" if outcome.hinted != "trace" else ""),
-                    number(each.gpu_hours),
+                    number_text(each.gpu_hours),
                     f"{each.money:,.2f}",
                     "-" if more is None else f"{more.money:,.2f}",
                 )
@@ -134,13 +134,13 @@ def worth(outcomes: Sequence[Outcome], hardware: Hardware, price: float) -> str:
     return "\n\n".join(parts)
 
 
-def saved(outcome: Outcome, hardware: Hardware, price: float) -> Worth:
-    return Worth(outcome.spared / hardware.prefill / HOUR, price)
+def saved(outcome: ReplayResult, hardware: Hardware, price: float) -> GpuSavings:
+    return GpuSavings(outcome.tokens_not_computed / hardware.prefill / HOUR, price)
 
 
 def next_gib_of(
-    outcome: Outcome, outcomes: Sequence[Outcome], hardware: Hardware, price: float
-) -> Worth | None:
+    outcome: ReplayResult, outcomes: Sequence[ReplayResult], hardware: Hardware, price: float
+) -> GpuSavings | None:
     """What one more GiB saves in a day, by the next larger variant of the same rules; None: there is none."""
     larger = [each for each in outcomes if _is_larger(each, outcome)]
     if not larger or not outcome.seconds:
@@ -155,7 +155,7 @@ def next_gib_of(
     )
 
 
-def _is_larger(one: Outcome, other: Outcome) -> bool:
+def _is_larger(one: ReplayResult, other: ReplayResult) -> bool:
     """Whether they differ in the capacity of a single tier, and in nothing else."""
     if one.hinted != other.hinted or _names(one.specs) != _names(other.specs):
         return False
@@ -168,28 +168,30 @@ def _names(specs: Sequence[TierSpec]) -> list[tuple[str, str]]:
     return [(spec.scheme, _rules(spec)) for spec in specs]
 
 
-def _capacity(outcome: Outcome) -> int:
+def _capacity(outcome: ReplayResult) -> int:
     return sum(spec.capacity or 0 for spec in outcome.specs)
 
 
-def _row(outcome: Outcome, labels: Sequence[str], lower: Sequence[str], has_hints: bool) -> Iterator[str]:
+def _row(
+    outcome: ReplayResult, labels: Sequence[str], lower: Sequence[str], has_hints: bool
+) -> Iterator[str]:
     yield described(outcome.specs)
     if has_hints:
         yield outcome.hinted
     yield f"{100 * outcome.hit_ratio:.2f}"
     for label in labels if len(labels) > 1 else ():
         yield f"{100 * outcome.hits.get(label, 0) / max(1, outcome.tokens):.2f}"
-    yield f"{outcome.spared:,}"
+    yield f"{outcome.tokens_not_computed:,}"
     for label in lower:
         if label in outcome.written:
-            yield from (size(outcome.read[label]), size(outcome.written[label]))
-            yield size(round(outcome.written_per_day(label)))
+            yield from (size_text(outcome.read[label]), size_text(outcome.written[label]))
+            yield size_text(round(outcome.written_per_day(label)))
         else:
             yield from "---"
-    yield from (number(1e3 * outcome.percentile(share)) for share in (0.5, 0.95, 0.99))
+    yield from (number_text(1e3 * outcome.percentile(share)) for share in (0.5, 0.95, 0.99))
 
 
-def as_json(outcome: Outcome, hardware: Hardware, price: float = 0.0) -> dict[str, Any]:
+def as_json(outcome: ReplayResult, hardware: Hardware, price: float = 0.0) -> dict[str, Any]:
     worth = saved(outcome, hardware, price)
     return {
         "hints": {"which": outcome.hinted, "executed": outcome.executed},
@@ -227,7 +229,7 @@ class PlotLine(NamedTuple):
     """Capacity in GiB, share of the tokens."""
 
 
-def curves(outcomes: Iterable[Outcome]) -> list[PlotLine]:
+def curves(outcomes: Iterable[ReplayResult]) -> list[PlotLine]:
     """Hits over the capacity of all tiers, with a curve for each variant of rules."""
     points: dict[str, list[tuple[float, float]]] = {}
     for outcome in outcomes:
@@ -288,7 +290,7 @@ def svg(title: str, found: Sequence[PlotLine]) -> str:
         parts.append(f'<path d="M{left} {at:.1f}H{width - right}" stroke="#777" stroke-opacity=".3"/>')
         parts.append(text(left - 8, at + 4, f"{100 * i * step:.0f} %", 'text-anchor="end"'))
     for capacity in sizes:
-        words = size(round(capacity * (1 << 30)))
+        words = size_text(round(capacity * (1 << 30)))
         parts.append(text(x(capacity), height - bottom + 20, words, 'text-anchor="middle"'))
     parts.append(text((left + width - right) / 2, height - 10, "capacity", 'text-anchor="middle"'))
     for i, (name, points) in enumerate(found):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtier.errors import ConfigError
-from lmtier.format.keys import KEY_BYTES, NAMESPACE_BYTES, NOBODY, namespace
+from lmtier.format.keys import KEY_BYTES, NAMESPACE_BYTES, NO_TENANT, namespace
 from lmtier.rules.hints import END, WAIT, Action
 
 HINTS = ("none", "trace", "ends", "waits")
@@ -114,7 +114,7 @@ class Trace:
                 link = (above, content)
                 if (found := known.get(link)) is None:
                     digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES).digest()
-                    found = known[link] = _SPACE + digest, _SPACE + NOBODY + digest[len(NOBODY) :]
+                    found = known[link] = _SPACE + digest, _SPACE + NO_TENANT + digest[len(NO_TENANT) :]
                 above, key = found
                 keys.append(key)
             yield keys

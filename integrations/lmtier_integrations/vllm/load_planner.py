@@ -1,0 +1,258 @@
+"""The reuse of stored chunks: lookups, waits until a deadline, and promises once chunks are in the slab.
+
+Every lease belongs to a request, or to a load that not all ranks have finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+from lmtier.core.match import CPU, EntryState, Match
+from lmtier_integrations.vllm.kv import tables_of_kv
+from lmtier_integrations.vllm.messages import LoadPlan, Plan
+from lmtier_integrations.vllm.tracked_request import NEVER, SchedulerParts, TrackedRequest
+
+_ASK = 0.001  # seconds between polls of a server that reads: a waiting engine polls in a loop
+_FRESH = 0.1  # seconds until a lookup that found less than everything is made again
+_LATE = 1.0  # seconds beyond its deadline after which a match is not waited for, whatever the server says
+_IN_VAIN = 5.0  # seconds without another lookup for a request that has waited until its deadline
+_AHEAD = 0.5  # the part of the slab that requests may lease before the engine schedules them
+_BESIDE = 0.025  # seconds that a step which also decodes may wait for loads
+
+
+class LoadPlanner:
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        *,
+        block_tokens: int,
+        loads_in_steps: bool,
+        shares: bool,
+        groups: tuple[list[int], list[int]],
+    ) -> None:
+        """`loads_in_steps`: a load may be part of a step; `shares`: the engine shares a request's blocks with
+        others; `groups`: the block tables of layers with KV, and those of layers with a state."""
+        self._client, self._names, self._load_tracker, self._stats, self._events = parts
+        self._chunk_tokens = parts.client.chunk_tokens
+        self._chunk_blocks = self._chunk_tokens // block_tokens
+        self._loads_in_steps, self._shares = loads_in_steps, shares
+        self._kv_groups, self._state_groups = groups
+        self._arriving: Counter[bytes] = Counter()
+        """Chunks that requests wait for. Another request for one waits too, and then shares the blocks."""
+        self._joined: set[int] = set()
+        """The matches of these chunks, by number."""
+        self._promised: list[TrackedRequest] = []
+        """Requests for which the engine has accepted a promise since the last plan."""
+        self._asked_at = NEVER
+        self.copies_beside = False
+        """Whether ranks copy beside the engine's computing, as GPUs do."""
+        self.pinned_run = 0
+        """The run of the server whose memory all ranks reach without a detour."""
+        self._neighbours = 0
+        """How many requests the last step computed: most of them are in the next one too."""
+        self._in_step = 0
+        """The tokens that the next step loads."""
+
+    def has_room(self, requests: Iterable[TrackedRequest]) -> bool:
+        """Whether one more request may lease chunks before the engine schedules it."""
+        assert self._names.form is not None
+        matches = [each.match for each in requests if each.match is not None]
+        leased = self._names.form.slab_bytes * sum(len(match.run) for match in matches)
+        if (ends := self._names.state_form) is not None:
+            leased += ends.slab_bytes * sum(match.state_match is not None for match in matches)
+        return leased < _AHEAD * self._client.slab.capacity
+
+    def look_up(self, known: TrackedRequest) -> None:
+        """Match anew; what an older match holds is given back only if the new one has more."""
+        form, said = self._names.form, known.said
+        assert form is not None
+        known.looked_at = time.monotonic()
+        tokens = known.request.num_tokens
+        whole = known.cacheable_tokens(tokens - 1) // self._chunk_tokens  # something is left to compute
+        if not whole:
+            return
+        chain = known.keys(tokens)
+        match = self._client.match(
+            chain.keys[:whole],
+            form,
+            tokens=tokens,
+            state_form=self._names.state_form,
+            session=said.session,
+            parent=said.parent,
+            source=said.source,
+        )
+        self._client.trace(match, known.said.trace)
+        known.send_tokens()
+        self._prefetch(match)
+        if self._events is not None:
+            ready = {number for number, entry in enumerate(match.run) if entry.state is EntryState.READY}
+            there = [
+                "" if source == CPU and number not in ready else source
+                for number, source in enumerate(match.sources)
+            ]
+            self._events.note_prompt(known.request, chain, there)
+        old = known.match
+        if (match.chunks or match.pending_lookups) and (old is None or match.chunks > old.chunks):
+            known.release_match()
+            known.match = match
+        else:
+            self._client.release(match)
+
+    def _prefetch(self, match: Match) -> None:
+        """Once all tiers have said what they have."""
+        if not match.pending_lookups and (
+            match.below or (match.state_match is not None and match.state_match.below)
+        ):
+            self._client.prefetch(match)
+
+    def matched(self, known: TrackedRequest, computed_tokens: int) -> int | None:
+        """How many tokens beyond those computed can be loaded; None: not known yet."""
+        request = known.request
+        if known.preemptions_at_promise == request.num_preemptions:
+            known.release_match()  # what was loaded has failed: now it is computed
+            return 0
+        match = known.match
+        is_short = match is None or (
+            match.is_ready
+            and match.cut_reason
+            not in ("deadline", "error")  # a tier that fails would be asked again for ever
+            and match.chunks < known.cacheable_tokens(request.num_tokens - 1) // self._chunk_tokens
+        )
+        if is_short and time.monotonic() - known.looked_at > _FRESH:
+            self.look_up(known)
+            match = known.match
+        if match is None:
+            return 0
+        if not self._poll(match):
+            if computed_tokens > match.engine_tokens and not match.pending_lookups:
+                match.engine_tokens = computed_tokens
+                self._client.prefetch(match, has=computed_tokens)
+            if not match.is_ready and time.monotonic() < match.deadline + _LATE:
+                return None
+        if not match.is_ready:
+            known.release_match()
+            return 0
+        if match.cut_reason in ("deadline", "error"):
+            known.looked_at = time.monotonic() + _IN_VAIN
+        known.stored_chunks, known.next_save_tokens = match.chunks, (match.chunks + 1) * self._chunk_tokens
+        more = match.chunks * self._chunk_tokens - computed_tokens
+        if more <= 0:
+            # The match has marked the engine's own prefix as used, in every tier.
+            known.release_match()
+            return 0
+        if match.run[computed_tokens // self._chunk_tokens].key in self._arriving:
+            return None
+        known.promised_at_tokens = computed_tokens
+        known.waits = self._must_wait(known, match, more)
+        return more
+
+    def _must_wait(self, known: TrackedRequest, match: Match, tokens: int) -> bool:
+        """Whether the request waits for its load beside steps, and is not loaded within its first step.
+
+        Within a step the launch of the computing overlaps the copy, and the engine need not notice its end.
+        But the whole step waits, so beside requests that decode it may only take a short time.
+        """
+        if not self._loads_in_steps or self.pinned_run != self._client.run_id:
+            return True
+        if not self.copies_beside:  # the copies of a CPU take its time anyway
+            return False
+        first = known.promised_at_tokens // self._chunk_tokens
+        if any(entry.form is not match.form for entry in match.run[first:]):
+            return True  # the engine's thread would convert them
+        if not self._neighbours:
+            return False
+        seconds = self._load_tracker.seconds(self._in_step + tokens)
+        return seconds is None or seconds > _BESIDE
+
+    def _poll(self, match: Match) -> bool:
+        """Whether the match is ready. One poll serves all requests that wait."""
+        if not match.is_ready and (now := time.monotonic()) - self._asked_at >= _ASK:
+            self._asked_at = now
+            self._client.step()
+        self._prefetch(match)
+        return match.is_ready
+
+    def allocated(self, known: TrackedRequest, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The engine has blocks for the request, and accepts so many of the promised tokens."""
+        match = known.match
+        if match is None:
+            return
+        if not external_tokens:
+            known.release_match()
+            return
+        known.match = None
+        known.preemptions_at_promise = known.request.num_preemptions
+        known.looked_at = NEVER  # after a preemption, look it up again
+        known.promise = match, list(blocks.get_block_ids())
+        known.loaded_chunks = match.chunks
+        self._promised.append(known)
+        if not known.waits:
+            self._in_step += external_tokens
+            self._stats.add("loaded_in_step_tokens", external_tokens)
+        elif self._shares:
+            self._joined.add(match.id)
+            self._arriving.update(entry.key for entry in match.run)
+        self._stats.add("loaded_tokens", external_tokens)
+
+    def sources(self, known: TrackedRequest, external_tokens: int) -> dict[str, int]:
+        """The tiers of the tokens that were just promised."""
+        if known.promise is None:
+            return {}
+        match, _ = known.promise
+        found: dict[str, int] = {}
+        first, inside = divmod(known.promised_at_tokens, self._chunk_tokens)
+        for source in match.sources[first:]:
+            tier = source if source == CPU else source.partition("-")[0]
+            found[tier] = found.get(tier, 0) + self._chunk_tokens - inside
+            inside = 0
+        return found if sum(found.values()) == external_tokens else {}
+
+    def plan(self, plan: Plan, scheduled: Collection[str]) -> dict[str, int]:
+        """Load the promised chunks. Maps each such request of this step to its first loaded token."""
+        loaded_from: dict[str, int] = {}
+        self._neighbours, self._in_step = len(scheduled), 0
+        if not self._promised:  # most steps
+            return loaded_from
+        promised, self._promised = self._promised, []
+        for known in promised:
+            if known.promise is None:  # forgotten
+                continue
+            (match, tables), known.promise = known.promise, None
+            request_id = known.request.request_id
+            if not known.waits and request_id not in scheduled:
+                self.release(match)
+                continue
+            computed = loaded_from[request_id] = known.promised_at_tokens
+            first = computed // self._chunk_tokens
+            gpu_slots, there = self._load_tracker.load(match, first, is_in_step=not known.waits)
+            self._stats.add("gpu_hit_tokens", there * self._chunk_tokens)
+            waits = request_id if known.waits else ""
+            kv = tables_of_kv(tables, self._kv_groups)
+            load = LoadPlan(match.id, match.placement, kv, computed, waits, gpu_slots, known.adapter)
+            if match.state_match is not None:
+                last = match.chunks * self._chunk_blocks - 1
+                load.state_placement = match.state_match.placement
+                load.state_block_ids = [[tables[group][last]] for group in self._state_groups]
+            plan.loads.append(load)
+        return loaded_from
+
+    def release(self, match: Match) -> None:
+        """Release a match that the engine has accepted."""
+        is_joined = match.id in self._joined
+        self._joined.discard(match.id)
+        for entry in match.run if is_joined else ():
+            if self._arriving[entry.key] > 1:
+                self._arriving[entry.key] -= 1
+            else:
+                del self._arriving[entry.key]
+        self._client.release(match)
+
+    def forget(self, known: TrackedRequest) -> None:
+        known.release_match()
+        if known.promise is not None:
+            self.release(known.promise[0])
+            known.promise = None
