@@ -126,14 +126,14 @@ class Speaker:
 
     def prompt(self, user: User) -> Tensor:
         if self._tokenizer is not None:
-            told = self._tokenizer.apply_chat_template(
+            encoded = self._tokenizer.apply_chat_template(
                 user.history, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            ids: Tensor = told["input_ids"]
+            ids: Tensor = encoded["input_ids"]
             return ids
         text = "".join(f"{each['role']}: {each['content']}\n" for each in user.history)
         pairs = list(pairwise(text))[::4]
-        return torch.tensor([[5 + (7 * ord(one) + 31 * ord(two)) % 4000 for one, two in pairs]])
+        return torch.tensor([[5 + (7 * ord(left) + 31 * ord(right)) % 4000 for left, right in pairs]])
 
     def text(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:

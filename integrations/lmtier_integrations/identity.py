@@ -82,7 +82,7 @@ class WeightFiles:
         """Whether two of the files have, or may have, the same tensor. Then their order counts."""
         if len(self.paths) < 2:
             return False
-        seen: set[str] = set()
+        earlier_names: set[str] = set()
         for path in self.paths:
             if not path.endswith(".safetensors"):
                 return True
@@ -92,20 +92,20 @@ class WeightFiles:
                 except (ValueError, OverflowError):
                     return True
             names.discard("__metadata__")
-            if not seen.isdisjoint(names):
+            if not earlier_names.isdisjoint(names):
                 return True
-            seen.update(names)
+            earlier_names.update(names)
         return False
 
 
 def _content_of(path: str) -> str:
     """A digest of one file. It is read again when it has changed."""
     (stamp,) = stamps_of((path,)) or ((),)
-    if stamp and (known := _digests.get(stamp)):
-        return known
-    began = time.time_ns()
+    if stamp and (cached := _digests.get(stamp)):
+        return cached
+    read_at = time.time_ns()
     digest = weights_digest((path,))
-    if stamp and stamps_of((path,)) == (stamp,) and began - newest((stamp,)) > _SETTLED * 1e9:
+    if stamp and stamps_of((path,)) == (stamp,) and read_at - newest((stamp,)) > _SETTLED * 1e9:
         if len(_digests) >= 4096:
             _digests.clear()
         _digests[stamp] = digest

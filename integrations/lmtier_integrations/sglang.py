@@ -188,13 +188,13 @@ class LMTierHiCache(HiCacheStorage):
             raise _wrong('lmtier needs "server", the Unix socket of a running `lmtier serve`')
         self._address = str(extra["server"]).removeprefix("unix:/")
         self._storage = storage_config
-        given = SimpleNamespace(**get_context().resolved_server_args_dict())
-        self._model = str(extra.get("model") or storage_config.model_name or given.model_path)
-        self._engine = _changing_kv(given)
-        named = str(extra.get("weights") or "")
-        self._weights = named or _weights_of(given.model_path, given.revision, given.load_format)
+        args = SimpleNamespace(**get_context().resolved_server_args_dict())
+        self._model = str(extra.get("model") or storage_config.model_name or args.model_path)
+        self._engine = _changing_kv(args)
+        given_weights = str(extra.get("weights") or "")
+        self._weights = given_weights or _weights_of(args.model_path, args.revision, args.load_format)
         why = "its weights are neither files nor named; name them with weights in the extra config"
-        if not self._weights or (why := _why_private(given, is_named=bool(named))):
+        if not self._weights or (why := _why_private(args, is_named=bool(given_weights))):
             self._weights = self._private_name()
             log.warning("lmtier: only this run of the engine finds the stored KV of %s: %s", self._model, why)
         if not _in_place.watch(self):
@@ -230,8 +230,8 @@ class LMTierHiCache(HiCacheStorage):
             )
 
     def _register(self, name: Any, host: Any) -> None:
-        own = self._storage
-        if own.is_mla_model and own.tp_size > 1 and "MHA" in type(host).__name__:
+        storage = self._storage
+        if storage.is_mla_model and storage.tp_size > 1 and "MHA" in type(host).__name__:
             raise _wrong(f"each rank has other heads of the pool {name}, but SGLang stores only rank 0's")
         meta = host.get_page_buffer_meta(torch.arange(host.page_size))
         if not meta or not sum(meta[1]):
@@ -274,11 +274,11 @@ class LMTierHiCache(HiCacheStorage):
     def _rank(self, name: Any) -> list[Any]:
         """The part of the model in this rank: all of MLA, as in the others, but only its part of other
         pools."""
-        own = self._storage
-        layers = [own.pp_rank, own.pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION")]
-        stage = [*layers, own.attn_cp_rank, own.attn_cp_size, own.dcp_rank, own.dcp_size]
-        is_replicated = own.is_mla_model and name != PoolName.MAMBA
-        return stage if is_replicated else [*stage, own.tp_rank, own.tp_size]
+        storage = self._storage
+        layers = [storage.pp_rank, storage.pp_size, os.environ.get("SGLANG_PP_LAYER_PARTITION")]
+        stage = [*layers, storage.attn_cp_rank, storage.attn_cp_size, storage.dcp_rank, storage.dcp_size]
+        is_replicated = storage.is_mla_model and name != PoolName.MAMBA
+        return stage if is_replicated else [*stage, storage.tp_rank, storage.tp_size]
 
     # ---- the main pool
 
@@ -315,17 +315,17 @@ class LMTierHiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """The longest prefix that every pool can supply, each by its own rule."""
-        kv = self.batch_exists(keys, extra_info)
-        hits = {PoolName.KV: kv} if kv else {}
-        restorable = set(range(1, kv + 1))
+        kv_pages = self.batch_exists(keys, extra_info)
+        hits = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
-            name, pages = str(transfer.name), keys[:kv]
+            name, pages = str(transfer.name), keys[:kv_pages]
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 lengths = set(range(1, self._leading(name, pages) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
-                there = [self._leading(name, [page]) == 1 for page in pages]
-                lengths = {n for n in range(1, kv + 1) if all(there[max(0, n - window) : n])}
+                is_stored = [self._leading(name, [page]) == 1 for page in pages]
+                lengths = {n for n in range(1, kv_pages + 1) if all(is_stored[max(0, n - window) : n])}
             else:
                 continue  # other rules must not shorten the hit, and unreported pages are not loaded
             if lengths:
@@ -359,18 +359,18 @@ class LMTierHiCache(HiCacheStorage):
         """Load the longest stored leading run of pages."""
 
         def load(client: Client) -> list[bool]:
-            pages, names = pool.pages(host_indices, len(keys)), pool.keys(keys)
-            done = 0
-            while done < len(keys):  # in several rounds, because the slab may be smaller than the batch
-                with _matched(client, pool, names[done:]) as match:
+            pages, page_keys = pool.pages(host_indices, len(keys)), pool.keys(keys)
+            loaded = 0
+            while loaded < len(keys):  # in several rounds, because the slab may be smaller than the batch
+                with _matched(client, pool, page_keys[loaded:]) as match:
                     client.wait(match)
                     ready = match.run if match.is_ready else []
-                    for entry, page in zip(ready, pages[done:], strict=False):
+                    for entry, page in zip(ready, pages[loaded:], strict=False):
                         _copy(client, entry.offsets[0], page, is_load=True)
                 if not ready:
                     break
-                done += len(ready)
-            return [number < done for number in range(len(keys))]
+                loaded += len(ready)
+            return [number < loaded for number in range(len(keys))]
 
         return self._asked(load, [False] * len(keys))
 
@@ -390,15 +390,15 @@ class LMTierHiCache(HiCacheStorage):
             return [True] * len(keys)  # another rank stores the same bytes
 
         def store(client: Client) -> list[bool]:
-            pages, names = pool.pages(host_indices, len(keys)), pool.keys([*prefix, *keys])
-            first, at = len(prefix), 0
+            pages, page_keys = pool.pages(host_indices, len(keys)), pool.keys([*prefix, *keys])
+            first, handled = len(prefix), 0
             until = time.monotonic() + client.config.load_deadline
             while True:
                 unserved = client.unserved
-                reservation = client.reserve(names, _form(client, pool), first=first)
+                reservation = client.reserve(page_keys, _form(client, pool), first=first)
                 try:
                     for number, entry in reservation.entries.items():
-                        _copy(client, entry.offsets[0], pages[at + number - first], is_load=False)
+                        _copy(client, entry.offsets[0], pages[handled + number - first], is_load=False)
                 except BaseException:
                     client.abort(reservation)
                     raise
@@ -408,19 +408,19 @@ class LMTierHiCache(HiCacheStorage):
                 stored = (
                     max([reservation.leading_stored, *(number + 1 for number in reservation.entries)]) - first
                 )
-                at = at + stored if reservation.dropped else len(keys)
-                left = until - time.monotonic()
-                if at == len(keys) or left < 0 or not client.flush(left):
+                handled = handled + stored if reservation.dropped else len(keys)
+                seconds_left = until - time.monotonic()
+                if handled == len(keys) or seconds_left < 0 or not client.flush(seconds_left):
                     break
                 if not stored:
                     time.sleep(_IN_USE)
                 # The pages stored so far are in lower tiers too, so they need not keep their room as a
                 # prefix.
-                names, first = names[first + stored :], 0
-            if len(names) < len(keys):
+                page_keys, first = page_keys[first + stored :], 0
+            if len(page_keys) < len(keys):
                 # They may have been evicted for this room.
-                at = min(at, _count(client, pool, pool.keys(keys)))
-            return [number < at for number in range(len(keys))]
+                handled = min(handled, _count(client, pool, pool.keys(keys)))
+            return [number < handled for number in range(len(keys))]
 
         return self._asked(store, [False] * len(keys))
 
@@ -449,16 +449,16 @@ class LMTierHiCache(HiCacheStorage):
 
     def _client(self) -> Client | None:
         """The client of this thread."""
-        own = self._own.__dict__
+        thread_state = self._own.__dict__
         if self._is_closed:
             return None
-        if "client" not in own and time.monotonic() > own.get("again", 0.0):
-            own["again"] = time.monotonic() + _AGAIN
+        if "client" not in thread_state and time.monotonic() > thread_state.get("again", 0.0):
+            thread_state["again"] = time.monotonic() + _AGAIN
             try:
-                own["client"] = self._connect()
+                thread_state["client"] = self._connect()
             except TierError as error:
                 log.warning("%s", error)
-        client: Client | None = own.get("client")
+        client: Client | None = thread_state.get("client")
         return client
 
     def _connect(self) -> Client:
@@ -466,8 +466,8 @@ class LMTierHiCache(HiCacheStorage):
         name = f"sglang {os.getpid()} tp{own.tp_rank} pp{own.pp_rank} {threading.current_thread().name}"
         client = Client(self._address, name=name, token=os.environ.get(TOKEN_VARIABLE))
         for thread in list(self._clients):  # SGLang starts new threads after each reset
-            if not thread.is_alive() and (gone := self._clients.pop(thread, None)) is not None:
-                gone.close()
+            if not thread.is_alive() and (ended_client := self._clients.pop(thread, None)) is not None:
+                ended_client.close()
         self._clients[threading.current_thread()] = client
         return client
 
@@ -523,25 +523,25 @@ def _copy(client: Client, offset: int, page: Page, *, is_load: bool) -> None:
         at += size
 
 
-def _changing_kv(given: Any) -> list[str]:
+def _changing_kv(server_args: Any) -> list[str]:
     """The engine's start options that change KV and that SGLang does not pass to a storage backend."""
-    found = [_text(getattr(given, name, None)) for name in _CHANGING.split()]
+    facts = [_text(getattr(server_args, name, None)) for name in _CHANGING.split()]
     variables = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
-    options = {**vars(given), **variables}
+    options = {**vars(server_args), **variables}
     # Without values that are unset: the fields that a later version adds must not change all keys.
     precise = sorted(name for name, value in options.items() if value and _PRECISION.match(name))
-    found += [f"{name}={_text(options[name])}" for name in precise]
-    if path := getattr(given, "quantization_param_path", None):
-        found.append(Path(path).read_text())
-    if path := getattr(given, "kt_weight_path", None):
-        found.append(weights_in(path))
-    if path := getattr(given, "speculative_draft_model_path", None):
-        revision = getattr(given, "speculative_draft_model_revision", None)
-        how = getattr(given, "speculative_draft_load_format", None) or given.load_format
-        found.append(_weights_of(path, revision, how) or f"{path} {revision}")
+    facts += [f"{name}={_text(options[name])}" for name in precise]
+    if path := getattr(server_args, "quantization_param_path", None):
+        facts.append(Path(path).read_text())
+    if path := getattr(server_args, "kt_weight_path", None):
+        facts.append(weights_in(path))
+    if path := getattr(server_args, "speculative_draft_model_path", None):
+        revision = getattr(server_args, "speculative_draft_model_revision", None)
+        load_format = getattr(server_args, "speculative_draft_load_format", None) or server_args.load_format
+        facts.append(_weights_of(path, revision, load_format) or f"{path} {revision}")
     # SGLang identifies these adapters by name and place, and those loaded later at random.
-    found += [f"{name} {_adapter_in(place)}" for name, place in _adapters(given)]
-    return [*found, preparing_files_in(given.model_path)]
+    facts += [f"{name} {_adapter_in(place)}" for name, place in _adapters(server_args)]
+    return [*facts, preparing_files_in(server_args.model_path)]
 
 
 def _weights_of(place: str, revision: str | None, how: str) -> str:
@@ -592,13 +592,13 @@ def _why_private(given: Any, *, is_named: bool) -> str:
         if getattr(given, name, None):
             return f"of {name}"
     extra = getattr(given, "model_loader_extra_config", None) or {}
-    if other := set(json.loads(extra) if isinstance(extra, str) else extra) - _FOR_SPEED:
-        return f"model_loader_extra_config may name other weights with {', '.join(sorted(other))}"
+    if unknown_options := set(json.loads(extra) if isinstance(extra, str) else extra) - _FOR_SPEED:
+        return f"model_loader_extra_config may name other weights with {', '.join(sorted(unknown_options))}"
     has_shards = given.load_format == "sharded_state"  # of which each rank reads its own
     if not is_named and not has_shards and _indexed_in(given.model_path).share_tensors():
         return "two files have the same tensor, and SGLang loads them in the order of their folder"
-    experts = getattr(given, "kt_weight_path", None)
-    if experts and not is_named and not weights_in(experts):
+    experts_folder = getattr(given, "kt_weight_path", None)
+    if experts_folder and not is_named and not weights_in(experts_folder):
         return "kt_weight_path has no weights that lmtier can read; set weights in the extra config"
     if not all(_adapter_in(place) for _, place in _adapters(given)):
         return "an adapter is no local folder"

@@ -280,29 +280,29 @@ class LMTierSecondary(SecondaryTierManager):
         can_store = (
             self._below.is_warm and self._below.store_breaker.allows() and not self._weights.have_changed
         )
-        for each, place in chunks:
-            key = self._key(each)
+        for offload_key, chunk_id in chunks:
+            key = self._key(offload_key)
             if not self._weights.have_changed and self._below.is_stored(key, self._form):
                 self._below.touch([key])
-                self._arrived(progress, each, ok=True)
+                self._arrived(progress, offload_key, ok=True)
             elif key in self._going:
-                self._writing[key].append((progress, each))
+                self._writing[key].append((progress, offload_key))
             elif not can_store:
-                self._arrived(progress, each, ok=False)
+                self._arrived(progress, offload_key, ok=False)
             else:
-                position = job_metadata.req_context.get_offload_key_position(each) or 0
-                group = get_offload_group_idx(each)
-                before, parent = request.tails.get(group, (0, None))
+                position = job_metadata.req_context.get_offload_key_position(offload_key) or 0
+                group = get_offload_group_idx(offload_key)
+                parent_end, parent = request.tails.get(group, (0, None))
                 entry = self._going.add(
                     key,
                     self._form,
                     self.block_size_bytes,
                     EntryState.READY,
-                    parent if before < position else None,
+                    parent if parent_end < position else None,
                 )
-                entry.offsets = (int(place) * self.block_size_bytes,)
+                entry.offsets = (int(chunk_id) * self.block_size_bytes,)
                 request.tails[group] = position, entry
-                self._writing[key] = [(progress, each)]
+                self._writing[key] = [(progress, offload_key)]
                 self._below.queue_write(entry)
         self._step()
 
@@ -316,14 +316,14 @@ class LMTierSecondary(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request, progress = _request(job_metadata.req_context), self._begin(job_metadata)
-        for each, place in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
-            key, at = self._key(each), int(place) * self.block_size_bytes
+        for offload_key, chunk_id in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
+            key, at = self._key(offload_key), int(chunk_id) * self.block_size_bytes
             form = None if self._weights.have_changed else self._below.load_form(key, self._form)
             if form is None or form.sizes != self._form.sizes or not self._below.load_breaker.allows():
-                self._loaded(progress, request, each, Reason.ABSENT)
+                self._loaded(progress, request, offload_key, Reason.ABSENT)
             else:
                 payload = self._memory[at : at + self.block_size_bytes]
-                self._below.load(key, form, [payload], partial(self._loaded, progress, request, each))
+                self._below.load(key, form, [payload], partial(self._loaded, progress, request, offload_key))
 
     def _loaded(
         self,
@@ -383,9 +383,9 @@ class LMTierSecondary(SecondaryTierManager):
             if entry is not None and not entry.leases:
                 self._going.remove(entry)
             # A disk that has just turned out to be full reports nothing: it offers the chunk again, in vain.
-            is_there = self._shared is not None or below.is_stored(key, self._form)
-            for progress, each in self._writing.pop(key, ()):
-                self._arrived(progress, each, ok=is_there and key not in self._unwritten.keys)
+            is_written = self._shared is not None or below.is_stored(key, self._form)
+            for progress, offload_key in self._writing.pop(key, ()):
+                self._arrived(progress, offload_key, ok=is_written and key not in self._unwritten.keys)
         self._written.clear()
         self._unwritten.keys.clear()
 
@@ -472,20 +472,20 @@ def _request(context: ReqContext) -> RequestState:
 
 
 def _identity(
-    spec: OffloadingSpec, nbytes: int, named: str, trusts_media: bool, core: EngineCore | None
+    spec: OffloadingSpec, nbytes: int, given_weights: str, trusts_media: bool, core: EngineCore | None
 ) -> Identity:
     """vLLM's own digest for KV files, and the weights."""
     model = spec.config.model.name
-    weights, why = named, ""
+    weights, why = given_weights, ""
     if core is None:
         why = "this vLLM does not show changes of its weights"
-    elif not named:
+    elif not given_weights:
         loaded = core.model_executor.collective_rpc(loaded_by)
         weights, why = name_of(dict(enumerate(loaded)), core.vllm_config)
         if (config := Path(model, "config.json")).is_file():
             weights = weights and hashlib.sha256(weights.encode() + config.read_bytes()).hexdigest()
         why = why and f"{why}; weights in the tier's entry names them"
-    if core is not None and core.vllm_config.lora_config is not None and not named:
+    if core is not None and core.vllm_config.lora_config is not None and not given_weights:
         why = "vLLM tells adapters apart by names of users; if the same name always means the same adapter, "
         why += "set weights in the tier's entry"
     if not trusts_media and _takes_media(model):

@@ -86,16 +86,16 @@ class Blocks:
     def _chunks(self, ids: Any, size: int) -> tuple[Sequence[Ids], Sequence[int]]:
         """One table's ids chunk by chunk, without those that have left a window, and the number of the
         latter."""
-        gone = 0
+        absent = 0
         if ids.size and ids.dtype.kind == "i" and ids[0] == _LEFT:
-            gone = int(np.logical_and.accumulate(ids == _LEFT).sum())
-        checked = self._checked(ids[gone:], size, gone % size)
-        if not gone:
+            absent = int(np.logical_and.accumulate(ids == _LEFT).sum())
+        checked = self._checked(ids[absent:], size, absent % size)
+        if not absent:
             return list(checked.reshape(-1, size)), [0] * (len(ids) // size)
-        at = range(0, len(ids), size)
+        firsts = range(0, len(ids), size)
         return (
-            [checked[max(first - gone, 0) : max(first + size - gone, 0)] for first in at],
-            [min(max(gone - first, 0), size) for first in at],
+            [checked[max(first - absent, 0) : max(first + size - absent, 0)] for first in firsts],
+            [min(max(absent - first, 0), size) for first in firsts],
         )
 
     def _ids(self, block_ids: Any, first_block: int = 0) -> BlockIds:
@@ -166,8 +166,8 @@ class Blocks:
         Fingerprints of different ones are not comparable.
         """
         layout = self.layout
-        said = [layout.packing, layout.dtype, layout.block_tokens, layout.chunk_tokens, self.shard]
-        return xxhash.xxh3_64_digest(repr((said, orders)).encode())
+        layout_facts = [layout.packing, layout.dtype, layout.block_tokens, layout.chunk_tokens, self.shard]
+        return xxhash.xxh3_64_digest(repr((layout_facts, orders)).encode())
 
     @staticmethod
     def fold(layers: Sequence[bytes]) -> bytes:

@@ -3,8 +3,8 @@
 Every chunk here comes from a match, so the slab has it too, and it is leased there. A copy only saves the
 PCIe transfer; losing it is harmless. For a load, each chunk has one of these:
 
-    a complete copy     the load reads it; it does not move until `done`
-    a place to fill     the load writes it; it can be read after `done`, if it was verified
+    a complete copy     the load reads it; it does not move until `release`
+    a place to fill     the load writes it; it can be read after `release`, if it was verified
     neither             no room, or another load is filling it: the chunk goes over PCIe
 
 Rejected: saves that leave copies too. Much of what is saved is never loaded, and takes the room of what is
@@ -38,7 +38,7 @@ class GpuSlot(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GpuSlots:
-    """The places that one load uses until `GpuCopies.done`."""
+    """The places that one load uses until `GpuCopies.release`."""
 
     by_chunk: tuple[GpuSlot | None, ...]
     """The place of each chunk, in order."""
@@ -74,7 +74,7 @@ class GpuCopies:
     def release(self, places: GpuSlots, *, is_verified: bool = True) -> None:
         """No rank reads or writes these places any more. Filled places can be read from now on.
 
-        `believed`: everything arrived, and all compared fingerprints agree. Otherwise these copies are
+        `is_verified`: everything arrived, and all compared fingerprints agree. Otherwise these copies are
         deleted.
         """
         if places not in self._open:
@@ -91,7 +91,7 @@ class GpuCopies:
                 self.extents.free(copy.offsets)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Forget these copies. It is allowed at any time: a place in use stays reserved until `done`."""
+        """Forget these copies. It is allowed at any time: a place in use stays reserved until `release`."""
         for key in keys:
             copy = self.index.get(key)
             if copy is not None and self.index.remove(copy):
@@ -113,20 +113,20 @@ class GpuCopies:
 
     def _give(self, run: Sequence[Entry], ready: Sequence[Entry | None], form: ChunkForm) -> GpuSlots:
         gpu_slots: list[GpuSlot | None] = []
-        held: list[tuple[Entry, Entry]] = []
+        leased_pairs: list[tuple[Entry, Entry]] = []
         parent: Entry | None = None
-        for source, there in zip(run, ready, strict=True):
-            copy = there or self._put(source.key, form)
-            gpu_slots.append(None if copy is None else GpuSlot(copy.offsets[0], there is not None))
+        for source, filled_copy in zip(run, ready, strict=True):
+            copy = filled_copy or self._put(source.key, form)
+            gpu_slots.append(None if copy is None else GpuSlot(copy.offsets[0], filled_copy is not None))
             if copy is not None:
-                held.append((copy, source))
-            here = self.index.get(source.key)
-            if here is not None:
+                leased_pairs.append((copy, source))
+            entry = self.index.get(source.key)
+            if entry is not None:
                 if parent is not None:
-                    self.index.link(here, parent)
-                parent = here
-        self.index.refresh([copy for copy, _ in held])
-        places = GpuSlots(tuple(gpu_slots), held)
+                    self.index.link(entry, parent)
+                parent = entry
+        self.index.refresh([copy for copy, _ in leased_pairs])
+        places = GpuSlots(tuple(gpu_slots), leased_pairs)
         self._open.add(places)
         return places
 

@@ -86,11 +86,11 @@ class LayerKV:
         group, period = gcd(n, m), lcm(n, m)
         for view, source in zip(self.planes(), stored.split(raw, self.number), strict=True):
             for token in range(0, period, group):
-                (block, slot), (there, place) = divmod(token, n), divmod(token, m)
+                (block, slot), (stored_block, place) = divmod(token, n), divmod(token, m)
                 skip = max(0, -(-(first_block - block) // (period // n)))
-                mine = ids[block + skip * (period // n) - first_block :: period // n]
-                found = source[there + skip * (period // m) :: period // m, :, place : place + group]
-                view[:, heads, slot : slot + group][mine] = found
+                own_ids = ids[block + skip * (period // n) - first_block :: period // n]
+                found = source[stored_block + skip * (period // m) :: period // m, :, place : place + group]
+                view[:, heads, slot : slot + group][own_ids] = found
 
 
 def _as_array(tensor: Any, layout: Layout, number: int) -> Array:

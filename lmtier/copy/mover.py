@@ -83,8 +83,8 @@ class Mover:
     ) -> Match:
         """Load the longest stored prefix into the slab. At least one token is left to compute.
 
-        With `ends` it ends with a state of that form, which another mover loads. `source` is the host:port of
-        another server whose memory may have the prompt.
+        With `state_form` it ends with a state of that form, which another mover loads. `source` is the
+        host:port of another server whose memory may have the prompt.
         """
         whole = max(0, chain.tokens - 1) // chain.chunk_tokens
         keys = chain.keys if whole >= len(chain.keys) else chain.keys[:whole]
@@ -206,34 +206,34 @@ class Mover:
         if len(set(spare)) != len(spare) or len(spare) < 2 * size:
             raise CanaryError(f"the canary needs {2 * size} different spare blocks, got {len(set(spare))}")
         source, target, guards = spare[:size], spare[size : 2 * size], spare[2 * size :]
-        (taken,) = kv.check(np.reshape(source, (kv.tables, -1)))
-        (given,) = kv.check(np.reshape(target, (kv.tables, -1)))
-        before = kv.raw_blocks(spare)
-        if block_bytes is not None and len(before) != block_bytes * len(spare):
+        (source_ids,) = kv.check(np.reshape(source, (kv.tables, -1)))
+        (target_ids,) = kv.check(np.reshape(target, (kv.tables, -1)))
+        saved_contents = kv.raw_blocks(spare)
+        if block_bytes is not None and len(saved_contents) != block_bytes * len(spare):
             raise CanaryError(
                 f"the engine says a block takes {block_bytes} bytes over all layers, the tensors show "
-                f"{len(before) // len(spare)}: part of the KV would be lost"
+                f"{len(saved_contents) // len(spare)}: part of the KV would be lost"
             )
         extent = memoryview(bytearray(kv.nbytes))  # not in the slab, which may be full after a warm start
         layers = kv.layers
         try:
-            for way, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
-                kv.write_raw(spare, os.urandom(len(before)))
-                wanted, untouched = kv.raw_blocks(taken), kv.raw_blocks(guards)
-                unread = kv.raw_blocks(source)
+            for mode, steps in (("layer by layer", tuple(layers)), ("whole", (None,))):
+                kv.write_raw(spare, os.urandom(len(saved_contents)))
+                expected, guard_bytes = kv.raw_blocks(source_ids), kv.raw_blocks(guards)
+                source_bytes = kv.raw_blocks(source)
                 for step in steps:
-                    kv.gather(step, taken, extent)
+                    kv.gather(step, source_ids, extent)
                 for step in steps:
-                    kv.scatter(step, extent, given)
-                if kv.raw_blocks(given) != wanted:
+                    kv.scatter(step, extent, target_ids)
+                if kv.raw_blocks(target_ids) != expected:
                     raise CanaryError(
-                        f"canary ({way}): loading what was saved does not return the engine's bytes; "
+                        f"canary ({mode}): loading what was saved does not return the engine's bytes; "
                         f"the declared layout does not fit {kv!r}"
                     )
-                if kv.raw_blocks(source) != unread or kv.raw_blocks(guards) != untouched:
-                    raise CanaryError(f"canary ({way}): blocks outside of the copy were changed")
+                if kv.raw_blocks(source) != source_bytes or kv.raw_blocks(guards) != guard_bytes:
+                    raise CanaryError(f"canary ({mode}): blocks outside of the copy were changed")
         finally:
-            kv.write_raw(spare, before)
+            kv.write_raw(spare, saved_contents)
         self._proven = True
 
     def _need(self, form: ChunkForm) -> None:
@@ -277,19 +277,19 @@ class Load:
         self._match = match
         self.tokens = len(match.run) * size
         """The number of leading tokens whose KV is in the engine when the load is finished."""
-        first, inside = divmod(computed_tokens, size)
+        first, tokens_in_chunk = divmod(computed_tokens, size)
         self._finished = False
         self._missing = set(kv.layers)
         self._placed, self._run = match.placement, match.run
         blocks = enumerate(mover.blocks_of(block_ids, first, len(match.run)), start=first)
-        skipped = inside // kv.layout.block_tokens
+        skipped = tokens_in_chunk // kv.layout.block_tokens
         self._chunks = [(chunk, ids, skipped if chunk == first else 0) for chunk, ids in blocks]
         """For each chunk: its number, its blocks, and how many of these are computed already."""
-        offsets, others = self._placed.offsets, self._placed.other_forms
+        offsets, foreign_forms = self._placed.offsets, self._placed.other_forms
         number = mover.number
-        own = [(ids, offsets[n][number], at) for n, ids, at in self._chunks if n not in others]
-        self._to_convert = [each for each in self._chunks if each[0] in others]
-        self._bound = kv.bind_all(own, mover.cache.slab.view)
+        same_form = [(ids, offsets[n][number], at) for n, ids, at in self._chunks if n not in foreign_forms]
+        self._to_convert = [each for each in self._chunks if each[0] in foreign_forms]
+        self._bound = kv.bind_all(same_form, mover.cache.slab.view)
 
     def layer(self, layer: int) -> None:
         """Load one layer of every chunk, once. Ready for the engine's attention when this returns."""
@@ -443,11 +443,11 @@ class Save:
         kv = self._mover.kv
         if self._missing and self._chunks:
             raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
-        prints = {
-            chunk: kv.raw_tag + kv.fold([marks[layer] for layer in sorted(marks)])
-            for chunk, marks in self._fingerprints.items()
+        marks = {
+            chunk: kv.raw_tag + kv.fold([layer_fingerprints[layer] for layer in sorted(layer_fingerprints)])
+            for chunk, layer_fingerprints in self._fingerprints.items()
         }
-        self._mover.cache.commit(self.reservation, kv.shard, prints)
+        self._mover.cache.commit(self.reservation, kv.shard, marks)
 
     def abort(self) -> None:
         self._mover.cache.abort(self.reservation, self._mover.kv.shard)

@@ -59,11 +59,11 @@ class PagedKV(Blocks):
         tables: Sequence[int] = (),
         table_count: int = 0,
     ) -> None:
-        given = tensors_of_layers(shard, tensors)
-        goes_by = tables or [0] * len(given)
+        layer_tensors = tensors_of_layers(shard, tensors)
+        table_of_layer = tables or [0] * len(layer_tensors)
         self._layers = [
-            LayerKV(layout, shard, number, t, table)
-            for (number, t), table in zip(given, goes_by, strict=True)
+            LayerKV(layout, shard, number, planes, table)
+            for (number, planes), table in zip(layer_tensors, table_of_layer, strict=True)
         ]
         first = self._layers[0]
         for layer in self._layers:
@@ -72,9 +72,9 @@ class PagedKV(Blocks):
                     f"layer {layer.number}: expected {first.blocks} blocks as in layer {first.number}, "
                     f"got {layer.blocks}"
                 )
-        super().__init__(layout, shard, first.blocks, max(table_count, max(goes_by) + 1))
+        super().__init__(layout, shard, first.blocks, max(table_count, max(table_of_layer) + 1))
         self.groups = grouped(self._layers)
-        self._raw = [[RawTensor(tensor) for tensor in t] for _, t in given]
+        self._raw = [[RawTensor(tensor) for tensor in planes] for _, planes in layer_tensors]
         self.crew = crew
         self._spans = {layer: self._spans_of(*self._range(layer)) for layer in (None, *self.layers)}
         self.raw_tag = self.tag_of([[raw.order for raw in tensors] for tensors in self._raw])
@@ -101,23 +101,23 @@ class PagedKV(Blocks):
         runs: list[_Run] = []
         offsets = [offset for _, offset, _ in chunks]
         joins = [ids.is_whole and not first_block for ids, _, first_block in chunks]
-        at = 0
-        while at < len(chunks):
-            ids, offset, first_block = chunks[at]
-            end = at + 1
-            if joins[at] and end < len(chunks) and (step := offsets[end] - offset) >= self.nbytes:
+        first = 0
+        while first < len(chunks):
+            ids, offset, first_block = chunks[first]
+            end = first + 1
+            if joins[first] and end < len(chunks) and (step := offsets[end] - offset) >= self.nbytes:
                 end = len(chunks)
-                if not all(joins[at:]) or offsets[at:] != list(
-                    range(offset, offset + (end - at) * step, step)
+                if not all(joins[first:]) or offsets[first:] != list(
+                    range(offset, offset + (end - first) * step, step)
                 ):
-                    end = at + 1
-                    while end < len(chunks) and joins[end] and offsets[end] == offset + (end - at) * step:
+                    end = first + 1
+                    while end < len(chunks) and joins[end] and offsets[end] == offset + (end - first) * step:
                         end += 1
-            if end == at + 1:
+            if end == first + 1:
                 runs.append((ids, payload_of(view(offset, self.nbytes), self.nbytes)[None], first_block))
             else:
-                runs.append(self._run_of([ids for ids, _, _ in chunks[at:end]], offset, step, view))
-            at = end
+                runs.append(self._run_of([ids for ids, _, _ in chunks[first:end]], offset, step, view))
+            first = end
         return Batch(self, runs)
 
     def _run_of(
@@ -161,10 +161,10 @@ class PagedKV(Blocks):
             raw = payload[at : at + stored.layer_bytes(number, held)]
             raw = raw.reshape(stored.blocks, stored.heads(number, held), -1)
             unit = stored.layers[number].heads // stored.head_units
-            theirs = slice((common[2] - held[2]) * unit, (common[3] - held[2]) * unit)
-            ours = slice((common[2] - self.shard[2]) * unit, (common[3] - self.shard[2]) * unit)
-            layer_of = self._layers[number - self.shard.first_layer]
-            layer_of.convert(stored, raw[:, theirs], ours, *ids.after(layer_of.table, first_block))
+            stored_heads = slice((common[2] - held[2]) * unit, (common[3] - held[2]) * unit)
+            own_heads = slice((common[2] - self.shard[2]) * unit, (common[3] - self.shard[2]) * unit)
+            layer_kv = self._layers[number - self.shard.first_layer]
+            layer_kv.convert(stored, raw[:, stored_heads], own_heads, *ids.after(layer_kv.table, first_block))
         return None
 
     # ---- the witness
@@ -176,13 +176,13 @@ class PagedKV(Blocks):
         by layer.
         """
         low, high = self._range(layer)
-        each, tables = [], self._listed(block_ids)
+        fingerprints, tables = [], self._listed(block_ids)
         for number in range(low - self.shard.first_layer, high - self.shard.first_layer):
             digest = xxhash.xxh3_64()
             for piece in self._pieces(number, tables):
                 digest.update(piece)
-            each.append(digest.digest())
-        return self.fold(each)
+            fingerprints.append(digest.digest())
+        return self.fold(fingerprints)
 
     def raw_blocks(self, block_ids: Any) -> bytes:
         """The bytes of any blocks, all layers, in memory order."""

@@ -50,11 +50,11 @@ class _Strided:
 
     def plan(self, payloads: Array, ids: Ids, first_block: int) -> CopyPlan:
         size = self._layer.layout.blocks - first_block
-        each = (
+        pairs_of_chunks = (
             self._pairs(payload, ids[number * size : (number + 1) * size], first_block)
             for number, payload in enumerate(payloads)
         )
-        return _Pairs([pair for pairs in each for pair in pairs])
+        return _Pairs([pair for pairs in pairs_of_chunks for pair in pairs])
 
     def _pairs(self, payload: Array, ids: Ids, first_block: int) -> Iterator[tuple[Array, Array]]:
         """Pairs of views of our memory and the payload's, for each plane and run of consecutive blocks."""
@@ -140,19 +140,19 @@ class _Rows:
         if size > 1:
             inner = steps[np.arange(len(steps)) % size != size - 1].reshape(count, -1)
             ways = np.where((inner == inner[:, :1]).all(1), inner[:, 0], 0).tolist()
-        found: list[tuple[int, int, bool]] = []
+        ranges: list[tuple[int, int, bool]] = []
         a = 0
         while a < count:
             b, way = a + 1, ways[a]
             while abs(way) == 1 and b < count and joins[b - 1] == way and (size == 1 or ways[b] == way):
                 b += 1
             is_run = abs(way) == 1 and (b - a) * size >= _SHORT_RUN
-            if found and not is_run and not found[-1][2]:
-                found[-1] = (found[-1][0], b, False)
+            if ranges and not is_run and not ranges[-1][2]:
+                ranges[-1] = (ranges[-1][0], b, False)
             else:
-                found.append((a, b, is_run))
+                ranges.append((a, b, is_run))
             a = b
-        return found
+        return ranges
 
 
 class CopyPlan:
@@ -275,18 +275,18 @@ def _runs(layer: LayerKV) -> list[tuple[int, npt.NDArray[np.intp]]]:
 
     Addresses are [outer, inner]: the planes of a payload alternate after `outer` runs.
     """
-    turns = 1 if len(layer.views) == 1 else {"planes": 2, "token": 3}[layer.layout.packing]
-    found = []
+    outer_axes = 1 if len(layer.views) == 1 else {"planes": 2, "token": 3}[layer.layout.packing]
+    runs = []
     for view in layer.views:
         size, end = view.itemsize, view.ndim
-        while end > turns and (view.shape[end - 1] == 1 or view.strides[end - 1] == size):
+        while end > outer_axes and (view.shape[end - 1] == 1 or view.strides[end - 1] == size):
             end -= 1
             size *= view.shape[end]
         starts = np.full(1, address(view), np.intp)
         for axis in range(1, end):
             starts = (starts[:, None] + np.arange(view.shape[axis]) * view.strides[axis]).reshape(-1)
-        found.append((size, starts.reshape(int(np.prod(view.shape[1:turns])), -1)))
-    return found
+        runs.append((size, starts.reshape(int(np.prod(view.shape[1:outer_axes])), -1)))
+    return runs
 
 
 def _row_numbers(layer: LayerKV, low: int, width: int) -> Ids:

@@ -91,11 +91,11 @@ class AutoCodec:
         memory = scratch.take(2 * PIECE)
         layout, shard = header.layout, header.name.shard
         began = self._clock()
-        got = codec.encode(piece, memory[:room], layout, shard)
-        between = self._clock()
-        if got:
+        encoded_bytes = codec.encode(piece, memory[:room], layout, shard)
+        encoded_at = self._clock()
+        if encoded_bytes:
             try:
-                codec.decode(memory[:got], memory[PIECE : PIECE + size], layout, shard)
+                codec.decode(memory[:encoded_bytes], memory[PIECE : PIECE + size], layout, shard)
             except NotDecodable as error:  # it cannot read its own output, so it is never used
                 log.error("lmtier: %s failed on its own bytes: %s", codec.name, error)
                 return
@@ -103,9 +103,9 @@ class AutoCodec:
         memory[:] = bytes(len(memory))  # a sealed tier leaves nothing readable behind
         with self._lock:
             trials = self._trials.setdefault(codec.name, _Trials())
-            trials.encode.add((between - began) / size)
-            trials.decode.add((ended - between) / size if got else 0.0)
-            trials.left.add(got / size if got else 1.0)
+            trials.encode.add((encoded_at - began) / size)
+            trials.decode.add((ended - encoded_at) / size if encoded_bytes else 0.0)
+            trials.left.add(encoded_bytes / size if encoded_bytes else 1.0)
             self._choose()
 
     def _choose(self) -> None:

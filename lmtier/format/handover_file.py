@@ -45,13 +45,13 @@ class HandoverFile:
 
     def pack(self) -> list[bytes | memoryview]:
         """The bytes, in parts."""
-        places, at = {}, 0
+        places, offset = {}, 0
         for name, column in self.columns.items():
-            places[name] = [at, len(column)]
-            at += len(column)
+            places[name] = [offset, len(column)]
+            offset += len(column)
         head = json.dumps({"facts": self.facts, "columns": places}, separators=(",", ":")).encode()
         parts = [head, *self.columns.values()]
-        total = _HEAD.size + len(head) + at
+        total = _HEAD.size + len(head) + offset
         if total > MAX_BYTES:
             raise HandoverFileError(
                 f"the handover file has {total} bytes, and at most {MAX_BYTES} can be handed over"
@@ -76,17 +76,17 @@ class HandoverFile:
             )
         if total != len(view) or length > total - _HEAD.size:
             raise HandoverFileError(f"the handover file has {len(view)} bytes, but says that it has {total}")
-        rest = view[_HEAD.size :]
-        if xxhash.xxh3_128_digest(rest) != checksum:
+        content = view[_HEAD.size :]
+        if xxhash.xxh3_128_digest(content) != checksum:
             raise HandoverFileError("the handover file is damaged: its checksum differs")
         try:
-            head = json.loads(bytes(rest[:length]))
-            body = rest[length:]
+            head = json.loads(bytes(content[:length]))
+            columns_bytes = content[length:]
             columns: dict[str, bytes | memoryview] = {}
-            for name, (at, size) in head["columns"].items():
-                if not 0 <= at <= at + size <= len(body):
+            for name, (offset, size) in head["columns"].items():
+                if not 0 <= offset <= offset + size <= len(columns_bytes):
                     raise ValueError(f"column {name} lies outside")
-                columns[name] = body[at : at + size]
+                columns[name] = columns_bytes[offset : offset + size]
             return cls(dict(head["facts"]), columns)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise HandoverFileError(f"the handover file cannot be read: {error!r}") from None

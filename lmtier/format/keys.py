@@ -89,17 +89,17 @@ def weights_digest(paths: Iterable[str | os.PathLike[str]]) -> str:
 
     Samples would tell newly trained models apart, but not an edit of a few rows of an embedding.
     """
-    each = []
+    digests = []
     buffer = memoryview(bytearray(_BUFFER))
     for path in paths:
         digest = xxhash.xxh3_128()
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
-        each.append(digest.digest())
-    if not each:
+        digests.append(digest.digest())
+    if not digests:
         raise MisuseError("weights_digest: no files given; pass the paths of the model's weights")
-    return hashlib.sha256(_pack(*sorted(each))).hexdigest()
+    return hashlib.sha256(_pack(*sorted(digests))).hexdigest()
 
 
 def namespace(model: str) -> bytes:
@@ -251,12 +251,12 @@ class KeyChain:
         head = _pack(b"chunk") + struct.pack("<I", KEY_BYTES)
         middle, no_extras = struct.pack("<I", step), struct.pack("<I", 0)
         sha256, parent, keys = hashlib.sha256, self._parent, self.keys
-        ours, rest = parent[:PREFIX_BYTES], KEY_BYTES - PREFIX_BYTES
+        prefix, digest_bytes = parent[:PREFIX_BYTES], KEY_BYTES - PREFIX_BYTES
         for start in range(0, full * step, step):
             digest = sha256(head + parent + middle)
             digest.update(row[start : start + step])
             digest.update(self._encode_extras(len(keys)) if self._extras else no_extras)
-            parent = ours + digest.digest()[:rest]
+            parent = prefix + digest.digest()[:digest_bytes]
             keys.append(parent)
         self._parent = parent
 

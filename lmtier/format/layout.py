@@ -405,12 +405,12 @@ class ChunkForm:
         """Whether a reader of form `want` can read chunks of this form."""
         if self is want:
             return True
-        known = self._serves.get(want)
-        if known is None:
+        cached = self._serves.get(want)
+        if cached is None:
             readable = self.layout is None or want.layout is None or want.layout.reads(self.layout)
-            known = readable and all(cover(shard, self.shards) for shard in want.shards)
-            self._serves[want] = known
-        return known
+            cached = readable and all(cover(shard, self.shards) for shard in want.shards)
+            self._serves[want] = cached
+        return cached
 
     @cached_property
     def _serves(self) -> WeakKeyDictionary[ChunkForm, bool]:
@@ -438,17 +438,17 @@ def form_of(layout: Layout | None, shards: Iterable[Shard], sizes: Iterable[int]
 
 def overlapping(shards: Iterable[Shard]) -> Shard | None:
     """A shard that overlaps another one, if any does. It compares layer by layer, not pair by pair."""
-    there: list[Shard] = []  # in this layer, by their heads: disjoint, so only neighbours can overlap
+    open_shards: list[Shard] = []  # in this layer, by their heads: disjoint, so only neighbours can overlap
     by_head = attrgetter("first_head")
     layer = -1
     for shard in sorted(each for each in shards if each.overlap(each)):
         if shard.first_layer > layer:
             layer = shard.first_layer
-            there = [each for each in there if each.end_layer > layer]
-        at = bisect_left(there, shard.first_head, key=by_head)
-        if any(shard.overlap(each) for each in there[max(0, at - 1) : at + 1]):
+            open_shards = [each for each in open_shards if each.end_layer > layer]
+        at = bisect_left(open_shards, shard.first_head, key=by_head)
+        if any(shard.overlap(each) for each in open_shards[max(0, at - 1) : at + 1]):
             return shard
-        insort(there, shard, key=by_head)
+        insort(open_shards, shard, key=by_head)
     return None
 
 

@@ -338,11 +338,11 @@ def read_header(page: memoryview) -> tuple[Header, Proof]:
         raise CorruptObject(f"format version {version}; this reader knows {VERSION} and {SEALED_VERSION}")
     if checksum(page[: PAGE - 16]) != page[PAGE - 16 : PAGE]:
         raise CorruptObject("header checksum differs")
-    word = _CODEC_NAMES.get(codec)
-    if word is None:
+    codec_name = _CODEC_NAMES.get(codec)
+    if codec_name is None:
         raise CorruptObject(f"unknown codec {codec!r}")
-    if raw != stored if word == RAW else not 0 < stored < raw:
-        raise CorruptObject(f"{stored} bytes of {word} cannot decode to {raw}")
+    if raw != stored if codec_name == RAW else not 0 < stored < raw:
+        raise CorruptObject(f"{stored} bytes of {codec_name} cannot decode to {raw}")
     try:
         if layout_len + mark_len > _ENDS[version] - _HEAD.size:
             raise LayoutError("layout and mark do not fit in the header")
@@ -352,10 +352,10 @@ def read_header(page: memoryview) -> tuple[Header, Proof]:
             raise LayoutError(f"{raw} bytes, its layout says {layout.nbytes(shard)}")
     except LayoutError as error:
         raise CorruptObject(str(error)) from None
-    mark, encoded = bytes(page[end : end + mark_len]), 0 if word == RAW else stored
-    at, by = _MADE.unpack_from(page, _MADE_AT)
-    made = Provenance(by.rstrip(b"\0").decode(errors="replace"), at)
-    header = Header(Name(key, shard), layout, raw, mark, word, encoded, expires, made)
+    mark, encoded = bytes(page[end : end + mark_len]), 0 if codec_name == RAW else stored
+    stored_at, stored_by = _MADE.unpack_from(page, _MADE_AT)
+    made = Provenance(stored_by.rstrip(b"\0").decode(errors="replace"), stored_at)
+    header = Header(Name(key, shard), layout, raw, mark, codec_name, encoded, expires, made)
     if version == VERSION:
         return header, digest
     key_id, salt, mark_tag = _SEAL.unpack_from(page, _SEAL_AT)

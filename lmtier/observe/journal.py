@@ -85,10 +85,10 @@ class _Ring:
     def past(self, keys: Collection[bytes]) -> Iterator[tuple[bytes, float, _Event]]:
         """All records of these keys, in order. A key is the end of a hash: its last bytes nearly tell it."""
         tails = np.frombuffer(b"".join(key[-8:] for key in keys), "<u8")
-        places = np.flatnonzero(np.isin(self._fields["tail"], tails))
-        for number in np.sort((places - self.first) % self._length + self.first).tolist():
-            if number < self.end and (found := self._record(number))[0] in keys:
-                yield found
+        positions = np.flatnonzero(np.isin(self._fields["tail"], tails))
+        for number in np.sort((positions - self.first) % self._length + self.first).tolist():
+            if number < self.end and (record := self._record(number))[0] in keys:
+                yield record
 
 
 class Journal(CacheObserver):

@@ -345,13 +345,13 @@ class Metrics:
 
     def count(self) -> None:
         """Count the noted lookups."""
-        took, self._looked_up = self._looked_up, []
-        for seconds in took:
+        lookup_seconds, self._looked_up = self._looked_up, []
+        for seconds in lookup_seconds:
             self.lookup_seconds.observe(seconds)
         settled, self._settled = self._settled, []
         if not settled:
             return
-        everything, seconds = 0, 0.0
+        asked_total, seconds = 0, 0.0
         hit_by: dict[str, int] = {}
         missed_by: dict[str, int] = {}
         for asked, hits, missed, saved in settled:
@@ -369,9 +369,9 @@ class Metrics:
             self._recent.append((asked, hit))
             self._recent_asked += asked
             self._recent_hit += hit
-            everything += asked
+            asked_total += asked
         self.lookups.inc(len(settled))
-        self.asked_tokens.inc(everything)
+        self.asked_tokens.inc(asked_total)
         self.saved_seconds.inc(seconds)
         for tier, tokens in hit_by.items():
             if tier not in self._hit:
@@ -413,26 +413,26 @@ class Metrics:
         self.count()
         return [
             [name, sample.labels, sample.value]
-            for name, each in vars(self).items()
-            if isinstance(each, Counter)
-            for family in each.collect()
+            for name, metric in vars(self).items()
+            if isinstance(metric, Counter)
+            for family in metric.collect()
             for sample in family.samples
             if sample.name.endswith("_total") and sample.value
         ]
 
     def histogram_values(self) -> list[Any]:
         """The sums of all histograms and the counts of their buckets, for the same."""
-        found: dict[tuple[str, str], list[Any]] = {}
-        for name, each in vars(self).items():
-            for family in each.collect() if isinstance(each, Histogram) else ():
+        entries: dict[tuple[str, str], list[Any]] = {}
+        for name, metric in vars(self).items():
+            for family in metric.collect() if isinstance(metric, Histogram) else ():
                 for sample in family.samples:
                     labels = {label: text for label, text in sample.labels.items() if label != "le"}
-                    row = found.setdefault((name, repr(labels)), [name, labels, 0.0, {}])
+                    row = entries.setdefault((name, repr(labels)), [name, labels, 0.0, {}])
                     if sample.name.endswith("_sum"):
                         row[2] = sample.value
                     elif sample.name.endswith("_bucket"):
                         row[3][sample.labels["le"]] = sample.value
-        return list(found.values())
+        return list(entries.values())
 
     def continue_from(self, counters: list[Any], histograms: list[Any]) -> None:
         """Go on with the numbers of another process, those that are known here."""

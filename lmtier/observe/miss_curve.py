@@ -87,16 +87,16 @@ class MissCurve:
 
     def add_lookup(self, keys: Sequence[bytes], asked: float | None = None) -> None:
         """Note a lookup of `asked` chunks: those of `keys`, and a partial one. 0: used, but not asked for."""
-        whole = len(keys)
+        key_count = len(keys)
         if self._mask:
             words = np.frombuffer(b"".join(keys), np.uint32)[7::8]
             keys = [keys[i] for i in np.flatnonzero(words & self._mask == 0).tolist()]
         else:
             keys = tuple(keys)  # the caller's list may grow
-        asked = whole if asked is None else asked
+        asked = key_count if asked is None else asked
         if asked:
             self._asked += asked
-            self._expected += whole * self.rate
+            self._expected += key_count * self.rate
             self._seen += len(keys)
             self._hits = None
         if not keys:
@@ -104,20 +104,20 @@ class MissCurve:
         if self._slot == self._slots:
             self._renumber()
         first, counts, blocks = self._first, self._counts, self._blocks
-        at, end, last = 0, len(keys), self._slot // _BLOCK + 1
-        while at < end and (run := first.pop(keys[at], None)) is not None:
-            same = _common(run.keys, keys, at)
+        position, end, last_block = 0, len(keys), self._slot // _BLOCK + 1
+        while position < end and (run := first.pop(keys[position], None)) is not None:
+            shared_keys = _common(run.keys, keys, position)
             slot = run.slot
             if asked:
                 block = slot // _BLOCK
-                newer = sum(blocks[block + 1 : last]) + sum(counts[slot + 1 : (block + 1) * _BLOCK])
-                distance = newer + at  # `at` keys of this lookup have just become newer
+                newer = sum(blocks[block + 1 : last_block]) + sum(counts[slot + 1 : (block + 1) * _BLOCK])
+                distance = newer + position  # `position` keys of this lookup have just become newer
                 self._edges[distance] += 1
-                self._edges[distance + same] -= 1
-            self._shorten(run, run.keys[same:], same)
+                self._edges[distance + shared_keys] -= 1
+            self._shorten(run, run.keys[shared_keys:], shared_keys)
             if run.keys:
                 first[run.keys[0]] = run
-            at += same
+            position += shared_keys
         slot, self._slot = self._slot, self._slot + 1
         self._runs[slot] = run = _Run(keys, slot)
         first[keys[0]] = run
@@ -179,11 +179,11 @@ class MissCurve:
         if not asked or chunks <= 0:
             return float("nan")
         at, share = divmod(min(chunks * self.rate, len(hits) - 1), 1)
-        had = float(hits[int(at)])
+        hits_at = float(hits[int(at)])
         if share:
-            had += share * float(hits[int(at) + 1] - hits[int(at)])
+            hits_at += share * float(hits[int(at) + 1] - hits[int(at)])
         # The sample may lack the hottest keys: there are few of them, at short distances (SHARDS_adj).
-        return min(1.0, max(0.0, (had + self._past_missing) / asked))
+        return min(1.0, max(0.0, (hits_at + self._past_missing) / asked))
 
     def _read(self) -> npt.NDArray[np.float64]:
         """How many of the sample were hit, by the size of the tier in sampled chunks."""

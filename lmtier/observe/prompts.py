@@ -62,15 +62,15 @@ class Origin(NamedTuple):
 
     def differs_in(self, other: Origin) -> list[str]:
         """The differences in words. Salts are secret and not shown."""
-        words = []
+        differences = []
         ours, theirs = dict(self.identity), dict(other.identity)
         if fields := sorted(each for each in ours.keys() | theirs if ours.get(each) != theirs.get(each)):
-            words.append(f"model identity differs ({', '.join(fields)})")
+            differences.append(f"model identity differs ({', '.join(fields)})")
         if self.lora != other.lora:
-            words.append(f"adapter differs ({self.lora or 'none'} here, {other.lora or 'none'} there)")
+            differences.append(f"adapter differs ({self.lora or 'none'} here, {other.lora or 'none'} there)")
         if self.salt != other.salt:
-            words.append("salt differs")
-        return words
+            differences.append("salt differs")
+        return differences
 
 
 class PromptChunk(NamedTuple):
@@ -114,19 +114,19 @@ class Prompts:
         """
         size = self.chunk_tokens * _TOKEN
         keys = keys[: len(tokens) // size]
-        before = self._chunks.get(parent) if parent is not None else None
-        if parent is not None and before is None:
+        parent_chunk = self._chunks.get(parent) if parent is not None else None
+        if parent is not None and parent_chunk is None:
             return
-        plain, first = (before.plain, before.number + 1) if before is not None else (b"", 0)
+        plain, first = (parent_chunk.plain, parent_chunk.number + 1) if parent_chunk is not None else (b"", 0)
         origin = self._origins.get(origin, origin)
         for number, key in enumerate(keys):
-            known = self._chunks.get(key)
-            if known is None:
-                words = tokens[number * size : (number + 1) * size]
-                plain = hashlib.sha256(plain + words).digest()[:16]
-                self._add(key, PromptChunk(first + number, parent, words, origin, plain))
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                chunk_bytes = tokens[number * size : (number + 1) * size]
+                plain = hashlib.sha256(plain + chunk_bytes).digest()[:16]
+                self._add(key, PromptChunk(first + number, parent, chunk_bytes, origin, plain))
             else:
-                plain = known.plain
+                plain = chunk.plain
             parent = key
         for key in reversed(keys):  # a tail is forgotten before its head
             self._chunks.move_to_end(key)
@@ -146,8 +146,8 @@ class Prompts:
 
     def _forget(self, key: bytes, chunk: PromptChunk) -> None:
         self._bytes -= len(chunk.tokens) + _EACH
-        for known, at in ((self._same, chunk.plain), (self._next, _place(chunk))):
-            _drop(known, at, key)
+        for index, at in ((self._same, chunk.plain), (self._next, _place(chunk))):
+            _drop(index, at, key)
         self._users[id(chunk.origin)] -= 1
         if not self._users[id(chunk.origin)]:
             del self._users[id(chunk.origin)], self._origins[chunk.origin]
@@ -177,8 +177,8 @@ def _place(chunk: PromptChunk) -> bytes | Origin:
     return chunk.origin if chunk.parent is None else chunk.parent
 
 
-def _drop(known: dict[Hashable, dict[bytes, None]], at: Hashable, key: bytes) -> None:
-    keys = known[at]
+def _drop(index: dict[Hashable, dict[bytes, None]], at: Hashable, key: bytes) -> None:
+    keys = index[at]
     del keys[key]
     if not keys:
-        del known[at]
+        del index[at]

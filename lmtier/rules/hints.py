@@ -69,17 +69,17 @@ class Action:
         if not isinstance(keys, list):
             raise MisuseError("keys are a list of hexadecimal strings")
         try:
-            found = tuple(map(bytes.fromhex, keys))
+            key_bytes = tuple(map(bytes.fromhex, keys))
         except (TypeError, ValueError):
             raise MisuseError("keys are a list of hexadecimal strings") from None
-        if any(len(key) != KEY_BYTES for key in found) or len(set(found)) < len(found):
+        if any(len(key) != KEY_BYTES for key in key_bytes) or len(set(key_bytes)) < len(key_bytes):
             raise MisuseError(f"each key has {KEY_BYTES} bytes, and occurs once")
-        name = self.payload.get("session", "" if found else session)
-        if not is_name(name) and (name or not found):
+        name = self.payload.get("session", "" if key_bytes else session)
+        if not is_name(name) and (name or not key_bytes):
             raise MisuseError(f"{self.type} needs the name of a session, of 1 to {MAX_NAME} characters")
-        if found and (name or self.type in (END, WAIT)):
+        if key_bytes and (name or self.type in (END, WAIT)):
             raise MisuseError(f"{self.type} takes a session" + ("" if name == "" else ", or keys, not both"))
-        return name, found
+        return name, key_bytes
 
     def about(self, session: str) -> str:
         """The session that it is about, or its first key, as the audit shows it. Empty: it is no text."""
@@ -88,13 +88,13 @@ class Action:
         return about if isinstance(about, str) else ""
 
     def seconds(self, usual: float | None, most: float = MAX_TTL) -> float | None:
-        given = self.payload.get("seconds", usual)
-        if given is None:
+        value = self.payload.get("seconds", usual)
+        if value is None:
             return None
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             longest = "100 years" if most == MAX_TTL else "a day; `lmtier pin` pins for longer"
             raise MisuseError(f"{self.type}: seconds must be more than 0, and at most {longest}")
-        return float(given)
+        return float(value)
 
     @property
     def source(self) -> str:
@@ -142,17 +142,17 @@ def actions_of(envelope: object) -> list[Action]:
     return [_action(each, is_ours) for each in actions]
 
 
-def _action(each: object, is_ours: bool) -> Action:
-    if not isinstance(each, dict):
+def _action(item: object, is_ours: bool) -> Action:
+    if not isinstance(item, dict):
         raise MisuseError("an action is a JSON object")
-    words = [each.get(name) for name in ("action_id", "action_type", "action_version")]
-    payload = each.get("payload", {})
-    if not all(map(is_name, words)) or not isinstance(payload, dict):
+    fields = [item.get(name) for name in ("action_id", "action_type", "action_version")]
+    payload = item.get("payload", {})
+    if not all(map(is_name, fields)) or not isinstance(payload, dict):
         raise MisuseError(
             "an action has an action_id, an action_type and an action_version, all of them text, and a"
             " payload"
         )
-    number, kind, version = map(str, words)
+    number, kind, version = map(str, fields)
     return Action(number, kind, version if is_ours else "", payload)
 
 

@@ -4,9 +4,9 @@ The end of a chunk never moves to a later time. It is set when the chunk is stor
 request and of the tier. A load keeps it; a write to a lower tier may make it earlier, by that tier's ttl. A
 pin protects a chunk from eviction, not from expiry.
 
-The wall clock is read once, for `Stamps`. From then on time is monotonic, and headers of objects are written
-and read by that one relation. So a step of the wall clock expires nothing early or late while a process runs.
-Objects of another process are off by as much as its clock was.
+The wall clock is read once, for `HeaderClock`. From then on time is monotonic, and headers of objects are
+written and read by that one relation. So a step of the wall clock expires nothing early or late while a
+process runs. Objects of another process are off by as much as its clock was.
 """
 
 from __future__ import annotations
@@ -65,45 +65,45 @@ class Expiries(Generic[K]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def expiry(self, each: K) -> float:
-        return self._ends.get(each, FOREVER)
+    def expiry(self, item: K) -> float:
+        return self._ends.get(item, FOREVER)
 
-    def is_expired(self, each: K, now: float) -> bool:
-        return self._ends.get(each, FOREVER) <= now
+    def is_expired(self, item: K, now: float) -> bool:
+        return self._ends.get(item, FOREVER) <= now
 
-    def set(self, each: K, end: float) -> None:
-        self.forget(each)
+    def set(self, item: K, end: float) -> None:
+        self.forget(item)
         if end == FOREVER:
             return
         second = int(end)
         self._swept = min(self._swept, second) if self._due else second
-        self._ends[each] = end
-        self._due.setdefault(second, {})[each] = None
+        self._ends[item] = end
+        self._due.setdefault(second, {})[item] = None
 
-    def forget(self, each: K) -> None:
-        end = self._ends.pop(each, None)
+    def forget(self, item: K) -> None:
+        end = self._ends.pop(item, None)
         if end is not None:
             due = self._due[int(end)]
-            del due[each]
+            del due[item]
             if not due:
                 del self._due[int(end)]
 
     def expired(self, now: float, most: int) -> list[K]:
         """Up to `most` expired items, at most a second late. The caller must `forget` them."""
-        found: list[K] = []
+        expired: list[K] = []
         while self._due and self._swept < int(now):
-            found += islice(self._due.get(self._swept, ()), most - len(found))
-            if len(found) == most:
+            expired += islice(self._due.get(self._swept, ()), most - len(expired))
+            if len(expired) == most:
                 break
             self._swept += 1
             if int(now) - self._swept > len(self._due):  # a year may lie between two ends, or fifty
                 later = (second for second in self._due if second >= self._swept)
                 self._swept = min(int(now), min(later, default=int(now)))
-        return found
+        return expired
 
     def check(self) -> None:
-        due = {each: second for second, some in self._due.items() for each in some}
-        assert due == {each: int(end) for each, end in self._ends.items()}, "seconds and ends differ"
+        due = {item: second for second, items in self._due.items() for item in items}
+        assert due == {item: int(end) for item, end in self._ends.items()}, "seconds and ends differ"
         assert all(self._due.values()), "an empty second is kept"
         assert not due or self._swept <= min(self._due), "a second was passed over"
 

@@ -143,13 +143,13 @@ class Aging(Policy[E]):
     def insert(self, *entries: E) -> None:
         once, again, sample = self._once, self._again, self._sample
         tested: dict[int, bool] = {}
-        for entry, was_here in zip(entries, self._left.have(entries), strict=True):
+        for entry, was_evicted_lately in zip(entries, self._left.have(entries), strict=True):
             parent = entry.parent
             if parent is None:
                 self._now += 1
             # A request for this chunk before was also one for its parent. Without this check the few chunks
             # that the filters mistake for known would keep whole prompts: their ancestors cannot leave.
-            is_known = was_here and (parent is None or parent not in once)
+            is_known = was_evicted_lately and (parent is None or parent not in once)
             (again if is_known else once)[entry] = self._now
             if entry.key[-1] % sample == 0:
                 tested[_number(entry.key)] = is_known
@@ -290,20 +290,20 @@ def _by_age(
     once: OrderedDict[T, int], again: OrderedDict[T, int], rate: int, now: int
 ) -> Generator[T, None, None]:
     """The oldest first, where time passes `rate` times as fast for those of `once`."""
-    others, end = iter(again.items()), (None, now + 1)
-    other, last = next(others, end)
-    limit = seen = -1
+    reused_entries, end = iter(again.items()), (None, now + 1)
+    reused, last = next(reused_entries, end)
+    age_limit = last_time = -1
     for entry, used in once.items():
-        if used != seen:  # chunks of one request have the same time
-            seen, limit = used, now - (now - used) * rate
-        while last < limit:
-            assert other is not None
-            yield other
-            other, last = next(others, end)
+        if used != last_time:  # chunks of one request have the same time
+            last_time, age_limit = used, now - (now - used) * rate
+        while last < age_limit:
+            assert reused is not None
+            yield reused
+            reused, last = next(reused_entries, end)
         yield entry
-    while other is not None:
-        yield other
-        other, last = next(others, end)
+    while reused is not None:
+        yield reused
+        reused, last = next(reused_entries, end)
 
 
 class _Recent:

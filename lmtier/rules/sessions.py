@@ -103,18 +103,18 @@ class SessionTable:
         if agent is None:
             self._number += 1
             agent = self._named[tenant, name] = Agent(tenant, name, self._number)
-        for each in reversed([*_ancestors(agent)]):  # a parent is not forgotten before its child
-            if each.name:
-                self._named.move_to_end((each.tenant, each.name))
+        for ancestor in reversed([*_ancestors(agent)]):  # a parent is not forgotten before its child
+            if ancestor.name:
+                self._named.move_to_end((ancestor.tenant, ancestor.name))
         if parent and agent.parent is None and parent != name:
-            found = self.named(tenant, parent)
-            line = [*_ancestors(found)]
+            parent_agent = self.named(tenant, parent)
+            ancestors = [*_ancestors(parent_agent)]
             # Otherwise both would wait for the other's end, or one would have too many ancestors.
-            if agent not in line and len(line) + agent.below <= MAX_ANCESTORS:
-                agent.parent = found
-                found.children += 1
-                for generation, each in enumerate(line, agent.below + 1):
-                    each.below = max(each.below, generation)
+            if agent not in ancestors and len(ancestors) + agent.below <= MAX_ANCESTORS:
+                agent.parent = parent_agent
+                parent_agent.children += 1
+                for generation, ancestor in enumerate(ancestors, agent.below + 1):
+                    ancestor.below = max(ancestor.below, generation)
         return agent
 
     def nameless(self, keys: Sequence[bytes]) -> Agent:
@@ -148,7 +148,7 @@ class SessionTable:
             tables = (self._named, self._nameless)
             if len(self._named) <= self._max_sessions and self._nameless:
                 tables = (self._nameless, self._named)
-            oldest = next(each for book in tables for each in book.values() if each is not agent)
+            oldest = next(each for table in tables for each in table.values() if each is not agent)
             self.drop(oldest)
             dropped.append(oldest)
         return dropped
@@ -181,31 +181,31 @@ class SessionTable:
 
     def needed_by_others(self, agent: Agent) -> int:
         """How many chunks at the start of its last prompt other sessions need too."""
-        mine, most = agent.chain, 0
-        for each in self:
-            other = each.chain
-            if each is agent or len(other) <= most or most >= len(mine) or other[most] != mine[most]:
+        mine, shared = agent.chain, 0
+        for other in self:
+            chain = other.chain
+            if other is agent or len(chain) <= shared or shared >= len(mine) or chain[shared] != mine[shared]:
                 continue
-            low, high = most + 1, min(len(mine), len(other))
+            low, high = shared + 1, min(len(mine), len(chain))
             while low < high:  # equal keys have equal keys before them
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if mine[middle - 1] == other[middle - 1] else (low, middle - 1)
-            most = low
-        return most
+                low, high = (middle, high) if mine[middle - 1] == chain[middle - 1] else (low, middle - 1)
+            shared = low
+        return shared
 
     def check(self) -> None:
         """Check every invariant; raises AssertionError."""
         agents = set(self)
-        assert self.keys == sum(len(each.chain) for each in agents), "the number of keys is wrong"
+        assert self.keys == sum(len(agent.chain) for agent in agents), "the number of keys is wrong"
         assert self.keys <= self._max_keys or len(agents) == 1, "too many keys"
         assert all(self._tails[key].chain[-1] == key for key in self._tails), "a tail is not its session's"
         assert set(self._tails.values()) <= agents, "a tail of a forgotten session"
-        parents = [each.parent for each in agents if each.parent is not None]
+        parents = [agent.parent for agent in agents if agent.parent is not None]
         assert agents.issuperset(parents), "a forgotten session has a child"
-        for each in agents:
-            assert each.children == parents.count(each), f"{each!r} has {parents.count(each)}"
-            for generation, above in enumerate(_ancestors(each)):
-                assert generation <= min(above.below, MAX_ANCESTORS), f"{above!r} has more generations"
+        for agent in agents:
+            assert agent.children == parents.count(agent), f"{agent!r} has {parents.count(agent)}"
+            for generation, ancestor in enumerate(_ancestors(agent)):
+                assert generation <= min(ancestor.below, MAX_ANCESTORS), f"{ancestor!r} has more generations"
 
 
 def _ancestors(agent: Agent | None) -> Iterator[Agent]:

@@ -41,19 +41,19 @@ class Share:
         return f"{self.name}={float(self.part * 100):g}%"
 
 
-def parse(given: object) -> tuple[Share, ...]:
+def parse(setting: object) -> tuple[Share, ...]:
     """Reads {"tenant-a": 0.3, "b": "20%", "c": {"salt": "…", "share": 0.1}}, or the text tenant-a=0.3
     b=20%."""
-    if isinstance(given, tuple) and all(isinstance(each, Share) for each in given):
-        shares: tuple[Share, ...] = given
-    elif isinstance(given, str):
-        pairs = (word.rpartition("=") if "=" in word else (word, "", "") for word in given.split())
+    if isinstance(setting, tuple) and all(isinstance(each, Share) for each in setting):
+        shares: tuple[Share, ...] = setting
+    elif isinstance(setting, str):
+        pairs = (word.rpartition("=") if "=" in word else (word, "", "") for word in setting.split())
         shares = tuple(Share(name, name, _part(name, part)) for name, _, part in pairs)
-    elif isinstance(given, Mapping):
-        shares = tuple(_share(name, value) for name, value in given.items())
+    elif isinstance(setting, Mapping):
+        shares = tuple(_share(name, value) for name, value in setting.items())
     else:
         raise ConfigError(
-            f"shares={excerpt(given)}: write them as a table, or like tenant-a=0.3 tenant-b=20%"
+            f"shares={excerpt(setting)}: write them as a table, or like tenant-a=0.3 tenant-b=20%"
         )
     names = [share.name for share in shares]
     try:
@@ -161,15 +161,15 @@ class Pools:
         Without an asker the place itself becomes smaller: then the fullest pool gives, also within its share.
         O(pools) for each. The caller closes it before any other call.
         """
-        left = {pool: pool.used for pool in self if pool.used > pool.leased_bytes}
-        if asker in left:
-            left[asker] += claim
+        bytes_of = {pool: pool.used for pool in self if pool.used > pool.leased_bytes}
+        if asker in bytes_of:
+            bytes_of[asker] += claim
         orders: dict[Pool, Generator[Keyed, None, None]] = {}
         with ExitStack() as opened:
-            while left:
-                pool = max(left, key=lambda pool: pool.fullness(left[pool]))
-                if asker is not None and left[pool] <= pool.share_bytes:
-                    if asker not in left:  # no pool is above its share, so only the asker's own may leave
+            while bytes_of:
+                pool = max(bytes_of, key=lambda pool: pool.fullness(bytes_of[pool]))
+                if asker is not None and bytes_of[pool] <= pool.share_bytes:
+                    if asker not in bytes_of:  # no pool is above its share, so only the asker's own may leave
                         return
                     pool = asker
                 if pool not in orders:
@@ -178,7 +178,7 @@ class Pools:
                 for entry in orders[pool]:
                     yield entry
                     if len(taken) > before:
-                        left[pool] -= taken[-1].nbytes
+                        bytes_of[pool] -= taken[-1].nbytes
                         break
                 else:
-                    del left[pool]
+                    del bytes_of[pool]

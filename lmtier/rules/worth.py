@@ -81,24 +81,24 @@ class CostFilter:
             )
         expected = self.seconds(amounts)
         shares = [weight * amount / expected for weight, amount in zip(self.weights, amounts, strict=True)]
-        most = self._most if self.observations > _WARM_UP else inf
-        error = max(-most, min(most, log(seconds / expected)))
-        along = [sum(map(mul, row, shares)) for row in self._spread]
+        max_error = self._most if self.observations > _WARM_UP else inf
+        error = max(-max_error, min(max_error, log(seconds / expected)))
+        row_sums = [sum(map(mul, row, shares)) for row in self._spread]
         sign = (error > 0) - (error < 0)
-        if error * error < _ODD**2 * (self._noise + sum(map(mul, along, shares))):
+        if error * error < _ODD**2 * (self._noise + sum(map(mul, row_sums, shares))):
             self._odd = 0
         else:
             self._odd = self._odd + sign if self._odd * sign > 0 else sign
         if abs(self._odd) >= self._patience:
             size = range(len(shares))
             self._spread = [[_UNKNOWN * (i == k) for i in size] for k in size]
-            along = [_UNKNOWN * share for share in shares]
-        gain = [each / (self._noise + sum(map(mul, along, shares))) for each in along]
+            row_sums = [_UNKNOWN * share for share in shares]
+        gain = [each / (self._noise + sum(map(mul, row_sums, shares))) for each in row_sums]
         self.weights = tuple(
             max(weight * exp(each * error), 1e-15) for weight, each in zip(self.weights, gain, strict=True)
         )
         for i, row in enumerate(self._spread):
-            for k, each in enumerate(along):
+            for k, each in enumerate(row_sums):
                 row[k] -= gain[i] * each
             if row[i] < _UNKNOWN:
                 row[i] += self._drift
@@ -258,14 +258,14 @@ def choose_load(
     copied. The rest of the prompt is computed.
     """
     ends = np.arange(len(places) + 1) * chunk_tokens
-    place = np.array(places, dtype=np.int64)
+    line_of_chunk = np.array(places, dtype=np.int64)
     arrival = np.zeros(len(ends))
     for number, (start, byte) in enumerate(lines):
-        asked = np.cumsum(place == number)
-        begun = np.cumsum(place == -2 - number) + asked > 0
-        arrival[1:] = np.maximum(arrival[1:], begun * (start + byte * nbytes * asked))
+        asked = np.cumsum(line_of_chunk == number)
+        is_started = np.cumsum(line_of_chunk == -2 - number) + asked > 0
+        arrival[1:] = np.maximum(arrival[1:], is_started * (start + byte * nbytes * asked))
     known = np.maximum(ends, has).astype(float)
-    rest = cost.token * (tokens - known) + cost.position * (tokens * tokens - known * known) / 2
-    total = arrival + cost.copy * (known - has) + cost.fixed + rest
+    compute_seconds = cost.token * (tokens - known) + cost.position * (tokens * tokens - known * known) / 2
+    total = arrival + cost.copy * (known - has) + cost.fixed + compute_seconds
     chunks = int(np.flatnonzero(total <= total.min() + _MARGIN * abs(total.min()))[-1])
     return LoadChoice(chunks, float(arrival[chunks]))

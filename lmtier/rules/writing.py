@@ -1,8 +1,8 @@
 """Which chunks are written to a lower tier: the rule that would have hit more, within a daily budget. No I/O.
 
-Writes wear an SSD, and most chunks are never asked for again. `Choice` constantly tests two rules on a sample
-of the keys, as `policy=auto` does for eviction. `Budget` is a token bucket of bytes per day. `Pace`
-measures the bytes written per day. Callers pass times, in seconds of any clock.
+Writes wear an SSD, and most chunks are never asked for again. `WriteRuleTrial` constantly tests two rules on
+a sample of the keys, as `policy=auto` does for eviction. `Budget` is a token bucket of bytes per day.
+`WriteRate` measures the bytes written per day. Callers pass times, in seconds of any clock.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Budget:
         return self._left - self._reserved
 
     def allows(self, nbytes: int, is_proven: bool, now: float) -> bool:
-        left = self.left(now)
+        available = self.left(now)
         if self._most < nbytes <= self._per_day * self.LARGEST:
             self._hold(nbytes)
-        return nbytes <= left and (is_proven or left >= self._most * self.KEPT)
+        return nbytes <= available and (is_proven or available >= self._most * self.KEPT)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve the bytes that `allows` has just allowed. `spend` follows with the bytes written."""

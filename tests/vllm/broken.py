@@ -97,9 +97,9 @@ def _start_and_spoil(self: RankLoads, *, calls_hooks: bool) -> None:
             SPOILS[name](tensors, blocks, old)
 
 
-def _match_more(self: LoadPlanner, known: Any, computed_tokens: int) -> int | None:
-    more = _matched(self, known, computed_tokens)
-    room = known.request.num_tokens - 1 - computed_tokens
+def _match_more(self: LoadPlanner, tracked: Any, computed_tokens: int) -> int | None:
+    more = _matched(self, tracked, computed_tokens)
+    room = tracked.request.num_tokens - 1 - computed_tokens
     if fault() == "more promised than loaded" and more and more + 32 <= room:
         return more + 32
     return more

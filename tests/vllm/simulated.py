@@ -188,7 +188,7 @@ scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 if loads := os.environ.get("LMTIER_TEST_LOADS"):
     MOST = {"in steps": 1 << 40, "short in steps": 400}.get(loads, 0)
 
-    def _is_long(self: LoadPlanner, known: TrackedRequest, match: Match, tokens: int) -> bool:
+    def _is_long(self: LoadPlanner, tracked: TrackedRequest, match: Match, tokens: int) -> bool:
         return tokens > MOST
 
     LoadPlanner._must_wait = _is_long  # type: ignore[method-assign]

@@ -122,11 +122,11 @@ class ChunkBuffer:
         shapes = [(heads, self.chunk_tokens, k + v) for heads, k, v in self._layout.layers]
         sizes = [prod(shape) for shape in shapes]
         # A chunk's layers are contiguous, as in a payload, so it can be copied as one piece.
-        whole = self.place.empty((count, sum(sizes)), self._dtype)
-        parts = torch.split(whole, sizes, dim=1)
-        taken = [part.view(count, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        memory = self.place.empty((count, sum(sizes)), self._dtype)
+        parts = torch.split(memory, sizes, dim=1)
+        layer_blocks = [part.view(count, *shape) for part, shape in zip(parts, shapes, strict=True)]
         with self.place.current():
-            kv = self.place.kv(self._layout, taken)
+            kv = self.place.kv(self._layout, layer_blocks)
             try:
                 mover = self.place.mover(kv, self._identity)
                 mover.prove(range(CANARY_BLOCKS))
@@ -135,7 +135,7 @@ class ChunkBuffer:
                 raise
         if self._blocks:
             self.place.give_back(self.mover.kv)
-        self._blocks, self.mover = taken, mover
+        self._blocks, self.mover = layer_blocks, mover
 
     def _make_room(self, blocks: int) -> None:
         """Enlarge the buffer. Raises one of _FAILURES if the GPU has no room; then the old buffer stays."""
@@ -147,46 +147,46 @@ class ChunkBuffer:
         """The stored tokens of each row, by tier; and each layer's K and V of them, [rows, H, columns, D]."""
         self.settle()
         matches: list[Match] = []
-        held: dict[int, Match] = {}
+        unreleased: dict[int, Match] = {}
         """The matches whose leases end here. A load ends the leases of its match itself, perhaps later."""
         sources: list[list[str]] = []
         prefixes: list[list[Tensor]] = []
         try:
-            for number, row in enumerate(rows):
+            for row_number, row in enumerate(rows):
                 ends = self._states.mover.form if self._states is not None else None
                 matches.append(self.mover.match(row.chain, state_form=ends))
-                held[number] = matches[-1]
+                unreleased[row_number] = matches[-1]
                 row.saved = matches[-1].chunks
                 row.parted = matches[-1].found if matches[-1].cut_reason == "no_state" else 0
                 sources.append(list(matches[-1].sources))
             self.place.follow()
-            if end := _common_end(rows):
+            if common_end := _common_end(rows):
                 prefixes = self._prefixes(rows, max(row.end for row in rows))
-            for number, row in enumerate(rows):
-                if prefixes and row.pad < end:
-                    for chunk in self._load_row(number, row, held.pop(number), prefixes):
-                        sources[number][chunk] = "gpu"
+            for row_number, row in enumerate(rows):
+                if prefixes and row.pad < common_end:
+                    for chunk in self._load_row(row_number, row, unreleased.pop(row_number), prefixes):
+                        sources[row_number][chunk] = "gpu"
         except DeviceError as error:
-            _warn(error, f"load {end} tokens: they are computed")
+            _warn(error, f"load {common_end} tokens: they are computed")
             prefixes = []
         finally:
-            for match in held.values():
+            for match in unreleased.values():
                 self._cache.release(match)
             self._cache.step()
         # It is less if a fingerprint differed.
-        end = _common_end(rows) if prefixes else 0
-        found = [
-            _by_tier(places, end - row.pad, self.chunk_tokens)
+        common_end = _common_end(rows) if prefixes else 0
+        tokens_by_tier = [
+            _by_tier(places, common_end - row.pad, self.chunk_tokens)
             for places, row in zip(sources, rows, strict=True)
         ]
-        return found, _handed_over(prefixes, end)
+        return tokens_by_tier, _handed_over(prefixes, common_end)
 
     def _load_row(
-        self, number: int, row: PromptRow, match: Match, prefixes: list[list[Tensor]]
+        self, row_number: int, row: PromptRow, match: Match, prefixes: list[list[Tensor]]
     ) -> Sequence[int]:
         """Load a match through the buffer into this row of the prefixes. Returns chunks that were copied on
         the GPU."""
-        there = slice(row.pad, row.end)
+        columns = slice(row.pad, row.end)
         # Wait for chunks with fingerprints: only verified chunks count as stored.
         with self.place.current(), self.mover.load(match, range(match.chunks)) as load:
             load.all()
@@ -201,7 +201,7 @@ class ChunkBuffer:
         if self._states is not None and row.state is None:
             row.saved = 0
         for blocks, (keys, values) in zip(self._blocks, prefixes, strict=True):
-            for block, plane in _facing(blocks, keys[number, :, there], values[number, :, there]):
+            for block, plane in _facing(blocks, keys[row_number, :, columns], values[row_number, :, columns]):
                 plane.copy_(block)
         return load.from_copies
 
@@ -225,28 +225,28 @@ class ChunkBuffer:
         stored."""
         self.abort()
         size = self.chunk_tokens
-        spans = []
+        new_rows = []
         for number, row in enumerate(rows):
-            full = min((end - row.pad) // size, len(row.chain.keys))
-            if full > row.saved and row.end >= start:
-                spans.append((number, row, full))
-        needed = sum(full - row.saved for _, row, full in spans)
+            full_chunks = min((end - row.pad) // size, len(row.chain.keys))
+            if full_chunks > row.saved and row.end >= start:
+                new_rows.append((number, row, full_chunks))
+        needed = sum(full_chunks - row.saved for _, row, full_chunks in new_rows)
         try:
             self._make_room(needed)
         except _FAILURES as error:
             _warn(error, f"save {needed * size} tokens: they are not stored")
             return
         self.mover.order_before_reuse(range(needed))
-        taken = 0
-        for number, row, full in spans:
-            first, at = row.saved, row.end - start
-            own = range(taken, taken := taken + full - first)
-            blocks = dict(enumerate(self.mover.kv.check(own), start=first))
-            reservation = self._cache.reserve(row.chain.keys[:full], self.mover.form, first=first)
-            columns = slice(at, at + (full - first) * size)
+        next_block = 0
+        for number, row, full_chunks in new_rows:
+            first, first_column = row.saved, row.end - start
+            block_ids = range(next_block, next_block := next_block + full_chunks - first)
+            blocks = dict(enumerate(self.mover.kv.check(block_ids), start=first))
+            reservation = self._cache.reserve(row.chain.keys[:full_chunks], self.mover.form, first=first)
+            columns = slice(first_column, first_column + (full_chunks - first) * size)
             save = self.mover.fill(reservation, blocks)
-            self._fillings.append(_Filling(save, number, columns, slice(own.start, own.stop)))
-            row.saved = full - reservation.dropped
+            self._fillings.append(_Filling(save, number, columns, slice(block_ids.start, block_ids.stop)))
+            row.saved = full_chunks - reservation.dropped
 
     def save(self, number: int, keys: Tensor, values: Tensor) -> None:
         for filling in self._fillings:

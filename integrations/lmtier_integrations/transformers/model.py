@@ -70,7 +70,7 @@ def probe(model: PreTrainedModel) -> ModelCacheProbe:
         raise LayoutError("lmtier serves decoders: the KV of an encoder-decoder is not of the prompt alone")
     if model.tp_size is not None:
         raise LayoutError("lmtier does not serve tensor parallelism in transformers: a rank holds some heads")
-    cache, whole = (DynamicCache(config=model.config) for _ in range(2))
+    cache, full_cache = (DynamicCache(config=model.config) for _ in range(2))
     for number, layer in enumerate(cache.layers):
         if type(layer) not in _LAYERS:  # descendants keep something else
             raise LayoutError(
@@ -87,31 +87,31 @@ def probe(model: PreTrainedModel) -> ModelCacheProbe:
         raise LayoutError(f"{type(model).__name__} does not only cache keys and values")
     tokens = torch.arange(2 * _PROBED, device=model.device)[None]
     compute(model, tokens, cache, 0, _PROBED)
-    logits = compute(model, tokens, whole, 0, 2 * _PROBED)
-    found = {
+    logits = compute(model, tokens, full_cache, 0, 2 * _PROBED)
+    planes_of = {
         number: (layer.keys, layer.values)
         for number, layer in enumerate(cache.layers)
         if isinstance(layer, DynamicLayer)
     }
-    keys = next(iter(found.values()))[0]
-    for number, planes in found.items():
-        later = whole.layers[number]
-        for plane, other in zip(planes, (later.keys, later.values), strict=True):
+    keys = next(iter(planes_of.values()))[0]
+    for number, planes in planes_of.items():
+        full_layer = full_cache.layers[number]
+        for plane, full_plane in zip(planes, (full_layer.keys, full_layer.values), strict=True):
             if plane is None or plane.shape[:1] + plane.shape[2:3] != (1, _PROBED):
                 raise LayoutError(f"layer {number} leaves no keys and values of its tokens in its cache")
             if plane.dtype not in DTYPES or plane.dtype != keys.dtype:
                 raise LayoutError(
                     f"layer {number} keeps {plane.dtype}; lmtier serves {', '.join(DTYPES.values())}"
                 )
-            if (other[:, :, :_PROBED] - plane).norm() > _CLOSE * plane.norm():
+            if (full_plane[:, :, :_PROBED] - plane).norm() > _CLOSE * plane.norm():
                 raise LayoutError(
                     f"layer {number} attends to later tokens, so its KV is not a matter of the prefix alone"
                 )
         if planes[0].shape[1] != planes[1].shape[1]:
             raise LayoutError(f"layer {number} has keys and values of different numbers of heads")
-    kept = ModelCacheProbe(found, {place: tensor.clone() for place, tensor in states_in(cache).items()})
+    kept = ModelCacheProbe(planes_of, {place: tensor.clone() for place, tensor in states_in(cache).items()})
     if kept.states:
-        _check_states(model, kept, tokens, cache, [logits, *_all_of(whole)])
+        _check_states(model, kept, tokens, cache, [logits, *_all_of(full_cache)])
     return kept
 
 
@@ -120,9 +120,9 @@ def _check_states(
     kept: ModelCacheProbe,
     tokens: Tensor,
     cache: DynamicCache,
-    whole: Sequence[Tensor],
+    expected: Sequence[Tensor],
 ) -> None:
-    """Raise if this model cannot go on from its state. `cache` has the first tokens, `whole` is of all."""
+    """Raise if this model cannot go on from its state. `cache` has the first tokens, `expected` is of all."""
     planes = [plane for both in kept.kv.values() for plane in both]
     if any(each.device.type != "cpu" for each in (*planes, *kept.states.values())):
         raise LayoutError(
@@ -135,10 +135,10 @@ def _check_states(
     for place, state in states_in(forgetful).items():
         if place.is_recurrent == is_recurrent:
             state.zero_()
-    one, other = (
+    with_state, without_state = (
         [compute(model, tokens, each, _PROBED, 2 * _PROBED), *_all_of(each)] for each in (cache, forgetful)
     )
-    if 2 * _distance(one, whole) > _distance(other, whole):
+    if 2 * _distance(with_state, expected) > _distance(without_state, expected):
         raise LayoutError(
             f"{type(model).__name__} does not go on from the state in its cache, in transformers "
             f"{transformers.__version__}, if a forward has several tokens; lmtier needs a model that does"
@@ -155,23 +155,23 @@ def _all_of(cache: DynamicCache) -> list[Tensor]:
     return [*planes, *states_in(cache).values()]
 
 
-def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    pairs = zip(some, others, strict=True)
-    return sum(float((one - other).norm() / other.norm().clamp(1e-9)) for one, other in pairs)
+def _distance(tensors: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    pairs = zip(tensors, references, strict=True)
+    return sum(float((tensor - other).norm() / other.norm().clamp(1e-9)) for tensor, other in pairs)
 
 
 @torch.no_grad()
 def compute(model: PreTrainedModel, tokens: Tensor, cache: Cache, start: int, end: int) -> Tensor:
     """One forward over these columns of prompts without padding. Returns the last logits."""
-    given = {
+    arguments = {
         "attention_mask": torch.ones_like(tokens[:, :end]),
         "position_ids": torch.arange(start, end, device=tokens.device).expand(len(tokens), -1),
         "logits_to_keep": 1,
     }
-    takes = inspect.signature(model.forward).parameters
-    given = {word: value for word, value in given.items() if word in takes}
-    found = model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True, **given)
-    logits: Tensor = found.logits[:, -1]
+    parameters = inspect.signature(model.forward).parameters
+    arguments = {word: value for word, value in arguments.items() if word in parameters}
+    output = model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True, **arguments)
+    logits: Tensor = output.logits[:, -1]
     return logits
 
 
@@ -201,13 +201,13 @@ def length_limit(config: dict[str, Any]) -> float:
         limit = (config.get(_LENGTHS[0]) or inf) + 1
     waiting: list[Any] = [config]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict):
-            waiting.extend(each.values())
-            if (each.get("rope_type") or each.get("type")) in _ROTATES_BY_LENGTH:
-                places = (each, config, config.get("text_config") or {})
-                said = [place.get(word) for word in _LENGTHS for place in places]
-                limit = min(limit, *(length for length in said if length), *[0] * (not any(said)))
+        config_part = waiting.pop()
+        if isinstance(config_part, dict):
+            waiting.extend(config_part.values())
+            if (config_part.get("rope_type") or config_part.get("type")) in _ROTATES_BY_LENGTH:
+                places = (config_part, config, config.get("text_config") or {})
+                lengths = [place.get(word) for word in _LENGTHS for place in places]
+                limit = min(limit, *(length for length in lengths if length), *[0] * (not any(lengths)))
     return limit
 
 
@@ -217,17 +217,17 @@ def stamp_of(model: PreTrainedModel) -> int:
     A change through `.data`, or of inference tensors, leaves no trace but the content. So the stamp has a
     sample of it.
     """
-    seen: list[object] = []
+    facts: list[object] = []
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for number, each in enumerate(model.parameters()):
-        seen.append((each.data_ptr(), 0 if each.is_inference() else each._version))
+    for number, parameter in enumerate(model.parameters()):
+        facts.append((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version))
         with suppress(*_NO_ELEMENTS):
-            sample = _sample_of(each.detach(), number)
-            samples.setdefault((each.device, each.dtype), []).append(sample)
+            sample = _sample_of(parameter.detach(), number)
+            samples.setdefault((parameter.device, parameter.dtype), []).append(sample)
     for parts in samples.values():
         with suppress(*_NO_ELEMENTS):
-            seen.append(torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes())
-    return hash(tuple(seen))
+            facts.append(torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes())
+    return hash(tuple(facts))
 
 
 def _sample_of(tensor: Tensor, number: int) -> Tensor:
@@ -259,23 +259,23 @@ def digest_in(folder: str, model: PreTrainedModel) -> str:
     files = checkpoint_in(folder)
     if not files.paths or not (digest := files.settled()[1]):
         raise MisuseError(f"weights={folder!r} is no folder with files of weights that transformers loads")
-    mine, prefix, same = model.state_dict(), f"{model.base_model_prefix}.", 0
+    state_dict, prefix, matched = model.state_dict(), f"{model.base_model_prefix}.", 0
     for path in files.paths:
         for name, tensor in _tensors_in(path):
             names = name, prefix + name, name.removeprefix(prefix)
-            held = next((mine[each] for each in names if each in mine), None)
-            if held is None or held.shape != tensor.shape:
+            in_memory = next((state_dict[alias] for alias in names if alias in state_dict), None)
+            if in_memory is None or in_memory.shape != tensor.shape:
                 continue  # transformers has put it together with others
-            if not held.is_meta:
+            if not in_memory.is_meta:
                 at = torch.arange(0, tensor.numel(), max(1, tensor.numel() // _SAMPLE) | 1)
-                wanted = tensor.reshape(-1)[at].to(held.dtype)
-                if not torch.equal(held.detach().reshape(-1)[at.to(held.device)].cpu(), wanted):
+                wanted = tensor.reshape(-1)[at].to(in_memory.dtype)
+                if not torch.equal(in_memory.detach().reshape(-1)[at.to(in_memory.device)].cpu(), wanted):
                     raise MisuseError(
                         f"{name} in memory is not that of {path}: the model was loaded from other files, or "
                         "changed; leave weights out"
                     )
-            same += 1
-    if not same:
+            matched += 1
+    if not matched:
         raise MisuseError(f"weights={folder!r} has no tensors of this model: leave weights out")
     return digest
 

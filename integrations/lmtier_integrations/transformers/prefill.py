@@ -62,19 +62,19 @@ class PromptPrefill:
         limit: float,
         stamp: int,
     ) -> None:
-        known: dict[tuple[int, ...], tuple[StoredCache, PromptRow, Counter[str]]] = {}
+        filled: dict[tuple[int, ...], tuple[StoredCache, PromptRow, Counter[str]]] = {}
         found = []
         for row, tokens in zip(rows, ids, strict=True):
-            own = tokens[row.pad :]
-            name = tuple(own.tolist())
-            if name not in known:
-                one, alone = StoredDynamicCache(config=self._model.config), PromptRow(row.chain, 0)
-                loaded = self._advance(one, alone, own[None], column - row.pad, limit, stamp)
-                known[name] = one, alone, loaded
-            found.append(known[name])
-            row.saved = known[name][1].saved
+            prompt = tokens[row.pad :]
+            name = tuple(prompt.tolist())
+            if name not in filled:
+                row_cache, unpadded = StoredDynamicCache(config=self._model.config), PromptRow(row.chain, 0)
+                loaded = self._advance(row_cache, unpadded, prompt[None], column - row.pad, limit, stamp)
+                filled[name] = row_cache, unpadded, loaded
+            found.append(filled[name])
+            row.saved = filled[name][1].saved
         cache.loaded = [loaded for *_, loaded in found]
-        self._join(cache, [one for one, *_ in found], column)
+        self._join(cache, [row_cache for row_cache, *_ in found], column)
 
     def _advance(
         self, cache: StoredCache, row: PromptRow, ids: Tensor, until: int, limit: float, stamp: int
@@ -103,18 +103,18 @@ class PromptPrefill:
 
     def _join(self, cache: StoredCache, rows: Sequence[Cache], columns: int) -> None:
         """Make one cache of those of the rows, padded on the left. A row may not have begun."""
-        begun = next(row for row in rows if row.get_seq_length())
+        reference = next(row for row in rows if row.get_seq_length())
         for layer in self._buffer.numbers:
             planes = []
             for word in ("keys", "values"):
-                model = getattr(begun.layers[layer], word)
-                plane = model.new_zeros(len(rows), model.shape[1], columns, model.shape[3])
+                sample = getattr(reference.layers[layer], word)
+                plane = sample.new_zeros(len(rows), sample.shape[1], columns, sample.shape[3])
                 for number, row in enumerate(rows):
                     if row.get_seq_length():
-                        own = getattr(row.layers[layer], word)
-                        plane[number, :, columns - own.shape[2] :] = own[0]
+                        row_plane = getattr(row.layers[layer], word)
+                        plane[number, :, columns - row_plane.shape[2] :] = row_plane[0]
                 planes.append(plane)
             cache.layers[layer].update(*planes)
         alone = [states_in(row) for row in rows]
-        empty = {place: torch.zeros_like(tensor) for place, tensor in states_in(begun).items()}
+        empty = {place: torch.zeros_like(tensor) for place, tensor in states_in(reference).items()}
         put_states(cache, {place: torch.cat([(each or empty)[place] for each in alone]) for place in empty})

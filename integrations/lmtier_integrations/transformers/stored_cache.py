@@ -85,27 +85,27 @@ class ExpectedPrompts:
             "position_ids": self._positions[:, start:],
             "attention_mask": self._mask,
         }
-        for word, value in given.items():
-            if word in _NO_MATTER or not isinstance(value, Tensor):
+        for name, value in given.items():
+            if name in _NO_MATTER or not isinstance(value, Tensor):
                 continue
-            if word == "attention_mask" and value.ndim == 4 and self._is_static:
+            if name == "attention_mask" and value.ndim == 4 and self._is_static:
                 continue  # `generate` makes it from a mask, and passes the padding in position_ids
-            if word not in wanted:
-                raise MisuseError(f"{word} may change KV, which lmtier knows by the prompt's tokens alone")
+            if name not in wanted:
+                raise MisuseError(f"{name} may change KV, which lmtier knows by the prompt's tokens alone")
             # transformers pads a short mask with zeros, and spreads one position over all tokens.
-            width = end if word == "attention_mask" else end - start
-            if value.shape[-1] < width or (word == "position_ids" and value.shape[-1] > width):
-                raise MisuseError(f"{word} has a width of {value.shape[-1]}, and this forward needs {width}")
-            columns = min(wanted[word].shape[1], value.shape[-1])
-            ours, theirs = wanted[word][:, :columns], value[..., :columns]
-            if word == "input_ids" and len(theirs) != len(ours):
-                raise MisuseError(f"a cache of {len(ours)} prompts cannot serve {len(theirs)}")
-            if theirs.ndim == 4 or not (theirs.to(ours.device) == ours).all():
-                raise MisuseError(f"the {word} is not that of the prompts this cache was made for")
+            width = end if name == "attention_mask" else end - start
+            if value.shape[-1] < width or (name == "position_ids" and value.shape[-1] > width):
+                raise MisuseError(f"{name} has a width of {value.shape[-1]}, and this forward needs {width}")
+            columns = min(wanted[name].shape[1], value.shape[-1])
+            expected, passed = wanted[name][:, :columns], value[..., :columns]
+            if name == "input_ids" and len(passed) != len(expected):
+                raise MisuseError(f"a cache of {len(expected)} prompts cannot serve {len(passed)}")
+            if passed.ndim == 4 or not (passed.to(expected.device) == expected).all():
+                raise MisuseError(f"the {name} is not that of the prompts this cache was made for")
         needed = ["input_ids", *(["attention_mask", "position_ids"] if self._is_padded else [])]
-        for word in needed:
-            if given.get(word) is None and word in _words_of(type(model).forward):
-                raise MisuseError(f"these prompts need {word}, as model.generate gives it")
+        for name in needed:
+            if given.get(name) is None and name in _words_of(type(model).forward):
+                raise MisuseError(f"these prompts need {name}, as model.generate gives it")
 
 
 class PromptSaving:

@@ -48,7 +48,7 @@ class KVEvents:
     def note_prompt(self, request: Request, chain: KeyChain, sources: Sequence[str]) -> None:
         """A prompt, as far as its keys are known, and where its leading chunks are; "": not there yet."""
         size, lora, salt = chain.chunk_tokens, request.lora_request, request.cache_salt
-        media = [(each.identifier, each.mm_position) for each in request.mm_features]
+        items = [(each.identifier, each.mm_position) for each in request.mm_features]
         parent: bytes | None = None
         for number, key in enumerate(chain.keys):
             if key in self._chunks:
@@ -58,9 +58,9 @@ class KVEvents:
                 extra = (
                     *((lora.lora_name,) if lora else ()),
                     *(
-                        (name, place.offset)
-                        for name, place in media
-                        if place.offset < end and place.offset + place.length > first
+                        (identifier, position.offset)
+                        for identifier, position in items
+                        if position.offset < end and position.offset + position.length > first
                     ),
                     *((salt,) if salt and not number else ()),
                 )
@@ -83,12 +83,12 @@ class KVEvents:
         if changes is None:
             self._found.clear()
             changes = [Change(tier, False, key) for tier, keys in self._published.items() for key in keys]
-        found, self._found = self._found, []
-        news = [change for change in (*found, *changes) if self._is_news(change)]
+        noted, self._found = self._found, []
+        new_changes = [change for change in (*noted, *changes) if self._is_news(change)]
         return [
             event
-            for (tier, came), run in groupby(news, key=lambda change: change[:2])
-            for event in self._events_of(tier, came, [change.key for change in run])
+            for (tier, is_added), run in groupby(new_changes, key=lambda change: change[:2])
+            for event in self._events_of(tier, is_added, [change.key for change in run])
         ]
 
     def forget(self) -> None:
@@ -97,13 +97,13 @@ class KVEvents:
         self._chunks.clear()
 
     def _is_news(self, change: Change) -> bool:
-        told = self._published.setdefault(change.tier, set())
-        if change.tier.partition("-")[0] not in _MEDIA or (change.key in told) == change.is_added:
+        published = self._published.setdefault(change.tier, set())
+        if change.tier.partition("-")[0] not in _MEDIA or (change.key in published) == change.is_added:
             return False
         if not change.is_added:
-            told.discard(change.key)
+            published.discard(change.key)
         elif change.key in self._chunks:
-            told.add(change.key)
+            published.add(change.key)
         return not change.is_added or change.key in self._chunks
 
     def _events_of(self, tier: str, came: bool, keys: list[bytes]) -> list[KVCacheEvent]:
@@ -127,7 +127,7 @@ class KVEvents:
     def _stored(self, keys: list[bytes], medium: str, ownership: dict[str, str]) -> BlockStored:
         chunks = [self._chunks[key] for key in keys]
         lora = chunks[0].lora
-        said = {
+        fields = {
             "block_hashes": [*map(_hash, keys)],
             "parent_block_hash": _hash(parent) if (parent := chunks[0].parent) is not None else None,
             "token_ids": [token for chunk in chunks for token in chunk.tokens],
@@ -138,7 +138,7 @@ class KVEvents:
             "extra_keys": [chunk.extra for chunk in chunks],
             **ownership,
         }
-        return BlockStored(**{name: value for name, value in said.items() if name in _FIELDS})
+        return BlockStored(**{name: value for name, value in fields.items() if name in _FIELDS})
 
 
 def _hash(key: bytes) -> bytes | int:

@@ -49,9 +49,9 @@ class FailedLoadRepair:
         for request_id, _, tables in requests_with_new_blocks(output):
             if tables and (request_id in entering or request_id in self._entered):
                 # One: without windows, models have one block table.
-                _, before = self._entered.pop(request_id, (0, ()))
-                kept = () if request_id in entering else before
-                self._entered[request_id] = self._step, [*kept, *tables[0]]
+                _, old_blocks = self._entered.pop(request_id, (0, ()))
+                kept_blocks = () if request_id in entering else old_blocks
+                self._entered[request_id] = self._step, [*kept_blocks, *tables[0]]
         for load in loads:
             if not load.request:
                 self._loaded |= dict.fromkeys(load.block_ids[0], self._step)
@@ -72,10 +72,10 @@ class FailedLoadRepair:
         waiting = [each for each in engine.requests.values() if each.status == _WAITING]
         for request in (*engine.running, *waiting):
             (tables[request.request_id],) = engine.kv_cache_manager.get_block_ids(request.request_id)
-        begin_anew = [each for each in engine.running if not blocks.isdisjoint(tables[each.request_id])]
+        restarted = [each for each in engine.running if not blocks.isdisjoint(tables[each.request_id])]
         if blocks.isdisjoint(self._loaded):
-            begin_anew = [each for each in begin_anew if each.request_id not in self._undone]
-            self._undone |= {each.request_id for each in begin_anew}
+            restarted = [each for each in restarted if each.request_id not in self._undone]
+            self._undone |= {each.request_id for each in restarted}
         elif engine.recompute_kv_load_failures:
             # These wait for other loads, which continue from the failed blocks. When those loads have ended,
             # vLLM lets the requests begin anew.
@@ -84,12 +84,12 @@ class FailedLoadRepair:
                     request.num_computed_tokens = 0
                     engine.failed_recving_kv_req_ids.add(request.request_id)
         for table in tables.values():  # also of requests that are done, or were aborted
-            first = next((number for number, block in enumerate(table) if block in blocks), len(table))
-            engine.kv_cache_manager.evict_blocks(set(table[first:]))
+            first_failed = next((number for number, block in enumerate(table) if block in blocks), len(table))
+            engine.kv_cache_manager.evict_blocks(set(table[first_failed:]))
         now = time.monotonic()
-        for request in reversed(begin_anew):  # each goes to the head of the queue
+        for request in reversed(restarted):  # each goes to the head of the queue
             engine.running.remove(request)
             engine._preempt_request(request, now, drop_stale_output=True)
             engine.prev_step_scheduled_req_ids.discard(request.request_id)
         self._undone &= engine.requests.keys()
-        return begin_anew
+        return restarted

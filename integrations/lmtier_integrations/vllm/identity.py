@@ -75,9 +75,9 @@ def _as_built(model: ModelConfig) -> Any:
     """
     if not str(getattr(model.hf_text_config, "model_type", "")).startswith("llama4"):
         return model.hf_config
-    said = model.try_get_generation_config() | model.override_generation_config
+    generation_config = model.try_get_generation_config() | model.override_generation_config
     config = copy.deepcopy(model.hf_config)
-    config.get_text_config().attn_temperature_tuning = said.get(
+    config.get_text_config().attn_temperature_tuning = generation_config.get(
         "attn_temperature_tuning", _built_length(model) > _LONG
     )
     return config
@@ -99,18 +99,18 @@ def _built_length(model: ModelConfig) -> int:
 def facts_of(config: VllmConfig) -> dict[str, Any]:
     """The settings that change KV and differ from the default. Most engines have none."""
     model = config.model_config
-    found = _configured(config)
-    found |= {
+    facts = _configured(config)
+    facts |= {
         name: value
         for entry in TABLE["environment"]
         for name in entry["names"].split()
         if (value := os.environ.get(name))
     }
     if callable(model.hf_overrides) or "architectures" in (model.hf_overrides or {}):
-        found["architecture"] = model.architecture
+        facts["architecture"] = model.architecture
     if code := _code_of(model):
-        found["code"] = code
-    return found
+        facts["code"] = code
+    return facts
 
 
 def keeps_states(model: ModelConfig) -> bool:
@@ -121,21 +121,21 @@ def keeps_states(model: ModelConfig) -> bool:
 def _configured(config: VllmConfig) -> dict[str, Any]:
     parts = {type(config).__name__: config}
     parts |= {type(each).__name__: each for each in vars(config).values()}
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for entry in TABLE["fields"]:
         part = parts.get(entry["of"])
-        concerns = "only" not in entry or keeps_states(config.model_config)
-        if entry["key"] != "yes" or part is None or not concerns:
+        applies = "only" not in entry or keeps_states(config.model_config)
+        if entry["key"] != "yes" or part is None or not applies:
             continue
-        plain = {str(value) for value in entry.get("plain", ())}
-        if _DTYPE in plain:
-            plain.add(str(config.model_config.dtype))
+        neutral_values = {str(value) for value in entry.get("plain", ())}
+        if _DTYPE in neutral_values:
+            neutral_values.add(str(config.model_config.dtype))
         defaults = {each.name: _default(each) for each in fields(part)}
         for name in entry["names"].split():
             value = getattr(part, name, None)
-            if value and value != defaults.get(name) and str(value) not in plain:
-                found[f"{entry['of']}.{name}"] = value
-    return found
+            if value and value != defaults.get(name) and str(value) not in neutral_values:
+                facts[f"{entry['of']}.{name}"] = value
+    return facts
 
 
 def _default(field: Any) -> Any:
@@ -152,14 +152,14 @@ def _code_of(model: Any) -> str:
         if not folder.is_dir():
             return str(model.code_revision or model.revision or "")
         return _digest_of(sorted(folder.rglob("*.py")))
-    known = ModelRegistry.models.get(model.architecture)
-    module = getattr(known, "module_name", None) or getattr(
-        getattr(known, "model_cls", None), "__module__", ""
+    registered = ModelRegistry.models.get(model.architecture)
+    module = getattr(registered, "module_name", None) or getattr(
+        getattr(registered, "model_cls", None), "__module__", ""
     )
     if not module or module.startswith("vllm."):
         return ""
-    found = importlib.util.find_spec(module)
-    return _digest_of([Path(found.origin)]) if found is not None and found.origin else module
+    spec = importlib.util.find_spec(module)
+    return _digest_of([Path(spec.origin)]) if spec is not None and spec.origin else module
 
 
 def _digest_of(paths: list[Path]) -> str:

@@ -254,21 +254,21 @@ def _packing(
     ratio: int,
 ) -> tuple[str, str]:
     """The packing of a block, and its dtype."""
-    said = {
+    packings = {
         (*_inner(specs[name], backends[name], getattr(layers[name], "isa", "")), _dtype(config, specs[name]))
         for name in owners
     }
-    if len(said) == 1:
-        packing, dtype = said.pop()
+    if len(packings) == 1:
+        packing, dtype = packings.pop()
         if packing in ("token", "latent", "cpu-vec") and dtype:
             return packing, dtype
     else:
-        packing, dtype = "+".join(sorted({each[0] for each in said})), ""
+        packing, dtype = "+".join(sorted({each[0] for each in packings})), ""
     spec = specs[owners[0]]
-    parts = [packing, dtype or str(spec.dtype).removeprefix("torch."), str(spec.block_size // ratio)]
+    name_parts = [packing, dtype or str(spec.dtype).removeprefix("torch."), str(spec.block_size // ratio)]
     if any(specs[name].num_head_slots is not None for name in owners):
-        parts.append(f"tp{ranks}")  # then a slot is no head, and other numbers of ranks have other slots
-    name = re.sub(r"[^a-z0-9._:-]", "-", "-".join(parts).lower())[:64]
+        name_parts.append(f"tp{ranks}")  # then a slot is no head, and other numbers of ranks have other slots
+    name = re.sub(r"[^a-z0-9._:-]", "-", "-".join(name_parts).lower())[:64]
     return name, "u8"
 
 

@@ -160,12 +160,12 @@ class KVNaming:
         lora = request.lora_request
         if lora is None:
             return None
-        known = None if lora.load_inplace else self._adapters.get(lora.lora_int_id)
-        return lora.lora_int_id, _content_of(lora) if known is None else known
+        read_content = None if lora.load_inplace else self._adapters.get(lora.lora_int_id)
+        return lora.lora_int_id, _content_of(lora) if read_content is None else read_content
 
-    def learn_adapters(self, told: Mapping[int, dict[int, str]]) -> None:
+    def learn_adapters(self, reported: Mapping[int, dict[int, str]]) -> None:
         """Apply the adapters that ranks have reported."""
-        self._adapters_of |= told
+        self._adapters_of |= reported
         ranks = list(self._adapters_of.values())
         self._adapters = {
             number: content if all(each.get(number) == content for each in ranks) else ""

@@ -95,15 +95,15 @@ class Launcher:
         tiers = [(each["url"], each["capacity"]) for each in client.report().get("tiers", ())]
         if gpu is not None:
             tiers.insert(0, (gpu.url, gpu.capacity))
-        path = " → ".join(_tier(*each) for each in tiers)
+        tier_path = " → ".join(_tier(*each) for each in tiers)
         if not self.is_private:
-            return f"{path}, server {self.path}"
-        found = f"{path}, private server pid {self._process()}, log {self._log}"
+            return f"{tier_path}, server {self.path}"
+        description = f"{tier_path}, private server pid {self._process()}, log {self._log}"
         host, _, port = self.settings.http.rpartition(":")
         if port.isdigit() and int(port):
             page = host if host not in ("", "0.0.0.0", "[::]") else "127.0.0.1"
-            found += f", page http://{page}:{port}/"
-        return found
+            description += f", page http://{page}:{port}/"
+        return description
 
     def revive(self) -> None:
         """Restart the private server if it has died. Does not wait until it answers."""
@@ -133,24 +133,24 @@ class Launcher:
 
         It is tried again only while another process has what it needs, as that of an earlier engine may.
         """
-        until = time.monotonic() + _PATIENCE
-        with self._lock(until=until):
+        deadline = time.monotonic() + _PATIENCE
+        with self._lock(until=deadline):
             if self._answers():
                 return
             _sweep(self.path.parent)
-            is_told = False
+            has_warned = False
             while True:
-                before = self._log.stat().st_size if self._log.exists() else 0
-                code = self._comes_up(until)
+                log_size = self._log.stat().st_size if self._log.exists() else 0
+                code = self._comes_up(deadline)
                 if code is None:
-                    self._repeat_warnings(before)
+                    self._repeat_warnings(log_size)
                     return
-                why = self._last_words(before, code)
-                if code != os.EX_TEMPFAIL or time.monotonic() > until - _PATIENCE + _HELD:
-                    raise TierError(f"lmtier's private server does not start: {why}")
-                if not is_told:
-                    log.warning("lmtier: the private server does not start yet: %s", why)
-                is_told = True
+                reason = self._last_words(log_size, code)
+                if code != os.EX_TEMPFAIL or time.monotonic() > deadline - _PATIENCE + _HELD:
+                    raise TierError(f"lmtier's private server does not start: {reason}")
+                if not has_warned:
+                    log.warning("lmtier: the private server does not start yet: %s", reason)
+                has_warned = True
                 time.sleep(0.5)
 
     def _comes_up(self, until: float) -> int | None:
@@ -221,24 +221,24 @@ class Launcher:
             except OSError:
                 return False
 
-    def _last_words(self, before: int, code: int) -> str:
+    def _last_words(self, log_size: int, code: int) -> str:
         """Why the server has ended: the sentence with which it did, or the end of its log."""
-        lines = self._lines(before)
+        lines = self._lines(log_size)
         if code in (2, os.EX_TEMPFAIL) and lines:
             return f"{lines[-1].removeprefix('lmtier: ')} (its log: {self._log})"
         end = "\n".join(lines[-_LINES:])
         return f"it ended with code {code}. The end of its log, {self._log}:\n{end}"
 
-    def _repeat_warnings(self, before: int) -> None:
+    def _repeat_warnings(self, log_size: int) -> None:
         """Say in the engine's log what the new server has warned of."""
-        for line in self._lines(before):
-            if found := _WARNING.match(line):
-                log.warning("lmtier: the private server: %s", found["text"])
+        for line in self._lines(log_size):
+            if warning := _WARNING.match(line):
+                log.warning("lmtier: the private server: %s", warning["text"])
 
-    def _lines(self, before: int) -> list[str]:
-        """The lines of its log beyond its first `before` bytes."""
+    def _lines(self, log_size: int) -> list[str]:
+        """The lines of its log beyond its first `log_size` bytes."""
         try:
-            return self._log.read_bytes()[before:].decode(errors="replace").strip().splitlines()
+            return self._log.read_bytes()[log_size:].decode(errors="replace").strip().splitlines()
         except OSError:
             return []
 
@@ -266,8 +266,8 @@ class Launcher:
 def _leave(server: subprocess.Popen[bytes]) -> None:
     """The server goes on by itself from here on, if it has not ended."""
     assert server.stdin is not None
-    with suppress(BrokenPipeError), server.stdin as told:
-        told.write(b"\n")
+    with suppress(BrokenPipeError), server.stdin as stdin:
+        stdin.write(b"\n")
     server.wait()
 
 

@@ -61,23 +61,23 @@ class LoadPlanner:
         """Whether one more request may lease chunks before the engine schedules it."""
         assert self._names.form is not None
         matches = [each.match for each in requests if each.match is not None]
-        leased = self._names.form.slab_bytes * sum(len(match.run) for match in matches)
+        leased_bytes = self._names.form.slab_bytes * sum(len(match.run) for match in matches)
         if (ends := self._names.state_form) is not None:
-            leased += ends.slab_bytes * sum(match.state_match is not None for match in matches)
-        return leased < _AHEAD * self._client.slab.capacity
+            leased_bytes += ends.slab_bytes * sum(match.state_match is not None for match in matches)
+        return leased_bytes < _AHEAD * self._client.slab.capacity
 
-    def look_up(self, known: TrackedRequest) -> None:
+    def look_up(self, tracked: TrackedRequest) -> None:
         """Match anew; what an older match holds is given back only if the new one has more."""
-        form, said = self._names.form, known.said
+        form, said = self._names.form, tracked.said
         assert form is not None
-        known.looked_at = time.monotonic()
-        tokens = known.request.num_tokens
-        whole = known.cacheable_tokens(tokens - 1) // self._chunk_tokens  # something is left to compute
-        if not whole:
+        tracked.looked_at = time.monotonic()
+        tokens = tracked.request.num_tokens
+        chunks = tracked.cacheable_tokens(tokens - 1) // self._chunk_tokens  # something is left to compute
+        if not chunks:
             return
-        chain = known.keys(tokens)
+        chain = tracked.keys(tokens)
         match = self._client.match(
-            chain.keys[:whole],
+            chain.keys[:chunks],
             form,
             tokens=tokens,
             state_form=self._names.state_form,
@@ -85,20 +85,20 @@ class LoadPlanner:
             parent=said.parent,
             source=said.source,
         )
-        self._client.trace(match, known.said.trace)
-        known.send_tokens()
+        self._client.trace(match, tracked.said.trace)
+        tracked.send_tokens()
         self._prefetch(match)
         if self._events is not None:
             ready = {number for number, entry in enumerate(match.run) if entry.state is EntryState.READY}
-            there = [
+            sources = [
                 "" if source == CPU and number not in ready else source
                 for number, source in enumerate(match.sources)
             ]
-            self._events.note_prompt(known.request, chain, there)
-        old = known.match
-        if (match.chunks or match.pending_lookups) and (old is None or match.chunks > old.chunks):
-            known.release_match()
-            known.match = match
+            self._events.note_prompt(tracked.request, chain, sources)
+        old_match = tracked.match
+        if (match.chunks or match.pending_lookups) and (old_match is None or match.chunks > old_match.chunks):
+            tracked.release_match()
+            tracked.match = match
         else:
             self._client.release(match)
 
@@ -109,22 +109,22 @@ class LoadPlanner:
         ):
             self._client.prefetch(match)
 
-    def matched(self, known: TrackedRequest, computed_tokens: int) -> int | None:
+    def matched(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
-        request = known.request
-        if known.preemptions_at_promise == request.num_preemptions:
-            known.release_match()  # what was loaded has failed: now it is computed
+        request = tracked.request
+        if tracked.preemptions_at_promise == request.num_preemptions:
+            tracked.release_match()  # what was loaded has failed: now it is computed
             return 0
-        match = known.match
-        is_short = match is None or (
+        match = tracked.match
+        found_too_little = match is None or (
             match.is_ready
             and match.cut_reason
             not in ("deadline", "error")  # a tier that fails would be asked again for ever
-            and match.chunks < known.cacheable_tokens(request.num_tokens - 1) // self._chunk_tokens
+            and match.chunks < tracked.cacheable_tokens(request.num_tokens - 1) // self._chunk_tokens
         )
-        if is_short and time.monotonic() - known.looked_at > _FRESH:
-            self.look_up(known)
-            match = known.match
+        if found_too_little and time.monotonic() - tracked.looked_at > _FRESH:
+            self.look_up(tracked)
+            match = tracked.match
         if match is None:
             return 0
         if not self._poll(match):
@@ -134,23 +134,26 @@ class LoadPlanner:
             if not match.is_ready and time.monotonic() < match.deadline + _LATE:
                 return None
         if not match.is_ready:
-            known.release_match()
+            tracked.release_match()
             return 0
         if match.cut_reason in ("deadline", "error"):
-            known.looked_at = time.monotonic() + _IN_VAIN
-        known.stored_chunks, known.next_save_tokens = match.chunks, (match.chunks + 1) * self._chunk_tokens
-        more = match.chunks * self._chunk_tokens - computed_tokens
-        if more <= 0:
+            tracked.looked_at = time.monotonic() + _IN_VAIN
+        tracked.stored_chunks, tracked.next_save_tokens = (
+            match.chunks,
+            (match.chunks + 1) * self._chunk_tokens,
+        )
+        loadable_tokens = match.chunks * self._chunk_tokens - computed_tokens
+        if loadable_tokens <= 0:
             # The match has marked the engine's own prefix as used, in every tier.
-            known.release_match()
+            tracked.release_match()
             return 0
         if match.run[computed_tokens // self._chunk_tokens].key in self._arriving:
             return None
-        known.promised_at_tokens = computed_tokens
-        known.waits = self._must_wait(known, match, more)
-        return more
+        tracked.promised_at_tokens = computed_tokens
+        tracked.waits = self._must_wait(tracked, match, loadable_tokens)
+        return loadable_tokens
 
-    def _must_wait(self, known: TrackedRequest, match: Match, tokens: int) -> bool:
+    def _must_wait(self, tracked: TrackedRequest, match: Match, tokens: int) -> bool:
         """Whether the request waits for its load beside steps, and is not loaded within its first step.
 
         Within a step the launch of the computing overlaps the copy, and the engine need not notice its end.
@@ -160,7 +163,7 @@ class LoadPlanner:
             return True
         if not self.copies_beside:  # the copies of a CPU take its time anyway
             return False
-        first = known.promised_at_tokens // self._chunk_tokens
+        first = tracked.promised_at_tokens // self._chunk_tokens
         if any(entry.form is not match.form for entry in match.run[first:]):
             return True  # the engine's thread would convert them
         if not self._neighbours:
@@ -176,21 +179,21 @@ class LoadPlanner:
         self._prefetch(match)
         return match.is_ready
 
-    def allocated(self, known: TrackedRequest, blocks: KVCacheBlocks, external_tokens: int) -> None:
+    def allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
-        match = known.match
+        match = tracked.match
         if match is None:
             return
         if not external_tokens:
-            known.release_match()
+            tracked.release_match()
             return
-        known.match = None
-        known.preemptions_at_promise = known.request.num_preemptions
-        known.looked_at = NEVER  # after a preemption, look it up again
-        known.promise = match, list(blocks.get_block_ids())
-        known.loaded_chunks = match.chunks
-        self._promised.append(known)
-        if not known.waits:
+        tracked.match = None
+        tracked.preemptions_at_promise = tracked.request.num_preemptions
+        tracked.looked_at = NEVER  # after a preemption, look it up again
+        tracked.promise = match, list(blocks.get_block_ids())
+        tracked.loaded_chunks = match.chunks
+        self._promised.append(tracked)
+        if not tracked.waits:
             self._in_step += external_tokens
             self._stats.add("loaded_in_step_tokens", external_tokens)
         elif self._shares:
@@ -198,13 +201,13 @@ class LoadPlanner:
             self._arriving.update(entry.key for entry in match.run)
         self._stats.add("loaded_tokens", external_tokens)
 
-    def sources(self, known: TrackedRequest, external_tokens: int) -> dict[str, int]:
+    def sources(self, tracked: TrackedRequest, external_tokens: int) -> dict[str, int]:
         """The tiers of the tokens that were just promised."""
-        if known.promise is None:
+        if tracked.promise is None:
             return {}
-        match, _ = known.promise
+        match, _ = tracked.promise
         found: dict[str, int] = {}
-        first, inside = divmod(known.promised_at_tokens, self._chunk_tokens)
+        first, inside = divmod(tracked.promised_at_tokens, self._chunk_tokens)
         for source in match.sources[first:]:
             tier = source if source == CPU else source.partition("-")[0]
             found[tier] = found.get(tier, 0) + self._chunk_tokens - inside
@@ -218,25 +221,25 @@ class LoadPlanner:
         if not self._promised:  # most steps
             return loaded_from
         promised, self._promised = self._promised, []
-        for known in promised:
-            if known.promise is None:  # forgotten
+        for tracked in promised:
+            if tracked.promise is None:  # forgotten
                 continue
-            (match, tables), known.promise = known.promise, None
-            request_id = known.request.request_id
-            if not known.waits and request_id not in scheduled:
+            (match, tables), tracked.promise = tracked.promise, None
+            request_id = tracked.request.request_id
+            if not tracked.waits and request_id not in scheduled:
                 self.release(match)
                 continue
-            computed = loaded_from[request_id] = known.promised_at_tokens
+            computed = loaded_from[request_id] = tracked.promised_at_tokens
             first = computed // self._chunk_tokens
-            gpu_slots, there = self._load_tracker.load(match, first, is_in_step=not known.waits)
-            self._stats.add("gpu_hit_tokens", there * self._chunk_tokens)
-            waits = request_id if known.waits else ""
-            kv = tables_of_kv(tables, self._kv_groups)
-            load = LoadPlan(match.id, match.placement, kv, computed, waits, gpu_slots, known.adapter)
+            gpu_slots, filled = self._load_tracker.load(match, first, is_in_step=not tracked.waits)
+            self._stats.add("gpu_hit_tokens", filled * self._chunk_tokens)
+            waits = request_id if tracked.waits else ""
+            kv_tables = tables_of_kv(tables, self._kv_groups)
+            load = LoadPlan(match.id, match.placement, kv_tables, computed, waits, gpu_slots, tracked.adapter)
             if match.state_match is not None:
-                last = match.chunks * self._chunk_blocks - 1
+                last_block = match.chunks * self._chunk_blocks - 1
                 load.state_placement = match.state_match.placement
-                load.state_block_ids = [[tables[group][last]] for group in self._state_groups]
+                load.state_block_ids = [[tables[group][last_block]] for group in self._state_groups]
             plan.loads.append(load)
         return loaded_from
 
@@ -251,8 +254,8 @@ class LoadPlanner:
                 del self._arriving[entry.key]
         self._client.release(match)
 
-    def forget(self, known: TrackedRequest) -> None:
-        known.release_match()
-        if known.promise is not None:
-            self.release(known.promise[0])
-            known.promise = None
+    def forget(self, tracked: TrackedRequest) -> None:
+        tracked.release_match()
+        if tracked.promise is not None:
+            self.release(tracked.promise[0])
+            tracked.promise = None

@@ -60,19 +60,19 @@ class LoadTracker:
         if report.load_tokens:
             self._tokens = self._tokens * _FORGETS + report.load_tokens
             self._seconds = self._seconds * _FORGETS + report.load_seconds
-        ended: list[Match] = []
-        for number in report.failed:
-            self._loads[number].is_believed = False
-        for number, ranks in report.loaded.items():
-            copy = self._loads[number]
-            copy.left -= ranks
-            if copy.left:
+        released_matches: list[Match] = []
+        for match_id in report.failed:
+            self._loads[match_id].is_believed = False
+        for match_id, ranks in report.loaded.items():
+            load = self._loads[match_id]
+            load.left -= ranks
+            if load.left:
                 continue
-            del self._loads[number]
-            ended.append(copy.match)
-            if self._gpu is not None and copy.places is not None:
-                self._gpu.release(copy.places, is_verified=copy.is_believed)
-        return ended
+            del self._loads[match_id]
+            released_matches.append(load.match)
+            if self._gpu is not None and load.places is not None:
+                self._gpu.release(load.places, is_verified=load.is_believed)
+        return released_matches
 
     def forget_gpu(self) -> None:
         """Delete all copies: they are from other weights, or from another run of the server."""

@@ -52,9 +52,9 @@ def object_on_stack(kind: type[T]) -> T | None:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, kind):
-            return found
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, kind):
+            return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -99,7 +99,10 @@ def _loaded_by(worker: Any) -> tuple[WeightsOrigin, WeightsOrigin | None]:
     """Of the model, and of its draft model if there is one."""
     config, runner = worker.vllm_config, worker.model_runner
     # One rank reads all files for the digest.
-    how: dict[str, Any] = {"reads": config.parallel_config.rank == 0, "since": loading_began(config)}
+    how: dict[str, Any] = {
+        "computes_digest": config.parallel_config.rank == 0,
+        "since": loading_began(config),
+    }
     return (
         origin_of(config.model_config, config.load_config, runner.get_model(), **how),
         origin_of_draft(config, next(_drafts_of(runner), None), **how),
@@ -237,12 +240,12 @@ class LoadedModel:
 
     def _reload(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(method).bind(*args, **kwargs).arguments
-        found = self._worker.model_runner.model.named_parameters()
-        names = {name.replace(".base_layer.", ".") for name, _ in found}
+        parameters = self._worker.model_runner.model.named_parameters()
+        names = {name.replace(".base_layer.", ".") for name, _ in parameters}
         model, load = copy.copy(self._config.model_config), self._config.load_config
         if path := given.get("weights_path"):
             model.model, model.model_weights, model.revision = path, "", None
-        is_of_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
+        comes_from_files = given.get("weights_iterator") is None and given.get("is_checkpoint_format", True)
         built, draft = self._worker.model_runner.get_model(), self._draft
         # Of a hub vLLM now loads the newest commit, unless one is named.
         before, self._loaded = origin_of(model, load, built, computes_digest=False, is_at_start=False), None
@@ -251,9 +254,9 @@ class LoadedModel:
             draft = WeightsOrigin()  # what was written may be its own
         result = method(*args, **kwargs)
         # A parameter that was not loaded keeps its old value, so the files would be a wrong name.
-        if is_of_files and self._loaded is not None and names <= self._loaded:
+        if comes_from_files and self._loaded is not None and names <= self._loaded:
             is_reader = self._config.parallel_config.rank == 0
-            after = origin_of(model, load, built, reads=is_reader, began=False)
+            after = origin_of(model, load, built, computes_digest=is_reader, is_at_start=False)
             self._comes_from(after if after.files == before.files else WeightsOrigin(), draft)
         return result
 
@@ -278,20 +281,20 @@ class LoadedModel:
         return result
 
     def _load_adapter(self, method: Callable[..., Any], request: Any) -> Any:
-        place = get_adapter_absolute_path(request.lora_path)
-        before = adapter_of(request, place)
+        folder = get_adapter_absolute_path(request.lora_path)
+        content_before = adapter_of(request, folder)
         loaded = method(request)
-        content = before if before and adapter_in(place) == before else ""
-        number, name = request.lora_int_id, request.lora_name
-        held = self._adapters.get(number)
+        content = content_before if content_before and adapter_in(folder) == content_before else ""
+        adapter_id, name = request.lora_int_id, request.lora_name
+        held = self._adapters.get(adapter_id)
         if held is None or (held.name, held.content) != (name, content) or self._last[name] != content:
             is_first = self._last.setdefault(name, content) == content
-            held = self._adapters[number] = _Held(name, content, 0 if is_first else self.step + 1)
+            held = self._adapters[adapter_id] = _Held(name, content, 0 if is_first else self.step + 1)
             self._last[name] = content
-        for other in self._manager.list_adapters() - {number}:
-            there = self._adapters.get(other)
-            if there is not None and there.name == name and there.content != content:
-                there.content = held.content = self._last[name] = ""
+        for other_id in self._manager.list_adapters() - {adapter_id}:
+            other_adapter = self._adapters.get(other_id)
+            if other_adapter is not None and other_adapter.name == name and other_adapter.content != content:
+                other_adapter.content = held.content = self._last[name] = ""
         self.has_news = True
         return loaded
 
@@ -299,19 +302,19 @@ class LoadedModel:
 
     def begin(self, *, compares: bool) -> tuple[bool, bool]:
         """Whether weights have changed since the last step, and whether only a comparison found that."""
-        is_noticed, self._has_changed, self.has_news = self._has_changed, False, False
-        is_found, self._was_written = self._was_written, False
-        if (is_noticed or compares) and not self.is_asleep:
+        has_known_change, self._has_changed, self.has_news = self._has_changed, False, False
+        has_unseen_change, self._was_written = self._was_written, False
+        if (has_known_change or compares) and not self.is_asleep:
             if self._sample is None:
                 self._sample = _Sample(self._config, list(self._models()))
-            if self._sample.take() and not is_noticed:
-                is_found = True
+            if self._sample.take() and not has_known_change:
+                has_unseen_change = True
                 self._comes_from(WeightsOrigin(), WeightsOrigin())
-        if is_found:
+        if has_unseen_change:
             log.warning("lmtier: the weights have changed without a call of vLLM")
-        if is_noticed or is_found:
+        if has_known_change or has_unseen_change:
             self.since = self.step
-        return is_noticed or is_found, is_found
+        return has_known_change or has_unseen_change, has_unseen_change
 
     def holds(self, adapter: Adapter | None, since: int | None = None) -> bool:
         """Whether this adapter is in memory, and has been since step `since` if one is given."""
@@ -325,15 +328,15 @@ class LoadedModel:
         """The adapters in memory. None: the same as in the last call."""
         if self._manager is None:
             return None
-        found = {
-            each: self._adapters[each].content
-            for each in sorted(self._manager.list_adapters())
-            if each in self._adapters
+        contents = {
+            adapter_id: self._adapters[adapter_id].content
+            for adapter_id in sorted(self._manager.list_adapters())
+            if adapter_id in self._adapters
         }
-        if found == self._reported_adapters:
+        if contents == self._reported_adapters:
             return None
-        self._reported_adapters = found
-        return found
+        self._reported_adapters = contents
+        return contents
 
 
 class _Sample:
@@ -360,40 +363,40 @@ class _Sample:
         tensors = [tensor for owner, name in self._places if (tensor := owner.get(name)) is not None]
         # A tensor that moved may still have the same content, so compare the content.
         if len(tensors) != len(self._seen) or any(
-            tensor is not old or tensor.data_ptr() != at
-            for tensor, (old, at) in zip(tensors, self._seen, strict=True)
+            tensor is not tensor_before or tensor.data_ptr() != address
+            for tensor, (tensor_before, address) in zip(tensors, self._seen, strict=True)
         ):
             self._seen = [(tensor, tensor.data_ptr()) for tensor in tensors]
             self._views = self._views_of(tensors)
-        now = [torch.cat(views) for views in self._views]
-        before, self._before = self._before, now
-        if before is None:
+        sample = [torch.cat(views) for views in self._views]
+        last_sample, self._before = self._before, sample
+        if last_sample is None:
             return False
-        return len(before) != len(now) or not all(map(torch.equal, before, now))
+        return len(last_sample) != len(sample) or not all(map(torch.equal, last_sample, sample))
 
     @staticmethod
     def _views_of(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Views of the sampled elements, grouped by device and width so that they can be concatenated."""
         views: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-        unseen = 0
+        skipped = 0
         for number, tensor in enumerate({id(tensor): tensor for tensor in tensors}.values()):
             size, count = tensor.element_size(), tensor.numel()
             if not count:
                 continue
             try:
-                plain = tensor.detach().view(_BITS[size])
+                raw = tensor.detach().view(_BITS[size])
                 # An odd step does not divide a row's length, so the samples fall into different columns.
                 step = max(1, count // _SAMPLE) | 1
                 first = 17 * number % step
                 if first + step > count:
                     first = 0
-                kept = torch.as_strided(
-                    plain, ((count - first + step - 1) // step,), (step,), plain.storage_offset() + first
+                sampled = torch.as_strided(
+                    raw, ((count - first + step - 1) // step,), (step,), raw.storage_offset() + first
                 )
             except (KeyError, RuntimeError, NotImplementedError, TypeError):
-                unseen += 1  # an unknown format
+                skipped += 1  # an unknown format
                 continue
-            views.setdefault((tensor.device, size), []).append(kept)
-        if unseen:
-            log.warning("lmtier: %d tensors of weights are not compared: their format is not known", unseen)
+            views.setdefault((tensor.device, size), []).append(sampled)
+        if skipped:
+            log.warning("lmtier: %d tensors of weights are not compared: their format is not known", skipped)
         return list(views.values())

@@ -73,22 +73,22 @@ class Media:
 
         Called for every request that the engine gets, before it computes any of it. `adapter`: its content.
         """
-        by = f" {adapter}" if self._is_adapted and adapter else ""
-        names = [self._name(feature, by) for feature in request.mm_features]
+        adapter_suffix = f" {adapter}" if self._is_adapted and adapter else ""
+        names = [self._name(feature, adapter_suffix) for feature in request.mm_features]
         if "" in names:
             return None
         return [
-            Extra(each.mm_position.offset, each.mm_position.length, f"{name} {self._preparation}")
-            for each, name in zip(request.mm_features, names, strict=True)
+            Extra(item.mm_position.offset, item.mm_position.length, f"{name} {self._preparation}")
+            for item, name in zip(request.mm_features, names, strict=True)
         ]
 
-    def _name(self, feature: Any, by: str) -> str:
-        """`by`: the adapter that changes what is computed of it."""
-        identifier, place = feature.identifier, feature.mm_position
-        if not is_readable(identifier) or place.offset < 0 or place.length < 1:
+    def _name(self, feature: Any, adapter_suffix: str) -> str:
+        """`adapter_suffix`: the adapter that changes what is computed of it."""
+        identifier, position = feature.identifier, feature.mm_position
+        if not is_readable(identifier) or position.offset < 0 or position.length < 1:
             return ""
         if self._trusts_ids:
-            return self._agreed(identifier, f"id {identifier}{by}")
+            return self._agreed(identifier, f"id {identifier}{adapter_suffix}")
         content = self._content_of(feature) if self._sees_contents else ""
         if not content:
             if not self._has_warned:
@@ -98,33 +98,33 @@ class Media:
                     "KV after it; to share it, set trust_media_ids if vLLM's names identify the content",
                     feature.modality,
                 )
-            private = f"private {self._run} {identifier}{by}"
-            return self._agreed(identifier, private) if by else private
-        return self._agreed(identifier, content + by)
+            private = f"private {self._run} {identifier}{adapter_suffix}"
+            return self._agreed(identifier, private) if adapter_suffix else private
+        return self._agreed(identifier, content + adapter_suffix)
 
     def _agreed(self, identifier: str, content: str) -> str:
         """The content; empty if this name has had two contents, because vLLM may mix them up."""
-        known = self._contents.pop(identifier, content)
-        if known and known != content:
+        known_content = self._contents.pop(identifier, content)
+        if known_content and known_content != content:
             log.warning("lmtier: two contents have the same name, %.80r, and are not cached", identifier)
-        self._contents[identifier] = content if known == content else ""
+        self._contents[identifier] = content if known_content == content else ""
         if len(self._contents) > _NAMES:
             self._contents.popitem(last=False)
         return self._contents[identifier]
 
     def _content_of(self, feature: Any) -> str:
         """A digest of the item. Empty: the item is not in this process, or only a part of it."""
-        item, place = feature.data, feature.mm_position
+        item, position = feature.data, feature.mm_position
         if not item:
             return ""
-        known = self._hashed.get(id(item))
-        if known is None or known[0]() is not item:
+        cached = self._hashed.get(id(item))
+        if cached is None or cached[0]() is not item:
             key = id(item)
-            gone = weakref.ref(item, lambda _: self._hashed.pop(key, None))
-            known = self._hashed[key] = gone, _hash(item, place.length)
-        content = known[1]
-        if content and place.is_embed is not None:
-            content += f" {blake3(np.asarray(place.is_embed).tobytes()).hexdigest(16)}"
+            reference = weakref.ref(item, lambda _: self._hashed.pop(key, None))
+            cached = self._hashed[key] = reference, _hash(item, position.length)
+        content = cached[1]
+        if content and position.is_embed is not None:
+            content += f" {blake3(np.asarray(position.is_embed).tobytes()).hexdigest(16)}"
         return content and f"{feature.modality} {content}"
 
 
@@ -134,13 +134,13 @@ def preparation_of(model: Any) -> str:
     `model` is vLLM's configuration. Steps that the model does after the tensors were hashed are included.
     """
     settings = model.multimodal_config
-    said = {name: getattr(settings, name, None) for name in _PREPARES}
-    said["video loader"] = vllm.envs.VLLM_VIDEO_LOADER_BACKEND
+    options = {name: getattr(settings, name, None) for name in _PREPARES}
+    options["video loader"] = vllm.envs.VLLM_VIDEO_LOADER_BACKEND
     if scales := getattr(settings, _SCALES, None):
-        said[_SCALES] = Path(scales).read_text()
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
-    places = {model.model: model.revision, model.tokenizer: model.tokenizer_revision}
-    for place, revision in sorted(places.items(), key=str):
+        options[_SCALES] = Path(scales).read_text()
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode())
+    repos = {model.model: model.revision, model.tokenizer: model.tokenizer_revision}
+    for place, revision in sorted(repos.items(), key=str):
         digest.update(f"\0{preparing_files_in(place) or f'{place} {revision}'}".encode())
     return digest.hexdigest()[:32]
 

@@ -146,7 +146,7 @@ class Plan(KVConnectorMetadata):
 
     @property
     def has_work(self) -> bool:
-        """Whether a worker has more to do than to wait for copies in `taken`."""
+        """Whether a worker has more to do than to wait for copies in `reused_blocks`."""
         return bool(
             self.loads
             or self.saves
@@ -169,7 +169,7 @@ class RankReport(KVConnectorWorkerMetadata):
     """Those of them that failed."""
     failed_loads: int = 0
     weights_version: int = 0
-    """The new `Plan.names`, because weights have changed; 0: they have not."""
+    """The new `Plan.weights_version`, because weights have changed; 0: they have not."""
     origins: dict[int, WeightsOrigin] = field(default_factory=dict)
     """For each rank whose weights have changed."""
     was_unnoticed: bool = False
@@ -211,5 +211,5 @@ class RankReport(KVConnectorWorkerMetadata):
         )
 
 
-def _sum(some: dict[int, int], more: dict[int, int]) -> dict[int, int]:
-    return {key: some.get(key, 0) + more.get(key, 0) for key in some.keys() | more.keys()}
+def _sum(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
+    return {key: left.get(key, 0) + right.get(key, 0) for key in left.keys() | right.keys()}

@@ -34,37 +34,37 @@ class OtherConnectorKV:
 
     def finished(self, request_id: str, computed: int, tables: Sequence[Sequence[int]]) -> None:
         """It ends, perhaps before its first step, when others may share what was loaded for it."""
-        had, own = self._looked_up.pop(request_id, (computed, computed))
-        if computed > own:
-            first = had // self._block_tokens
+        engine_tokens, own_tokens = self._looked_up.pop(request_id, (computed, computed))
+        if computed > own_tokens:
+            first = engine_tokens // self._block_tokens
             self._blocks |= {block for table in tables for block in table[first:]} - {NULL_BLOCK}
         self._requests.discard(request_id)
 
     def planned(self, output: SchedulerOutput) -> Set[str]:
         """The requests that have foreign blocks from this step on."""
-        found, had = set[str](), dict[str, int]()
+        tainted, had = set[str](), dict[str, int]()
         for each in entering_requests(output):
             self._requests.discard(each.request_id)
             # A request that goes on without a lookup has loaded nothing.
             had[each.request_id], own = self._looked_up.pop(each.request_id, (each.computed, each.computed))
             if each.computed > own:
-                found.add(each.request_id)
-        if found or self._blocks:  # without another connector this is never true
-            self._follow(list(requests_with_new_blocks(output)), had, found)
-        return found
+                tainted.add(each.request_id)
+        if tainted or self._blocks:  # without another connector this is never true
+            self._follow(list(requests_with_new_blocks(output)), had, tainted)
+        return tainted
 
-    def _follow(self, requests: Sequence[RequestBlocks], had: dict[str, int], found: set[str]) -> None:
+    def _follow(self, requests: Sequence[RequestBlocks], had: dict[str, int], tainted: set[str]) -> None:
         shared, written = dict[str, set[int]](), dict[str, set[int]]()
         for request_id, _, tables in requests:
             first = had.get(request_id, 0) // self._block_tokens
             shared[request_id] = {block for table in tables for block in table[:first]}
             written[request_id] = {block for table in tables for block in table[first:]} - {NULL_BLOCK}
             self._blocks -= written[request_id]
-        self._requests |= found
+        self._requests |= tainted
         rest = set(written)
         # Not in one pass: a request may share what another one, later in this order, writes in the same step.
         while reached := {each for each in rest if each in self._requests or shared[each] & self._blocks}:
             rest -= reached
             self._blocks.update(*(written[each] for each in reached))
-            found |= reached - self._requests
+            tainted |= reached - self._requests
             self._requests |= reached

@@ -171,9 +171,9 @@ class OnGpu:
 
     def can_save(self, reservation: Reservation) -> bool:
         """Whether the memory is page-locked. A copy to other memory would block the engine's thread."""
-        number, nbytes = self.mover.number, self.mover.kv.nbytes
-        last = max((entry.offsets[number] for entry in reservation.entries.values()), default=0)
-        return self._page_lock is not None and self._page_lock.covers(last + nbytes)
+        shard_number, nbytes = self.mover.number, self.mover.kv.nbytes
+        last_offset = max((entry.offsets[shard_number] for entry in reservation.entries.values()), default=0)
+        return self._page_lock is not None and self._page_lock.covers(last_offset + nbytes)
 
     def follow(self, client: Client) -> None:
         # Not before the first step: until then the engine may capture graphs, which page-locking disturbs.

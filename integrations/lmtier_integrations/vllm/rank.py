@@ -174,11 +174,11 @@ class _Loading:
 
     def finish(self) -> int:
         """The leading tokens that are right."""
-        believed = self.load.finish()
+        verified = self.load.finish()
         if self.state_load is None:
-            return believed
-        state = self.state_load.tokens
-        return believed if (believed, self.state_load.finish()) == (self.load.tokens, state) else 0
+            return verified
+        state_tokens = self.state_load.tokens
+        return verified if (verified, self.state_load.finish()) == (self.load.tokens, state_tokens) else 0
 
 
 class RankLoads:
@@ -239,20 +239,20 @@ class RankLoads:
     def start(self, *, calls_hooks: bool) -> None:
         """Start the loads that requests wait for; for the others, load the layers without reliable hooks."""
         began = time.perf_counter()
-        waited_for = [each for each in self.of_step if each.plan.request]
-        for each in waited_for:
-            each.start()
+        waited_for = [loading for loading in self.of_step if loading.plan.request]
+        for loading in waited_for:
+            loading.start()
         self.unfinished += waited_for
-        self.of_step = [each for each in self.of_step if not each.plan.request]
+        self.of_step = [loading for loading in self.of_step if not loading.plan.request]
         self.listens = self.is_layerwise and calls_hooks and bool(self.of_step)
         self._is_due, self._is_seen = self.listens and bool(self._hooked), False
-        for each in self.of_step:
+        for loading in self.of_step:
             if not self._is_due:
-                each.load.all()
+                loading.load.all()
                 continue
             for layer in self._rank.mover.kv.layers:
                 if layer not in self._hooked:
-                    each.load.layer(layer)
+                    loading.load.layer(layer)
         self.end_finished()
         self._rank.spent("load_seconds", began)
 
@@ -263,23 +263,23 @@ class RankLoads:
         self._is_seen |= number == self._first_hooked
         self._hooked.add(number)
         began = time.perf_counter()
-        for each in self.of_step:
-            each.load.layer(number)
+        for loading in self.of_step:
+            loading.load.layer(number)
         self._rank.spent("load_seconds", began)
 
     def finish(self) -> None:
         """Confirm the loads of this step, because the result of the step counts from now on."""
-        is_bad = self._is_due and not self._is_seen
-        if is_bad:
+        missed_hook = self._is_due and not self._is_seen
+        if missed_hook:
             log.error("lmtier: the engine has stopped calling the hooks of its layers: from now on mode=step")
             self.is_layerwise = False
-        for each in self.of_step:
-            each.load.all()  # some layers did not run in this step, such as those of a draft model
-            if is_bad:
-                self._fail(each.plan)
-                each.has_failed = True
+        for loading in self.of_step:
+            loading.load.all()  # some layers did not run in this step, such as those of a draft model
+            if missed_hook:
+                self._fail(loading.plan)
+                loading.has_failed = True
             else:
-                each.load.confirm()
+                loading.load.confirm()
         self.listens = False
         self.unfinished += self.of_step
         self.of_step = []
@@ -290,22 +290,22 @@ class RankLoads:
         self._rank.mover.poll()
         if not self.unfinished:  # most steps
             return
-        done = [each for each in self.unfinished if each.done]
+        done = [loading for loading in self.unfinished if loading.done]
         if done:
-            self.unfinished = [each for each in self.unfinished if not each.done]
-            for each in done:
-                self._finish(each)
+            self.unfinished = [loading for loading in self.unfinished if not loading.done]
+            for loading in done:
+                self._finish(loading)
 
     def _finish(self, loading: _Loading) -> None:
         rank, plan, load = self._rank, loading.plan, loading.load
         if not loading.has_failed:
-            whole = load.tokens
-            believed = loading.finish()
+            expected_tokens = load.tokens
+            verified = loading.finish()
             if not rank.keys_match_weights(loading.weights_version, plan.adapter):
-                believed = 0
-            if believed < whole:
-                self._fail(plan, believed)
-            copied = whole - plan.computed_tokens
+                verified = 0
+            if verified < expected_tokens:
+                self._fail(plan, verified)
+            copied = expected_tokens - plan.computed_tokens
             rank.stats.add(
                 "load_bytes", rank.nbytes(copied) + rank.state_bytes * (plan.state_placement is not None)
             )
@@ -325,7 +325,7 @@ class RankLoads:
             self._arrived.add(plan.request)
         self._rank.client.disown(match)
 
-    def _fail(self, plan: LoadPlan, believed: int = 0) -> None:
+    def _fail(self, plan: LoadPlan, verified: int = 0) -> None:
         """The engine must compute these tokens. Nothing that was computed from them is stored."""
         rank = self._rank
         rank.stats.add("load_failures")
@@ -334,9 +334,9 @@ class RankLoads:
             self._lost.add(plan.request)
             return
         rank.epoch = max(rank.epoch, rank.plan.failed_loads) + 1
-        size = rank.block_tokens
-        first = max(believed, plan.computed_tokens) // size
-        end = len(plan.placement.keys) * rank.client.chunk_tokens // size
+        block_tokens = rank.block_tokens
+        first = max(verified, plan.computed_tokens) // block_tokens
+        end = len(plan.placement.keys) * rank.client.chunk_tokens // block_tokens
         (blocks,) = plan.block_ids
         self._failed_blocks.update(blocks[first:end])
 
@@ -353,8 +353,8 @@ class RankLoads:
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them whose loads have failed."""
-        arrived, lost, self._arrived, self._lost = self._arrived, self._lost, set(), set()
-        return arrived, lost
+        arrived, failed, self._arrived, self._lost = self._arrived, self._lost, set(), set()
+        return arrived, failed
 
 
 class RankSaves:
@@ -398,8 +398,8 @@ class RankSaves:
     def end_left_over(self) -> None:
         """End the reservations that were made while the server stalled. Other runs do not know them."""
         client = self._rank.client
-        waiting, self.left_over = self.left_over, []
-        for reservation in waiting:
+        unended, self.left_over = self.left_over, []
+        for reservation in unended:
             if client.adopt(reservation):
                 with suppress(MisuseError):  # given up already, if the connection was lost in between
                     client.abort(reservation, *reservation.pending_shards)
@@ -411,14 +411,14 @@ class RankSaves:
         self._each(lambda save: save.layer(number), states=False)
         self._rank.spent("save_seconds", began)
 
-    def _each(self, work: Callable[[Save], None], *, states: bool = True) -> None:
+    def _each(self, call: Callable[[Save], None], *, states: bool = True) -> None:
         """What the driver refuses costs that save only. That the device is broken the engine finds out."""
         for each in list(self.of_step):
             plan, save = each
             if plan.is_state and not states:
                 continue
             try:
-                work(save)
+                call(save)
             except DeviceError as error:
                 log.error("lmtier: a save is given up: %s", error)
                 self.of_step.remove(each)

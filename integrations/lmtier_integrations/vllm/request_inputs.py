@@ -53,14 +53,14 @@ def said_by(request: Request) -> RequestHints:
     params = request.kv_transfer_params
     params = params if isinstance(params, dict) else {}
     tokens, why_not = _prompt_of(request)
-    hints = [params.get("lmtier_hints"), getattr(request, "kv_hints", None)]
+    hint_values = [params.get("lmtier_hints"), getattr(request, "kv_hints", None)]
     salt: Any = request.cache_salt or ""
     if not is_readable(salt):
         why_not = f"its cache_salt is not text of at most {_LONGEST} bytes in UTF-8"
-        salt, hints = "", []  # without their salt they would be about prompts of others
+        salt, hint_values = "", []  # without their salt they would be about prompts of others
     if request.lora_request is not None and not is_readable(request.lora_request.lora_name):
         why_not = f"the name of its adapter is not text of at most {_LONGEST} bytes in UTF-8"
-    envelopes = tuple(each for each in map(_envelope, hints) if each is not None)
+    envelopes = tuple(each for each in map(_envelope, hint_values) if each is not None)
     session = _name(getattr(request, "session_id", None) or params.get("lmtier_session"), "session")
     if envelopes and not session:
         session = request.request_id  # so that hints of a request without a session are about its prompt
@@ -134,12 +134,12 @@ def _envelope(hints: object) -> Mapping[str, Any] | None:
 def _trace_of(headers: object) -> Mapping[str, str]:
     if not isinstance(headers, Mapping):
         return {}
-    found = {name: headers[name] for name in _TRACE if name in headers}
-    is_right = all(
-        isinstance(each, str) and len(each) <= _HEADER and each.isascii() and each.isprintable()
-        for each in found.values()
+    trace_headers = {name: headers[name] for name in _TRACE if name in headers}
+    is_valid = all(
+        isinstance(value, str) and len(value) <= _HEADER and value.isascii() and value.isprintable()
+        for value in trace_headers.values()
     )
-    return found if is_right else {}
+    return trace_headers if is_valid else {}
 
 
 def _shown(value: object) -> str:

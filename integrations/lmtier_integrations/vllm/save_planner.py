@@ -52,7 +52,7 @@ class SavePlanner:
         self._ahead: tuple[TrackedRequest, PendingReservation] | None = None
         """The request that has asked for room before its first step, and the request for room."""
 
-    def reserve_ahead(self, known: TrackedRequest) -> None:
+    def reserve_ahead(self, tracked: TrackedRequest) -> None:
         """Ask for room for a prompt of which nothing is stored, in one message with the lookup.
 
         Each message may wake the server. Only one request at a time does this: a request behind many others
@@ -61,126 +61,133 @@ class SavePlanner:
         assert self._names.form is not None
         if self._ahead is not None and self._ahead[0].pending_reservation is self._ahead[1]:
             return
-        tokens = known.request.num_prompt_tokens
-        keys = known.keys(tokens).keys[: known.cacheable_tokens(tokens) // self._chunk_tokens]
+        tokens = tracked.request.num_prompt_tokens
+        keys = tracked.keys(tokens).keys[: tracked.cacheable_tokens(tokens) // self._chunk_tokens]
         if keys and tokens <= self._step_tokens:
-            known.pending_reservation = self._client.begin_reserve(keys, self._names.form, ttl=known.said.ttl)
-            self._ahead = known, known.pending_reservation
+            tracked.pending_reservation = self._client.begin_reserve(
+                keys, self._names.form, ttl=tracked.said.ttl
+            )
+            self._ahead = tracked, tracked.pending_reservation
 
     def plan(self, plan: Plan, output: SchedulerOutput, requests: Mapping[str, TrackedRequest]) -> None:
         """Save the complete chunks of the requests that the step computes."""
         scheduled, size = output.num_scheduled_tokens, self._chunk_tokens
         for request_id, computed in computed_before(output):
-            known = requests.get(request_id)
-            if known is None:
+            tracked = requests.get(request_id)
+            if tracked is None:
                 continue
-            if computed < known.stored_chunks * size:
-                known.rewind(computed)
+            if computed < tracked.stored_chunks * size:
+                tracked.rewind(computed)
             # two comparisons: almost always the first says no, and it is cheap
-            after = computed + scheduled[request_id]
+            tokens_after = computed + scheduled[request_id]
             if (
-                after >= known.next_save_tokens
-                and (tokens := self._tokens(known, after)) >= known.next_save_tokens
+                tokens_after >= tracked.next_save_tokens
+                and (tokens := self._tokens(tracked, tokens_after)) >= tracked.next_save_tokens
             ):
-                self._plan_save(plan, output, known, computed, tokens)
+                self._plan_save(plan, output, tracked, computed, tokens)
             if self._state_groups:
-                self._plan_states(plan, output, known, after)
+                self._plan_states(plan, output, tracked, tokens_after)
 
-    def _plan_states(self, plan: Plan, output: SchedulerOutput, known: TrackedRequest, after: int) -> None:
+    def _plan_states(
+        self, plan: Plan, output: SchedulerOutput, tracked: TrackedRequest, tokens_after: int
+    ) -> None:
         """Save the states that the engine has at ends of chunks after this step, if those are stored too."""
-        request_id = known.request.request_id
-        found: dict[int, dict[int, int]] = {}
-        if after and not after % self._chunk_tokens:
+        request_id = tracked.request.request_id
+        blocks_at: dict[int, dict[int, int]] = {}
+        if tokens_after and not tokens_after % self._chunk_tokens:
             # The last block of a request holds its state.
-            last, tables = after // self._chunk_tokens * self._chunk_blocks - 1, tables_of(output, request_id)
-            found[after] = {n: tables[n][last] for n in self._state_groups if len(tables[n]) > last}
+            last = tokens_after // self._chunk_tokens * self._chunk_blocks - 1
+            tables = tables_of(output, request_id)
+            blocks_at[tokens_after] = {
+                n: tables[n][last] for n in self._state_groups if len(tables[n]) > last
+            }
         for group, block, tokens in states_of(output, request_id):
-            found.setdefault(tokens, {})[group] = block
-        for tokens, blocks in found.items():
-            chunks, rest = divmod(tokens, self._chunk_tokens)
-            is_named = not rest and tokens == self._tokens(known, tokens)
-            is_kept = len(blocks) == len(self._state_groups) and NULL_BLOCK not in blocks.values()
-            if is_named and is_kept and known.loaded_chunks < chunks <= known.stored_chunks:
-                self._plan_state(plan, known, chunks, [[blocks[group]] for group in self._state_groups])
+            blocks_at.setdefault(tokens, {})[group] = block
+        for tokens, blocks in blocks_at.items():
+            chunks, remainder = divmod(tokens, self._chunk_tokens)
+            is_chunk_end = not remainder and tokens == self._tokens(tracked, tokens)
+            has_all_states = len(blocks) == len(self._state_groups) and NULL_BLOCK not in blocks.values()
+            if is_chunk_end and has_all_states and tracked.loaded_chunks < chunks <= tracked.stored_chunks:
+                self._plan_state(plan, tracked, chunks, [[blocks[group]] for group in self._state_groups])
 
-    def _plan_state(self, plan: Plan, known: TrackedRequest, chunks: int, blocks: list[list[int]]) -> None:
+    def _plan_state(self, plan: Plan, tracked: TrackedRequest, chunks: int, blocks: list[list[int]]) -> None:
         ends = self._names.state_form
         assert ends is not None
         assert ends.layout is not None
-        key = known.keys(chunks * self._chunk_tokens).keys[chunks - 1]
+        key = tracked.keys(chunks * self._chunk_tokens).keys[chunks - 1]
         # The chunk before it is its parent: that does not leave before the state does.
         pair = [key, state_key(key, ends.layout.to_json())]
-        reservation = self._client.reserve(pair, ends, first=1, ttl=known.said.ttl)
+        reservation = self._client.reserve(pair, ends, first=1, ttl=tracked.said.ttl)
         if reservation.entries:
-            places, since, adapter = reservation.placement, known.since, known.adapter
+            places, since, adapter = reservation.placement, tracked.since, tracked.adapter
             save = SavePlan(reservation.id, [1], places, blocks, since, adapter, is_state=True)
             plan.saves.append(save)
             self._stats.add("saved_states")
             self._client.disown(reservation)
 
-    def _tokens(self, known: TrackedRequest, after: int) -> int:
+    def _tokens(self, tracked: TrackedRequest, tokens_after: int) -> int:
         """How many tokens have KV after the step and may be stored. Speculative ones may be taken back."""
-        request = known.request
+        request = tracked.request
         most = request.num_tokens if self._saves_decode else request.num_prompt_tokens
-        return known.cacheable_tokens(min(after, most))
+        return tracked.cacheable_tokens(min(tokens_after, most))
 
     def _plan_save(
-        self, plan: Plan, output: SchedulerOutput, known: TrackedRequest, computed: int, tokens: int
+        self, plan: Plan, output: SchedulerOutput, tracked: TrackedRequest, computed: int, tokens: int
     ) -> None:
         assert self._names.form is not None
-        tables = tables_of(output, known.request.request_id)
+        tables = tables_of(output, tracked.request.request_id)
         if not tables:
             return  # not shown in this step; the one that takes another block will
         tables = tables_of_kv(tables, self._kv_groups)
-        will_be_back = self._will_be_back(known, tokens)
-        if (asked := known.pending_reservation) is not None:
-            end = len(asked.keys) * self._chunk_tokens
-            if asked.first != known.stored_chunks or (tokens < end and not will_be_back):
-                self._abort_pending(known)  # it was preempted; or the step computes less of it
-            elif computed < end and will_be_back:
+        will_be_back = self._will_be_back(tracked, tokens)
+        if (pending := tracked.pending_reservation) is not None:
+            pending_end = len(pending.keys) * self._chunk_tokens
+            if pending.first != tracked.stored_chunks or (tokens < pending_end and not will_be_back):
+                self._abort_pending(tracked)  # it was preempted; or the step computes less of it
+            elif computed < pending_end and will_be_back:
                 return
-            elif not self._shows(tables, asked.first, len(asked.keys)):
-                self._abort_pending(known)  # the engine had these itself, and some have left a window
+            elif not self._shows(tables, pending.first, len(pending.keys)):
+                self._abort_pending(tracked)  # the engine had these itself, and some have left a window
             else:
-                self._save_pending(plan, known, tables)
-        if tokens < known.next_save_tokens:
+                self._save_pending(plan, tracked, tables)
+        if tokens < tracked.next_save_tokens:
             return
         full = tokens // self._chunk_tokens
-        if not self._shows(tables, known.stored_chunks, full):
+        if not self._shows(tables, tracked.stored_chunks, full):
             has_entered = any(
-                each.request_id == known.request.request_id for each in entering_requests(output)
+                entering.request_id == tracked.request.request_id for entering in entering_requests(output)
             )
-            if has_entered and known.looked_at == NEVER:
+            if has_entered and tracked.looked_at == NEVER:
                 # The engine had the first ones itself, and they have left a window. They were stored, if at
                 # all, when it computed them. If a lookup has missed them, what follows would not be found.
-                known.stored_chunks = max(known.stored_chunks, min(full, computed // self._chunk_tokens))
-            if known.stored_chunks == full or not self._shows(tables, known.stored_chunks, full):
-                self._stored_to(known, full, known.stored_chunks)
+                tracked.stored_chunks = max(tracked.stored_chunks, min(full, computed // self._chunk_tokens))
+            if tracked.stored_chunks == full or not self._shows(tables, tracked.stored_chunks, full):
+                self._stored_to(tracked, full, tracked.stored_chunks)
                 return
-        keys = known.keys(full * self._chunk_tokens).keys[:full]
+        keys = tracked.keys(full * self._chunk_tokens).keys[:full]
         with self._client.batched():
-            known.pending_reservation = self._client.begin_reserve(
-                keys, self._names.form, first=known.stored_chunks, ttl=known.said.ttl
+            tracked.pending_reservation = self._client.begin_reserve(
+                keys, self._names.form, first=tracked.stored_chunks, ttl=tracked.said.ttl
             )
-            known.send_tokens()
+            tracked.send_tokens()
         if not will_be_back:
-            self._save_pending(plan, known, tables)
+            self._save_pending(plan, tracked, tables)
 
-    def _abort_pending(self, known: TrackedRequest) -> None:
+    def _abort_pending(self, tracked: TrackedRequest) -> None:
         """Give back the room that was asked for, before room for the same chunks is asked for again.
 
         Until it is given back, the server takes these chunks for known, and gives no room for them again.
-        `withdraw` would only give it back when the server's answer comes. So this waits for the answer.
+        `cancel_reserve` would only give it back when the server's answer comes. So this waits for the answer.
         """
-        asked = known.take_pending_reservation()
-        assert asked is not None
-        reservation = self._client.finish_reserve(asked)
+        pending = tracked.take_pending_reservation()
+        assert pending is not None
+        reservation = self._client.finish_reserve(pending)
         for shard in tuple(reservation.pending_shards):
             self._client.abort(reservation, shard)
 
-    def _will_be_back(self, known: TrackedRequest, tokens: int) -> bool:
+    def _will_be_back(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether another step will probably compute this request in the same blocks."""
-        last = known.request.num_prompt_tokens + known.request.max_tokens - 1
+        last = tracked.request.num_prompt_tokens + tracked.request.max_tokens - 1
         return SHOWS_TABLES and not self._has_windows and tokens < last
 
     def _shows(self, tables: Sequence[Sequence[int]], first: int, end: int) -> bool:
@@ -188,27 +195,27 @@ class SavePlanner:
         part = slice(first * self._chunk_blocks, end * self._chunk_blocks)
         return not any(len(table) < part.stop or NULL_BLOCK in table[part] for table in tables)
 
-    def _stored_to(self, known: TrackedRequest, end: int, stored: int) -> None:
+    def _stored_to(self, tracked: TrackedRequest, end: int, stored: int) -> None:
         """The first `end` chunks need no more work. Later generated chunks are stored several at once."""
         size = self._chunk_tokens
-        is_prompt = end < known.request.num_prompt_tokens // size
-        known.stored_chunks = stored
-        known.next_save_tokens = end * size + (
+        is_prompt = end < tracked.request.num_prompt_tokens // size
+        tracked.stored_chunks = stored
+        tracked.next_save_tokens = end * size + (
             size if is_prompt or self._has_windows else max(size, _TOGETHER)
         )
 
-    def _save_pending(self, plan: Plan, known: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+    def _save_pending(self, plan: Plan, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
         """Save into the room that was asked for."""
-        asked = known.take_pending_reservation()
-        assert asked is not None
-        reservation = self._client.finish_reserve(asked)
-        self._stored_to(known, len(asked.keys), len(asked.keys) - reservation.dropped)
+        pending = tracked.take_pending_reservation()
+        assert pending is not None
+        reservation = self._client.finish_reserve(pending)
+        self._stored_to(tracked, len(pending.keys), len(pending.keys) - reservation.dropped)
         if self._events is not None:
-            self._events.note_prompt(known.request, known.keys(), ())
+            self._events.note_prompt(tracked.request, tracked.keys(), ())
         if reservation.entries:
-            self._client.trace(reservation, known.said.trace)
+            self._client.trace(reservation, tracked.said.trace)
             plan.saves.append(
-                SavePlan.of(reservation, tables, self._chunk_blocks, known.since, known.adapter)
+                SavePlan.of(reservation, tables, self._chunk_blocks, tracked.since, tracked.adapter)
             )
             self._stats.add("saved_tokens", len(reservation.entries) * self._chunk_tokens)
             self._client.disown(reservation)

@@ -67,7 +67,7 @@ class Scheduler:
         has_stages = config.parallel_config.pipeline_parallel_size > 1
         self.undoing = FailedLoadRepair()
         self._loads_in_steps = self.undoing.is_possible and not has_windows and not has_stages
-        """Whether loads may be part of a step. `Reuse` decides for each request.
+        """Whether loads may be part of a step. `LoadPlanner` decides for each request.
 
         If blocks leave windows, a load that fails within a step cannot be undone: the engine would compute
         from earlier blocks that were never loaded. Of several stages only one knows that its load has failed.
@@ -161,13 +161,13 @@ class Scheduler:
         layouts = {facts.layout for facts in ranks.values()}
         if len(layouts) != 1:
             raise LayoutError(f"the workers disagree about the model's KV: {sorted(layouts)}")
-        backends = {facts.backend_without_prefixes for facts in ranks.values()} - {""}
-        if self._loads and backends:
+        prefixless_backends = {facts.backend_without_prefixes for facts in ranks.values()} - {""}
+        if self._loads and prefixless_backends:
             self._loads = False
             log.warning(
                 "lmtier: %s computes every prompt from its first token, and would answer wrongly behind "
                 "loaded KV: nothing is loaded; what is computed is still saved",
-                ", ".join(backends),
+                ", ".join(prefixless_backends),
             )
         layout = Layout.from_json(layouts.pop())
         form = form_of(layout, dict.fromkeys(ranks[rank].shard for rank in sorted(ranks)))
@@ -203,12 +203,12 @@ class Scheduler:
             and not self._weight_checks.is_pending
         )
 
-    def _may_load(self, known: TrackedRequest) -> bool:
-        if self._may_wait and self._names.is_read_later(known.request, known.adapter):
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        if self._may_wait and self._names.is_read_later(tracked.request, tracked.adapter):
             return False  # its files may change until then, and the load would be of those before
-        if known.said.is_remote:
+        if tracked.said.is_remote:
             return False
-        return self._loads and self._is_ready and not known.request.skip_reading_prefix_cache
+        return self._loads and self._is_ready and not tracked.request.skip_reading_prefix_cache
 
     # ---- requests
 
@@ -238,38 +238,38 @@ class Scheduler:
             return said.why_not
         if adapter is not None and not adapter[1]:
             return "the content of its adapter is not known"
-        known = TrackedRequest(request, media, adapter, self._client, self._names, said)
-        self._tracked[request.request_id] = known
-        if self._may_load(known) and self._reuse.has_room(self._tracked.values()):
+        tracked = TrackedRequest(request, media, adapter, self._client, self._names, said)
+        self._tracked[request.request_id] = tracked
+        if self._may_load(tracked) and self._reuse.has_room(self._tracked.values()):
             with self._client.batched():
-                self._reuse.look_up(known)
-                if known.match is None and self._saves:
-                    self._storing.reserve_ahead(known)
+                self._reuse.look_up(tracked)
+                if tracked.match is None and self._saves:
+                    self._storing.reserve_ahead(tracked)
         return ""
 
-    def _distrust(self, names: set[str]) -> None:
+    def _distrust(self, identifiers: set[str]) -> None:
         """Stop following requests with these names: two contents share each, and vLLM may mix them up."""
-        for known in list(self._tracked.values()):
-            if any(each.identifier in names for each in known.request.mm_features):
-                self.untrack(known.request)
+        for tracked in list(self._tracked.values()):
+            if any(each.identifier in identifiers for each in tracked.request.mm_features):
+                self.untrack(tracked.request)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None: not known yet."""
         self._other_connector_kv.looked_up(request.request_id, computed_tokens)
         if self._names.form is None or self._weight_checks.is_pending:
             return None  # known after the workers' next report
-        known = self._tracked.get(request.request_id)
-        if known is None:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
             return 0
-        known.since = self._weight_checks.first_step(computed_tokens)
-        if not self._may_load(known):
-            known.release_match()
+        tracked.since = self._weight_checks.first_step(computed_tokens)
+        if not self._may_load(tracked):
+            tracked.release_match()
             return 0
-        tokens = self._reuse.matched(known, computed_tokens)
+        tokens = self._reuse.matched(tracked, computed_tokens)
         if tokens and not self._client.is_server_alive:  # nor are the matches of all that wait
-            for each in self._tracked.values():
-                each.release_match()
-            known.rewind(computed_tokens)
+            for waiting in self._tracked.values():
+                waiting.release_match()
+            tracked.rewind(computed_tokens)
             return 0
         return tokens
 
@@ -281,18 +281,18 @@ class Scheduler:
         """The engine has blocks for the request, and accepts so many of the promised tokens."""
         if self._is_asynchronous and not external_tokens:
             self._lent[request.request_id] = blocks.get_block_ids()
-        if (known := self._tracked.get(request.request_id)) is not None:
-            if not known.is_counted and known.stored_chunks:
-                self.stats.add("found_tokens", known.stored_chunks * self._client.chunk_tokens)
-            known.is_counted = True
-            self._reuse.allocated(known, blocks, external_tokens)
+        if (tracked := self._tracked.get(request.request_id)) is not None:
+            if not tracked.is_counted and tracked.stored_chunks:
+                self.stats.add("found_tokens", tracked.stored_chunks * self._client.chunk_tokens)
+            tracked.is_counted = True
+            self._reuse.allocated(tracked, blocks, external_tokens)
             if external_tokens:
                 self._other_connector_kv.loads(request.request_id, external_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
         """The tiers of the tokens that were just promised."""
-        known = self._tracked.get(request.request_id)
-        return self._reuse.sources(known, external_tokens) if known is not None else {}
+        tracked = self._tracked.get(request.request_id)
+        return self._reuse.sources(tracked, external_tokens) if tracked is not None else {}
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Its hints are sent now: they are about what it has stored."""
@@ -304,22 +304,22 @@ class Scheduler:
                 self._client.hint(envelope, salt=said.salt, session=said.session)
 
     def untrack(self, request: Request) -> None:
-        if (known := self._tracked.pop(request.request_id, None)) is not None:
-            self._reuse.forget(known)
-            known.withdraw()
+        if (tracked := self._tracked.pop(request.request_id, None)) is not None:
+            self._reuse.forget(tracked)
+            tracked.withdraw()
 
     # ---- a step
 
     def plan(self, output: SchedulerOutput) -> Plan:
-        doubts, names, client = self._weight_checks, self._names, self._client
-        doubts.step += 1
+        weight_checks, naming, client = self._weight_checks, self._names, self._client
+        weight_checks.step += 1
         plan = Plan(
             failed_loads=self._load_tracker.failed_loads,
-            step=doubts.step,
-            weights_version=names.count,
-            checks_weights=doubts.is_pending,
+            step=weight_checks.step,
+            weights_version=naming.count,
+            checks_weights=weight_checks.is_pending,
         )
-        if names.form is None:
+        if naming.form is None:
             plan.wants_facts = plan.checks_weights = True
             return plan
         if client.unserved != self._unserved:
@@ -333,8 +333,8 @@ class Scheduler:
         if self._wrong and client.is_server_alive:
             self._delete_wrong()
         for request_id in self._other_connector_kv.planned(output):
-            if (known := self._tracked.get(request_id)) is not None:
-                known.stop_storing()
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.stop_storing()
         loaded_from = self._reuse.plan(plan, output.num_scheduled_tokens)
         if self._loads and self._loads_in_steps:
             self.undoing.planned(output, plan.loads)
@@ -345,10 +345,10 @@ class Scheduler:
             plan.prefill_work = prefill_work_of(output)
         # A replica has no shard to abort. If its load fails, the sums that it adds to other ranks are wrong,
         # and must not be stored.
-        has_replicas = self._ranks > len(names.form.shards)
+        has_replicas = self._ranks > len(naming.form.shards)
         if self._saves and self._is_ready and not (has_replicas and self._load_tracker.is_unconfirmed):
             self._storing.plan(plan, output, self._tracked)
-        doubts.planned(plan)
+        weight_checks.planned(plan)
         return plan
 
     def _blocks_lent(self, output: SchedulerOutput) -> list[int]:
@@ -363,8 +363,8 @@ class Scheduler:
         if not self._loads_in_steps:
             return
         for request in self.undoing.failed(blocks):
-            if (known := self._tracked.get(request.request_id)) is not None:
-                known.preemptions_at_promise = request.num_preemptions
+            if (tracked := self._tracked.get(request.request_id)) is not None:
+                tracked.preemptions_at_promise = request.num_preemptions
 
     def apply_report(self, report: RankReport) -> None:
         """Apply the ranks' report about a step."""
@@ -380,9 +380,9 @@ class Scheduler:
             self._begin_all_anew()
         if report.adapters:
             names.learn_adapters(report.adapters)
-            for request_id, known in list(self._tracked.items()):
-                if not names.is_current(known.adapter):
-                    self._begin_anew(request_id, known)
+            for request_id, tracked in list(self._tracked.items()):
+                if not names.is_current(tracked.adapter):
+                    self._begin_anew(request_id, tracked)
         names.slept(report.slept_ranks, max(report.checked_weights, default=0))
         if report.checked_weights and self._weight_checks.compared(report) and names.compared():
             self._begin_all_anew()
@@ -410,14 +410,14 @@ class Scheduler:
 
     def _begin_all_anew(self) -> None:
         """Give all requests new keys. Chunks under the old names are no longer found by this engine."""
-        for request_id, known in list(self._tracked.items()):
-            self._begin_anew(request_id, known)
+        for request_id, tracked in list(self._tracked.items()):
+            self._begin_anew(request_id, tracked)
         self._load_tracker.forget_gpu()
         if self._events is not None:
             self._events.forget()
 
-    def _begin_anew(self, request_id: str, known: TrackedRequest) -> None:
-        if not known.rekey():
+    def _begin_anew(self, request_id: str, tracked: TrackedRequest) -> None:
+        if not tracked.rekey():
             del self._tracked[request_id]
 
     # ---- others

@@ -63,22 +63,22 @@ class Settings:
         cls, extra: Mapping[str, Any], block_tokens: int, window: int, *, has_states: bool = False
     ) -> Settings:
         """From vLLM's extra config, for an engine with such blocks and its smallest sliding window."""
-        own = {each.name: type(each.default) for each in fields(cls) if each.name != "config"}
+        own_types = {each.name: type(each.default) for each in fields(cls) if each.name != "config"}
         for name, value in extra.items():
-            if name not in own and name not in _SERVERS:
-                raise _wrong(f"unknown {name!r}{suggest(name, (*own, *_SERVERS))}")
-            if name in own and type(value) is not own[name]:
-                raise _wrong(f"{name}={value!r} does not fit: expected {own[name].__name__}")
-        config_of = {name: extra[name] for name in _SERVERS if name in extra}
-        if isinstance(urls := config_of.get("tiers"), str):
-            config_of["tiers"] = urls.split()  # as everywhere that tiers are one text
+            if name not in own_types and name not in _SERVERS:
+                raise _wrong(f"unknown {name!r}{suggest(name, (*own_types, *_SERVERS))}")
+            if name in own_types and type(value) is not own_types[name]:
+                raise _wrong(f"{name}={value!r} does not fit: expected {own_types[name].__name__}")
+        config_values = {name: extra[name] for name in _SERVERS if name in extra}
+        if isinstance(urls := config_values.get("tiers"), str):
+            config_values["tiers"] = urls.split()  # as everywhere that tiers are one text
         if server := extra.get("server"):
-            theirs = set(config_of)
-            match config_of.get("tiers"):
+            server_only = set(config_values)
+            match config_values.get("tiers"):
                 case [str(url)] if url.startswith("gpu://"):  # the engine's own
-                    theirs.remove("tiers")
-                    config_of["tiers"] = [url, _ENDLESS]
-            for name in sorted(theirs | ({"http"} & set(extra))):
+                    server_only.remove("tiers")
+                    config_values["tiers"] = [url, _ENDLESS]
+            for name in sorted(server_only | ({"http"} & set(extra))):
                 raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
         if (mode := extra.get("mode")) not in (None, LAYERWISE, STEP):
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
@@ -91,14 +91,14 @@ class Settings:
         except ConfigError as error:
             raise _wrong(f"check_weights: {error}") from None
         try:
-            config = Config(**config_of)
+            config = Config(**config_values)
         except ConfigError as error:
             raise _wrong(str(error)) from None
         if "chunk_tokens" not in extra:
             config = replace(config, chunk_tokens=block_tokens)
         if "server" not in extra:
             check_chunks(config.chunk_tokens, block_tokens, window, has_states=has_states)
-        return cls(**{name: extra[name] for name in own if name in extra}, config=config)
+        return cls(**{name: extra[name] for name in own_types if name in extra}, config=config)
 
 
 def check_chunks(chunk_tokens: int, block_tokens: int, window: int, *, has_states: bool = False) -> None:

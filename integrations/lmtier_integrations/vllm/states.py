@@ -36,8 +36,10 @@ ALIGN = "align"
 
 
 def check_states(config: VllmConfig, cache: KVCacheConfig, *, learns_failed_loads: bool) -> None:
-    """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve. `is_told`: the
-    connector learns which requests' loads have failed."""
+    """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve.
+
+    `learns_failed_loads`: the connector learns which requests' loads have failed.
+    """
     if not cache.kv_cache_groups:
         raise LayoutError(
             f"{config.model_config.model} keeps neither KV nor a state between steps: start it without lmtier"
@@ -53,7 +55,7 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, learns_failed_load
         spec.num_speculative_blocks for spec in states.values()
     )
     parallel = config.parallel_config
-    needs = {
+    requirements = {
         "vLLM 0.30 or later": learns_failed_loads,
         "an engine on a CPU": not is_on_gpu(config),
         f"vLLM to keep states at ends of blocks: --enable-prefix-caching --mamba-cache-mode {ALIGN}": modes
@@ -68,11 +70,11 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, learns_failed_load
         # In longer ones vLLM 0.32 wants a state within a step, and dies: its kernels for CPUs have none.
         f"steps of one block: --max-num-batched-tokens {max(sizes)}": not splits or step <= max(sizes),
     }
-    for need, is_met in needs.items():
+    for requirement, is_met in requirements.items():
         if not is_met:
             raise LayoutError(
                 f"{config.model_config.model} has layers that keep a state instead of KV; for those lmtier "
-                f"needs {need}"
+                f"needs {requirement}"
             )
 
 
@@ -112,7 +114,7 @@ def declare_states(
         raise LayoutError("lmtier serves layers that keep a state if each has its own memory")
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase, owners)
     ranks = config.parallel_config.tensor_parallel_size
-    said: list[object] = [config.device_config.device_type, ranks, envs.VLLM_SSM_CONV_STATE_LAYOUT]
+    facts: list[object] = [config.device_config.device_type, ranks, envs.VLLM_SSM_CONV_STATE_LAYOUT]
     shapes = []
     for name in owners:
         spec, tensor = specs[name], tensors[name]
@@ -124,8 +126,8 @@ def declare_states(
             )
         shapes.append(LayerShape(ranks, nbytes, 0))
         backend = layers[name].get_attn_backend().get_name()
-        said.append((spec.mamba_type.name, spec.shapes, [str(each) for each in spec.dtypes], backend))
-    packing = f"state-{hashlib.sha256(repr(said).encode()).hexdigest()[:40]}"
+        facts.append((spec.mamba_type.name, spec.shapes, [str(each) for each in spec.dtypes], backend))
+    packing = f"state-{hashlib.sha256(repr(facts).encode()).hexdigest()[:40]}"
     layout = Layout(tuple(shapes), "u8", chunk_tokens, chunk_tokens, packing)
     return DeclaredKV(
         layout,

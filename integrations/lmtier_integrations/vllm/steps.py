@@ -38,8 +38,8 @@ def computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     if not output.scheduled_new_reqs:  # most steps
         return running
-    new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
-    return itertools.chain(running, new)
+    entering = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
+    return itertools.chain(running, entering)
 
 
 class RequestBlocks(NamedTuple):
@@ -63,8 +63,8 @@ def requests_with_new_blocks(output: SchedulerOutput) -> Iterator[RequestBlocks]
 
 def entering_requests(output: SchedulerOutput) -> Iterator[RequestBlocks]:
     """Those that begin in this step, or go on after they were preempted."""
-    for new in output.scheduled_new_reqs:
-        yield RequestBlocks(new.req_id, new.num_computed_tokens, new.block_ids)
+    for request in output.scheduled_new_reqs:
+        yield RequestBlocks(request.req_id, request.num_computed_tokens, request.block_ids)
     cached = output.scheduled_cached_reqs
     if cached.resumed_req_ids:
         for request_id, computed, tables in zip(

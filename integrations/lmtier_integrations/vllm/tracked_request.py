@@ -56,7 +56,7 @@ class TrackedRequest:
     waits: bool = True
     """Whether it waits for its load, and enters a step when that has arrived."""
     pending_reservation: PendingReservation | None = None
-    """A requested reservation for its chunks from number `stored` on."""
+    """A requested reservation for its chunks from number `stored_chunks` on."""
     stored_chunks: int = 0
     """Leading chunks that are stored or reserved."""
     loaded_chunks: int = 0

@@ -65,10 +65,11 @@ def origin_of(
     since: float = 0.0,
     is_at_start: bool = True,
 ) -> WeightsOrigin:
-    """The origin of the weights of a model that was built. Only who `reads` computes their digest.
+    """The origin of the weights of a model that was built. `computes_digest`: of their bytes too.
 
-    `since` is when loading began, in seconds since 1970: what is newer may have been loaded in part. `began`:
-    they were loaded as the engine began, so of a hub the commit is that of the model's configuration.
+    `since` is when loading began, in seconds since 1970: what is newer may have been loaded in part.
+    `is_at_start`: they were loaded as the engine began, so of a hub the commit is that of the model's
+    configuration.
     """
     try:
         sources = list(_sources_of(model, load, built, began=is_at_start))
@@ -76,12 +77,12 @@ def origin_of(
         return WeightsOrigin(why=str(why))
     except (OSError, RuntimeError, ValueError):  # files are missing by now, or an index does not fit them
         return WeightsOrigin()
-    each = [source.settled(reads=computes_digest) for source in sources]
-    stamps = [stamps for stamps, _ in each]
-    found = [newest(each) / 1e9 for each in stamps if each and not isinstance(each, str)]
-    if not all(stamps) or any(time > since > 0 for time in found):
+    settled_sources = [source.settled(reads=computes_digest) for source in sources]
+    stamps = [stamps for stamps, _ in settled_sources]
+    newest_times = [newest(stamp) / 1e9 for stamp in stamps if stamp and not isinstance(stamp, str)]
+    if not all(stamps) or any(changed_at > since > 0 for changed_at in newest_times):
         return WeightsOrigin()
-    digests = [digest for _, digest in each]
+    digests = [digest for _, digest in settled_sources]
     # Other engines find this name too, if all is in one place.
     name = digests[0] if len(digests) == 1 and isinstance(digests[0], str) else _digest_of(digests)
     return WeightsOrigin(files=_digest_of(stamps), digest=str(name) if computes_digest else "")
@@ -114,42 +115,42 @@ def combined_origin(model: WeightsOrigin, draft: WeightsOrigin | None) -> Weight
 
 
 def _sources_of(model: ModelConfig, load: LoadConfig, built: Any, *, began: bool) -> Iterator[_Source]:
-    how = load.load_format
-    if other := _not_for_speed(load):
-        raise _Unknown(f"model_loader_extra_config may name other weights with {', '.join(other)}")
+    load_format = load.load_format
+    if unknown_options := _not_for_speed(load):
+        raise _Unknown(f"model_loader_extra_config may name other weights with {', '.join(unknown_options)}")
     loader: Any = get_model_loader(load)
     if type(loader) is DummyModelLoader:
         raise _Unknown("load_format=dummy gives the model random weights")
-    if how == "npcache":
+    if load_format == "npcache":
         raise _Unknown("load_format=npcache loads a copy of the weights, which may be of earlier ones")
     if type(loader) is ShardedStateLoader:
         folder = model.model_weights or model.model
         paths = sorted(glob(os.path.join(escape(folder), "*.safetensors")))  # each rank opens some of them
         if not paths:
-            raise _Unknown(f"load_format={how} does not read the weights in the model's folder")
+            raise _Unknown(f"load_format={load_format} does not read the weights in the model's folder")
         yield _Source("", WeightFiles(folder, tuple(paths)), "")
         return
     if type(loader) not in (DefaultModelLoader, RunaiModelStreamerLoader):
-        raise _Unknown(f"load_format={how} does not say which files it reads")
-    asked: list[Any] = []
+        raise _Unknown(f"load_format={load_format} does not say which files it reads")
+    recorded: list[Any] = []
 
     def note(*source: Any) -> tuple[()]:
-        asked.append(source)
+        recorded.append(source)
         return ()
 
     loader._get_weights_iterator = note
     for _ in loader.get_all_weights(model, built):
         pass
-    for given in asked:
+    for source_args in recorded:
         if type(loader) is RunaiModelStreamerLoader:
-            folder, commit = _place_of(given[0], given[1], model, load, began=began)
+            folder, commit = _place_of(source_args[0], source_args[1], model, load, began=began)
             paths, is_in_order, prefix = sorted(loader._prepare_weights(folder, None)), False, ""
         else:
-            (source,) = given
+            (source,) = source_args
             folder, commit = _place_of(source.model_or_path, source.revision, model, load, began=began)
             choice = (None, source.fall_back_to_pt, source.allow_patterns_overrides)
             _, paths, is_safetensors, *_ = loader._prepare_weights(folder, source.subfolder, *choice)
-            is_racy = how == "instanttensor" or (load.model_loader_extra_config or {}).get(
+            is_racy = load_format == "instanttensor" or (load.model_loader_extra_config or {}).get(
                 "enable_multithread_load"
             )
             is_in_order, prefix = not is_racy, source.prefix
@@ -159,24 +160,24 @@ def _sources_of(model: ModelConfig, load: LoadConfig, built: Any, *, began: bool
         if not is_in_order and files.share_tensors():
             raise _Unknown("several files may have the same tensor, and are loaded in no certain order")
         folders = sorted({folder, *map(os.path.dirname, paths)})
-        places = (os.path.join(escape(each), name) for each in folders for name in _BESIDE)
-        more = (path for place in places for path in glob(place))
-        yield _Source(prefix, replace(files, paths=(*paths, *more)), commit)
+        patterns = (os.path.join(escape(each), name) for each in folders for name in _BESIDE)
+        side_files = (path for place in patterns for path in glob(place))
+        yield _Source(prefix, replace(files, paths=(*paths, *side_files)), commit)
 
 
 def _place_of(
-    place: str, revision: str | None, model: ModelConfig, load: LoadConfig, *, began: bool
+    repo_or_folder: str, revision: str | None, model: ModelConfig, load: LoadConfig, *, began: bool
 ) -> tuple[str, str]:
     """The folder that is loaded from, and its commit if it is of a hub."""
-    if os.path.isdir(place):
-        return place, ""
-    is_of_config = began and place == model.model
+    if os.path.isdir(repo_or_folder):
+        return repo_or_folder, ""
+    is_of_config = began and repo_or_folder == model.model
     commits = [revision, getattr(model.hf_config, "_commit_hash", None) if is_of_config else None]
     for commit in commits:
         if commit and re.fullmatch("[0-9a-f]{40}", commit):
-            how: dict[str, Any] = {"cache_dir": load.download_dir, "local_files_only": True}
-            return snapshot_download(place, revision=commit, **how), commit
-    raise _Unknown(f"the weights of {place} are neither files nor a commit of a hub")
+            download_options: dict[str, Any] = {"cache_dir": load.download_dir, "local_files_only": True}
+            return snapshot_download(repo_or_folder, revision=commit, **download_options), commit
+    raise _Unknown(f"the weights of {repo_or_folder} are neither files nor a commit of a hub")
 
 
 def _not_for_speed(load: LoadConfig) -> list[str]:

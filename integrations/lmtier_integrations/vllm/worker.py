@@ -63,8 +63,8 @@ class Worker:
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Prove that these tensors can be saved and loaded, and join the server."""
-        number = self._config.parallel_config.rank
-        client = self._launcher.connect(f"vllm worker {number}")
+        rank_number = self._config.parallel_config.rank
+        client = self._launcher.connect(f"vllm worker {rank_number}")
         block_tokens, has_states = self._config.cache_config.block_size, bool(state_groups(self._cache))
         check_chunks(client.chunk_tokens, block_tokens, window_of(self._cache), has_states=has_states)
         if kv_groups(self._cache):
@@ -73,7 +73,7 @@ class Worker:
             declared = stand_in(self._config, self._cache, tensors, client.chunk_tokens)
         if declared.is_writer:  # only now the shard of this process is known
             client.close()
-            client = self._launcher.connect(f"vllm worker {number}", declared.shard)
+            client = self._launcher.connect(f"vllm worker {rank_number}", declared.shard)
         self._to_close.callback(client.close)
         if self._memory is not None:
             self._memory.look_at_files()
@@ -81,14 +81,14 @@ class Worker:
         # With micro-batches a layer's hook is called after a part of the step. Then all goes after the step.
         is_layerwise = self._settings.mode == LAYERWISE and not self._config.parallel_config.use_ubatching
         identity = Identity(model=self._config.model_config.model)
-        of_all = client, declared, identity, self._settings.config.gpu
+        common_args = client, declared, identity, self._settings.config.gpu
         self._states = states = declare_states(self._config, self._cache, tensors, client.chunk_tokens)
         place: OnCpu | OnGpu
         if device is None:
-            place = OnCpu(*of_all, states)
+            place = OnCpu(*common_args, states)
         else:
             pins_at_start = self._settings.pin == START
-            place = OnGpu(*of_all, device=device, layerwise=is_layerwise, pins_at_start=pins_at_start)
+            place = OnGpu(*common_args, device=device, layerwise=is_layerwise, pins_at_start=pins_at_start)
         self._to_close.callback(place.close)
         self.rank = Rank(self._config, client, declared, place, self._memory, self.stats)
         self.loads = RankLoads(self.rank, self._prefill, layerwise=is_layerwise)
@@ -99,7 +99,7 @@ class Worker:
             if part is not None and mover is not None:
                 mover.prove(self._spare_blocks(part), block_bytes=part.block_bytes)
                 log.debug(
-                    "lmtier: rank %d serves %s as %s", number, part.shard, part.layout.to_json().decode()
+                    "lmtier: rank %d serves %s as %s", rank_number, part.shard, part.layout.to_json().decode()
                 )
 
     def _spare_blocks(self, declared: DeclaredKV) -> list[int]:
@@ -153,16 +153,16 @@ class Worker:
             rank.report.connected_ranks[rank.client.run_id] = 1
         rank.place.follow(rank.client)
         saves.end_left_over()
-        for each in plan.loads:
-            loads.prepare(each)
+        for load in plan.loads:
+            loads.prepare(load)
         for save in plan.saves:
             if save.is_state or rank.declared.is_writer:
                 saves.prepare(save)
         rank.seconds = {"load_seconds": 0.0, "save_seconds": 0.0}
         loads.copied = 0
-        waits = loads.are_in_step
-        self.copies_layers = loads.is_layerwise and (waits or bool(saves.of_step))
-        rank.place.begin(plan.prefill_work, waits=waits)
+        has_step_loads = loads.are_in_step
+        self.copies_layers = loads.is_layerwise and (has_step_loads or bool(saves.of_step))
+        rank.place.begin(plan.prefill_work, waits=has_step_loads)
 
     def _has_more(self) -> bool:
         """Whether earlier steps have left work to do, or something to report."""

@@ -104,15 +104,15 @@ class Staging:
 
 def rows_of(to: Array, source: Array, width: int) -> Iterator[Rows]:
     """The fewest copies of `width` bytes each: extents of a prompt are usually equally far apart."""
-    there, here = to.tolist(), source.tolist()
-    first, number = 0, len(there)
+    targets, sources = to.tolist(), source.tolist()
+    first, number = 0, len(targets)
     while first < number:
         end, steps = first + 1, (width, width)
-        apart = (there[end] - there[first], here[end] - here[first]) if end < number else (0, 0)
-        if min(apart) >= width and max(apart) <= _FARTHEST:
-            steps = apart
-            end = first + min(_alike(there, first, apart[0]), _alike(here, first, apart[1]))
-        yield Rows(there[first], steps[0], here[first], steps[1], width, end - first)
+        distances = (targets[end] - targets[first], sources[end] - sources[first]) if end < number else (0, 0)
+        if min(distances) >= width and max(distances) <= _FARTHEST:
+            steps = distances
+            end = first + min(_alike(targets, first, distances[0]), _alike(sources, first, distances[1]))
+        yield Rows(targets[first], steps[0], sources[first], steps[1], width, end - first)
         first = end
 
 

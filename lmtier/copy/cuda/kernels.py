@@ -185,8 +185,8 @@ class Geometry:
         self, layers: range, payloads: Sequence[int] | Array, ids: Sequence[Ids], *, stores: bool
     ) -> Array:
         """The copies without a kernel, [number, (to, source, bytes)]: contiguous pieces in both memories."""
-        found = [runs for runs in self._part(layers).runs if runs is not None]
-        parts = [runs.copies(payloads, ids[runs.table], stores=stores) for runs in found]
+        table_runs = [runs for runs in self._part(layers).runs if runs is not None]
+        parts = [runs.copies(payloads, ids[runs.table], stores=stores) for runs in table_runs]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def place(self, layers: range) -> tuple[int, int]:
@@ -222,27 +222,27 @@ class Geometry:
             raise LayoutError(f"a chunk of one layer takes {SHORT} bytes or less: too few for a mark")
         if any(each.shape[1] != self.layout.blocks or each.min(initial=0) < 0 for each in ids):
             raise LayoutError(f"a mark needs all {self.layout.blocks} blocks of a chunk")
-        at, room = workspace
-        sums = np.array(at, np.uint64)
-        for table, some in self._part(layers).alike:
-            first, end = self._span[some.start]
-            nbytes, size, across = self._length[some.start], self.sums_bytes(some.start), len(ids[table])
-            facts = (np.array(each, np.uint32) for each in (end - first, nbytes, across))
-            tensors, length, apart = facts
+        workspace_address, workspace_bytes = workspace
+        sums = np.array(workspace_address, np.uint64)
+        for table, group in self._part(layers).alike:
+            first, end = self._span[group.start]
+            nbytes, size, across = self._length[group.start], self.sums_bytes(group.start), len(ids[table])
+            scalars = (np.array(each, np.uint32) for each in (end - first, nbytes, across))
+            tensors, length, apart = scalars
             # A thread adds up two lanes. It mostly waits for memory and ends soon, so there are more threads.
-            pairs, most = ((nbytes - 1) // PART + 1) * LANES // 2, _MORE_TO_SUM * spread.thread_blocks
-            step = max(1, min(len(some), room // size))
-            for low in range(some.start, some.stop, step):
-                count = min(step, some.stop - low)
+            pairs, max_blocks = ((nbytes - 1) // PART + 1) * LANES // 2, _MORE_TO_SUM * spread.thread_blocks
+            step = max(1, min(len(group), workspace_bytes // size))
+            for low in range(group.start, group.stop, step):
+                count = min(step, group.stop - low)
                 where = np.array(raws + self._span[low][0] * RAW.itemsize, np.uint64)
                 out = marks + 8 * across * (low - layers.start)
-                for these, batch in batches(ids[table], most=max(1, room // (size * count))):
-                    rows = count * len(these)
-                    counts = (np.array(each, np.uint32) for each in (count, rows, len(these)))
-                    many, rows_, chunks = counts
-                    to = np.array(out + 8 * these.start, np.uint64)
-                    x = min(-(-rows * pairs // 128), most)
-                    yield Launch("sums", x, 1, 128, (where, tensors, length, many, batch, sums))
+                for chunk_range, batch in batches(ids[table], most=max(1, workspace_bytes // (size * count))):
+                    rows = count * len(chunk_range)
+                    counts = (np.array(each, np.uint32) for each in (count, rows, len(chunk_range)))
+                    layer_count, rows_, chunks = counts
+                    to = np.array(out + 8 * chunk_range.start, np.uint64)
+                    x = min(-(-rows * pairs // 128), max_blocks)
+                    yield Launch("sums", x, 1, 128, (where, tensors, length, layer_count, batch, sums))
                     yield Launch("chain", -(-rows * LANES // 32), 1, 32, (sums, length, rows_))
                     yield Launch("merge", -(-rows // 32), 1, 32, (sums, length, rows_, chunks, apart, to))
 
@@ -310,10 +310,10 @@ class _Runs:
         base, step, at, place, run = (
             pieces[name].astype(np.int64) for name in ("base", "step", "at", "place", "run")
         )
-        goes_on = (np.diff(base) == run[:-1]) & (np.diff(at) == run[:-1]) & (np.diff(step) == 0)
+        is_contiguous = (np.diff(base) == run[:-1]) & (np.diff(at) == run[:-1]) & (np.diff(step) == 0)
         if blocks > 1:  # then a payload holds a layer's blocks together, not a block's layers
-            goes_on[:] = False
-        starts = np.flatnonzero(np.append(True, ~goes_on))
+            is_contiguous[:] = False
+        starts = np.flatnonzero(np.append(True, ~is_contiguous))
         base, step, at, place = (each[starts][:, None, None] for each in (base, step, at, place))
         return cls(table, base, step, at, place, np.add.reduceat(run, starts))
 
@@ -322,14 +322,14 @@ class _Runs:
         return int(self.nbytes.mean())
 
     def copies(self, payloads: Sequence[int] | Array, ids: Ids, *, stores: bool) -> Array:
-        made = np.empty((len(self.base), *ids.shape, 3), np.int64)
-        made[..., int(stores)] = self.base + self.step * ids
+        copies = np.empty((len(self.base), *ids.shape, 3), np.int64)
+        copies[..., int(stores)] = self.base + self.step * ids
         starts = np.asarray(payloads, np.int64)[:, None]
-        made[..., int(not stores)] = self.at + (self.place * np.arange(ids.shape[1]) + starts)
-        made[..., 2] = self.nbytes[:, None, None]
+        copies[..., int(not stores)] = self.at + (self.place * np.arange(ids.shape[1]) + starts)
+        copies[..., 2] = self.nbytes[:, None, None]
         if ids.min(initial=0) < 0:  # some blocks have left a window
-            made = made[:, ids >= 0]
-        return made.reshape(-1, 3)
+            copies = copies[:, ids >= 0]
+        return copies.reshape(-1, 3)
 
 
 def batches(
@@ -337,19 +337,19 @@ def batches(
 ) -> Iterator[tuple[range, Array]]:
     """Ranges of chunks and their kernel argument: as many chunks as fit, with equally spaced payloads."""
     blocks = ids.shape[1]
-    each = min(most, BLOCKS // blocks)
+    chunks_per_batch = min(most, BLOCKS // blocks)
     starts = np.zeros(len(ids), np.int64) if payloads is None else np.asarray(payloads, np.int64)
     steps = starts[1:] - starts[:-1]
     first = 0
     while first < len(ids):
-        last = min(first + each, len(ids)) - 1
-        apart = steps[first] if first < last else 0
-        if (others := (steps[first:last] != apart).nonzero()[0]).size:
-            last = first + int(others[0])
+        last = min(first + chunks_per_batch, len(ids)) - 1
+        distance = steps[first] if first < last else 0
+        if (breaks := (steps[first:last] != distance).nonzero()[0]).size:
+            last = first + int(breaks[0])
         at = range(first, last + 1)
         batch = np.zeros((), BATCH)
         batch["payload"] = int(starts[first])
-        batch["apart"] = int(apart) % (1 << 64)  # it wraps if it is negative
+        batch["apart"] = int(distance) % (1 << 64)  # it wraps if it is negative
         batch["block"][: len(at) * blocks] = ids[first : at.stop].reshape(-1)
         batch["chunks"], batch["blocks"] = len(at), blocks
         yield at, batch

@@ -286,31 +286,31 @@ class CudaLoad(Load):
 
         These are converted to payloads that live as long as the load.
         """
-        kv, own, nbytes = self._kv, self._bound, self._kv.nbytes
+        kv, same_form, nbytes = self._kv, self._bound, self._kv.nbytes
         if not self._to_convert:
             if gpu_slots is not None:
-                kv.set_gpu_slots(own, gpu_slots)
-            return own
+                kv.set_gpu_slots(same_form, gpu_slots)
+            return same_form
         payloads = np.empty((len(self._to_convert), nbytes), np.uint8)
         memory = payloads.reshape(-1).data
         rows = [(ids, at * nbytes, first) for at, (_, ids, first) in enumerate(self._to_convert)]
-        chunks = own + kv.bind_all(rows, lambda at, size: memory[at : at + size])
+        chunks = same_form + kv.bind_all(rows, lambda at, size: memory[at : at + size])
         if gpu_slots is not None:
             is_foreign = [chunk in self._placed.other_forms for chunk, _, _ in self._chunks]
             kv.set_gpu_slots(
                 chunks, [gpu_slots[at] for at in sorted(range(len(gpu_slots)), key=is_foreign.__getitem__)]
             )
         for payload, (chunk, _, _), is_filled in zip(
-            payloads, self._to_convert, chunks.is_filled[len(own) :], strict=True
+            payloads, self._to_convert, chunks.is_filled[len(same_form) :], strict=True
         ):
             if not is_filled:
                 self._convert_into(payload, chunk)
         return chunks
 
     def _convert_into(self, payload: Array, chunk: int) -> None:
-        as_blocks, whole = self._kv.as_paged_kv(payload), np.arange(self._kv.layout.blocks)
-        for source, stored, held, part in self._parts_of(chunk):
-            as_blocks.convert(None, source, stored, held, whole, part=part)
+        as_blocks, all_blocks = self._kv.as_paged_kv(payload), np.arange(self._kv.layout.blocks)
+        for source, stored, stored_shard, part in self._parts_of(chunk):
+            as_blocks.convert(None, source, stored, stored_shard, all_blocks, part=part)
 
     def _give_back(self, *, believed: bool) -> None:
         places, self._places = self._places, None

@@ -79,12 +79,12 @@ class PageLock:
             self._ended.set()
 
     def _lock(self) -> None:
-        for at, nbytes in self._steps:
+        for address, nbytes in self._steps:
             if self._stopped.is_set():
                 return
             began = time.perf_counter()
             try:
-                self._register(at, nbytes)
+                self._register(address, nbytes)
             except (OSError, RuntimeError, LMTierError) as error:
                 self.failure = str(error) or type(error).__name__
                 log.warning(
@@ -96,10 +96,10 @@ class PageLock:
                     self.failure,
                 )
                 return
-            took = time.perf_counter() - began
-            self.seconds += took
+            seconds = time.perf_counter() - began
+            self.seconds += seconds
             self.locked_bytes += nbytes
-            self._hurried.wait(_PAUSE * took)
+            self._hurried.wait(_PAUSE * seconds)
 
     @property
     def is_whole(self) -> bool:
@@ -162,8 +162,8 @@ class PageLock:
 
     def parts(self, rows: Rows) -> Iterator[Rows]:
         """The same rows in the fewest parts that do not span two steps."""
-        is_to = self.address <= rows.to < self.address + self.nbytes
-        at, step = (rows.to, rows.to_step) if is_to else (rows.source, rows.source_step)
+        locks_target = self.address <= rows.to < self.address + self.nbytes
+        at, step = (rows.to, rows.to_step) if locks_target else (rows.source, rows.source_step)
         first = 0
         while first < rows.number:
             begin = at + first * step

@@ -47,7 +47,7 @@ GROUPS, GROUP_BYTES = 4, 8 << 20
 many bytes. Each group costs this thread up to .1 ms."""
 
 SlotOfEachChunk: TypeAlias = "Sequence[tuple[int, bool] | None]"
-"""For each chunk: the offset of its place in the memory of `hold`, and whether it is filled; or None."""
+"""For each chunk its offset in the memory of `allocate_slots`, and whether that is filled; or None."""
 
 _SLOTS = 2  # one under the kernel, one on the bus
 _WORKSPACE_BYTES = 8 << 20
@@ -70,11 +70,11 @@ class CudaKV(Blocks):
         staging_bytes: int = STAGING_BYTES,
         shortest_run: int = SHORTEST_RUN,
     ) -> None:
-        self.device, given = device, tensors_of_layers(shard, tensors)
-        self._tensors = [each for _, each in given]
-        memory = [[_memory(layout, number, each) for each in tensors] for number, tensors in given]
+        self.device, layer_tensors = device, tensors_of_layers(shard, tensors)
+        self._tensors = [each for _, each in layer_tensors]
+        memory = [[_memory(layout, number, each) for each in tensors] for number, tensors in layer_tensors]
         blocks = memory[0][0].shape[0]
-        for (number, _), each in zip(given, memory, strict=True):
+        for (number, _), each in zip(layer_tensors, memory, strict=True):
             if any(m.shape[0] != blocks for m in each):
                 raise LayoutError(f"layer {number}: expected {blocks} blocks, got {each[0].shape[0]}")
         self.geometry = Geometry(layout, shard, memory, tables)
@@ -166,8 +166,8 @@ class CudaKV(Blocks):
                 tables.append(rows.reshape(number, blocks))
                 continue
             tables.append(np.full((number, blocks), -1, np.int32))
-            for row, (each, _, skipped) in zip(tables[-1], chunks, strict=True):
-                ids, begin = each.after(table, skipped)
+            for row, (chunk_ids, _, skipped) in zip(tables[-1], chunks, strict=True):
+                ids, begin = chunk_ids.after(table, skipped)
                 row[begin : begin + len(ids)] = ids
         gpu_slots, is_filled = np.zeros(number, np.int64), np.zeros(number, np.bool_)
         return Chunks(addresses, tables, gpu_slots, is_filled, is_whole, (memory,), self._copy_now)
@@ -207,13 +207,13 @@ class CudaKV(Blocks):
             self._enqueue_far(lane, layers, chunks)
             return
         # First the chunks whose kernels need not wait for PCIe.
-        for which, enqueue in (
+        for selected, enqueue in (
             (chunks.is_filled, self._enqueue_gpu_slots),
             ((chunks.slot_addresses != 0) & ~chunks.is_filled, self._enqueue_gpu_slots),
             (chunks.slot_addresses == 0, self._enqueue_far),
         ):
-            if which.any():
-                enqueue(lane, layers, chunks.part(which))
+            if selected.any():
+                enqueue(lane, layers, chunks.part(selected))
 
     def _enqueue_far(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         if not chunks:
@@ -223,16 +223,16 @@ class CudaKV(Blocks):
             if len(runs):
                 lane.copies.copy(runs)
             return
-        whole = _aligned(self.geometry.place(layers)[1]) <= self._slot_bytes
-        for step in [layers] if whole else [range(layer, layer + 1) for layer in layers]:
+        fits_slot = _aligned(self.geometry.place(layers)[1]) <= self._slot_bytes
+        for step in [layers] if fits_slot else [range(layer, layer + 1) for layer in layers]:
             self._enqueue_staged(lane, step, chunks)
 
     def _enqueue_staged(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         at, nbytes = self.geometry.place(layers)
         room, staging = _aligned(nbytes), self._staging[lane.is_store]
-        each = staging.slot_bytes // room
-        for first in range(0, len(chunks), each):
-            group = chunks.part(slice(first, first + each))
+        chunks_per_group = staging.slot_bytes // room
+        for first in range(0, len(chunks), chunks_per_group):
+            group = chunks.part(slice(first, first + chunks_per_group))
             slot = staging.take(lane.kernels if lane.is_store else lane.copies)
             # A kernel looks for a layer at its place in a payload. So pass a payload that begins before the
             # slot.
@@ -241,9 +241,9 @@ class CudaKV(Blocks):
 
     def _enqueue_gpu_slots(self, lane: StreamPair, layers: range, chunks: Chunks) -> None:
         # In groups as above, so that here too the kernel and PCIe work in parallel.
-        each = max(1, self._slot_bytes // self.geometry.place(layers)[1])
-        for first in range(0, len(chunks), each):
-            group = chunks.part(slice(first, first + each))
+        chunks_per_group = max(1, self._slot_bytes // self.geometry.place(layers)[1])
+        for first in range(0, len(chunks), chunks_per_group):
+            group = chunks.part(slice(first, first + chunks_per_group))
             self._enqueue_through(lane, layers, group, group.slot_addresses)
 
     def _enqueue_through(self, lane: StreamPair, layers: range, chunks: Chunks, starts: Array) -> None:

@@ -205,18 +205,18 @@ class DeviceLoad(DeviceTransfer):
         """Load these layers; or, without `layers`, enqueue work that no layer waits for."""
         self._check_open()
         enqueue(self._lane)
-        there = self._lane.record()  # later work, such as a fingerprint, finds the layers complete
-        self._layers.update(dict.fromkeys(layers, there))
+        loaded = self._lane.record()  # later work, such as a fingerprint, finds the layers complete
+        self._layers.update(dict.fromkeys(layers, loaded))
 
     def let_compute(self, layer: int | None = None) -> None:
         """Work that the engine enqueues from now on may read this layer, or (None) all loaded layers."""
         if layer is None:
             self.delay(self._streams.compute)
         else:
-            there = self._layers[layer]
-            if there is not self._computes_after:  # most layers came with the one before
-                self._streams.compute.wait(there)
-                self._computes_after = there
+            loaded = self._layers[layer]
+            if loaded is not self._computes_after:  # most layers came with the one before
+                self._streams.compute.wait(loaded)
+                self._computes_after = loaded
 
 
 class TransferOrder:
@@ -245,10 +245,10 @@ class TransferOrder:
 
     def let_go(self, blocks: Iterable[int]) -> None:
         """Another writer gets these blocks, and waits for no stream. Wait for our transfers of them."""
-        gone = frozenset(blocks)
-        for each in self._under_way:
-            if not gone.isdisjoint(each.blocks):
-                each.wait()
+        handed_over = frozenset(blocks)
+        for transfer in self._under_way:
+            if not handed_over.isdisjoint(transfer.blocks):
+                transfer.wait()
 
     def poll(self) -> int:
         """Finish the transfers that are done, oldest first.
@@ -257,16 +257,16 @@ class TransferOrder:
         """
         # Check the youngest first. The transfers that a done one waited for are then found done too, and are
         # finished before it. So nothing computed on top of a load is committed before the load was checked.
-        done = [each for each in reversed(self._under_way) if each.done]
-        for each in reversed(done):
-            self._under_way.remove(each)
-            each.finish()
+        done = [transfer for transfer in reversed(self._under_way) if transfer.done]
+        for transfer in reversed(done):
+            self._under_way.remove(transfer)
+            transfer.finish()
         return len(done)
 
     def drain(self) -> None:
         """Wait for all ended transfers, and finish them. For when the engine stops."""
-        for each in self._under_way:
-            each.wait()
+        for transfer in self._under_way:
+            transfer.wait()
         self.poll()
 
     def _begin(self, kind: type[_Kind], lane: StreamPair, blocks: frozenset[int]) -> _Kind:
@@ -277,6 +277,6 @@ class TransferOrder:
 
     def _delay(self, waiting: Stream | StreamPair, blocks: frozenset[int], *, writes: bool) -> None:
         """Make `waiting` wait for every transfer of these blocks that must not overlap with it."""
-        for each in self._under_way:
-            if (writes or each.writes_blocks) and not blocks.isdisjoint(each.blocks):
-                each.delay(waiting)
+        for transfer in self._under_way:
+            if (writes or transfer.writes_blocks) and not blocks.isdisjoint(transfer.blocks):
+                transfer.delay(waiting)
