@@ -155,32 +155,32 @@ class Client:
         parent: str = "",
         source: str = "",
     ) -> Match:
-        """As Cache.match; empty if no server answers, and with `ends` also if it knows no states."""
+        """As Cache.match; empty if no server answers, and with `state_form` also if it knows no states."""
         names = tuple(keys)
-        whole = len(names) * self.chunk_tokens
-        asked = whole if tokens is None else tokens
-        if asked < whole:
-            raise MisuseError(f"tokens={asked} is less than the {whole} tokens of these keys")
+        key_tokens = len(names) * self.chunk_tokens
+        asked = key_tokens if tokens is None else tokens
+        if asked < key_tokens:
+            raise MisuseError(f"tokens={asked} is less than the {key_tokens} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
         match = Match(0, names, form, asked, time.monotonic() + seconds, state_form)
         link, number = self._server.number_of(form)
-        which: Argument = number
+        forms: Argument = number
         if link is not None and state_form is not None:
-            link, last = self._server.number_of(state_form) if self.knows_states else (None, 0)
-            which = f"{number}{AND_STATE}{last}"
+            link, state_number = self._server.number_of(state_form) if self.knows_states else (None, 0)
+            forms = f"{number}{AND_STATE}{state_number}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
             words = _words(link.options, session, parent, source)
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
             # So is another server that a source names.
-            look = None if link.traces or source else link.presence_reader
-            if names and look is not None and look.lacks(names[0]):
+            presence = None if link.traces or source else link.presence_reader
+            if names and presence is not None and presence.lacks(names[0]):
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
-                self._server.post("LMTIER.MISSED", which, asked, *words, *pack_keys(names))
+                self._server.post("LMTIER.MISSED", forms, asked, *words, *pack_keys(names))
                 return match
-            request: list[Argument] = ["LMTIER.MATCH", which, asked, milliseconds, *words, *pack_keys(names)]
+            request: list[Argument] = ["LMTIER.MATCH", forms, asked, milliseconds, *words, *pack_keys(names)]
             entries: list[Entry] = []
 
             def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
@@ -196,8 +196,8 @@ class Client:
         link = self._server.link
         if link.is_lost or link.is_stalled:  # do not connect during an engine's step
             return
-        old = link.cost or Cost(0.0, 0.0, 0.0, 0.0)
-        if any(abs(new - sent) > _NEWS * sent for new, sent in zip(cost, old, strict=True)):
+        sent_cost = link.cost or Cost(0.0, 0.0, 0.0, 0.0)
+        if any(abs(new - sent) > _NEWS * sent for new, sent in zip(cost, sent_cost, strict=True)):
             link.cost = cost
             self._server.post("LMTIER.COST", *map(repr, cost))
 
@@ -208,8 +208,8 @@ class Client:
         if match.id and (not match.is_ready or (chunks is not None and chunks < match.chunks)):
             limit = () if chunks is None else (chunks,)
             knows_has = "HAS" in self._server.link.options
-            has_some: tuple[Argument, ...] = ("HAS", has) if has and knows_has else ()
-            reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_some)
+            has_option: tuple[Argument, ...] = ("HAS", has) if has and knows_has else ()
+            reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_option)
             if not self._update_match(match, reply):
                 _keep_complete_chunks(match, *limit)
 
@@ -218,22 +218,22 @@ class Client:
         if match.released:
             raise MisuseError("wait for a match that was released")
         if not match.is_ready:
-            left = max(0.0, match.deadline - time.monotonic())
-            if not self._update_match(match, self._call_for(match, "LMTIER.WAIT", match.id, seconds=left)):
+            seconds = max(0.0, match.deadline - time.monotonic())
+            if not self._update_match(match, self._call_for(match, "LMTIER.WAIT", match.id, seconds=seconds)):
                 _keep_complete_chunks(match)
         return match
 
     def step(self) -> int:
         """Update the matches that are not ready. Returns how many have changed."""
         unready = [
-            each for each in self._server.grants.values() if isinstance(each, Match) and not each.is_ready
+            grant for grant in self._server.grants.values() if isinstance(grant, Match) and not grant.is_ready
         ]
-        before = [_progress_of(match) for match in unready]
+        progress_before = [_progress_of(match) for match in unready]
         replies = self._server.call_all([("LMTIER.POLL", match.id) for match in unready])
         for match, reply in zip(unready, replies, strict=True):
             if not self._update_match(match, reply):
                 _keep_complete_chunks(match)
-        return sum(old != _progress_of(match) for old, match in zip(before, unready, strict=True))
+        return sum(old != _progress_of(match) for old, match in zip(progress_before, unready, strict=True))
 
     def release(self, match: Match) -> None:
         """End the match's leases. Idempotent; does not wait for the server."""
@@ -254,16 +254,16 @@ class Client:
 
         Only `lmtier explain` and KV events need them. An engine that uses neither need not send them.
         """
-        link, whence = self._server.link, origin.to_json()
-        if link.is_lost or link.is_stalled or len(whence) > MAX_ORIGIN:
+        link, origin_json = self._server.link, origin.to_json()
+        if link.is_lost or link.is_stalled or len(origin_json) > MAX_ORIGIN:
             return
         step = max(1, _TOKENS_AN_ARGUMENT // self.chunk_tokens)  # chunks in one command
         ids, size = as_tokens(tokens), self.chunk_tokens
-        for at in range(0, len(keys), step):
-            some = keys[at : at + step]
-            words = ids[at * size : (at + step) * size].tobytes()
-            self._server.post("LMTIER.TELL", whence, parent, b"".join(some), words)
-            parent = some[-1]
+        for first in range(0, len(keys), step):
+            batch_keys = keys[first : first + step]
+            token_bytes = ids[first * size : (first + step) * size].tobytes()
+            self._server.post("LMTIER.TELL", origin_json, parent, b"".join(batch_keys), token_bytes)
+            parent = batch_keys[-1]
 
     def trace(self, thing: Match | Reservation, headers: Mapping[str, str] | None) -> None:
         """Send the trace of `thing`, from the request's W3C headers, if the server traces. Does not wait."""
@@ -284,7 +284,7 @@ class Client:
     def begin_reserve(
         self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
     ) -> PendingReservation:
-        """Send the request of `reserve` without waiting. `reserved` or `withdraw` must follow."""
+        """Send the request of `reserve` without waiting. `finish_reserve` or `cancel_reserve` must follow."""
         if form.layout is None or form.layout.chunk_tokens != self.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
         asked = PendingReservation(list(keys), form, first)
@@ -306,8 +306,8 @@ class Client:
                 lambda: read_reservation(read_fields(reply), asked.keys, asked.form)
             )
         if reservation is None:
-            known = min(asked.first, len(asked.keys))
-            return Reservation(0, asked.form, {}, known, len(asked.keys) - known, set())
+            known_chunks = min(asked.first, len(asked.keys))
+            return Reservation(0, asked.form, {}, known_chunks, len(asked.keys) - known_chunks, set())
         if reservation.entries:
             self._server.grants[reservation.id] = reservation
         return reservation
@@ -451,14 +451,14 @@ class Client:
 
     def hint(self, envelope: Mapping[str, Any], *, salt: str = "", session: str = "") -> None:
         """As Cache.hint, for the tenant of this salt. Does not wait for the server."""
-        said = json.dumps(envelope)
-        if max(map(len, (said, salt, session))) > MAX_BYTES:
+        envelope_json = json.dumps(envelope)
+        if max(map(len, (envelope_json, salt, session))) > MAX_BYTES:
             log.warning("lmtier: hints of more than %d bytes are not sent", MAX_BYTES)
             return
         link = self._server.reach()
         if link is not None and "SESSION" in link.options:
             options = [word for pair in (("SALT", salt), ("SESSION", session)) if pair[1] for word in pair]
-            self._server.post("LMTIER.HINT", said, *options, then=self._hinted)
+            self._server.post("LMTIER.HINT", envelope_json, *options, then=self._hinted)
 
     def _hinted(self, reply: Any) -> None:
         if isinstance(reply, Error):
@@ -493,28 +493,28 @@ class Client:
 
         None: some changes are not known, so any chunk may be gone.
         """
-        link, before = self._server.reach(), self._read_to
+        link, position_before = self._server.reach(), self._read_to
         if link is None:
             return []
-        is_new = before is None or before[0] != link.run_id
-        position = () if before is None or is_new else (before[1],)
+        is_new = position_before is None or position_before[0] != link.run_id
+        position = () if position_before is None or is_new else (position_before[1],)
         reply = self._server.call("LMTIER.CHANGES", *position, link=link)
         found = self._server.parse_reply(lambda: read_changes(reply)) if isinstance(reply, list) else None
         if found is None:
             return []
-        end, is_lost, changes = found
-        self._read_to = link.run_id, end
-        return None if is_lost or (is_new and before is not None) else changes
+        next_position, is_lost, changes = found
+        self._read_to = link.run_id, next_position
+        return None if is_lost or (is_new and position_before is not None) else changes
 
     def stats(self) -> dict[str, dict[str, int]]:
         """As Cache.stats. Empty if no server answers."""
         reply = self._server.call("LMTIER.STATS")
         if reply is None:
             return {}
-        read = self._server.parse_reply(
-            lambda: {tier: read_fields(each) for tier, each in read_fields(reply).items()}
+        stats = self._server.parse_reply(
+            lambda: {tier: read_fields(fields) for tier, fields in read_fields(reply).items()}
         )
-        return read or {}
+        return stats or {}
 
     def report(self) -> dict[str, Any]:
         """The server's own report: its tiers, its load. Empty if no server answers."""

@@ -106,16 +106,16 @@ class Link:
     def _begin(
         self, address: str, path: str, token: str | None, hello: Sequence[str], timeout: float
     ) -> None:
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         self._socket.settimeout(timeout)
         self._socket.connect(path)
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         if token is not None:
-            self._ask(until, address, "AUTH", token)
-        facts = read_fields(self._ask(until, address, "LMTIER.HELLO", PROTOCOL, *hello))
-        capacity = self._ask(until, address, "LMTIER.SLAB")
+            self._ask(deadline, address, "AUTH", token)
+        facts = read_fields(self._ask(deadline, address, "LMTIER.HELLO", PROTOCOL, *hello))
+        capacity = self._ask(deadline, address, "LMTIER.SLAB")
         self.run_id: int = facts["run"]
         self.traces = bool(facts.get("traces"))
         self.options = facts.get("options", b"").decode().split()
@@ -130,7 +130,7 @@ class Link:
             raise TierError(f"the server at {address} gave no slab of {capacity} bytes")
         self.slab = MappedSlab(capacity, self._fds[0])
         self.presence_reader: PresenceReader | None = None
-        if "PRESENCE" in self.options and self._ask(until, address, "LMTIER.PRESENCE"):
+        if "PRESENCE" in self.options and self._ask(deadline, address, "LMTIER.PRESENCE"):
             self.presence_reader = PresenceReader(self._fds[1])
 
     def _ask(self, until: float, address: str, *request: Argument) -> Any:
@@ -222,8 +222,8 @@ class Link:
 
 def _need_room(request: Sequence[Argument], data: bytes) -> None:
     """The server closes a connection that sends more."""
-    written = (each if isinstance(each, bytes) else str(each).encode(errors="replace") for each in request)
-    longest = max(map(len, written))
+    encoded = (each if isinstance(each, bytes) else str(each).encode(errors="replace") for each in request)
+    longest = max(map(len, encoded))
     if longest > _LIMITS.argument or len(data) > _LIMITS.command:
         raise MisuseError(
             f"{request[0]!r} of {len(data)} bytes is too long: a server takes {_LIMITS.command} bytes, and "

@@ -105,13 +105,13 @@ class RemoteServer:
             # Measured from now, because the attempt may have taken its whole timeout.
             ended = time.monotonic()
             self._try_after = ended + max(_AGAIN, _REST * (ended - began))
-        for name, now, before in (
+        for name, new_value, old_value in (
             ("chunk_tokens", link.config.chunk_tokens, self._chunk_tokens),
             ("approximation", link.approximation, self._approximation),
         ):
-            if now != before:  # the keys of this process do not fit the new server
+            if new_value != old_value:  # the keys of this process do not fit the new server
                 link.close()
-                self._down(f"it came back with {name}={now}, not {before}", is_news=True)
+                self._down(f"it came back with {name}={new_value}, not {old_value}", is_news=True)
                 return False
         self.link = link
         self._back()
@@ -298,8 +298,8 @@ class RemoteServer:
     def _send_compared(self, link: Link) -> None:
         compared, differing = self._sent_compared
         if self.compared != compared:
-            now = self._sent_compared = self.compared, self.differing
-            link.post(ignore, "LMTIER.VERIFIED", now[0] - compared, now[1] - differing)
+            totals = self._sent_compared = self.compared, self.differing
+            link.post(ignore, "LMTIER.VERIFIED", totals[0] - compared, totals[1] - differing)
 
     # ---- outages
 

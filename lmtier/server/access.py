@@ -160,15 +160,15 @@ def read_token(serving: ServerConfig, role: Role = Role.ENGINE) -> str | None:
 
 def own_token(serving: ServerConfig) -> str | None:
     """The token with the most rights among those whose files this user may read."""
-    trouble: ConfigError | None = None
+    first_error: ConfigError | None = None
     for role in sorted(NAMES, reverse=True):
         try:
             if (token := read_token(serving, role)) is not None:
                 return token
         except ConfigError as error:
-            trouble = trouble or error
-    if trouble is not None:
-        raise trouble
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error
     return None
 
 
@@ -188,24 +188,24 @@ class WrongTokens:
         self._count.labels(kind).inc()
         log.warning("lmtier: %s showed a wrong token (%s)", address or "a client", kind)
         now, host = self._clock(), address.rpartition(":")[0]
-        at = min(max(now, self._next.pop(host, 0.0)) + _APART, now + _LONGEST)
-        self._next[host] = at
+        answer_at = min(max(now, self._next.pop(host, 0.0)) + _APART, now + _LONGEST)
+        self._next[host] = answer_at
         if len(self._next) > _HOSTS:
             self._next.popitem(last=False)
-        return at
+        return answer_at
 
 
 def write_audit(who: str, words: Sequence[Argument], *, refused: bool = False) -> None:
     """Write to the audit who does what. A salt may be a secret, so it is not written."""
     shown = [_printable(bytes(word[:_WORD])) + "…" * (len(word) > _WORD) for word in words[:_SHOWN]]
-    shown = ["…" if before.upper() == "SALT" else word for before, word in pairwise(["", *shown])]
+    shown = ["…" if previous.upper() == "SALT" else word for previous, word in pairwise(["", *shown])]
     if len(words) > _SHOWN:
         shown.append(f"and {len(words) - _SHOWN:,} more")
-    what = " ".join(shown)
+    text = " ".join(shown)
     audit.info(
         "lmtier: audit: %s %s: %s",
-        *(who, "was refused" if refused else "asks", what),
-        extra={"facts": {"audit": "refused" if refused else "accepted", "who": who, "what": what}},
+        *(who, "was refused" if refused else "asks", text),
+        extra={"facts": {"audit": "refused" if refused else "accepted", "who": who, "what": text}},
     )
 
 

@@ -20,7 +20,7 @@ from lmtier.wire.resp import Error, Simple
 
 
 class Payload(NamedTuple):
-    """Bytes in the slab, sent from there as a bulk string. `sent` is called afterwards, also on failure."""
+    """Bytes in the slab, sent from there as a bulk string. `on_sent` is called later, also on failure."""
 
     view: memoryview
     on_sent: Callable[[], None]
@@ -56,7 +56,7 @@ ALREADY_SENT = _NoAnswer.NOTHING
 
 PendingAnswer: TypeAlias = "Generator[bytes | Payload | None, None, Any]"
 Handler: TypeAlias = "Callable[[Caller, list[Argument]], Any]"
-"""Gets the caller and the whole command, including its name. Returns the answer, or `Waiting` for it."""
+"""Gets the caller and the whole command, including its name. Returns the answer or a `PendingAnswer`."""
 Table: TypeAlias = "Mapping[bytes, Command]"
 """Commands by name, in capitals."""
 

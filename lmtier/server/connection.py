@@ -113,8 +113,8 @@ class Channel:
 
     def flush(self) -> None:
         """Send as much as the socket accepts, at most for one turn."""
-        turn = _AT_ONCE
-        while self._out and self.is_open and turn > 0:
+        budget = _AT_ONCE
+        while self._out and self.is_open and budget > 0:
             try:
                 count = self._send()
             except _NOT_NOW:
@@ -122,7 +122,7 @@ class Channel:
             except OSError:
                 self.close()
                 return
-            turn -= count
+            budget -= count
             self.sent += count
             self.unsent_bytes -= count
             self.last_byte_at = time.monotonic()
@@ -134,33 +134,33 @@ class Channel:
             return socket.send_fds(self.sock, [first.view], [first.fd])
         if self._is_tls:
             return self.sock.send(first.view[:_RECORDS])
-        pieces = takewhile(lambda each: each.fd is None, islice(self._out, _BUFFERS))
-        return self.sock.sendmsg([each.view for each in pieces])
+        pieces = takewhile(lambda piece: piece.fd is None, islice(self._out, _BUFFERS))
+        return self.sock.sendmsg([piece.view for piece in pieces])
 
     def _forget(self, count: int) -> None:
         """Remove the sent bytes from the queue."""
-        out = self._out
-        while out and len(out[0].view) <= count:
-            count -= len(out[0].view)
-            done = out.popleft()
-            self._unsent_memory -= done.held_bytes
-            if done.on_sent is not None:
-                done.on_sent()
+        queue = self._out
+        while queue and len(queue[0].view) <= count:
+            count -= len(queue[0].view)
+            piece = queue.popleft()
+            self._unsent_memory -= piece.held_bytes
+            if piece.on_sent is not None:
+                piece.on_sent()
         if count:
-            first = out[0]
-            out[0] = first._replace(view=first.view[count:], fd=None)
+            first = queue[0]
+            queue[0] = first._replace(view=first.view[count:], fd=None)
 
-    def is_stuck(self, now: float, patience: float, busy: bool) -> bool:
+    def is_stuck(self, now: float, patience: float, is_busy: bool) -> bool:
         """Whether an unfinished transfer is stuck: no byte for `patience`, or too few bytes for longer."""
-        if not (busy or self._out):
+        if not (is_busy or self._out):
             self._busy_since = None
             return False
         if self._busy_since is None:
             self._busy_since = (now, self.received + self.sent)
-        since, moved = self._busy_since
-        rate = self.received + self.sent - moved
-        too_slow = now - since > _FIRST and rate < _SLOWEST * (now - since)
-        return now - max(self.last_byte_at, since) > patience or too_slow
+        busy_since, bytes_before = self._busy_since
+        bytes_moved = self.received + self.sent - bytes_before
+        is_too_slow = now - busy_since > _FIRST and bytes_moved < _SLOWEST * (now - busy_since)
+        return now - max(self.last_byte_at, busy_since) > patience or is_too_slow
 
     @property
     def is_unauthenticated(self) -> bool:
@@ -215,9 +215,9 @@ class Connection(Channel):
     @property
     def held_bytes(self) -> int:
         """The bytes that its requests make the server remember now."""
-        begun = self._commands.last if self._pending_answer is not None else 0
+        running = self._commands.last if self._pending_answer is not None else 0
         return (
-            self._unsent_memory + self._commands.held_bytes + begun + self._dispatch.held_bytes(self.caller)
+            self._unsent_memory + self._commands.held_bytes + running + self._dispatch.held_bytes(self.caller)
         )
 
     @property
@@ -263,11 +263,11 @@ class Connection(Channel):
                 if self._is_full:
                     break
                 continue
-            ran = self._advance() if self._pending_answer else self._next()
-            ends = not ran or self._is_turn_over()
-            if ends or self.unsent_bytes >= _BATCH:
+            has_progressed = self._advance() if self._pending_answer else self._next()
+            is_turn_done = not has_progressed or self._is_turn_over()
+            if is_turn_done or self.unsent_bytes >= _BATCH:
                 self.flush()
-            if ends:
+            if is_turn_done:
                 break
         if self.caller.closing and not self.unsent_bytes and not self._pending_answer:
             self.close()
@@ -338,21 +338,21 @@ class Connection(Channel):
         """Whether another process can go on with it now."""
         caller = self.caller
         is_held = self._is_tls or caller.closing or caller.multi_queue or caller.watch or caller.drafts
-        is_sending = any(each.on_sent is not None or each.fd is not None for each in self._out)
+        is_sending = any(piece.on_sent is not None or piece.fd is not None for piece in self._out)
         is_at_work = self._pending_answer is not None and not self._restartable_command
         return not (is_held or is_sending or is_at_work) and self._commands.unread() is not None
 
     def dump(self) -> dict[str, Any]:
         """All that another process needs to go on with it, but for its socket and its session."""
-        again = (
+        restartable = (
             encode_command(*map(bytes, self._restartable_command))
             if self._pending_answer is not None
             else b""
         )
         caller = self.caller
         return {
-            "input": (again + (self._commands.unread() or b"")).hex(),
-            "output": b"".join(each.view for each in self._out).hex(),
+            "input": (restartable + (self._commands.unread() or b"")).hex(),
+            "output": b"".join(piece.view for piece in self._out).hex(),
             "address": caller.address,
             "is_local": caller.is_local,
             "role": int(caller.role),
@@ -423,10 +423,10 @@ class HttpConnection(Channel):
     """A browser connects before it asks, and keeps its connection afterwards: no reason for a warning."""
 
     def read_and_run(self) -> None:
-        arrived = memoryview(bytearray(_INPUT))
-        count = 0 if self.needs_turn else self.read(arrived)
+        buffer = memoryview(bytearray(_INPUT))
+        count = 0 if self.needs_turn else self.read(buffer)
         if count and not self._last:
-            self._conversation.feed(arrived[:count])
+            self._conversation.feed(buffer[:count])
         self.run_and_send()
 
     def run_and_send(self) -> None:

@@ -80,8 +80,8 @@ class ConnectionTable:
         """Requests a second, over the last seconds."""
         if len(self._samples) < 2:
             return 0.0
-        (first, before), (last, after) = self._samples[0], self._samples[-1]
-        return (after - before) / max(1e-3, last - first)
+        (first_at, count_before), (last_at, count_after) = self._samples[0], self._samples[-1]
+        return (count_after - count_before) / max(1e-3, last_at - first_at)
 
     @property
     def waiting(self) -> int:
@@ -90,7 +90,7 @@ class ConnectionTable:
 
     def find(self, number: int) -> Connection | HttpConnection | None:
         """The connection with this number."""
-        return next((each for each in self if each.caller.id == number), None)
+        return next((connection for connection in self if connection.caller.id == number), None)
 
     def connected_clients(self) -> list[ConnectedClient]:
         now = time.monotonic()
@@ -106,14 +106,14 @@ class ConnectionTable:
         now = time.monotonic()
         return [
             {
-                "id": each.caller.id,
-                "name": each.caller.name,
-                "kind": each.caller.kind,
-                "address": each.caller.address,
-                "age": now - each.opened_at,
-                "asked": each.caller.command_count,
-                "received": each.received,
-                "sent": each.sent,
+                "id": connection.caller.id,
+                "name": connection.caller.name,
+                "kind": connection.caller.kind,
+                "address": connection.caller.address,
+                "age": now - connection.opened_at,
+                "asked": connection.caller.command_count,
+                "received": connection.received,
+                "sent": connection.sent,
             }
-            for each in self
+            for connection in self
         ]

@@ -86,11 +86,11 @@ class Dispatch:
     def _refusal(self, caller: Caller, name: bytes, command: Command, args: list[Argument]) -> Error | None:
         """Why a command is refused before it runs."""
         if len(args) != command.arity if command.arity > 0 else len(args) < -command.arity:
-            wrong = f"wrong number of arguments for '{caller.last}' command"
+            message = f"wrong number of arguments for '{caller.last}' command"
             if name == b"EXEC" and caller.multi_queue is not None:
                 self._transactions.drop_client(caller)
-                return Error(f"EXECABORT Transaction discarded because of: {wrong}")
-            return Error(f"ERR {wrong}")
+                return Error(f"EXECABORT Transaction discarded because of: {message}")
+            return Error(f"ERR {message}")
         if len(args) > command.max_arguments:
             return Error(f"ERR '{caller.last}' takes {command.max_arguments} arguments at most here")
         right = right_to(name, args)
@@ -107,7 +107,7 @@ class Dispatch:
 
 def _is_ever_audited(name: bytes) -> bool:
     word = name.decode()
-    return any(right.is_audited for row, right in RIGHTS.items() if row == word or row.startswith(f"{word}:"))
+    return any(right.is_audited for key, right in RIGHTS.items() if key == word or key.startswith(f"{word}:"))
 
 
 def _audited(name: bytes, command: Command) -> Command:

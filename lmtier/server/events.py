@@ -92,14 +92,14 @@ class Publisher(CacheObserver):
         self._thread = start_thread("lmtier-kv-events", self._run)
 
     def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        made = self._context.socket(kind)
-        made.set_hwm(_HIGH_WATER)
-        made.linger = 0
+        socket = self._context.socket(kind)
+        socket.set_hwm(_HIGH_WATER)
+        socket.linger = 0
         try:
-            made.bind(endpoint)
+            socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(f"serve: kv_events: cannot bind {endpoint}: {error}") from None
-        return made
+        return socket
 
     # ---- the owner
 
@@ -108,8 +108,8 @@ class Publisher(CacheObserver):
 
     def turn(self) -> None:
         """Queue the new changes."""
-        if (cleared := sum(tier.cleared for tier in self._shared)) != self._cleared:
-            self._cleared = cleared  # which keys were cleared is not known
+        if (clear_count := sum(tier.cleared for tier in self._shared)) != self._cleared:
+            self._cleared = clear_count  # which keys were cleared is not known
             self.resend_all()
         self._announce()
         if self._queue.qsize() >= _WAITING:
@@ -141,45 +141,45 @@ class Publisher(CacheObserver):
 
     def _announce(self) -> None:
         """Send the chunks that a tier had before it was followed, once they are known."""
-        cold = {below.label for below in self._cache.lower if not below.is_warm}
-        for tier in self._cache.indexes.keys() - self._announced - cold:
+        cold_tiers = {below.label for below in self._cache.lower if not below.is_warm}
+        for tier in self._cache.indexes.keys() - self._announced - cold_tiers:
             self._announced.add(tier)
-            ready = (
-                each.key for each in self._cache.indexes[tier].entries() if each.state is EntryState.READY
+            ready_keys = (
+                entry.key for entry in self._cache.indexes[tier].entries() if entry.state is EntryState.READY
             )
             self._to_resend += (
-                Change(tier, True, key) for key in ready if not self._cache.index.is_record(key)
+                Change(tier, True, key) for key in ready_keys if not self._cache.index.is_record(key)
             )
 
     def _in_order(self, changes: Sequence[Change]) -> Iterator[Change]:
         """The changes, and after a chunk again those that came before it and follow it in a prompt. Disks
         write in any order, and some routers drop a chunk whose parent they do not know yet."""
-        coming, room = {change for change in changes if change.is_added}, _A_TURN
+        upcoming, budget = {change for change in changes if change.is_added}, _A_TURN
         for change in changes:
             yield change
-            coming.discard(change)
-            place = self._cache.indexes.get(change.tier)
-            if not change.is_added or place is None:
+            upcoming.discard(change)
+            tier_index = self._cache.indexes.get(change.tier)
+            if not change.is_added or tier_index is None:
                 continue
             parents = [change.key]
-            while parents and room > 0:
+            while parents and budget > 0:
                 for key in self._prompts.after(parents.pop()):
-                    entry = place.get(key)
-                    again = Change(change.tier, True, key)
-                    if entry is not None and entry.state is EntryState.READY and again not in coming:
-                        yield again
+                    entry = tier_index.get(key)
+                    change_again = Change(change.tier, True, key)
+                    if entry is not None and entry.state is EntryState.READY and change_again not in upcoming:
+                        yield change_again
                         parents.append(key)
-                        room -= 1
+                        budget -= 1
 
     def _runs(self, changes: Iterable[Change]) -> Iterator[_EventRun]:
         for (tier, came), group in groupby(changes, key=lambda change: change[:2]):
             run = _EventRun(tier, came, [], [])
             for change in group:
                 chunk = self._prompts.get(change.key) if came else None
-                is_next = (
+                continues_run = (
                     chunk is None if not run.chunks else chunk is not None and chunk.parent == run.keys[-1]
                 )
-                if run.keys and not is_next:
+                if run.keys and not continues_run:
                     yield run
                     run = _EventRun(tier, came, [], [])
                 run.keys.append(change.key)
@@ -200,37 +200,37 @@ class Publisher(CacheObserver):
     # ---- the thread
 
     def _run(self) -> None:
-        sent: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES)
-        held = number = 0
+        replayable: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES)
+        replayable_bytes = number = 0
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
-        is_over = False
-        while not is_over:
+        is_closing = False
+        while not is_closing:
             ready = dict(poller.poll())
             if self._router is not None and self._router in ready:
-                self._replay(sent)
+                self._replay(replayable)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             while not self._queue.empty():
                 changes = self._queue.get()
                 if changes is None:
-                    is_over = True
+                    is_closing = True
                     break
                 payload = self._encoded(*changes)
-                head = number.to_bytes(8, "big")
+                sequence = number.to_bytes(8, "big")
                 number += 1
-                if len(sent) == BATCHES:
-                    held -= len(sent[0][1])
-                sent.append((head, payload))
-                held += len(payload)
-                while held > BYTES and len(sent) > 1:
-                    held -= len(sent.popleft()[1])
-                self._pub.send_multipart((self._topic, head, payload))
-        for each in (self._pub, self._router):
-            if each is not None:
-                each.close(linger=int(_PATIENCE * 500))
+                if len(replayable) == BATCHES:
+                    replayable_bytes -= len(replayable[0][1])
+                replayable.append((sequence, payload))
+                replayable_bytes += len(payload)
+                while replayable_bytes > BYTES and len(replayable) > 1:
+                    replayable_bytes -= len(replayable.popleft()[1])
+                self._pub.send_multipart((self._topic, sequence, payload))
+        for socket in (self._pub, self._router):
+            if socket is not None:
+                socket.close(linger=int(_PATIENCE * 500))
         self._context.term()
         os.close(self._wake_fd)
 
@@ -273,11 +273,11 @@ class Publisher(CacheObserver):
 def _where_of(lower: LowerTiers) -> dict[str, dict[str, str]]:
     """How events name the tiers. Some routers ignore events with an `ownership` that they do not know, so
     only a tier has one whose events another tier's would contradict."""
-    places = {CPU: {"medium": "CPU", "locality": "LOCAL"}}
+    by_tier = {CPU: {"medium": "CPU", "locality": "LOCAL"}}
     for tier in lower.ours:
-        place = {"medium": "STORAGE", "locality": "REMOTE" if tier in lower.shared else "LOCAL"}
-        places[tier.label] = {**place, "ownership": tier.label} if place in places.values() else place
-    return places
+        fields = {"medium": "STORAGE", "locality": "REMOTE" if tier in lower.shared else "LOCAL"}
+        by_tier[tier.label] = {**fields, "ownership": tier.label} if fields in by_tier.values() else fields
+    return by_tier
 
 
 def hash_of(key: bytes) -> int:

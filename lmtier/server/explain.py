@@ -124,95 +124,95 @@ class Explain(CacheObserver):
 
     def recent(self, most: int = 20, *, tokens: bool = False) -> list[Explanation]:
         """The last lookups with a miss, the latest first. `tokens` adds the tokens."""
-        chosen: dict[tuple[str, bytes, int, str], list[_Lookup]] = {}
+        groups: dict[tuple[str, bytes, int, str], list[_Lookup]] = {}
         for lookup in map(_Lookup._make, reversed(self._lookups)):
             match = lookup.match
             reason = next(iter(lookup.missed), _PARTIAL)
             if reason == _PARTIAL:
                 continue
-            what = (match.asker, match.keys[-1], lookup.chunks, reason)
-            if what not in chosen and len(chosen) == most:
+            group = (match.asker, match.keys[-1], lookup.chunks, reason)
+            if group not in groups and len(groups) == most:
                 break
-            chosen.setdefault(what, []).append(lookup)
-        like = {what: self._like(same[0]) for what, same in chosen.items()}
+            groups.setdefault(group, []).append(lookup)
+        like = {group: self._like(same[0]) for group, same in groups.items()}
         wanted = {key for keys in like.values() for key in keys}
         events: dict[bytes, list[Record]] = {}
         for event in self.journal.past(wanted) if wanted else ():
             events.setdefault(event.key, []).append(event)
         return [
-            self._explained(same[0], len(same), what[-1], _Known(like[what], events, same[0].at), tokens)
-            for what, same in chosen.items()
+            self._explained(same[0], len(same), group[-1], _Known(like[group], events, same[0].at), tokens)
+            for group, same in groups.items()
         ]
 
     def _like(self, lookup: _Lookup) -> list[bytes]:
         """The first missed chunk, and those of other prompts that could be at its place."""
         keys, chunk = lookup.match.keys, lookup.chunks
         key = keys[chunk]
-        others: Iterable[bytes] = (
+        candidates: Iterable[bytes] = (
             other.keys[chunk]
             for _, other, _, _ in reversed(self._lookups)
             if chunk and len(other.keys) > chunk and other.keys[chunk - 1] == keys[chunk - 1]
         )
         if self.prompts.get(key) is not None:
-            others = chain(islice(self.prompts.same(key), _LIKE), islice(self.prompts.beside(key), _LIKE))
-        return list(dict.fromkeys((key, *others)))
+            candidates = chain(islice(self.prompts.same(key), _LIKE), islice(self.prompts.beside(key), _LIKE))
+        return list(dict.fromkeys((key, *candidates)))
 
     def _explained(
         self, lookup: _Lookup, times: int, reason: str, known: _Known, tokens: bool
     ) -> Explanation:
-        match, size = lookup.match, self._cache.chunk_tokens
+        match, chunk_tokens = lookup.match, self._cache.chunk_tokens
         sources = match.sources[: lookup.chunks]
-        parting: _Parting | None = None
+        divergence: _Parting | None = None
         if match.cut_reason and lookup.chunks < match.found:
             why = f"{reason}: {MISS_REASONS[reason]}"
         elif not (why := self._history(known, reason)):
-            why, parting = self._never(lookup.chunks, known)
+            why, divergence = self._never(lookup.chunks, known)
         return {
             "ago": self._clock() - lookup.at,
             "asker": match.asker,
             "times": times,
             "asked": match.asked_tokens,
-            "hit": {tier: sources.count(tier) * size for tier in dict.fromkeys(sources)},
+            "hit": {tier: sources.count(tier) * chunk_tokens for tier in dict.fromkeys(sources)},
             "chunk": lookup.chunks,
-            "token": lookup.chunks * size if parting is None else parting.token,
-            "is_exact": parting is not None,
+            "token": lookup.chunks * chunk_tokens if divergence is None else divergence.token,
+            "is_exact": divergence is not None,
             "reason": reason,
             "why": why,
-            "here": parting.here if parting is not None and tokens else [],
-            "there": parting.there if parting is not None and tokens else [],
+            "here": divergence.here if divergence is not None and tokens else [],
+            "there": divergence.there if divergence is not None and tokens else [],
         }
 
     # ---- its history
 
     def _history(self, known: _Known, reason: str) -> str:
         """The history of the chunk in each tier before the lookup; empty if no tier ever had it."""
-        last = known.last(known.keys[0])
-        if not last:
+        latest = known.last(known.keys[0])
+        if not latest:
             if reason == EVICTED:
                 return (
                     f"was evicted; when is not known: more than {LENGTH:,} changes ago, or before the start"
                 )
             return "" if reason == "never_stored" else f"{reason}: {MISS_REASONS[reason]}"
-        said = [_describe(event, known.at - event.at) for event in last.values()]
+        clauses = [_describe(event, known.at - event.at) for event in latest.values()]
         for tier in self._cache.lower.owned:
-            if tier.label not in last and tier.write != "always":
-                said.append(f"not admitted to {tier.label}: write={tier.write}")
-        shared = [tier.label for tier in self._cache.lower.tiers_to_ask("") if tier.label not in last]
-        said += [f"whether it was ever in {label} is not known: that is a shared tier" for label in shared]
-        if any(event.is_added for event in last.values()):
-            said.append(MISS_REASONS[reason])
-        return ", ".join(said)
+            if tier.label not in latest and tier.write != "always":
+                clauses.append(f"not admitted to {tier.label}: write={tier.write}")
+        shared = [tier.label for tier in self._cache.lower.tiers_to_ask("") if tier.label not in latest]
+        clauses += [f"whether it was ever in {label} is not known: that is a shared tier" for label in shared]
+        if any(event.is_added for event in latest.values()):
+            clauses.append(MISS_REASONS[reason])
+        return ", ".join(clauses)
 
     # ---- similar prompts
 
     def _never(self, chunk: int, known: _Known) -> tuple[str, _Parting | None]:
         """Explain a chunk that was never stored, by similar chunks that were stored then."""
-        key, *others = known.keys
-        stored = [other for other in others if self._was_stored(other, known)]
+        key, *similar = known.keys
+        stored_chunks = [other for other in similar if self._was_stored(other, known)]
         mine, size = self.prompts.get(key), self._cache.chunk_tokens
         if mine is None:
-            return self._never_told(chunk, bool(stored)), None
-        known_prompts = [theirs for other in stored if (theirs := self.prompts.get(other)) is not None]
+            return self._never_told(chunk, bool(stored_chunks)), None
+        known_prompts = [theirs for other in stored_chunks if (theirs := self.prompts.get(other)) is not None]
         for theirs in known_prompts:
             if theirs.plain == mine.plain:
                 words = mine.origin.differs_in(theirs.origin) or ["what its placeholders stand for differs"]
@@ -252,10 +252,10 @@ class Explain(CacheObserver):
 
 
 def _parting(begin: int, mine: PromptChunk, theirs: PromptChunk) -> _Parting:
-    here, there = mine.token_ids, theirs.token_ids
-    at = next((n for n, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), len(here))
-    shown = slice(at, at + _SHOWN_TOKENS)
-    return _Parting(begin + at, here[shown], there[shown])
+    own, other = mine.token_ids, theirs.token_ids
+    differs_at = next((n for n, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), len(own))
+    shown = slice(differs_at, differs_at + _SHOWN_TOKENS)
+    return _Parting(begin + differs_at, own[shown], other[shown])
 
 
 def _describe(event: Record, ago: float) -> str:

@@ -17,15 +17,15 @@ def run_hints(
 ) -> Generator[bytes, None, str]:
     """Execute them for a tenant, one in each turn. Returns the results, as JSON."""
     rights = [_right_to(action) for action in actions]
-    for may in (True, False):  # each a line
+    for is_allowed in (True, False):  # each a line
         audit_words = [
             # Nothing has checked the name yet: JSON can hold half of a character.
             f"{action.type}={action.about(session)}".encode(errors="backslashreplace")
             for action, right in zip(actions, rights, strict=True)
-            if right.is_audited and (role >= right.role) is may
+            if right.is_audited and (role >= right.role) is is_allowed
         ]
         if audit_words:
-            write_audit(who, [b"LMTIER.HINT", *audit_words], refused=not may)
+            write_audit(who, [b"LMTIER.HINT", *audit_words], refused=not is_allowed)
     results = []
     for action, right in zip(actions, rights, strict=True):
         if role >= right.role:

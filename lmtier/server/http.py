@@ -138,17 +138,17 @@ class Http:
         self, method: str, path: str, headers: Mapping[str, str], address: str, foreign: str = ""
     ) -> Response:
         """The answer to a request without a body."""
-        needed = RIGHTS.get(path, Right(Role.LOOK)).role
-        if needed:  # Kubernetes has no token for its probes
+        role_needed = RIGHTS.get(path, Right(Role.LOOK)).role
+        if role_needed:  # Kubernetes has no token for its probes
             tokens, authorization = self._tokens(), headers.get("authorization", "")
-            shown = _token_in(authorization) if authorization else None
-            if shown is None or tokens.role_of(shown) < Role.LOOK:
+            token = _token_in(authorization) if authorization else None
+            if token is None or tokens.role_of(token) < Role.LOOK:
                 if foreign and tokens.role_without_token() and path not in FOR_ALL:
                     return sentence(403, foreign.partition(" ")[2])
                 if not tokens.role_without_token() or (path in self._forms and tokens):
-                    late = self._wrong(address) if authorization else 0.0
+                    answer_at = self._wrong(address) if authorization else 0.0
                     why = "send the token as Authorization: Bearer, or as the password"
-                    return sentence(401, why, _CHALLENGE)._replace(at=late)
+                    return sentence(401, why, _CHALLENGE)._replace(at=answer_at)
                 if not self._is_own(headers.get("host", "")):
                     why = "this host has no such name: a web page may have sent your browser here; use its"
                     return sentence(421, f"{why} address, or add the name to http_names in [serve]")
@@ -167,8 +167,8 @@ class Http:
         tokens = self._tokens()
         if not tokens:  # any page in a browser can send a form; it cannot know a token
             raise _Refusal(403, "this needs a token: start the server with --token-file")
-        shown = _token_in(request.headers.get("authorization", ""))
-        role = Role.NONE if shown is None else tokens.role_of(shown)
+        token = _token_in(request.headers.get("authorization", ""))
+        role = Role.NONE if token is None else tokens.role_of(token)
         if role is Role.NONE:
             return None
         if role < RIGHTS[request.path].role:
@@ -179,9 +179,9 @@ class Http:
             raise _Refusal(411, "send the length of the body, as Content-Length")
         if request.length > MAX_BODY:
             raise _Refusal(413, f"the body has at most {MAX_BODY} bytes")
-        who = f"http 'client' at {address} ({role.name.lower()})"
+        sender = f"http 'client' at {address} ({role.name.lower()})"
         form = self._forms[request.path]
-        return lambda body: form(body, who, role)
+        return lambda body: form(body, sender, role)
 
     def _is_own(self, host: str) -> bool:
         """Whether the Host header names this host.
@@ -295,20 +295,20 @@ class Conversation:
 
     def _head(self) -> bytes | None:
         """Take the next request's line and headers out of the input."""
-        waiting = self._input
-        while waiting.startswith(b"\r\n"):  # some clients end a request with one line end too many
-            del waiting[:2]
-        if waiting and waiting != b"\r" and not _BEGIN.match(waiting):
+        received = self._input
+        while received.startswith(b"\r\n"):  # some clients end a request with one line end too many
+            del received[:2]
+        if received and received != b"\r" and not _BEGIN.match(received):
             raise _Refusal(400, "this is no HTTP request")
-        end = waiting.find(b"\r\n\r\n", 0, MAX_HEAD)
+        end = received.find(b"\r\n\r\n", 0, MAX_HEAD)
         if end < 0:
-            if len(waiting) >= MAX_HEAD:
+            if len(received) >= MAX_HEAD:
                 raise _Refusal(431, f"the headers are longer than {MAX_HEAD} bytes")
-            if _BARE.search(waiting):
+            if _BARE.search(received):
                 raise _Refusal(400, "lines end in CR LF")
             return None
-        head = bytes(waiting[:end])
-        del waiting[: end + 4]
+        head = bytes(received[:end])
+        del received[: end + 4]
         return head
 
     def _reply(self, response: Response, with_body: bool, keep: bool) -> Reply:
@@ -333,7 +333,7 @@ def parse(head: bytes) -> _Request:
     """A request without its final empty line; raises _Refusal."""
     if _BARE.search(head):
         raise _Refusal(400, "lines end in CR LF")
-    first, *rest = head.split(b"\r\n")
+    first, *header_lines = head.split(b"\r\n")
     line = _LINE.fullmatch(first)
     if line is None:
         raise _Refusal(400, "the first line must read like GET /metrics HTTP/1.1")
@@ -341,7 +341,7 @@ def parse(head: bytes) -> _Request:
     if major != "1":
         raise _Refusal(505, "this server speaks HTTP/1.1")
     headers: dict[str, str] = {}
-    for each in rest:
+    for each in header_lines:
         field = _HEADER.fullmatch(each)
         if field is None:
             raise _Refusal(400, "a header line must read like Name: value")
@@ -354,8 +354,8 @@ def parse(head: bytes) -> _Request:
         raise _Refusal(400, "content-length is no number")
     if "transfer-encoding" in headers and "content-length" in headers:
         raise _Refusal(400, "a body has one length")
-    wishes = {wish.strip().lower() for wish in headers.get("connection", "").split(",")}
-    keep = "close" not in wishes and (minor != "0" or "keep-alive" in wishes)
+    connection_options = {wish.strip().lower() for wish in headers.get("connection", "").split(",")}
+    keep = "close" not in connection_options and (minor != "0" or "keep-alive" in connection_options)
     if target.lower().startswith(("http://", "https://")):  # the form for proxies
         target = "/" + target.split("://", 1)[1].partition("/")[2]
     return _Request(method, target.partition("?")[0], headers, keep)
@@ -373,11 +373,11 @@ def forms(cache: Cache) -> dict[str, Form]:
 
     def hints(body: bytes, who: str, role: Role) -> Response | Answering:
         try:
-            said = json.loads(body)
-            salt, session = (said.pop(name, "") for name in ("salt", "session")) if said else ("", "")
+            envelope = json.loads(body)
+            salt, session = (envelope.pop(name, "") for name in ("salt", "session")) if envelope else ("", "")
             if not isinstance(salt, str) or not isinstance(session, str):
                 raise MisuseError("salt and session are text")
-            return answering(run_hints(cache, actions_of(said), tenant(salt), session, who, role))
+            return answering(run_hints(cache, actions_of(envelope), tenant(salt), session, who, role))
         except (ValueError, RecursionError, AttributeError, TypeError):
             return sentence(400, "the body is an envelope of hints: a JSON object")
         except MisuseError as error:

@@ -38,31 +38,31 @@ class Listeners:
         self.addresses: list[tuple[str, str]] = []
         """The kind and the address of each listener."""
 
-    def open(self, given: Mapping[str, int] | None = None) -> None:
-        """Listen. `given`: the listeners of a server before this one, by kind and configured address."""
-        given, inherits = dict(given or {}), bool(given)
+    def open(self, inherited: Mapping[str, int] | None = None) -> None:
+        """Listen. `inherited`: the listeners of a server before this one, by kind and configured address."""
+        inherited, has_inherited = dict(inherited or {}), bool(inherited)
         try:
             for kind, address in self._wanted():
-                fd = given.pop(f"{kind} {address}", None)
+                fd = inherited.pop(f"{kind} {address}", None)
                 if fd is not None:
                     self._add(socket.socket(fileno=fd), kind)
                 else:
                     self._add(_unix(Path(address)) if kind == "unix" else _tcp(address), kind)
-            for fd in given.values():
+            for fd in inherited.values():
                 os.close(fd)
         except BaseException:
-            self.close_after_takeover() if inherits else self.close()
+            self.close_after_takeover() if has_inherited else self.close()
             raise
 
     def _wanted(self) -> list[tuple[str, str]]:
         serving = self._serving
-        wanted = [("redis", serving.listen), ("http", serving.http), ("unix", serving.unix)]
-        return [each for each in wanted if each[1]]
+        configured = [("redis", serving.listen), ("http", serving.http), ("unix", serving.unix)]
+        return [each for each in configured if each[1]]
 
     def files(self) -> list[tuple[str, int]]:
         """The listeners for the next server: kind and configured address, and the descriptor."""
-        wanted = dict(self._wanted())
-        return [(f"door {door.kind} {wanted[door.kind]}", fd) for fd, door in self.by_fd.items()]
+        address_of_kind = dict(self._wanted())
+        return [(f"door {door.kind} {address_of_kind[door.kind]}", fd) for fd, door in self.by_fd.items()]
 
     def close_after_takeover(self) -> None:
         """Another server listens here now."""
@@ -78,8 +78,8 @@ class Listeners:
     def why_foreign(self, kind: str, sock: socket.socket) -> str:
         """Why a new client may do nothing without a token. Empty: it may, or everybody needs one."""
         serving = self._serving
-        is_asked = kind == "unix" or not (self.tokens.needs_token or serving.tls_ca)
-        return why_foreign(sock) if is_asked and not serving.insecure else ""
+        must_check_user = kind == "unix" or not (self.tokens.needs_token or serving.tls_ca)
+        return why_foreign(sock) if must_check_user and not serving.insecure else ""
 
     def secured(self, sock: socket.socket) -> socket.socket:
         """Wrap a TCP connection in TLS, if it is configured."""
@@ -152,13 +152,13 @@ def _tls(serving: ServerConfig) -> ssl.SSLContext | None:
 def _tcp(address: str) -> socket.socket:
     host, port = host_and_port(address, "address")
     try:
-        family, kind, number, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, number)
+        listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
+            listener.bind(sockaddr)
             listener.listen(1024)
             listener.setblocking(False)
         except BaseException:
@@ -167,8 +167,8 @@ def _tcp(address: str) -> socket.socket:
     except UnicodeError:  # a part of a name has 63 letters at most
         raise ConfigError(f"serve: cannot listen on {address}: {host!r} is not the name of a host") from None
     except OSError as error:
-        refusal = InUseError if error.errno == errno.EADDRINUSE else ConfigError
-        raise refusal(f"serve: cannot listen on {address}: {error.strerror or error}") from None
+        error_type = InUseError if error.errno == errno.EADDRINUSE else ConfigError
+        raise error_type(f"serve: cannot listen on {address}: {error.strerror or error}") from None
     return listener
 
 
@@ -177,11 +177,11 @@ def _unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        before = os.umask(0o177)
+        old_umask = os.umask(0o177)
         try:
             listener.bind(str(path))
         finally:
-            os.umask(before)
+            os.umask(old_umask)
         listener.listen(1024)
         listener.setblocking(False)
     except OSError as error:

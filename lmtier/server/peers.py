@@ -41,24 +41,24 @@ def user_of(sock: socket.socket) -> int | None:
 def _user_over_tcp(sock: socket.socket) -> int | None:
     (theirs, their_port), (ours, our_port) = sock.getpeername()[:2], sock.getsockname()[:2]
     family = sock.family
-    source, target = (socket.inet_pton(family, each.partition("%")[0]) for each in (theirs, ours))
-    if source.startswith(_MAPPED) and len(source) == 16:
-        family, source, target = socket.AF_INET, source[12:], target[12:]
-    what = _ASK.pack(family, socket.IPPROTO_TCP, 0, 0, _UNKNOWN)
-    what += _ENDS.pack(their_port, our_port, source, target) + _REST.pack(0, _UNKNOWN, _UNKNOWN)
+    peer_address, own_address = (socket.inet_pton(family, each.partition("%")[0]) for each in (theirs, ours))
+    if peer_address.startswith(_MAPPED) and len(peer_address) == 16:
+        family, peer_address, own_address = socket.AF_INET, peer_address[12:], own_address[12:]
+    request = _ASK.pack(family, socket.IPPROTO_TCP, 0, 0, _UNKNOWN)
+    request += _ENDS.pack(their_port, our_port, peer_address, own_address) + _REST.pack(0, _UNKNOWN, _UNKNOWN)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.setblocking(False)  # the answer is there when `send` returns
-        kernel.send(_HEAD.pack(_HEAD.size + len(what), _BY_FAMILY, 1, 0, 0) + what)
+        kernel.send(_HEAD.pack(_HEAD.size + len(request), _BY_FAMILY, 1, 0, 0) + request)
         answer = kernel.recv(4096)
     if _HEAD.unpack_from(answer)[1] != _BY_FAMILY or answer[_HEAD.size + 1] not in _OPEN:
         return None
     *_, user, inode = _SAID.unpack_from(answer, _HEAD.size + 4 + _ENDS.size + _REST.size)
     # Of a socket that its process has closed, older kernels say that it is root's.
-    is_known = inode or user
+    has_owner = inode or user
     # The end of a connection that is over may have its address again, for another user. While ours lives,
     # it is the only one.
     is_alive = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _ALIVE
-    return user if is_known and is_alive else None
+    return user if has_owner and is_alive else None
 
 
 def why_foreign(sock: socket.socket) -> str:

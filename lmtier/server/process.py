@@ -40,10 +40,10 @@ def leave_no_core() -> None:
 def allow_files(clients: int) -> int:
     """How many of so many clients may connect: each takes an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = clients + _FILES
-    if soft < need:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(need, hard), hard))
-        if hard < need:
+    files_needed = clients + _FILES
+    if soft < files_needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(files_needed, hard), hard))
+        if hard < files_needed:
             log.warning(
                 "lmtier: only %d files may be open, which is less than clients=%d need", hard, clients
             )

@@ -223,29 +223,29 @@ class Report:
     def snapshot(self) -> Snapshot:
         cache, metrics = self._cache, self._cache.metrics
         why_not = self.why_not_ready()
-        missed = whole(metrics.sums(metrics.missed_tokens, "reason"))
+        missed_tokens = whole(metrics.sums(metrics.missed_tokens, "reason"))
         up_down = ("tier", "direction")
-        moved = whole(metrics.sums(metrics.transfer_bytes, *up_down))
-        seconds = metrics.sums(metrics.transfer_seconds, *up_down)
+        transfer_bytes = whole(metrics.sums(metrics.transfer_bytes, *up_down))
+        transfer_seconds = metrics.sums(metrics.transfer_seconds, *up_down)
         loads = metrics.buckets(metrics.transfer_seconds, "tier", direction="up")
         evictions = whole(metrics.sums(metrics.evictions, "tier"))
-        gave = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
-        failed = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
+        share_evictions = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
+        failures = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
         now, uptime = time.time(), self._clock() - self._started
-        then = self.history.before(now - _JUDGED)
-        if then is None or then["time"] > now:  # the clock was set back
-            then = _start(now - uptime)
+        baseline = self.history.before(now - _JUDGED)
+        if baseline is None or baseline["time"] > now:  # the clock was set back
+            baseline = _start(now - uptime)
         urls = [without_secrets(spec.url) for spec in cache.config.cache_tiers]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
-            held = cache.index.occupancy() if below is None else below.occupancy()
+            occupancy = cache.index.occupancy() if below is None else below.occupancy()
             return {
                 "tier": label,
                 "url": url,
-                "chunks": held.chunks,
-                "used": held.used,
-                "capacity": held.capacity,
-                "pinned": held.pinned,
+                "chunks": occupancy.chunks,
+                "used": occupancy.used,
+                "capacity": occupancy.capacity,
+                "pinned": occupancy.pinned,
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
@@ -257,17 +257,17 @@ class Report:
                     pool.name: {
                         "used": pool.used,
                         "share": pool.share_bytes,
-                        "evictions": gave.get(f"{label} {pool.name}", 0),
+                        "evictions": share_evictions.get(f"{label} {pool.name}", 0),
                     }
-                    for pool in held.pools
+                    for pool in occupancy.pools
                 },
-                "bytes_up": moved.get(f"{label} up", 0),
-                "bytes_down": moved.get(f"{label} down", 0),
-                "seconds_up": seconds.get(f"{label} up", 0.0),
-                "seconds_down": seconds.get(f"{label} down", 0.0),
-                "slowest": slowest(then["loads"].get(label, []), loads.get(label, [])),
-                "failures": sum(count for key, count in failed.items() if key.split()[0] == label),
-                "faults": sum(failed.get(f"{label} {reason}", 0) for reason in _FAULTS),
+                "bytes_up": transfer_bytes.get(f"{label} up", 0),
+                "bytes_down": transfer_bytes.get(f"{label} down", 0),
+                "seconds_up": transfer_seconds.get(f"{label} up", 0.0),
+                "seconds_down": transfer_seconds.get(f"{label} down", 0.0),
+                "slowest": slowest(baseline["loads"].get(label, []), loads.get(label, [])),
+                "failures": sum(count for key, count in failures.items() if key.split()[0] == label),
+                "faults": sum(failures.get(f"{label} {reason}", 0) for reason in _FAULTS),
             }
 
         labels = [(CPU, None), *((below.label, below) for below in cache.lower)]
@@ -288,7 +288,7 @@ class Report:
             "tokens": {
                 "asked": total(metrics.sums(metrics.asked_tokens)),
                 "hit": whole(metrics.sums(metrics.hit_tokens, "tier")),
-                "missed": {reason: n for reason, n in missed.items() if n},
+                "missed": {reason: n for reason, n in missed_tokens.items() if n},
                 "stored": whole(metrics.sums(metrics.stored_tokens, "tier")),
                 "skipped": total(metrics.sums(metrics.skipped_tokens)),
                 "dropped": whole(metrics.sums(metrics.dropped_tokens, "tier", "reason")),
@@ -311,10 +311,10 @@ class Report:
             "lookup_seconds": sum(metrics.sums(metrics.lookup_seconds).values()),
             "clients": self._clients(),
             "verify_failures": total(metrics.sums(metrics.verify_failures)),
-            "corrupt": sum(count for key, count in failed.items() if key.split()[1] == "corrupt"),
+            "corrupt": sum(count for key, count in failures.items() if key.split()[1] == "corrupt"),
             "loads": loads,
         }
-        snapshot["verdicts"] = judge(self._facts(snapshot, then))
+        snapshot["verdicts"] = judge(self._facts(snapshot, baseline))
         return snapshot
 
     def _outages(self, below: LowerTier, now: float) -> list[OutageNow]:
@@ -363,18 +363,18 @@ class Report:
         )
 
     def _tier_facts(self, tier: TierNow, now: Snapshot, then: Counters) -> TierFacts:
-        down = {each["what"]: each for each in tier["outages"] if each["until"] is None}
-        over = [(each["until"], each) for each in tier["outages"] if (each["until"] or 0.0) > then["time"]]
-        ended, last = max(over, key=itemgetter(0)) if over else (None, None)
+        open_outages = {each["what"]: each for each in tier["outages"] if each["until"] is None}
+        ended = [(each["until"], each) for each in tier["outages"] if (each["until"] or 0.0) > then["time"]]
+        ended_at, last_outage = max(ended, key=itemgetter(0)) if ended else (None, None)
         name = tier["tier"]
         waiting = next((below.waiting for below in self._cache.lower if below.label == name), 0)
         return TierFacts(
             name=name,
-            loads_down=now["time"] - down["loads"]["since"] if "loads" in down else None,
-            stores_down=now["time"] - down["stores"]["since"] if "stores" in down else None,
-            back=None if ended is None else now["time"] - ended,
-            was_down=0.0 if ended is None or last is None else ended - last["since"],
-            why=next((each["why"] for each in down.values() if each["why"]), ""),
+            loads_down=now["time"] - open_outages["loads"]["since"] if "loads" in open_outages else None,
+            stores_down=now["time"] - open_outages["stores"]["since"] if "stores" in open_outages else None,
+            back=None if ended_at is None else now["time"] - ended_at,
+            was_down=0.0 if ended_at is None or last_outage is None else ended_at - last_outage["since"],
+            why=next((each["why"] for each in open_outages.values() if each["why"]), ""),
             faults=max(0, tier["faults"] - then["faults"].get(name, 0)),
             slowest=tier["slowest"],
             queue=min(1.0, waiting / self._cache.config.queue_length),  # records wait beside the others
@@ -386,27 +386,27 @@ class Report:
         cache, metrics = self._cache, self._cache.metrics
         saved = sum(metrics.sums(metrics.saved_seconds).values())
         price = read_price(self._gpu_hour)
-        hour = price[1] if price is not None else 0.0
+        price_per_hour = price[1] if price is not None else 0.0
         hit = total(metrics.sums(metrics.hit_tokens))
-        worth = GpuSavings(saved / HOUR, hour)
-        found: dict[str, NextGib] = {}
+        worth = GpuSavings(saved / HOUR, price_per_hour)
+        next_gibs: dict[str, NextGib] = {}
         for place in cache.outlook.tiers if hit else ():
-            now, more = (_known(cache.outlook.hit_ratio(place, factor)) for factor in (1, 2))
-            if now is None or more is None:
+            hit_ratio, doubled = (_known(cache.outlook.hit_ratio(place, factor)) for factor in (1, 2))
+            if hit_ratio is None or doubled is None:
                 continue
-            each = next_gib(
-                *(now, more, place.capacity),
+            saving = next_gib(
+                *(hit_ratio, doubled, place.capacity),
                 asked=total(metrics.sums(metrics.asked_tokens)),
                 seconds=self._clock() - self._started,
                 token=saved / hit,
-                price=hour,
+                price=price_per_hour,
             )
-            found[place.tier] = {"gpu_hours": each.gpu_hours, "money": each.money}
+            next_gibs[place.tier] = {"gpu_hours": saving.gpu_hours, "money": saving.money}
         return {
-            "gpu_hour": hour,
+            "gpu_hour": price_per_hour,
             "gpu_hours": worth.gpu_hours,
             "money": worth.money,
-            "next_gib": found,
+            "next_gib": next_gibs,
         }
 
     def _sessions(self) -> SessionsNow:

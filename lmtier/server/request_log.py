@@ -65,17 +65,17 @@ class RequestLog:
     # ---- the thread
 
     def _write(self) -> None:
-        while (noted := self._queue.get()) is not None:
+        while (lookup := self._queue.get()) is not None:
             try:
                 if self._has_failed:
                     self._dropped.inc()
                 else:
-                    self._put(self._line(*noted))
+                    self._put(self._line(*lookup))
             except OSError as error:
                 self._has_failed = True
                 self._dropped.inc()
                 log.error("lmtier: the request log stops, it cannot write %s: %s", self._path, error.strerror)
-            self._written += len(noted[1])
+            self._written += len(lookup[1])
         self._file.close()
 
     def _line(self, at: float, keys: Sequence[bytes], tokens: int) -> bytes:
@@ -97,12 +97,12 @@ class RequestLog:
 
     def _append(self, line: bytes) -> None:
         """Write all of the line or nothing: with half a line in it, readers refuse the file."""
-        rest = memoryview(line)
+        unwritten = memoryview(line)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError:
-            if written := len(line) - len(rest):
+            if written := len(line) - len(unwritten):
                 with suppress(OSError):  # a pipe cannot be shortened
                     self._file.truncate(self._file.tell() - written)
             raise

@@ -196,17 +196,17 @@ class Server:
                     f"serve: kv_events needs {error.name}; install it with: pip install 'lmtier[events]'"
                 ) from None
             explain = self._engines.explain
-            places = serving.kv_events, serving.kv_events_replay, serving.kv_events_topic
-            self._publisher = Publisher(self.cache, explain.journal, explain.prompts, *places)
+            options = serving.kv_events, serving.kv_events_replay, serving.kv_events_topic
+            self._publisher = Publisher(self.cache, explain.journal, explain.prompts, *options)
         except BaseException:
             self._finish()
             raise
         self.addresses += self._publisher.address
-        for what, address in self._publisher.address:
+        for kind, address in self._publisher.address:
             if not address.startswith(("ipc:", "tcp://127.", "tcp://[::1]")):
                 log.warning(
                     "lmtier: every host that can reach %s=%s can read keys, and the tokens that engines send",
-                    what,
+                    kind,
                     address,
                 )
 
@@ -238,12 +238,12 @@ class Server:
             self._update_events(connection)
         self._values.restore_expiries()
         facts = arrival.handover.file.facts
-        took = takeover.restore_metrics(self.cache.metrics, facts)
+        seconds = takeover.restore_metrics(self.cache.metrics, facts)
         self._report.restore(facts.get("report", {}))
         log.info(
             "lmtier: takes over from a server of version %s with %d chunks and %d connections, after %.0f ms",
             *(facts["version"], len(self.cache.index), len(arrival.connections)),
-            1000 * took,
+            1000 * seconds,
         )
 
     # ---- the loop
@@ -260,15 +260,15 @@ class Server:
         for fd in self._listeners.by_fd:
             self._epoll.register(fd, select.EPOLLIN)
         tell_systemd("READY=1")
-        tick, has_left = 0.0, False
+        next_tick, is_taken_over = 0.0, False
         self._collector.begin(self._entries())
         self._ran = time.thread_time()
         try:
             while not self._is_done():
-                is_soon = (
+                is_work_pending = (
                     self._resumable or self._transactions.are_running or self._takeover_sender.is_under_way
                 )
-                timeout = _SOON if is_soon else _TICK
+                timeout = _SOON if is_work_pending else _TICK
                 if (
                     self._transactions.goes_on
                     or self._expires
@@ -291,13 +291,13 @@ class Server:
                     if self._ledger.is_over_limit:
                         self._close_largest_clients()
                 if self._takeover_sender.turn():
-                    has_left = True
+                    is_taken_over = True
                     return
-                if (now := time.monotonic()) >= tick:
-                    tick = now + _TICK
+                if (now := time.monotonic()) >= next_tick:
+                    next_tick = now + _TICK
                     self._tick(now)
         finally:
-            self._exit_after_takeover() if has_left else self._finish()
+            self._exit_after_takeover() if is_taken_over else self._finish()
 
     def stop(self) -> None:
         """Finish running requests within the grace period, then stop. A signal handler may call it."""
@@ -371,19 +371,19 @@ class Server:
         if not connection.is_open:
             self._forget(fd, connection)
             return
-        mask = (select.EPOLLIN if connection.wants_input else 0) | (
+        events = (select.EPOLLIN if connection.wants_input else 0) | (
             select.EPOLLOUT if connection.unsent_bytes else 0
         )
-        if mask != self._masks[fd]:
-            self._epoll.modify(fd, mask)
-            self._masks[fd] = mask
+        if events != self._masks[fd]:
+            self._epoll.modify(fd, events)
+            self._masks[fd] = events
         self._update_trust(connection)
         self._ledger.note(connection, connection.held_bytes)
         # An engine that maps the slab cannot be closed and has its own bound. Others do not pay for it.
         if (session := connection.caller.engine_session) is not None and not connection.caller.is_local:
             self._ledger.note(session, session.held_bytes)
-        goes_on = connection.is_waiting or connection.needs_turn
-        (self._resumable.add if goes_on else self._resumable.discard)(connection)
+        is_resumable = connection.is_waiting or connection.needs_turn
+        (self._resumable.add if is_resumable else self._resumable.discard)(connection)
 
     def _forget(self, fd: int, connection: Connection | HttpConnection) -> None:
         del self._masks[fd]
@@ -402,17 +402,18 @@ class Server:
 
     def _close_largest_clients(self) -> None:
         """Close the clients for which most is remembered, until all of it is well below the bound."""
-        connections = {each.caller: each for each in self._connections}
+        connection_of = {each.caller: each for each in self._connections}
         for holder in self._ledger.largest():
             if self._ledger.is_well_below_limit:
                 return
             callers = holder.members if isinstance(holder, EngineSession) else (holder.caller,)  # type: ignore[attr-defined]
-            for each in [connections[each] for each in callers if each in connections]:
-                if _maps_slab(each):
+            for connection in [connection_of[caller] for caller in callers if caller in connection_of]:
+                if _maps_slab(connection):
                     continue
-                log.warning("lmtier: %s was closed: it makes the server remember most", each.caller.address)
-                each.close()
-                self._update_events(each)
+                address = connection.caller.address
+                log.warning("lmtier: %s was closed: it makes the server remember most", address)
+                connection.close()
+                self._update_events(connection)
                 self.cache.metrics.clients_shed.inc()
 
     def _entries(self) -> int:
@@ -424,9 +425,9 @@ class Server:
             patience = min(patience, _HURRY)
         for connection in self._connections:
             # A client may pause in the middle of MULTI, as long as no request needs the room of its values.
-            is_idle = patience > _HURRY or connection.caller.multi_queue is None
+            may_be_idle = patience > _HURRY or connection.caller.multi_queue is None
             # A client without a token must not keep a place for ever that others need.
-            is_busy = connection.is_receiving() or not is_idle or connection.is_unauthenticated
+            is_busy = connection.is_receiving() or not may_be_idle or connection.is_unauthenticated
             if not _maps_slab(connection) and connection.is_stuck(now, patience, is_busy):
                 address = connection.caller.address
                 if connection.is_mid_request:
@@ -439,9 +440,9 @@ class Server:
         self._expires = True
         self._connections.sample()
         # Here, because only the thread itself can read its CPU time.
-        ran, self._ran = self._ran, time.thread_time()
-        self.cache.metrics.owner_seconds.inc(self._ran - ran)
-        if self._ran - ran < _RESTING:
+        counted, self._ran = self._ran, time.thread_time()
+        self.cache.metrics.owner_seconds.inc(self._ran - counted)
+        if self._ran - counted < _RESTING:
             self._collector.rest(self._entries())
         linger = self.serving.linger
         if linger <= 0 or self._connections.of_kind("engine"):  # to count thousands of clients takes a while
@@ -465,12 +466,12 @@ class Server:
             log.info("lmtier: stopping; running requests have %.0f s to finish", self.serving.grace)
             self._close_doors()
             self._takeover_sender.stop()
-        late = time.monotonic() > self._stop_at
+        is_past_grace = time.monotonic() > self._stop_at
         for connection in self._connections:
-            if connection.is_idle or late:
+            if connection.is_idle or is_past_grace:
                 connection.close()
                 self._update_events(connection)
-        return late or not (self._connections or self._transactions.are_running)
+        return is_past_grace or not (self._connections or self._transactions.are_running)
 
     def _close_doors(self) -> None:
         for fd in self._listeners.by_fd:
@@ -493,9 +494,9 @@ class Server:
             connection.close()
             self._update_events(connection)
         self._transactions.close()
-        until = max(self._stop_at or 0.0, time.monotonic() + 1.0)
-        self.cache.close(timeout=until - time.monotonic())
-        self._close_rest(until - time.monotonic())
+        deadline = max(self._stop_at or 0.0, time.monotonic() + 1.0)
+        self.cache.close(timeout=deadline - time.monotonic())
+        self._close_rest(deadline - time.monotonic())
 
     def _close_rest(self, seconds: float) -> None:
         if self._publisher is not None:
@@ -545,9 +546,9 @@ class Server:
 
         Some are kept for the Unix socket and for those who have shown a token.
         """
-        places, unknown = self._max_connections, len(self._connections.unknown)
-        kept = max(places > 1, places // _KEPT)
-        return len(self._connections) >= places or (kind != "unix" and unknown >= places - kept)
+        limit, untrusted = self._max_connections, len(self._connections.unknown)
+        reserved = max(limit > 1, limit // _KEPT)
+        return len(self._connections) >= limit or (kind != "unix" and untrusted >= limit - reserved)
 
     def _must_wait(self, kind: str) -> bool:
         """Whether new clients wait in the kernel's queue, so that those before them can show their tokens."""

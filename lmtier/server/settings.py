@@ -27,27 +27,27 @@ def change(cache: Cache, given: Mapping[str, str]) -> list[str]:
     """
     config, urls = cache.config, list(cache.config.tiers)
     labels = [CPU, *(tier.label for tier in cache.lower)]
-    known = [LOG_LEVEL, *(f"{label}.{option}" for label in labels for option in OPTIONS)]
+    changeable = [LOG_LEVEL, *(f"{label}.{option}" for label in labels for option in OPTIONS)]
     lines: list[str] = []
-    later: list[Callable[[], None]] = []
+    actions: list[Callable[[], None]] = []
     for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"{name!r} cannot change while the server runs{suggest(name, known)}")
+        if name not in changeable:
+            raise ConfigError(f"{name!r} cannot change while the server runs{suggest(name, changeable)}")
         if name == LOG_LEVEL:
             if value not in LEVELS:
                 raise ConfigError(f"unknown log_level={value!r}{suggest(value, LEVELS)}")
-            was = _level()
-            later.append(lambda level=value: log.setLevel(level.upper()))  # type: ignore[misc]  # mypy: lambdas
+            old_value = _level()
+            actions.append(lambda level=value: log.setLevel(level.upper()))  # type: ignore[misc]  # mypy: lambdas
         else:
             label, _, option = name.partition(".")
             number = labels.index(label)
-            was = _shown(getattr(config.cache_tiers[number], option))
+            old_value = _shown(getattr(config.cache_tiers[number], option))
             urls[number] = with_option(urls[number], option, value)
-        lines.append(f"{name}: {was} -> {value}")
+        lines.append(f"{name}: {old_value} -> {value}")
     if urls != list(config.tiers):
         cache.change(replace(config, tiers=tuple(urls)))
-    for each in later:
-        each()
+    for action in actions:
+        action()
     return lines
 
 

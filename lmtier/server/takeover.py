@@ -94,7 +94,7 @@ class TakeoverSender:
         if self._is_stopping:
             raise Refused("ERR this server stops")
         try:
-            self._takeover_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._takeover_socket, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise Refused(f"ERR no file can be opened for a takeover: {error.strerror}") from None
         self._takeover_socket.setblocking(False)
@@ -102,7 +102,7 @@ class TakeoverSender:
         self._watch(self._takeover_socket.fileno())
         config = self._cache.config
         facts = f"{__version__} {config.chunk_tokens} {self._cache.slab.capacity} {config.approximation}"
-        return WithDescriptor(facts, theirs.detach(), closes=True)
+        return WithDescriptor(facts, their_end.detach(), closes=True)
 
     def turn(self) -> bool:
         """Called by the loop. True: the next server has taken over, and this one must leave."""
@@ -153,20 +153,20 @@ class TakeoverSender:
     def _wait_until_quiet(self, began: float) -> str:
         """Let what is in the middle end. Why that is impossible; empty: all is still."""
         while time.monotonic() < began + _LINGER and self._busy_connections():
-            for each in self._busy_connections():
-                self._give_turn(each)
+            for connection in self._busy_connections():
+                self._give_turn(connection)
             self._cache.why_busy()
             time.sleep(0.001)
         if any(
-            each.caller.engine_session is not None and each.caller.is_local
-            for each in self._busy_connections()
+            connection.caller.engine_session is not None and connection.caller.is_local
+            for connection in self._busy_connections()
         ):
             return "an engine is in the middle of a request"
         if self._is_in_transaction():
             return "a transaction is running"
-        while (why := self._cache.why_busy()) and time.monotonic() < began + _STILL:
+        while (busy_reason := self._cache.why_busy()) and time.monotonic() < began + _STILL:
             time.sleep(0.001)
-        return why
+        return busy_reason
 
     def _busy_connections(self) -> list[Connection]:
         """The connections that cannot go over at this moment."""
@@ -176,9 +176,9 @@ class TakeoverSender:
         assert self._takeover_socket is not None
         writer, files, clients = HandoverWriter(self._cache), list[tuple[str, int]](), list[dict[str, Any]]()
         movable = [each for each in self._roster if isinstance(each, Connection) and each.can_hand_over]
-        slab, presence = self._cache.slab.fd, self._cache.presence
-        assert slab is not None  # it was asked on the Unix socket
-        files.append(("slab", slab))
+        slab_fd, presence = self._cache.slab.fd, self._cache.presence
+        assert slab_fd is not None  # it was asked on the Unix socket
+        files.append(("slab", slab_fd))
         if presence is not None:
             files.append(("presence", presence.own))
         for spec, tier in zip(self._cache.config.cache_tiers[1:], self._cache.lower, strict=True):
@@ -205,8 +205,8 @@ class TakeoverSender:
             self._takeover_socket.settimeout(_PATIENCE)
             socket.send_fds(self._takeover_socket, [BOOKS], [fd.fileno()])
         fds = [fd for _, fd in files]
-        for at in range(0, len(fds), _AT_ONCE):
-            socket.send_fds(self._takeover_socket, [FILES], fds[at : at + _AT_ONCE])
+        for first in range(0, len(fds), _AT_ONCE):
+            socket.send_fds(self._takeover_socket, [FILES], fds[first : first + _AT_ONCE])
 
     def _wait_until_taken(self) -> bool:
         assert self._takeover_socket is not None
@@ -277,16 +277,16 @@ class TakeoverReceiver:
 
     def __init__(self, path: Path, config: Config) -> None:
         """Asks the server at `path`. ConfigError: it refuses, or these settings do not fit its memory."""
-        wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with wire:
-            wire.settimeout(_PATIENCE)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with sock:
+            sock.settimeout(_PATIENCE)
             try:
-                wire.connect(str(path))
-                wire.sendall(encode_command(b"LMTIER.TAKEOVER", b"%d" % VERSION))
+                sock.connect(str(path))
+                sock.sendall(encode_command(b"LMTIER.TAKEOVER", b"%d" % VERSION))
                 replies, fds = ReplyReader(), list[int]()
                 while (reply := replies.next()) is INCOMPLETE:
-                    data, more, _, _ = socket.recv_fds(wire, _MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
-                    fds += more
+                    data, new_fds, _, _ = socket.recv_fds(sock, _MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+                    fds += new_fds
                     if not data:
                         raise ConnectionResetError("it closed the connection")
                     replies.feed(data)
@@ -309,20 +309,20 @@ class TakeoverReceiver:
         """ConfigError: these settings do not fit that server."""
         path = self.path
         self.version, tokens, capacity, approximation = facts.split(" ")
-        top = config.cache_tiers[0].capacity or 0
-        for name, mine, its in (
+        memory = config.cache_tiers[0].capacity or 0
+        for setting, own, theirs in (
             ("chunk_tokens", str(config.chunk_tokens), tokens),
             ("approximation", config.approximation, approximation),
         ):
-            if mine != its:
+            if own != theirs:
                 raise ConfigError(
-                    f"serve: the server at {path} has {name}={its}, and these settings have {mine}: its"
+                    f"serve: the server at {path} has {setting}={theirs}, and these settings have {own}: its"
                     " chunks would have other names; stop it and start this one instead"
                 )
-        if top > int(capacity):
+        if memory > int(capacity):
             raise ConfigError(
                 f"serve: the server at {path} has {capacity} bytes of memory, and these settings ask for"
-                f" {top}: memory cannot grow in a takeover; ask for less, or stop it and start this one"
+                f" {memory}: memory cannot grow in a takeover; ask for less, or stop it and start this one"
             )
 
     def receive(self) -> ServerHandover:
@@ -342,12 +342,12 @@ class TakeoverReceiver:
                 handover_file = HandoverFile.unpack(file.read())
             names, got = list(handover_file.facts["files"]), list[int]()
             while len(got) < len(names):
-                message, more, _, _ = socket.recv_fds(
+                message, new_fds, _, _ = socket.recv_fds(
                     self._takeover_socket, _MESSAGE, _AT_ONCE, socket.MSG_CMSG_CLOEXEC
                 )
                 if message != FILES:
                     raise ConfigError(f"serve: the server at {self.path} ended while it handed over")
-                got += more
+                got += new_fds
         except OSError as error:
             raise ConfigError(f"serve: {self.path}: the server ended while it handed over: {error}") from None
         except (HandoverFileError, KeyError) as error:
@@ -366,13 +366,13 @@ class TakeoverReceiver:
 def _sorted(file: HandoverFile, names: Sequence[str], fds: Sequence[int]) -> ServerHandover:
     by_kind: dict[str, dict[str, int]] = {}
     for name, fd in zip(names, fds, strict=True):
-        kind, _, what = name.partition(" ")
-        by_kind.setdefault(kind, {})[what] = fd
+        kind, _, label = name.partition(" ")
+        by_kind.setdefault(kind, {})[label] = fd
     handover = Handover(
         file, by_kind["slab"][""], by_kind.get("presence", {}).get(""), by_kind.get("lock", {})
     )
     clients = by_kind.get("client", {})
-    dumped = [(clients[str(number)], each) for number, each in enumerate(file.facts["clients"])]
+    dumped = [(clients[str(index)], each) for index, each in enumerate(file.facts["clients"])]
     return ServerHandover(handover, by_kind.get("door", {}), dumped)
 
 
@@ -380,6 +380,6 @@ def restore_metrics(metrics: Metrics, facts: dict[str, Any]) -> float:
     """Go on with the numbers. Returns the seconds for which no server served."""
     metrics.continue_from(facts.get("counters", []), facts.get("histograms", []))
     metrics.takeovers.labels("done").inc()
-    took = time.monotonic() - float(facts["still_since"])
-    metrics.takeover_seconds.set(took)
-    return took
+    seconds = time.monotonic() - float(facts["still_since"])
+    metrics.takeover_seconds.set(seconds)
+    return seconds

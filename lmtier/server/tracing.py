@@ -38,8 +38,8 @@ def start(env: Mapping[str, str] = os.environ) -> Tracing | None:
     The server starts all the same, because the variables may be meant for the engine that started it.
     """
     kind = env.get("OTEL_TRACES_EXPORTER", "")
-    places = (env.get(f"OTEL_EXPORTER_OTLP_{each}ENDPOINT") for each in ("TRACES_", ""))
-    if env.get("OTEL_SDK_DISABLED", "").lower() == "true" or kind == "none" or not (kind or any(places)):
+    endpoints = (env.get(f"OTEL_EXPORTER_OTLP_{each}ENDPOINT") for each in ("TRACES_", ""))
+    if env.get("OTEL_SDK_DISABLED", "").lower() == "true" or kind == "none" or not (kind or any(endpoints)):
         return None
     try:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -51,15 +51,15 @@ def start(env: Mapping[str, str] = os.environ) -> Tracing | None:
     default = env.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", default)
     name = _EXPORTERS.get((kind or "otlp", protocol), kind or protocol)
-    found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
-    if not found:
+    exporters = list(entry_points(group="opentelemetry_traces_exporter", name=name))
+    if not exporters:
         log.warning("lmtier: OTEL_* variables ask for the trace exporter %r, which is not installed", name)
         return None
     resource = (
         Resource.create() if env.get("OTEL_SERVICE_NAME") else Resource.create({SERVICE_NAME: "lmtier"})
     )
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(found[0].load()()))
+    provider.add_span_processor(BatchSpanProcessor(exporters[0].load()()))
     return Tracing(provider)
 
 
@@ -127,8 +127,8 @@ class Tracing:
         arrived = times.arrived or now
         if times.wanted and times.below:
             cut = {"lmtier.cut": match.cut_reason} if match.cut_reason else {}
-            below = {tier: count for tier, count in found.items() if not tier.endswith(f".{CPU}")}
-            self._span("prefetch", times, times.wanted, arrived, {**below, **cut})
+            lower_found = {tier: count for tier, count in found.items() if not tier.endswith(f".{CPU}")}
+            self._span("prefetch", times, times.wanted, arrived, {**lower_found, **cut})
         if match.chunks and times.arrived:
             self._span("load", times, arrived, now, found)
 

@@ -129,8 +129,8 @@ class Transactions:
         nbytes = 0 if caller.multi_queue is None else caller.multi_queue.nbytes
         if caller.watch is not None:
             nbytes += WATCHED_NAME_OVERHEAD * len(caller.watch.keys)
-        running: _Transaction | None = caller.transaction
-        return nbytes if running is None else nbytes + running.asked + running.nbytes
+        transaction: _Transaction | None = caller.transaction
+        return nbytes if transaction is None else nbytes + transaction.asked + transaction.nbytes
 
     # ---- called by the server for each command
 
@@ -142,17 +142,17 @@ class Transactions:
         queue: MultiQueue = caller.multi_queue
         if queue.is_aborted:
             return QUEUED
-        refused: Error | None = None
+        error: Error | None = None
         queue.nbytes += sum(_EACH // 4 + (len(arg) if isinstance(arg, bytes) else 0) for arg in args) + _EACH
         if name.startswith(b"LMTIER."):
-            refused = Error("ERR Command not allowed inside a transaction")
+            error = Error("ERR Command not allowed inside a transaction")
         elif any(arg is DROP for arg in args):
-            refused = NO_ROOM
+            error = NO_ROOM
         elif queue.nbytes > MAX_QUEUE:
-            refused = Error(f"ERR the commands of a transaction take {MAX_QUEUE} bytes at most here")
-        if refused is not None:
+            error = Error(f"ERR the commands of a transaction take {MAX_QUEUE} bytes at most here")
+        if error is not None:
             self.mark_aborted(caller)
-            return refused
+            return error
         queue.steps.append(_Step(command, args, caller.drafts))
         caller.drafts = []
         return QUEUED
@@ -189,10 +189,10 @@ class Transactions:
 
     def _is_waited_for(self, names: set[bytes], number: int, *, is_of_all: bool = False) -> bool:
         """Whether a write that came before `number` waits to write one of these names."""
-        for each, theirs in self._turns.items():  # the first one first
-            if each >= number:
+        for write_number, write_names in self._turns.items():  # the first one first
+            if write_number >= number:
                 return False
-            if is_of_all or theirs is None or not theirs.isdisjoint(names):
+            if is_of_all or write_names is None or not write_names.isdisjoint(names):
                 return True
         return False
 
@@ -220,12 +220,12 @@ class Transactions:
             return stop.value
         return self._hold(set(_names(command, args)), part, answer)
 
-    def _hold(self, names: set[bytes], part: bytes | Payload | None, writing: PendingAnswer) -> PendingAnswer:
+    def _hold(self, names: set[bytes], first: bytes | Payload | None, rest: PendingAnswer) -> PendingAnswer:
         self._writing |= names
         try:
-            with closing(writing):
-                yield part
-                return (yield from writing)
+            with closing(rest):
+                yield first
+                return (yield from rest)
         finally:
             self._writing -= names
 
@@ -277,8 +277,8 @@ class Transactions:
         watch, caller.watch = caller.watch, None
         names = {name for step in queue.steps for name in _names(step.command, step.args)}
         is_of_all = any(step.command.writes_any_name for step in queue.steps)
-        asked = queue.nbytes + (WATCHED_NAME_OVERHEAD * len(watch.keys) if watch is not None else 0)
-        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all, next(self._numbers), asked)
+        nbytes = queue.nbytes + (WATCHED_NAME_OVERHEAD * len(watch.keys) if watch is not None else 0)
+        transaction = _Transaction(caller, queue.steps, watch, names, is_of_all, next(self._numbers), nbytes)
         caller.transaction = transaction
         self._waiting.append(transaction)
         self.turn()
@@ -303,7 +303,7 @@ class Transactions:
 
     def turn(self) -> None:
         """Begin the transactions that may begin, and continue running ones, for the time of one turn."""
-        before: list[_Transaction] = []
+        still_waiting: list[_Transaction] = []
         for each in self._waiting:
             if (
                 each.has_no_reader
@@ -316,23 +316,23 @@ class Transactions:
                 each.writes_any_name and bool(self._writing)
             )
             is_waited_for = self._is_waited_for(each.names, each.number, is_of_all=each.writes_any_name)
-            others = (*self._running, *before)
+            ahead = (*self._running, *still_waiting)
             if (
                 is_written
                 or is_waited_for
-                or any(other.conflicts_with(each.names, each.writes_any_name) for other in others)
+                or any(other.conflicts_with(each.names, each.writes_any_name) for other in ahead)
             ):
-                before.append(each)  # later transactions with the same names must not overtake it
+                still_waiting.append(each)  # later transactions with the same names must not overtake it
             else:
                 self._begin(each)
-        self._waiting = before
-        self.goes_on, until = False, time.monotonic() + _TURN
+        self._waiting = still_waiting
+        self.goes_on, turn_end = False, time.monotonic() + _TURN
         for each in list(self._running):
             assert each.run is not None
             for part in each.run:
                 if part is None:
                     break
-                if time.monotonic() > until:
+                if time.monotonic() > turn_end:
                     self.goes_on = True
                     break
             else:
@@ -355,25 +355,25 @@ class Transactions:
 
     def _run(self, transaction: _Transaction) -> Generator[bytes | None, None, None]:
         for step in transaction.steps:
-            said = yield from self._answers_of(transaction.caller, step)
+            answers = yield from self._answers_of(transaction.caller, step)
             self._drop_drafts(step)
-            nbytes = sum(_EACH + (len(each) if isinstance(each, bytes) else 0) for each in said)
+            nbytes = sum(_EACH + (len(answer) if isinstance(answer, bytes) else 0) for answer in answers)
             if transaction.nbytes + nbytes > MAX_ANSWERS:
-                _let_go(said)
-                said.append(encode(Error(f"ERR answers of more than {MAX_ANSWERS} bytes"), False))
+                _let_go(answers)
+                answers.append(encode(Error(f"ERR answers of more than {MAX_ANSWERS} bytes"), False))
             transaction.nbytes += nbytes
-            transaction.answers += said
+            transaction.answers += answers
             if transaction.has_no_reader:
                 _let_go(transaction.answers)
             yield PAUSE
 
     def _answers_of(self, caller: Caller, step: _Step) -> Generator[bytes | None, None, Answers]:
         """Run a command, and collect its answer piece by piece."""
-        said: Answers = deque()
+        answers: Answers = deque()
         # A command with values gets its own drafts. A command that changes its caller gets the caller.
-        who = replace(caller, drafts=step.drafts) if step.command.payloads else caller
+        step_caller = replace(caller, drafts=step.drafts) if step.command.payloads else caller
         try:
-            answer = step.command.handler(who, step.args)
+            answer = step.command.handler(step_caller, step.args)
             if isinstance(answer, GeneratorType):
                 running = answer
                 while True:
@@ -385,23 +385,23 @@ class Transactions:
                     if part is None or part is PAUSE:
                         yield part
                     else:
-                        said.append(part)
+                        answers.append(part)
         except (Refused, OSError) as failure:
             answer = error_of(failure)
         except GeneratorExit:
-            _let_go(said)
+            _let_go(answers)
             raise
         if answer is not ALREADY_SENT:
-            said.append(answer if isinstance(answer, Payload) else encode(answer, caller.resp3))
-        return said
+            answers.append(answer if isinstance(answer, Payload) else encode(answer, caller.resp3))
+        return answers
 
     def close(self) -> None:
         """Drop the unfinished transactions."""
-        for each in (*self._running, *self._waiting):
-            if each.run is not None:
-                each.run.close()
-            self._drop(each.steps)
-            _let_go(each.answers)
+        for transaction in (*self._running, *self._waiting):
+            if transaction.run is not None:
+                transaction.run.close()
+            self._drop(transaction.steps)
+            _let_go(transaction.answers)
         self._running.clear()
         self._waiting.clear()
 

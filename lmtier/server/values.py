@@ -136,8 +136,8 @@ class Values:
 
     def _exists(self, key: bytes) -> bool:
         mark = self._info_in_memory(key)
-        is_over = mark is not None and 0 < mark.expires <= now_ms()
-        return not is_over and any(key in held for held in self._key_sets())
+        is_expired = mark is not None and 0 < mark.expires <= now_ms()
+        return not is_expired and any(key in keys for keys in self._key_sets())
 
     def _delete(self, key: bytes) -> None:
         self._cache.delete_value(key, ANY)
@@ -151,15 +151,15 @@ class Values:
         """Room for a value of `nbytes`. None: there is none."""
         cache = self._cache
         form = _form(nbytes, cache.chunk_tokens)
-        most = cache.index.capacity * _DRAFT_SHARE
-        if self._drafting + form.slab_bytes <= most:
+        max_draft_bytes = cache.index.capacity * _DRAFT_SHARE
+        if self._drafting + form.slab_bytes <= max_draft_bytes:
             key = VALUES + next(self._drafts).to_bytes(KEY_BYTES - len(VALUES), "little")
             reservation = cache.reserve([key], form)
             if reservation.entries:
                 self._drafting += form.slab_bytes
                 (entry,) = reservation.entries.values()
                 return Draft(reservation, cache.slab.view(entry.offsets[0], nbytes))
-        if form.slab_bytes <= most:  # for a value that never fits, other clients need not hurry
+        if form.slab_bytes <= max_draft_bytes:  # for a value that never fits, other clients need not hurry
             self.no_room_at = time.monotonic()
         self._count.labels("refused").inc()
         return None
@@ -248,28 +248,28 @@ class Values:
         return None if mark is None or self._delete_if_expired(key, mark) else mark
 
     def _find_info_in_tiers(self, key: bytes) -> Waiting[ValueInfo | None]:
-        for below in self._cache.lower.owned:
-            if not below.is_stored(key, ANY):
+        for tier in self._cache.lower.owned:
+            if not tier.is_stored(key, ANY):
                 continue
-            entry = below.index.get(key)
+            entry = tier.index.get(key)
             if entry is not None and entry.marks:
                 return ValueInfo.parse(entry.marks[0])
-            heard: list[object] = []
-            below.peek(key, heard.append)
-            until = time.monotonic() + self._cache.config.load_deadline
-            while not heard and time.monotonic() < until:
+            replies: list[object] = []
+            tier.peek(key, replies.append)
+            deadline = time.monotonic() + self._cache.config.load_deadline
+            while not replies and time.monotonic() < deadline:
                 yield None
-            if below.index.get(key) is not entry:  # replaced or deleted during the wait
+            if tier.index.get(key) is not entry:  # replaced or deleted during the wait
                 return (yield from self._find_info(key))
-            if heard and isinstance(heard[0], bytes):
-                return ValueInfo.parse(heard[0])
+            if replies and isinstance(replies[0], bytes):
+                return ValueInfo.parse(replies[0])
         return None
 
     # ---- all of them
 
     def __len__(self) -> int:
-        most, *others = sorted(self._key_sets(), key=len, reverse=True)
-        return len(most) + len(set().union(*others) - most)
+        largest, *smaller = sorted(self._key_sets(), key=len, reverse=True)
+        return len(largest) + len(set().union(*smaller) - largest)
 
     def _key_sets(self) -> list[set[bytes]]:
         return [self._cache.index.records, *(tier.index.records for tier in self._cache.lower.owned)]
@@ -279,13 +279,13 @@ class Values:
 
     def _in_order(self) -> Waiting[list[bytes]]:
         """All present keys, sorted. A million keys take a second, but other clients get their turns."""
-        parts: list[list[bytes]] = [[] for _ in range(256)]
+        buckets: list[list[bytes]] = [[] for _ in range(256)]
         for number, key in enumerate(self._keys()):
-            parts[key[len(VALUES)]].append(key)
+            buckets[key[len(VALUES)]].append(key)
             if not number % _FEW:
                 yield PAUSE
         keys: list[bytes] = []
-        for part in parts:
+        for part in buckets:
             keys += sorted(part)
             yield PAUSE
         return keys
@@ -295,19 +295,19 @@ class Values:
 
         A value that exists from the first call to the last is always returned.
         """
-        _, until, keys = self._snapshot
-        if not cursor or time.monotonic() > until:
-            taken = time.monotonic()
+        _, valid_until, keys = self._snapshot
+        if not cursor or time.monotonic() > valid_until:
+            taken_at = time.monotonic()
             keys = yield from self._in_order()
             # An older snapshot, from a slow sort of another scan, may lack a value that this scan must
             # return.
-            self._snapshot = max(self._snapshot, (taken, time.monotonic() + _SNAPSHOT_SECONDS, keys))
-        at = bisect_left(keys, cursor, key=_position)
-        end = min(len(keys), at + most)
-        while end < len(keys) and end > at and _position(keys[end]) == _position(keys[end - 1]):
+            self._snapshot = max(self._snapshot, (taken_at, time.monotonic() + _SNAPSHOT_SECONDS, keys))
+        first = bisect_left(keys, cursor, key=_position)
+        end = min(len(keys), first + most)
+        while end < len(keys) and end > first and _position(keys[end]) == _position(keys[end - 1]):
             end += 1  # otherwise the cursor would point between equal positions
         names = []
-        for key in keys[at:end]:
+        for key in keys[first:end]:
             mark = yield from self._find_info(key)
             if mark is not None:
                 names.append(mark.name)
@@ -320,12 +320,12 @@ class Values:
         keys = []
         for name in names:
             keys.append(value_key(name))
-            was_there = (yield from self.find_info(name)) is not None
-            if was_there:
+            existed = (yield from self.find_info(name)) is not None
+            if existed:
                 deleted += 1
                 self._count.labels("deleted").inc()
             # A failing tier may still have the value, and show it after it has recovered.
-            if was_there or any(keys[-1] in held for held in self._key_sets()):
+            if existed or any(keys[-1] in held for held in self._key_sets()):
                 self._delete(keys[-1])
             yield PAUSE
         # Also wait for values that another client deletes now: a missing value must not come back.
@@ -356,12 +356,12 @@ class Values:
     def _copy(self, value: Value, draft: Draft) -> Waiting[bool]:
         """Copy a value, and wait until the copy may be put. False: the value was deleted meanwhile."""
         (entry,) = value.match.run
-        old, new = np.frombuffer(value.view, np.uint8), np.frombuffer(draft.view, np.uint8)
+        source, target = np.frombuffer(value.view, np.uint8), np.frombuffer(draft.view, np.uint8)
         try:
-            for first in range(0, len(old), _PIECE):
+            for first in range(0, len(source), _PIECE):
                 if first:
                     yield PAUSE
-                np.copyto(new[first : first + _PIECE], old[first : first + _PIECE])
+                np.copyto(target[first : first + _PIECE], source[first : first + _PIECE])
             while self._cache.is_behind(draft.reservation.form.slab_bytes):
                 yield None
         except GeneratorExit:
@@ -394,8 +394,8 @@ class Values:
     def _will_expire(self, expires: int, key: bytes) -> None:
         heapq.heappush(self._expiring, (expires, key))
         if len(self._expiring) > self._most_expiring:  # most of them were set again, or have left
-            marks = {key: self._info_in_memory(key) for _, key in self._expiring}
-            live = {(mark.expires, key) for key, mark in marks.items() if mark is not None and mark.expires}
+            infos = {key: self._info_in_memory(key) for _, key in self._expiring}
+            live = {(mark.expires, key) for key, mark in infos.items() if mark is not None and mark.expires}
             self._expiring = sorted(live)
             self._most_expiring = max(_FEW, 2 * len(live))
 
@@ -418,15 +418,15 @@ class Values:
 
         False: for too long, no more of them could be deleted.
         """
-        is_leaving, patience = self._cache.may_come_back, self._cache.config.load_deadline
-        until = time.monotonic() + patience
-        for number, key in enumerate(keys):  # a deleted key comes back only with another value
-            if number:
+        is_leaving, timeout = self._cache.may_come_back, self._cache.config.load_deadline
+        deadline = time.monotonic() + timeout
+        for n, key in enumerate(keys):  # a deleted key comes back only with another value
+            if n:
                 yield PAUSE
             if is_leaving(key):
-                until = time.monotonic() + patience
+                deadline = time.monotonic() + timeout
             while is_leaving(key):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     return False
                 yield None
         return True

@@ -130,9 +130,9 @@ def _working(facts: Facts) -> Verdict:
     if troubles:
         more = f" and {len(troubles) - 1} more kinds of loss" if len(troubles) > 1 else ""
         return verdict(WARN, "with losses", f"{troubles[0]}{more} in {_last(facts)}")
-    back = [tier for tier in facts.tiers if tier.back is not None]
-    if back:
-        tier = max(back, key=lambda each: each.was_down)
+    recovered = [tier for tier in facts.tiers if tier.back is not None]
+    if recovered:
+        tier = max(recovered, key=lambda each: each.was_down)
         since = f"{span(tier.back or 0.0)}, after {span(tier.was_down)} of failures"
         return verdict(GOOD, "yes, again", f"{tier.name} has worked for {since}")
     names = [tier.name for tier in facts.tiers]
@@ -164,8 +164,8 @@ def _troubles(facts: Facts) -> Iterable[str]:
 
 def _clients(clients: Mapping[str, int]) -> str:
     kinds = {"engine": "engine connection", "redis": "Redis client"}
-    there = [_plural(clients[kind], word) for kind, word in kinds.items() if clients.get(kind)]
-    return _listed(there) or "no engine is connected"
+    counts = [_plural(clients[kind], word) for kind, word in kinds.items() if clients.get(kind)]
+    return _listed(counts) or "no engine is connected"
 
 
 # ---- what does it save?
@@ -173,8 +173,8 @@ def _clients(clients: Mapping[str, int]) -> str:
 
 def _saves(facts: Facts) -> Verdict:
     verdict = partial(_verdict, "saves")
-    found, gone = facts.values.get("hit", 0), facts.values.get("missed", 0)
-    gets = found + gone
+    value_hits, value_misses = facts.values.get("hit", 0), facts.values.get("missed", 0)
+    gets = value_hits + value_misses
     if facts.asked:
         share = facts.hit / facts.asked
         text = f"{_count(facts.hit)} of {_count(facts.asked)} tokens were not computed again"
@@ -183,7 +183,7 @@ def _saves(facts: Facts) -> Verdict:
         return verdict(GOOD if share >= _SAVES else WARN, _percent(share), text)
     if gets:
         text = f"of {_plural(gets, 'value')} that Redis clients asked for; no engine asked"
-        return verdict(GOOD if found else WARN, _percent(found / gets), text)
+        return verdict(GOOD if value_hits else WARN, _percent(value_hits / gets), text)
     if stored := facts.values.get("set", 0):
         return verdict(IDLE, "nothing yet", f"Redis clients stored {_plural(stored, 'value')} and read none")
     return verdict(IDLE, "nothing yet", f"no prompt was looked up in {_last(facts)}")
@@ -210,9 +210,9 @@ def groups(missed: Mapping[str, int]) -> dict[str, int]:
 def _misses(facts: Facts) -> Verdict:
     verdict = partial(_verdict, "misses")
     if not facts.asked:
-        gone = facts.values.get("missed", 0)
-        if gone:
-            return verdict(IDLE, _count(gone), "values that Redis clients asked for were not here")
+        value_misses = facts.values.get("missed", 0)
+        if value_misses:
+            return verdict(IDLE, _count(value_misses), "values that Redis clients asked for were not here")
         return verdict(IDLE, "none", f"nothing was asked in {_last(facts)}")
     avoidable = {name: n for name, n in groups(facts.missed).items() if name not in NORMAL}
     share = sum(avoidable.values()) / facts.asked
@@ -222,10 +222,10 @@ def _misses(facts: Facts) -> Verdict:
         return verdict(
             GOOD, "none", "that could have been hits: the rest is new text, or was not worth loading"
         )
-    named = sorted(reasons, key=lambda reason: -reasons[reason])[:2]
+    largest_reasons = sorted(reasons, key=lambda reason: -reasons[reason])[:2]
     parts = [
         f"{_percent(reasons[each] / facts.asked)} {_WORDS.get(each, each.replace('_', ' '))}"
-        for each in named
+        for each in largest_reasons
     ]
     state = BAD if share >= _MISSED_BAD else WARN if share >= _MISSED_WARN else GOOD
     return verdict(state, _percent(share), f"could have been hits: {', '.join(parts)}")
@@ -284,11 +284,11 @@ def slowest(before: Sequence[int], after: Sequence[int], part: float = 0.99) -> 
     counts = [b - a for a, b in zip(before, after, strict=True)]
     if not counts or counts[-1] < _FEW:
         return None
-    want, low, below = part * counts[-1], 0.0, 0
+    rank, bucket_start, count_before = part * counts[-1], 0.0, 0
     for bound, count in zip(SECONDS, counts, strict=False):
-        if count >= want:
-            return low + (bound - low) * (want - below) / (count - below)
-        low, below = bound, count
+        if count >= rank:
+            return bucket_start + (bound - bucket_start) * (rank - count_before) / (count - count_before)
+        bucket_start, count_before = bound, count
     return float(SECONDS[-1])
 
 
@@ -297,24 +297,24 @@ def slowest(before: Sequence[int], after: Sequence[int], part: float = 0.99) -> 
 
 def _memory(facts: Facts) -> Verdict:
     verdict = partial(_verdict, "memory")
-    known = [tier for tier in facts.tiers if tier.at("1") is not None and tier.at("2") is not None]
-    if not known:
+    tiers = [tier for tier in facts.tiers if tier.at("1") is not None and tier.at("2") is not None]
+    if not tiers:
         return verdict(IDLE, "not known yet", "too few prompts were looked up")
     # What a tier would hit alone, the tiers below it may hit already. The largest of them sets the hit rate.
-    now = max(tier.at("1") or 0.0 for tier in known)
-    tier = max(known, key=lambda each: each.at("2") or 0.0)
-    gain = max(0.0, (tier.at("2") or 0.0) - now)
+    best_hit_ratio = max(tier.at("1") or 0.0 for tier in tiers)
+    tier = max(tiers, key=lambda each: each.at("2") or 0.0)
+    gain = max(0.0, (tier.at("2") or 0.0) - best_hit_ratio)
     twice = f"{tier.name} × 2 ({size(2 * (tier.capacity or 0))}) would give {_points(gain)}"
     if gain >= _SMALL:
         return verdict(WARN, f"{tier.name} is small", twice)
-    top = known[0]
+    top = tiers[0]
     sooner = (top.at("2") or 0.0) - (top.at("1") or 0.0)
     if top is not tier and sooner >= _SMALL:
         double = f"{top.name} × 2 ({size(2 * (top.capacity or 0))})"
         return verdict(GOOD, "enough", f"{double} would give no more hits, but {_points(sooner)} sooner")
     spare = [
         each
-        for each in known
+        for each in tiers
         if (half := each.at("0.5")) is not None and half > (each.at("1") or 0.0) - _FITS / 2
     ]
     if gain < _FITS and spare:

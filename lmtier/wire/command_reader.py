@@ -114,14 +114,14 @@ class CommandReader(Reader):
         """The received bytes of the command that is not complete. None: some of them have their place."""
         if self._payload is not None:
             return None
-        parts = [b"*%d\r\n" % self._argc] if self._argc else []
-        for each in self._args:
-            if isinstance(each, memoryview):
+        pieces = [b"*%d\r\n" % self._argc] if self._argc else []
+        for argument in self._args:
+            if isinstance(argument, memoryview):
                 return None
-            parts += (bulk_header(len(each)), each, CRLF)
+            pieces += (bulk_header(len(argument)), argument, CRLF)
         if self._argc and self._length >= 0:
-            parts.append(bulk_header(self._length))
-        return b"".join((*parts, self._part, self._data[self._at :]))
+            pieces.append(bulk_header(self._length))
+        return b"".join((*pieces, self._part, self._data[self._at :]))
 
     def restore(self, data: bytes) -> None:
         """Begin with what `unread` of another reader returned."""
@@ -228,12 +228,12 @@ _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a"}
 def _words(line: bytes) -> list[Argument]:
     """The arguments of an inline command, with quotes as in redis' sdssplitargs."""
     words: list[Argument] = []
-    at = 0
-    while at < len(line):
-        found = _WORD.match(line, at)
-        if found is None:
+    position = 0
+    while position < len(line):
+        match = _WORD.match(line, position)
+        if match is None:
             raise ProtocolError("unbalanced quotes in request")
-        word, double, single = found.groups()
+        word, double, single = match.groups()
         if double is not None:
             word += _ESCAPE.sub(_unescaped, double)
         elif single is not None:
@@ -241,7 +241,7 @@ def _words(line: bytes) -> list[Argument]:
         elif not word:
             break  # only blanks are left
         words.append(word)
-        at = found.end()
+        position = match.end()
     return words
 
 

@@ -124,26 +124,26 @@ class ReplyReader(Reader):
             if line is None:
                 return INCOMPLETE
             self._spend(len(line))
-            mark = line[0]
-            if mark not in b"$=!*~%>":
+            type_byte = line[0]
+            if type_byte not in b"$=!*~%>":
                 return _scalar(line)
             length = _length(line)
             if length is None:
                 return None
-            if mark not in b"$=!":
-                return self._begin(mark, length)
-            if mark == ord("!") and length > _LINE:
+            if type_byte not in b"$=!":
+                return self._begin(type_byte, length)
+            if type_byte == ord("!") and length > _LINE:
                 raise ProtocolError("too big error")
             self._spend(length)
-            self._header = mark, length
-        mark, length = self._header
+            self._header = type_byte, length
+        type_byte, length = self._header
         data = self._bulk(length)
         if data is None:
             return INCOMPLETE
         self._header = None
-        if mark == DOLLAR:
+        if type_byte == DOLLAR:
             return data
-        if mark == ord("!"):
+        if type_byte == ord("!"):
             return Error(to_text(data))
         if data[3:4] != b":":
             raise ProtocolError("invalid verbatim string")

@@ -1,7 +1,7 @@
 """RESP2 and RESP3: the values on the wire, the encoder, and the common base of both readers.
 
-As in all of `lmtier.wire`, there are no sockets and no cache. `commands` reads the commands of a client,
-`replies` reads the replies of a server.
+As in all of `lmtier.wire`, there are no sockets and no cache. `command_reader` reads the commands of a
+client, `reply_reader` reads the replies of a server.
 
 Announced lengths are not trusted. A length is compared with the limits before memory is allocated. Memory
 grows with the bytes received, never with an announced number. No byte is scanned twice, however small the
@@ -65,9 +65,9 @@ class Marker(Enum):
 
 
 NullArray: Final = Marker.NULL_ARRAY
-"""Encoded as `*-1`. RESP2 has two nulls, and clients distinguish them. `Replies` returns None for both."""
+"""Encoded as `*-1`. RESP2 has two nulls, and clients distinguish them. A `ReplyReader` returns None."""
 INCOMPLETE: Final = Marker.INCOMPLETE
-"""`Replies` returns this if there is no complete reply. None is a reply."""
+"""`ReplyReader` returns this if there is no complete reply. None is a reply."""
 Incomplete: TypeAlias = Literal[Marker.INCOMPLETE]
 
 
@@ -122,8 +122,8 @@ def _encode(value: Any, resp3: bool, parts: list[bytes | bytearray | memoryview]
         parts += (b"$%d\r\n" % length, value, CRLF)
     elif isinstance(value, str):
         if isinstance(value, Simple | Error):
-            mark = b"+" if isinstance(value, Simple) else b"-"
-            parts += (mark, to_bytes(value).replace(b"\r", b" ").replace(b"\n", b" "), CRLF)
+            prefix = b"+" if isinstance(value, Simple) else b"-"
+            parts += (prefix, to_bytes(value).replace(b"\r", b" ").replace(b"\n", b" "), CRLF)
         elif isinstance(value, Verbatim) and resp3:
             text = to_bytes(value)
             parts += (b"=%d\r\ntxt:" % (len(text) + 4), text, CRLF)
@@ -139,8 +139,8 @@ def _encode(value: Any, resp3: bool, parts: list[bytes | bytearray | memoryview]
         parts.append(b":%d\r\n" % value)
     elif isinstance(value, int | float):
         text = str(value).removesuffix(".0").encode()
-        mark = b"," if isinstance(value, float) else b"("
-        parts += (mark, text, CRLF) if resp3 else (bulk_header(len(text)), text, CRLF)
+        prefix = b"," if isinstance(value, float) else b"("
+        parts += (prefix, text, CRLF) if resp3 else (bulk_header(len(text)), text, CRLF)
     elif isinstance(value, list | tuple | dict | set | frozenset):
         if not depth:
             raise MisuseError(f"a reply nested more than {DEPTH} deep")

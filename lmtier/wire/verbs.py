@@ -48,7 +48,7 @@ def write_match(number: int, match: Match) -> dict[str, Any]:
     if match.pending_loads:
         # A chunk that was deleted while it was loading is GONE, but the tier still writes to its room.
         reply["loading"] = write_ranges(
-            n for n, entry in enumerate(match.run) if entry.state is not EntryState.READY
+            chunk for chunk, entry in enumerate(match.run) if entry.state is not EntryState.READY
         )
     if match.cut_reason:
         reply["cut"] = match.cut_reason
@@ -106,18 +106,18 @@ def write_changes(end: int, changes: Iterable[Change]) -> list[Any]:
     """[next position, whether changes were lost, then for each run of changes: tier, 1 came or 0 left,
     keys]"""
     reply: list[Any] = [end, 0]
-    for (tier, came), run in groupby(changes, key=lambda change: change[:2]):
-        reply += [tier.encode(), int(came), b"".join(change.key for change in run)]
+    for (tier, is_added), run in groupby(changes, key=lambda change: change[:2]):
+        reply += [tier.encode(), int(is_added), b"".join(change.key for change in run)]
     return reply
 
 
 def read_changes(reply: list[Any]) -> tuple[int, bool, list[Change]]:
     """The inverse: the next position, whether changes were lost, the changes."""
-    end, is_lost, *runs = reply
+    next_position, is_lost, *runs = reply
     parts = iter(runs)
     changes = [
-        Change(tier.decode(), bool(came), key)
-        for tier, came, keys in zip(parts, parts, parts, strict=True)
+        Change(tier.decode(), bool(is_added), key)
+        for tier, is_added, keys in zip(parts, parts, parts, strict=True)
         for key in keys_of(keys)
     ]
-    return int(end), bool(is_lost), changes
+    return int(next_position), bool(is_lost), changes

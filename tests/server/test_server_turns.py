@@ -419,7 +419,7 @@ def test_a_stranger_to_the_slab_that_calls_itself_an_engine_is_not_waited_for(tm
 def test_a_closed_connection_leaves_nothing_for_the_collector():
     """Which looks no more at what has lived for a while: among a million entries it would take a second."""
     host: Any = SimpleNamespace(
-        place=lambda *_: None, answer=lambda *_: "", drop_drafts=lambda _: None, buffer=None
+        payload_target=lambda *_: None, answer=lambda *_: "", drop_drafts=lambda _: None, buffer=None
     )
     gc.disable()
     try:

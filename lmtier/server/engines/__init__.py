@@ -53,7 +53,7 @@ class EngineVerbs:
         facts = self._sessions.dump(sessions, teller)
         facts["models"] = self._operating.dump_models(teller.forms)
         facts["journal"] = self.explain.journal.end
-        return facts, {id(each): number for number, each in enumerate(sessions)}
+        return facts, {id(each): index for index, each in enumerate(sessions)}
 
     def restore_sessions(self, handover: Handover) -> list[EngineSession]:
         """Go on with the sessions of another process."""

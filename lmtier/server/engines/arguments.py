@@ -89,16 +89,16 @@ def read_chain(arguments: Sequence[Argument]) -> list[bytes]:
 
     The core refuses a prompt with the same key twice.
     """
-    parts = [
+    key_runs = [
         each if len(each) != 64 or not _HEX_KEY.fullmatch(each) else read_hex(each) for each in arguments
     ]
-    nbytes = sum(map(len, parts))
+    nbytes = sum(map(len, key_runs))
     if nbytes > MAX_KEYS * KEY_BYTES:
         raise Refused(f"ERR {nbytes // KEY_BYTES} keys: at most {MAX_KEYS} in one request")
-    for part in parts:
+    for part in key_runs:
         if len(part) % KEY_BYTES:
             raise Refused(f"ERR keys have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits; got {len(part)}")
-    data = b"".join(parts)
+    data = b"".join(key_runs)
     keys: list[bytes] = np.frombuffer(data, f"V{KEY_BYTES}").tolist()
     if VALUES in data and any(map(is_value, keys)):
         raise Refused("MISUSE a key belongs to a named value: engines store KV, SET stores values")
@@ -107,14 +107,14 @@ def read_chain(arguments: Sequence[Argument]) -> list[bytes]:
 
 def read_asker(arguments: list[Argument]) -> tuple[str, str, str, list[Argument]]:
     """Reads `[SESSION name] [PARENT name] [SOURCE name]` before the keys: the names, and the rest."""
-    names = {b"SESSION": "", b"PARENT": "", b"SOURCE": ""}
-    for _ in names:  # a word that is repeated is refused as a key
+    values_by_word = {b"SESSION": "", b"PARENT": "", b"SOURCE": ""}
+    for _ in values_by_word:  # a word that is repeated is refused as a key
         word = bytes(arguments[0]).upper() if len(arguments) > 1 and len(arguments[0]) < 8 else b""
-        if names.get(word) != "":
+        if values_by_word.get(word) != "":
             break
-        names[word] = read_name(read_text(arguments[1]))
+        values_by_word[word] = read_name(read_text(arguments[1]))
         arguments = arguments[2:]
-    return names[b"SESSION"], names[b"PARENT"], names[b"SOURCE"], arguments
+    return values_by_word[b"SESSION"], values_by_word[b"PARENT"], values_by_word[b"SOURCE"], arguments
 
 
 def read_lifetime(arguments: list[Argument]) -> tuple[float | None, list[bytes]]:

@@ -60,14 +60,14 @@ class EngineSession:
 
     def forms_of(self, argument: Argument) -> tuple[ChunkForm, ChunkForm | None]:
         """The form of a match, and that of the state at its end: "3", or "3+4"."""
-        form, plus, ends = bytes(argument).partition(AND_STATE.encode())
-        return self.form(form), self.form(ends) if plus else None
+        form, separator, state_form = bytes(argument).partition(AND_STATE.encode())
+        return self.form(form), self.form(state_form) if separator else None
 
     @property
     def held_bytes(self) -> int:
         """The bytes that the server remembers for it."""
-        things = len(self.matches) + len(self.reservations) + len(self.forms)
-        return OBJECT_OVERHEAD * (1 + things) + KEY_OVERHEAD * self.held_keys
+        objects = len(self.matches) + len(self.reservations) + len(self.forms)
+        return OBJECT_OVERHEAD * (1 + objects) + KEY_OVERHEAD * self.held_keys
 
     def need_room(self, arguments: Iterable[Argument]) -> None:
         """For a match or a reservation of these keys."""
@@ -108,10 +108,10 @@ class EngineSessions:
         if caller.engine_session is not None:
             raise Refused("MISUSE this connection has sent LMTIER.HELLO before")
         secret, name, shard = "", caller.name, None
-        rest = list(map(read_text, arguments[2:]))
-        if len(rest) % 2:
+        options = list(map(read_text, arguments[2:]))
+        if len(options) % 2:
             raise Refused("ERR LMTIER.HELLO takes pairs: ENGINE secret, SHARD L0-32H0-4, NAME text")
-        for option, value in zip(rest[::2], rest[1::2], strict=True):
+        for option, value in zip(options[::2], options[1::2], strict=True):
             match option.upper():
                 case "ENGINE" | "SHARD" if not caller.is_local:
                     raise Refused("MISUSE only who maps the slab shares a session: use the Unix socket")
@@ -124,10 +124,10 @@ class EngineSessions:
                 case _:
                     raise Refused(f"ERR unknown option {option[:32]!r}: ENGINE, SHARD and NAME are known")
         session = self._shared.get(secret) or EngineSession(secret, lost_at_flush=self._cache.lost)
-        for member, its in session.members.items():
+        for member, member_shard in session.members.items():
             if member.user != caller.user:
                 raise Refused("NOPERM another user's processes have this session")
-            if shard is not None and shard == its:
+            if shard is not None and shard == member_shard:
                 # When one of the two left, the server would give away what the other one fills.
                 raise Refused(
                     f"MISUSE {member.name or 'a process'!r} is connected and saves shard {shard} of this "
@@ -200,9 +200,9 @@ class EngineSessions:
     # ---- to and from another process
 
     def dump(self, sessions: Sequence[EngineSession], teller: HandoverWriter) -> dict[str, Any]:
-        held: list[Match | Reservation] = [match for each in sessions for match in each.matches.values()]
-        held += [thing for each in sessions for thing in each.reservations.values()]
-        teller.write_cache(held)
+        grants: list[Match | Reservation] = [match for each in sessions for match in each.matches.values()]
+        grants += [thing for each in sessions for thing in each.reservations.values()]
+        teller.write_cache(grants)
         return {
             "run": self._run,
             "next": next(self.ids),
@@ -231,10 +231,10 @@ class EngineSessions:
             )
             session.cost = None if dumped["cost"] is None else Cost(*dumped["cost"])
             session.lost_at_flush = self._cache.lost - dumped["lost"]
-            for number, each in dumped["matches"]:
-                session.hold(number, handover.match(each, self._cache))
-            for number, each in dumped["reservations"]:
-                session.reservations[number] = handover.reservation(each, self._cache)
+            for number, dumped_match in dumped["matches"]:
+                session.hold(number, handover.match(dumped_match, self._cache))
+            for number, dumped_reservation in dumped["reservations"]:
+                session.reservations[number] = handover.reservation(dumped_reservation, self._cache)
             if session.secret:
                 self._shared[session.secret] = session
             sessions.append(session)

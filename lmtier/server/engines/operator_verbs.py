@@ -64,9 +64,9 @@ class OperatorVerbs:
         identity = read_identity(arguments[2])
         lora = read_text(b"".join(arguments[3:])[:MAX_IDENTITY])
         self._models[identity, lora] = form
-        for model in (identity, lora), (identity, ""):  # the entry without an adapter becomes the youngest
-            if model in self._models:
-                self._models.move_to_end(model)
+        for key in (identity, lora), (identity, ""):  # the entry without an adapter becomes the youngest
+            if key in self._models:
+                self._models.move_to_end(key)
         if len(self._models) > MAX_MODELS:
             self._models.popitem(last=False)
         return OK
@@ -110,8 +110,8 @@ class OperatorVerbs:
         tokens = bool(words) and bytes(words[-1]).upper() == b"TOKENS"
         if len(words) - tokens > 1:
             raise Refused("ERR LMTIER.EXPLAIN takes [how many] [TOKENS]")
-        most = read_number(words[0], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
-        return json.dumps(self._explain.recent(most, tokens=tokens))
+        count = read_number(words[0], "a number of lookups", MAX_LOOKUPS) if len(words) > tokens else 20
+        return json.dumps(self._explain.recent(count, tokens=tokens))
 
     def changes(self, caller: Caller, arguments: list[Argument]) -> Any:
         journal = self._explain.journal
@@ -158,15 +158,15 @@ class OperatorVerbs:
         """The agent sessions that asked last, with what each tier has of them."""
         if len(arguments) > 2:
             raise Refused("ERR LMTIER.SESSIONS takes [how many]")
-        most = read_number(arguments[1], "a number of sessions", MAX_SESSIONS) if len(arguments) > 1 else 20
-        return self._listing(self._cache.sessions.recent(most))
+        count = read_number(arguments[1], "a number of sessions", MAX_SESSIONS) if len(arguments) > 1 else 20
+        return self._listing(self._cache.sessions.recent(count))
 
     def _listing(self, agents: list[Agent]) -> PendingAnswer:
-        found = []
+        rows = []
         for agent in agents:
-            found.append({**self._cache.sessions.now(agent), "kept": self._cache.sessions.kept(agent)})
+            rows.append({**self._cache.sessions.now(agent), "kept": self._cache.sessions.kept(agent)})
             yield PAUSE
-        return json.dumps(found)
+        return json.dumps(rows)
 
     def hint(self, caller: Caller, arguments: list[Argument]) -> Any:
         """Execute an envelope of hints of one tenant; its salt is proof enough that it is this tenant's."""
@@ -180,15 +180,15 @@ class OperatorVerbs:
     # ---- clear
 
     def clear(self, caller: Caller, arguments: list[Argument]) -> Any:
-        words = [read_text(each) for each in arguments[1:]]
-        patience = take_wait(words)
-        until = None if patience is None else time.monotonic() + patience
-        force = bool(words) and words[-1].upper() == "FORCE"
-        words = words[:-1] if force else words
-        by, since = take_option(words, "STOREDBY"), take_option(words, "SINCE")
-        if by == "":  # otherwise a script with an unset variable would clear everything
+        options = [read_text(each) for each in arguments[1:]]
+        seconds = take_wait(options)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        force = bool(options) and options[-1].upper() == "FORCE"
+        options = options[:-1] if force else options
+        stored_by, since = take_option(options, "STOREDBY"), take_option(options, "SINCE")
+        if stored_by == "":  # otherwise a script with an unset variable would clear everything
             raise Refused("ERR STOREDBY needs the name of an engine, or a pattern")
-        match words:
+        match options:
             case []:
                 prefix = b""
             case [option, model] if option.upper() == "NAMESPACE":
@@ -201,23 +201,23 @@ class OperatorVerbs:
                     "[FORCE] [WAIT ms]"
                 )
         self._need_warm("cleared")
-        is_suspect = by is not None or since is not None
-        if prefix or is_suspect:  # a clear of everything makes all others unnecessary
+        is_selective = stored_by is not None or since is not None
+        if prefix or is_selective:  # a clear of everything makes all others unnecessary
             self._need_few_clears()
-        if is_suspect:
-            moment = 0 if since is None else read_number(since.encode(), "a time in milliseconds", 1 << 53)
+        if is_selective:
+            since_ms = 0 if since is None else read_number(since.encode(), "a time in milliseconds", 1 << 53)
             return self._clearing(
-                self._cache.purge_in_steps(Suspect(prefix, by or "*", moment), force=force), until
+                self._cache.purge_in_steps(Suspect(prefix, stored_by or "*", since_ms), force=force), deadline
             )
-        return self._clearing(self._cache.clear_in_steps(prefix, force=force), until)
+        return self._clearing(self._cache.clear_in_steps(prefix, force=force), deadline)
 
     def _need_warm(self, done: str) -> None:
         if not self._cache.is_warm:
             raise Refused(f"LOADING the tiers are still being scanned, so they cannot be {done}; try again")
 
     def _need_few_clears(self) -> None:
-        if full := [each.label for each in self._cache.lower if each.pending_clears >= MAX_CLEARINGS]:
-            raise Refused(f"TRYAGAIN tier {full[0]} has {MAX_CLEARINGS} clears to do; try again later")
+        if full_tiers := [tier.label for tier in self._cache.lower if tier.pending_clears >= MAX_CLEARINGS]:
+            raise Refused(f"TRYAGAIN tier {full_tiers[0]} has {MAX_CLEARINGS} clears to do; try again later")
 
     def _clearing(self, steps: Iterator[None], until: float | None) -> PendingAnswer:
         for _ in steps:
@@ -228,35 +228,35 @@ class OperatorVerbs:
         """Wait until everything is deleted. It does not wait for a tier that fails."""
         tiers = self._cache.lower
         while (
-            any(not (each.is_clear_done or each.is_clear_failing) for each in tiers)
+            any(not (tier.is_clear_done or tier.is_clear_failing) for tier in tiers)
             and time.monotonic() < until
         ):
             yield None
-        left = [f"{each.label} {each.why_uncleared}".strip() for each in tiers if not each.is_clear_done]
-        if not left:
+        uncleared = [f"{tier.label} {tier.why_uncleared}".strip() for tier in tiers if not tier.is_clear_done]
+        if not uncleared:
             return OK
-        return Error(f"TRYAGAIN not everything is deleted yet; the rest is not used: {', '.join(left)}")
+        return Error(f"TRYAGAIN not everything is deleted yet; the rest is not used: {', '.join(uncleared)}")
 
     def forget(self, caller: Caller, arguments: list[Argument]) -> Any:
         words = [read_text(each) for each in arguments[1:]]
-        patience = take_wait(words)
+        seconds = take_wait(words)
         match words:
             case [option, name] if option.upper() == "SHARE":
                 salts = [share.salt for share in self._cache.config.shares if share.name == name]
                 if not salts:
                     raise Refused("ERR this server has no share of that name; give the tenant's salt or id")
-                who = tenant(salts[0])
+                tenant_id = tenant(salts[0])
             case [option, digits] if option.upper() == "ID":
-                who = read_hex(digits.encode())
+                tenant_id = read_hex(digits.encode())
             case [option, salt] if option.upper() == "SALT":
-                who = tenant(salt)
+                tenant_id = tenant(salt)
             case _:
                 raise Refused("ERR LMTIER.FORGET takes ID hex | SALT text | SHARE name, and [WAIT ms]")
         self._need_warm("searched")
         self._need_few_clears()
-        asks = f"{caller.kind} {caller.name} at {caller.address}"
-        need_tenant(who)
-        steps = forgetting(self._cache, who, _FORGETTING if patience is None else patience, asks)
+        requester = f"{caller.kind} {caller.name} at {caller.address}"
+        need_tenant(tenant_id)
+        steps = forgetting(self._cache, tenant_id, _FORGETTING if seconds is None else seconds, requester)
         return self._forgetting(steps)
 
     def _forgetting(self, steps: Steps) -> PendingAnswer:
@@ -277,8 +277,8 @@ class OperatorVerbs:
         )
 
     def _flushing(self, until: float, session: EngineSession) -> PendingAnswer:
-        below = self._cache.lower
-        while any(each.is_busy for each in below) and time.monotonic() < until:
+        tiers = self._cache.lower
+        while any(tier.is_busy for tier in tiers) and time.monotonic() < until:
             yield None
-        before, session.lost_at_flush = session.lost_at_flush, self._cache.lost
-        return int(session.lost_at_flush == before and not any(each.backlog for each in below))
+        lost_before, session.lost_at_flush = session.lost_at_flush, self._cache.lost
+        return int(session.lost_at_flush == lost_before and not any(tier.backlog for tier in tiers))

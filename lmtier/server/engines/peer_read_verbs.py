@@ -30,16 +30,16 @@ class PeerReadVerbs:
 
     def has(self, caller: Caller, arguments: list[Argument]) -> PendingAnswer:
         """The payload bytes of each named object, in whole pages; 0: it is not in memory."""
-        found: list[int] = []
-        for at in range(1, len(arguments), _FEW):
-            names = _read_names(arguments[at : at + _FEW])
+        sizes: list[int] = []
+        for first in range(1, len(arguments), _FEW):
+            names = _read_names(arguments[first : first + _FEW])
             for name in names:
                 entry = self._find(name)
-                found.append(padded(_size(entry, name)) if entry is not None else 0)
+                sizes.append(padded(_size(entry, name)) if entry is not None else 0)
             # No insert follows, from which the policy of the memory would learn.
             self._cache.index.missed(dict.fromkeys(name.key for name in names))
             yield PAUSE
-        return found
+        return sizes
 
     def read(self, caller: Caller, arguments: list[Argument]) -> PendingAnswer:
         """One object, header page and payload, as any tier stores it; nothing, if it is not in memory."""
@@ -51,9 +51,9 @@ class PeerReadVerbs:
         cache.index.touch([entry])
         cache.index.lease(entry)
         try:
-            number, size, layout = entry.form.shards.index(name.shard), _size(entry, name), entry.form.layout
+            index, size, layout = entry.form.shards.index(name.shard), _size(entry, name), entry.form.layout
             assert layout is not None  # as of every chunk in the slab
-            view = cache.slab.view(entry.offsets[number], padded(size))
+            view = cache.slab.view(entry.offsets[index], padded(size))
             digest = xxh3_128()
             for at in range(0, size, _STEP):
                 digest.update(view[at : min(size, at + _STEP)])
@@ -62,14 +62,14 @@ class PeerReadVerbs:
                 cache.memory.release(entry)
                 return None
             expires = self._stamps.stamp(cache.index.expiries.expiry(entry))
-            mark = entry.marks[number] if entry.marks else NO_MARK
-            page = bytearray(PAGE)
-            header = Header(name, layout, size, mark, expires=expires, provenance=entry.provenance)
-            describe(memoryview(page), header, digest.digest())
+            fingerprint = entry.marks[index] if entry.marks else NO_MARK
+            header_page = bytearray(PAGE)
+            header = Header(name, layout, size, fingerprint, expires=expires, provenance=entry.provenance)
+            describe(memoryview(header_page), header, digest.digest())
         except BaseException:  # the reader is gone
             cache.memory.release(entry)
             raise
-        return Payload(view, lambda: cache.memory.release(entry), bytes(page))
+        return Payload(view, lambda: cache.memory.release(entry), bytes(header_page))
 
     def _find(self, name: Name) -> Entry | None:
         cache = self._cache
@@ -77,8 +77,8 @@ class PeerReadVerbs:
             return None
         cache.memory.expire_among([name.key])
         entry = cache.index.get(name.key)
-        is_there = entry is not None and entry.state is EntryState.READY and name.shard in entry.form.shards
-        return entry if is_there else None
+        is_filled = entry is not None and entry.state is EntryState.READY and name.shard in entry.form.shards
+        return entry if is_filled else None
 
 
 def _size(entry: Entry, name: Name) -> int:
@@ -87,7 +87,7 @@ def _size(entry: Entry, name: Name) -> int:
 
 def _read_names(arguments: Sequence[Argument]) -> list[Name]:
     names = [Name.parse(bytes(each).decode("latin-1")) for each in arguments]
-    found = [name for name in names if name is not None]
-    if len(found) < len(names):
+    valid_names = [name for name in names if name is not None]
+    if len(valid_names) < len(names):
         raise Refused("ERR an object is named by its key in hexadecimal, a dot, and its shard")
-    return found
+    return valid_names

@@ -58,11 +58,11 @@ class TransferVerbs:
         session.need_room(arguments[4:])
         deadline = read_seconds(arguments[3], "a deadline")
         match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
-        number = next(self._sessions.ids)
-        session.hold(number, match)
+        match_id = next(self._sessions.ids)
+        session.hold(match_id, match)
         if self._tracing is not None:
-            self._tracing.matched(number, began, match, caller.name)
-        return write_match(number, match)
+            self._tracing.matched(match_id, began, match, caller.name)
+        return write_match(match_id, match)
 
     def missed(self, caller: Caller, arguments: list[Argument]) -> Any:
         """Count a lookup without a match: the table of LMTIER.PRESENCE shows that it finds nothing."""
@@ -78,18 +78,18 @@ class TransferVerbs:
         deadline: float | None = None,
     ) -> Match:
         session = engine_session_of(caller)
-        chunks, ends = session.forms_of(form)
-        asking, parent, source, keys = read_asker(keys)
+        chunk_form, state_form = session.forms_of(form)
+        agent_session, parent, source, keys = read_asker(keys)
         if source not in self._sources:
             self._cache.metrics.unknown_sources.inc()
         match = self._cache.match(
             read_chain(keys),
-            chunks,
+            chunk_form,
             tokens=read_number(tokens, "a number of tokens", MAX_TOKENS) or None,
             deadline=deadline,
             cost=session.cost,
-            state_form=ends,
-            session=asking,
+            state_form=state_form,
+            session=agent_session,
             parent=parent,
             source=source,
         )
@@ -108,9 +108,9 @@ class TransferVerbs:
             not match.pending_lookups
         ):  # start with the chunks that are known; the caller wants them in any case
             self._cache.prefetch(match)
-        number = next(self._sessions.ids)
-        session.hold(number, match)
-        return self._described(number, match)
+        match_id = next(self._sessions.ids)
+        session.hold(match_id, match)
+        return self._described(match_id, match)
 
     def seen(self, caller: Caller, arguments: list[Argument]) -> Any:
         self._cache.touch(read_keys(arguments[1:]))
@@ -119,29 +119,29 @@ class TransferVerbs:
     # ---- prefetch and wait
 
     def prefetch(self, caller: Caller, arguments: list[Argument]) -> Any:
-        number, match = _held(caller, arguments[1])
-        rest, has = arguments[2:], 0
-        if len(rest) > 1 and read_text(rest[-2]).upper() == "HAS":
-            has = read_number(rest[-1], "a number of tokens", MAX_TOKENS)
-            del rest[-2:]
-        if len(rest) > 1:
+        match_id, match = _held(caller, arguments[1])
+        options, engine_tokens = arguments[2:], 0
+        if len(options) > 1 and read_text(options[-2]).upper() == "HAS":
+            engine_tokens = read_number(options[-1], "a number of tokens", MAX_TOKENS)
+            del options[-2:]
+        if len(options) > 1:
             raise Refused("ERR LMTIER.PREFETCH takes a match, [how many chunks of it], [HAS tokens], no more")
-        chunks = read_number(rest[0], "a number of chunks") if rest else None
+        chunks = read_number(options[0], "a number of chunks") if options else None
         if self._tracing is not None:
-            self._tracing.wanted(number, match)
-        self._cache.prefetch(match, chunks, has=has)
-        return self._described(number, match)
+            self._tracing.wanted(match_id, match)
+        self._cache.prefetch(match, chunks, has=engine_tokens)
+        return self._described(match_id, match)
 
     def poll(self, caller: Caller, arguments: list[Argument]) -> Any:
         return self._described(*_held(caller, arguments[1]))
 
     def wait(self, caller: Caller, arguments: list[Argument]) -> Any:
-        number, match = _held(caller, arguments[1])
+        match_id, match = _held(caller, arguments[1])
         if self._tracing is not None:
-            self._tracing.wanted(number, match)
+            self._tracing.wanted(match_id, match)
         if not match.pending_lookups:
             self._cache.prefetch(match)
-        return self._described(number, match) if match.is_ready else self._waiting(number, match)
+        return self._described(match_id, match) if match.is_ready else self._waiting(match_id, match)
 
     def _waiting(self, number: int, match: Match) -> PendingAnswer:
         """As Cache.wait. The owner steps meanwhile, and a step ends the wait at the match's deadline."""
@@ -226,25 +226,25 @@ class TransferVerbs:
         return write_reservation(number, reservation)
 
     def commit(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session, number, reservation = _reserved(caller, arguments[1])
-        pairs = arguments[3:]
-        if len(pairs) % 2:
+        session, reservation_id, reservation = _reserved(caller, arguments[1])
+        chunk_fingerprints = arguments[3:]
+        if len(chunk_fingerprints) % 2:
             raise Refused("ERR LMTIER.COMMIT takes marks in pairs: chunk hex")
-        prints = {}
-        for chunk, mark in zip(pairs[::2], pairs[1::2], strict=True):
-            if len(mark) > 2 * MARK_ROOM:
+        fingerprints = {}
+        for chunk, fingerprint in zip(chunk_fingerprints[::2], chunk_fingerprints[1::2], strict=True):
+            if len(fingerprint) > 2 * MARK_ROOM:
                 raise Refused(f"ERR a mark has at most {MARK_ROOM} bytes")
-            prints[read_number(chunk, "a chunk")] = read_hex(mark)
+            fingerprints[read_number(chunk, "a chunk")] = read_hex(fingerprint)
         shard = read_text(arguments[2])
-        self._cache.commit(reservation, None if shard == "*" else read_shard(shard), prints)
-        self._sessions.finish(session, number)
+        self._cache.commit(reservation, None if shard == "*" else read_shard(shard), fingerprints)
+        self._sessions.finish(session, reservation_id)
         return OK
 
     def abort(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session, number, reservation = _reserved(caller, arguments[1])
+        session, reservation_id, reservation = _reserved(caller, arguments[1])
         shard = read_text(arguments[2])
         shards = list(reservation.pending_shards) if shard == "*" else [read_shard(shard)]
-        self._sessions.abort(session, number, shards)
+        self._sessions.abort(session, reservation_id, shards)
         return OK
 
 

@@ -46,12 +46,12 @@ def read_integer(arg: Argument, error: str = NOT_AN_INTEGER) -> int:
 
 def read_expiry(word: str, arg: Argument, command: str, least: int = 1) -> int:
     """The time given by EX, PX, EXAT or PXAT, in ms since the epoch."""
-    number = read_integer(arg)
-    millis = number if word.startswith("PX") else number * 1000
-    when = millis if word.endswith("AT") else now_ms() + millis
-    if number < least or not -NEVER <= millis < NEVER or when >= NEVER:
+    amount = read_integer(arg)
+    millis = amount if word.startswith("PX") else amount * 1000
+    expires_at = millis if word.endswith("AT") else now_ms() + millis
+    if amount < least or not -NEVER <= millis < NEVER or expires_at >= NEVER:
         raise Refused(f"ERR invalid expire time in '{command}' command")
-    return when
+    return expires_at
 
 
 # ---- patterns of names: bounded, and never slow, however hostile
@@ -65,28 +65,28 @@ def need_short(patterns: list[Argument]) -> None:
 def compile_glob(pattern: bytes) -> re.Pattern[bytes]:
     """Compiles a pattern with redis' syntax: * ? [a-c] [^a], and a backslash before a literal character."""
     pieces = [b""]  # between stars
-    at = 0
-    while at < len(pattern):
-        letter = pattern[at : at + 1]
-        at += 1
-        if letter == b"*":
+    position = 0
+    while position < len(pattern):
+        char = pattern[position : position + 1]
+        position += 1
+        if char == b"*":
             pieces.append(b"")
-        elif letter == b"?":
+        elif char == b"?":
             pieces[-1] += b"."
-        elif letter == b"[":
-            at, group = _group(pattern, at)
+        elif char == b"[":
+            position, group = _group(pattern, position)
             pieces[-1] += group
         else:
-            if letter == b"\\" and at < len(pattern):
-                letter = pattern[at : at + 1]
-                at += 1
-            pieces[-1] += re.escape(letter)
+            if char == b"\\" and position < len(pattern):
+                char = pattern[position : position + 1]
+                position += 1
+            pieces[-1] += re.escape(char)
     first, *middle = pieces
     last = b".*" + middle.pop() if middle else b""
     # The first match of a piece is as good as any other. The groups are atomic: otherwise a hostile pattern
     # could take for ever.
-    tried = b"".join(b"(?>.*?" + piece + b")" for piece in middle if piece)
-    return re.compile(first + tried + last + rb"\Z", re.DOTALL)
+    atomic_pieces = b"".join(b"(?>.*?" + piece + b")" for piece in middle if piece)
+    return re.compile(first + atomic_pieces + last + rb"\Z", re.DOTALL)
 
 
 def _group(pattern: bytes, at: int) -> tuple[int, bytes]:

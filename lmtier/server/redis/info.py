@@ -19,11 +19,11 @@ from lmtier.server.values import Values
 def info(
     cache: Cache, serving: ServerConfig, report: Report, roster: ConnectionTable, values: Values
 ) -> Mapping[str, Mapping[str, object]]:
-    now = report.snapshot()
-    value = cache.metrics.value
+    snapshot = report.snapshot()
+    metric = cache.metrics.value
     port = host_and_port(serving.listen, "")[1] if serving.listen else 0
     keys = len(values)
-    evicted = sum(tier["evictions"] for tier in now["tiers"])
+    evicted = sum(tier["evictions"] for tier in snapshot["tiers"])
     return {
         "Server": {
             "redis_version": REDIS_VERSION,
@@ -31,7 +31,7 @@ def info(
             "lmtier_version": __version__,
             "process_id": os.getpid(),
             "tcp_port": port,
-            "uptime_in_seconds": int(now["uptime"]),
+            "uptime_in_seconds": int(snapshot["uptime"]),
         },
         "Clients": {
             "connected_clients": len(roster),
@@ -41,7 +41,7 @@ def info(
         "Memory": {
             "used_memory": cache.index.used,
             "used_memory_rss": resident_bytes(),
-            "mem_clients_normal": int(value("lmtier_clients_remember_bytes")),
+            "mem_clients_normal": int(metric("lmtier_clients_remember_bytes")),
             "maxmemory": cache.index.capacity,
             "maxmemory_policy": "allkeys-lru",
         },
@@ -50,15 +50,15 @@ def info(
             "total_connections_received": roster.accepted,
             "total_commands_processed": roster.request_count,
             "instantaneous_ops_per_sec": round(roster.rate),
-            "keyspace_hits": int(value("lmtier_values_total", event="hit")),
-            "keyspace_misses": int(value("lmtier_values_total", event="missed")),
-            "expired_keys": int(value("lmtier_values_total", event="expired")),
+            "keyspace_hits": int(metric("lmtier_values_total", event="hit")),
+            "keyspace_misses": int(metric("lmtier_values_total", event="missed")),
+            "expired_keys": int(metric("lmtier_values_total", event="expired")),
             "evicted_keys": evicted,
         },
         "Replication": {"role": "master", "connected_slaves": 0},
         "Tiers": {
             tier["tier"]: f"chunks={tier['chunks']},used={tier['used']},capacity={tier['capacity']}"
-            for tier in now["tiers"]
+            for tier in snapshot["tiers"]
         },
         "Keyspace": {"db0": f"keys={keys},expires=0,avg_ttl=0"} if keys else {},
     }

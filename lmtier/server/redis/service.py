@@ -82,8 +82,8 @@ class ServerCommands:
         if bytes(user) == b"default" and role:
             caller.role = role
             return
-        told_at = self._wrong.register(caller.kind, caller.address)
-        while time.monotonic() < told_at:
+        answer_at = self._wrong.register(caller.kind, caller.address)
+        while time.monotonic() < answer_at:
             yield None
         raise Refused(WRONG_PASS)
 
@@ -103,10 +103,10 @@ class ServerCommands:
                         raise Refused(_bad_hello(option))
                     yield from self._log_in(caller, user, password)
                 case "SETNAME":
-                    given = next(options, None)
-                    if given is None:
+                    value = next(options, None)
+                    if value is None:
                         raise Refused(_bad_hello(option))
-                    name = _client_name(given)
+                    name = _client_name(value)
                 case _:
                     raise Refused(_bad_hello(option))
         if not caller.role:
@@ -150,18 +150,18 @@ class ServerCommands:
                     raise Refused(f"ERR Unrecognized option '{shown(attribute)}'")
                 return OK
             case "INFO", []:
-                mine = (each for each in self._present() if each.caller is caller)
-                return Verbatim("".join(f"{_line(each)}\n" for each in mine))
+                own = (client for client in self._present() if client.caller is caller)
+                return Verbatim("".join(f"{_line(client)}\n" for client in own))
             case "LIST", []:
-                return Verbatim("".join(f"{_line(each)}\n" for each in self._present()))
+                return Verbatim("".join(f"{_line(client)}\n" for client in self._present()))
             case "KILL", [address]:
                 if not self._kill_where(caller, {"ADDR": bytes(address).decode("latin-1")}):
                     raise Refused("ERR No such client")
                 return OK
             case "KILL", [_, _, *_] as filters if len(filters) % 2 == 0:
-                words = [bytes(each).decode("latin-1") for each in filters]
+                options = [bytes(each).decode("latin-1") for each in filters]
                 return self._kill_where(
-                    caller, dict(zip(map(str.upper, words[::2]), words[1::2], strict=True))
+                    caller, dict(zip(map(str.upper, options[::2]), options[1::2], strict=True))
                 )
             case (("NO-EVICT" | "NO-TOUCH"), [switch]):
                 if read_word(switch) not in ("ON", "OFF"):
@@ -173,14 +173,14 @@ class ServerCommands:
         """Close the connections to which all of these apply, but not the caller's own."""
         if unknown := filters.keys() - {"ID", "ADDR", "SKIPME"}:
             raise Refused(f"ERR CLIENT KILL knows ID, ADDR and SKIPME here, not {min(unknown)[:32]!r}")
-        found = [
-            each.caller.id
-            for each in self._present()
-            if each.caller is not caller
-            and filters.get("ID", str(each.caller.id)) == str(each.caller.id)
-            and filters.get("ADDR", each.caller.address) == each.caller.address
+        client_ids = [
+            client.caller.id
+            for client in self._present()
+            if client.caller is not caller
+            and filters.get("ID", str(client.caller.id)) == str(client.caller.id)
+            and filters.get("ADDR", client.caller.address) == client.caller.address
         ]
-        return sum(map(self._kill, found))
+        return sum(map(self._kill, client_ids))
 
     # ---- the server
 
@@ -198,8 +198,8 @@ class ServerCommands:
             case "GET", [_, *_]:
                 need_short(args[2:])
                 globs = [compile_glob(bytes(arg).lower()) for arg in args[2:]]
-                shown = self._settings().items()
-                return {name: value for name, value in shown if any(g.match(name.encode()) for g in globs)}
+                settings = self._settings().items()
+                return {name: value for name, value in settings if any(g.match(name.encode()) for g in globs)}
             case "SET", _:
                 raise Refused(
                     "ERR settings change with `lmtier set`, as far as they can while the server runs"
@@ -209,17 +209,17 @@ class ServerCommands:
     def command(self, caller: Caller, args: list[Argument]) -> object:
         match [read_word(arg) for arg in args[1:]]:
             case []:
-                return [_described(name, each) for name, each in self.everything.items()]
+                return [_described(name, command) for name, command in self.everything.items()]
             case ["COUNT"]:
                 return len(self.everything)
             case ["LIST"]:
                 return [name.lower() for name in self.everything]
             case ["DOCS", *names]:
-                wanted = [name.encode() for name in names] or list(self.everything)
-                return {name.lower(): _documented(name) for name in wanted if name in self.everything}
+                chosen_names = [name.encode() for name in names] or list(self.everything)
+                return {name.lower(): _documented(name) for name in chosen_names if name in self.everything}
             case ["INFO", *names]:
-                found = [(name.encode(), self.everything.get(name.encode())) for name in names]
-                return [each and _described(name, each) for name, each in found]
+                commands = [(name.encode(), self.everything.get(name.encode())) for name in names]
+                return [command and _described(name, command) for name, command in commands]
         raise Refused(_no_subcommand(args, "COUNT", "LIST"))
 
 
@@ -259,9 +259,9 @@ def _bad_hello(option: Argument) -> str:
     return f"ERR Syntax error in HELLO option '{shown(option)}'"
 
 
-def _no_subcommand(args: list[Argument], *known: str) -> str:
+def _no_subcommand(args: list[Argument], *subcommands: str) -> str:
     """Why no subcommand takes these arguments."""
-    if read_word(args[1]) in known:
+    if read_word(args[1]) in subcommands:
         name = f"{read_word(args[0])}|{read_word(args[1])}".lower()
         return f"ERR wrong number of arguments for '{name}' command"
     return f"ERR unknown subcommand '{shown(args[1])}'. Try {read_word(args[0])} HELP."

@@ -68,8 +68,8 @@ class ValueCommands:
         size = len(value.view)
         first = max(0, start + size) if start < 0 else start
         last = max(0, end + size) if end < 0 else min(end, size - 1)
-        empty = first > last or (start < 0 and end < 0 and start > end)
-        return self._payload(value, 0, 0) if empty else self._payload(value, first, last + 1)
+        is_empty = first > last or (start < 0 and end < 0 and start > end)
+        return self._payload(value, 0, 0) if is_empty else self._payload(value, first, last + 1)
 
     def strlen(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         mark = yield from self._values.find_info(bytes(args[1]))
@@ -99,8 +99,8 @@ class ValueCommands:
             return -2
         if not mark.expires:
             return -1
-        left = max(0, mark.expires - now_ms())
-        return left if read_word(args[0]) == "PTTL" else (left + 500) // 1000
+        remaining_ms = max(0, mark.expires - now_ms())
+        return remaining_ms if read_word(args[0]) == "PTTL" else (remaining_ms + 500) // 1000
 
     def dbsize(self, caller: Caller, args: list[Argument]) -> int:
         return len(self._values)
@@ -108,39 +108,39 @@ class ValueCommands:
     def scan(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         if not _CURSOR.fullmatch(bytes(args[1])):
             raise Refused("ERR invalid cursor")
-        most, matches, kind = 10, re.compile(b""), b"string"
+        count, pattern, kind = 10, re.compile(b""), b"string"
         need_short(args[2:])
         options = iter(args[2:])
         for option in options:
-            given = next(options, None)
-            if given is None:
+            value = next(options, None)
+            if value is None:
                 raise Refused(SYNTAX)
             match read_word(option):
                 case "MATCH":
-                    matches = compile_glob(bytes(given))
+                    pattern = compile_glob(bytes(value))
                 case "COUNT":
-                    if (most := read_integer(given)) < 1:
+                    if (count := read_integer(value)) < 1:
                         raise Refused(SYNTAX)
                 case "TYPE":
-                    kind = bytes(given).lower()
+                    kind = bytes(value).lower()
                 case _:
                     raise Refused(SYNTAX)
-        after, names = yield from self._values.scan(int(bytes(args[1])), min(most, 10_000))
-        return [str(after), [name for name in names if matches.match(name) and kind == b"string"]]
+        next_cursor, names = yield from self._values.scan(int(bytes(args[1])), min(count, 10_000))
+        return [str(next_cursor), [name for name in names if pattern.match(name) and kind == b"string"]]
 
     def keys(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         need_short(args[1:])
-        matches = compile_glob(bytes(args[1]))
-        cursor, found = 0, list[bytes]()
+        pattern = compile_glob(bytes(args[1]))
+        cursor, names = 0, list[bytes]()
         while True:
-            cursor, names = yield from self._values.scan(cursor, _AT_ONCE)
-            found += [name for name in names if matches.match(name)]
+            cursor, batch = yield from self._values.scan(cursor, _AT_ONCE)
+            names += [name for name in batch if pattern.match(name)]
             if not cursor:
                 break
             yield PAUSE
-        yield b"*%d\r\n" % len(found)
-        for first in range(0, len(found), _AT_ONCE):
-            yield b"".join(encode(name, caller.resp3) for name in found[first : first + _AT_ONCE])
+        yield b"*%d\r\n" % len(names)
+        for first in range(0, len(names), _AT_ONCE):
+            yield b"".join(encode(name, caller.resp3) for name in names[first : first + _AT_ONCE])
         return ALREADY_SENT
 
     # ---- writing
@@ -163,41 +163,41 @@ class ValueCommands:
     def set(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         name = read_name(args[1])
         words: set[str] = set()
-        time: tuple[str, Argument] | None = None
+        expiry_option: tuple[str, Argument] | None = None
         options = iter(args[3:])
         for option in options:
             word = read_word(option)
-            given = next(options, None) if word in TIMES else b""
-            if word not in {*TIMES, "NX", "XX", "GET", "KEEPTTL"} or given is None:
+            value = next(options, None) if word in TIMES else b""
+            if word not in {*TIMES, "NX", "XX", "GET", "KEEPTTL"} or value is None:
                 raise Refused(SYNTAX)
             words.add(word)
             if word in TIMES:
-                time = word, given
+                expiry_option = word, value
         if len(words & {*TIMES, "KEEPTTL"}) > 1 or {"NX", "XX"} <= words:
             raise Refused(SYNTAX)
-        expires = read_expiry(*time, "set") if time else 0
+        expires = read_expiry(*expiry_option, "set") if expiry_option else 0
         draft = self._draft(caller, args[2])
-        old: Payload | None = None
+        old_payload: Payload | None = None
         if "GET" in words:
-            old = self._payload((yield from self._values.get(name)))
+            old_payload = self._payload((yield from self._values.get(name)))
         if words & {"NX", "XX", "KEEPTTL"}:
             try:
                 mark = yield from self._values.find_info(name)
             except GeneratorExit:
-                if old is not None:
-                    old.on_sent()
+                if old_payload is not None:
+                    old_payload.on_sent()
                 raise
             if ("NX" in words and mark is not None) or ("XX" in words and mark is None):
-                return old
+                return old_payload
             if mark is not None and "KEEPTTL" in words:
                 expires = mark.expires
         try:
             yield from self._put(caller, draft, name, expires)
         except GeneratorExit:
-            if old is not None:
-                old.on_sent()
+            if old_payload is not None:
+                old_payload.on_sent()
             raise
-        return old if "GET" in words else OK
+        return old_payload if "GET" in words else OK
 
     def setnx(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         name, draft = read_name(args[1]), self._draft(caller, args[2])
@@ -254,7 +254,7 @@ class ValueCommands:
 
     def expire(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         command = read_word(args[0])
-        word = {"EXPIRE": "EX", "PEXPIRE": "PX", "EXPIREAT": "EXAT", "PEXPIREAT": "PXAT"}[command]
+        unit = {"EXPIRE": "EX", "PEXPIRE": "PX", "EXPIREAT": "EXAT", "PEXPIREAT": "PXAT"}[command]
         conditions = {read_word(arg) for arg in args[3:]}
         for arg in args[3:]:
             if read_word(arg) not in ("NX", "XX", "GT", "LT"):
@@ -263,19 +263,19 @@ class ValueCommands:
             raise Refused("ERR NX and XX, GT or LT options at the same time are not compatible")
         if {"GT", "LT"} <= conditions:
             raise Refused("ERR GT and LT options at the same time are not compatible")
-        expires = read_expiry(word, args[2], command.lower(), least=-NEVER)
+        expires = read_expiry(unit, args[2], command.lower(), least=-NEVER)
         name = bytes(args[1])
         mark = yield from self._values.find_info(name)
         if mark is None:
             return (yield from self._forget(name)) if expires <= now_ms() else 0  # as for GETDEL
-        had = mark.expires or NEVER  # which is later than any time
-        refused = (
+        current_expiry = mark.expires or NEVER  # which is later than any time
+        is_refused = (
             ("NX" in conditions and mark.expires)
             or ("XX" in conditions and not mark.expires)
-            or ("GT" in conditions and expires <= had)
-            or ("LT" in conditions and expires >= had)
+            or ("GT" in conditions and expires <= current_expiry)
+            or ("LT" in conditions and expires >= current_expiry)
         )
-        if refused:
+        if is_refused:
             return 0
         if expires <= now_ms():
             return (yield from self._forget(name))
@@ -289,8 +289,8 @@ class ValueCommands:
         return (yield from self._retime(name, 0))
 
     def _retime(self, name: bytes, expires: int) -> PendingAnswer:
-        done = yield from self._values.set_expiry(name, expires)
-        return 0 if done is None else 1 if done else NO_ROOM
+        was_set = yield from self._values.set_expiry(name, expires)
+        return 0 if was_set is None else 1 if was_set else NO_ROOM
 
     def flush(self, caller: Caller, args: list[Argument]) -> PendingAnswer:
         if len(args) > 2 or (len(args) == 2 and read_word(args[1]) not in ("SYNC", "ASYNC")):
