@@ -26,18 +26,18 @@ Lookups = Sequence[tuple[bytes, ...]]
 
 def simulated(lookups: Lookups, capacity: float) -> float:
     """A lookup hits the leading run that is there; then all of it is there, its head the youngest."""
-    there: OrderedDict[bytes, None] = OrderedDict()
+    cached: OrderedDict[bytes, None] = OrderedDict()
     hits = 0
     for keys in lookups:
         for key in keys:
-            if key not in there:
+            if key not in cached:
                 break
             hits += 1
         for key in reversed(keys):
-            there[key] = None
-            there.move_to_end(key)
-        while len(there) > capacity:
-            there.popitem(last=False)
+            cached[key] = None
+            cached.move_to_end(key)
+        while len(cached) > capacity:
+            cached.popitem(last=False)
     return hits / sum(map(len, lookups))
 
 

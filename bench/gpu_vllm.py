@@ -247,12 +247,12 @@ class Peer:
     def spoil(self) -> int:
         """Bits flip in many places of what memory holds. In how many."""
         slab = self.client.slab
-        whole = slab.view(0, slab.capacity)
+        slab_view = slab.view(0, slab.capacity)
         step = 64 * 1024
-        spots = [at for at in range(0, slab.capacity, step) if any(whole[at : at + 512])]
-        chosen = spots[:: max(1, len(spots) // 500)]
+        offsets = [at for at in range(0, slab.capacity, step) if any(slab_view[at : at + 512])]
+        chosen = offsets[:: max(1, len(offsets) // 500)]
         for at in chosen:  # elsewhere than the time before, which may not have been found yet
-            whole[at + 100 + 8 * self._spoilt] ^= 0x40
+            slab_view[at + 100 + 8 * self._spoilt] ^= 0x40
         self._spoilt += 1
         return len(chosen)
 
@@ -395,8 +395,8 @@ def _equal(spec: dict[str, Any], sizes: Sizes, report: Reporter) -> None:
 
     for phase in spec["phases"]:
         name, *steps = phase
-        before, began, more = _metrics(), time.perf_counter(), {}
-        salt, who = "", "alone"
+        before, began, extra = _metrics(), time.perf_counter(), {}
+        salt, prompt_set = "", "alone"
         for step in steps:
             what, _, value = step.partition("=")
             match what:
@@ -406,21 +406,21 @@ def _equal(spec: dict[str, Any], sizes: Sizes, report: Reporter) -> None:
                     forget()
                 case "spoil" if peer is not None:
                     peer.settle()
-                    more["spoilt"] = peer.spoil()
+                    extra["spoilt"] = peer.spoil()
                 case "fail":
                     Path(os.environ[FAILS]).touch()
                 case _:
-                    who = what
-        if who == "alone":
+                    prompt_set = what
+        if prompt_set == "alone":
             outcomes = [ask([each], sizes.answer, salt)[0] for each in alone]
-        elif who == "together":
+        elif prompt_set == "together":
             outcomes = ask(together, sizes.answer, salt)
         else:
             outcomes = ask(crowd, answer, salt)
         if "fail" in steps:
             Path(os.environ[FAILS]).unlink(missing_ok=True)
             failed = Path(os.environ[FAILS_BY])
-            more["failed"] = failed.stat().st_size if failed.exists() else 0
+            extra["failed"] = failed.stat().st_size if failed.exists() else 0
             failed.unlink(missing_ok=True)
         if peer is not None:
             time.sleep(0.1)  # what copies on is counted by the next step
@@ -430,7 +430,7 @@ def _equal(spec: dict[str, Any], sizes: Sizes, report: Reporter) -> None:
                 use_tqdm=False,
             )
         took = time.perf_counter() - began
-        report.phase(name, {"outcomes": outcomes, "seconds": took, "metrics": _watched(before), **more})
+        report.phase(name, {"outcomes": outcomes, "seconds": took, "metrics": _watched(before), **extra})
     if peer is not None:
         peer.client.check()
         peer.client.close()
@@ -620,12 +620,12 @@ class Verdict:
 
 def _compare(wanted: list[dict[str, Any]], got: list[dict[str, Any]]) -> Verdict:
     verdict = Verdict(prompts=len(wanted))
-    for left, right in zip(wanted, got, strict=True):
-        ours, theirs = left["tokens"], right["tokens"]
+    for wanted_answer, got_answer in zip(wanted, got, strict=True):
+        ours, theirs = wanted_answer["tokens"], got_answer["tokens"]
         pairs = enumerate(zip(ours, theirs, strict=False))
         first = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
         for at in range(first):
-            a, b = (side["logprobs"][at][str(ours[at])] for side in (left, right))
+            a, b = (side["logprobs"][at][str(ours[at])] for side in (wanted_answer, got_answer))
             verdict.drift = max(verdict.drift, abs(a - b))
         if ours == theirs:
             verdict.identical += 1
@@ -635,8 +635,8 @@ def _compare(wanted: list[dict[str, Any]], got: list[dict[str, Any]]) -> Verdict
             verdict.margin = float("inf")  # one ended early: it failed
             continue
         a, b = str(ours[first]), str(theirs[first])
-        for said, top, other in ((left, a, b), (right, b, a)):
-            chances = said["logprobs"][first]
+        for answer, top, other in ((wanted_answer, a, b), (got_answer, b, a)):
+            chances = answer["logprobs"][first]
             verdict.margin = max(verdict.margin, chances[top] - chances.get(other, min(chances.values()) - 1))
     return verdict
 
@@ -971,9 +971,9 @@ class Bench:
         """Four times what a plain engine differs from itself, cold and from its own prefix cache."""
         pairs = [("cold", "hit"), ("cold", "cold again"), ("cold together", "hit together")]
         noise = [
-            _compare(plain[one]["outcomes"], plain[other]["outcomes"])
-            for one, other in pairs
-            if one in plain and other in plain
+            _compare(plain[phase_a]["outcomes"], plain[phase_b]["outcomes"])
+            for phase_a, phase_b in pairs
+            if phase_a in plain and phase_b in plain
         ]
         return max([TIE, *(4 * each.drift for each in noise)])
 

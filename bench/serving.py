@@ -124,18 +124,18 @@ def recorded(file: Path) -> Workload:
     for request in read(file).requests:
         if len(request.blocks) >= SHARE:
             sessions[request.session].append(request)
-    usual = median(run[:STEPS][-1].at - run[0].at for run in sessions.values())
+    usual_span = median(run[:STEPS][-1].at - run[0].at for run in sessions.values())
 
     def workload(chance: random.Random, fresh: Fresh, asks: int) -> list[TimedRequest]:
-        ours: defaultdict[Hashable, int] = defaultdict(lambda: fresh(1)[0])
+        block_ids: defaultdict[Hashable, int] = defaultdict(lambda: fresh(1)[0])
         found: list[TimedRequest] = []
         for name in islice(cycle(chance.sample([*sessions], len(sessions))), -(-asks // STEPS)):
             first = chance.randrange(max(1, len(sessions[name]) - STEPS))
-            some = sessions[name][first : first + STEPS]
+            session_slice = sessions[name][first : first + STEPS]
             start = 0.6 * chance.random()
-            for each in some:
-                at = start + min(0.4, 0.2 * (each.at - some[0].at) / usual)
-                blocks = [ours[block] for block in each.blocks[SHARE - 1 :: SHARE]]
+            for each in session_slice:
+                at = start + min(0.4, 0.2 * (each.at - session_slice[0].at) / usual_span)
+                blocks = [block_ids[block] for block in each.blocks[SHARE - 1 :: SHARE]]
                 found.append(TimedRequest(at, blocks, max(4, min(48, each.output // 16))))
         return found[:asks]
 
@@ -295,8 +295,8 @@ class Traffic:
 
         self._folder, self._model, self._blocks, self._number = folder, model, count(), count()
         words = {"<unk>": 0, **{f"w{number}": number for number in range(1, 2048)}}
-        known = Tokenizer(WordLevel(words, unk_token="<unk>"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, unk_token="<unk>")
+        tokenizer_model = Tokenizer(WordLevel(words, unk_token="<unk>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_model, unk_token="<unk>")
         tokenizer.save_pretrained(model)  # for the load generator alone: engines see token numbers
 
     def trace(self, workload: str, asks: int, seed: str) -> Path:
@@ -305,10 +305,10 @@ class Traffic:
         def fresh(many: int) -> list[int]:
             return list(islice(self._blocks, many))
 
-        made = sorted(WORKLOADS[workload](random.Random(seed), fresh, asks), key=lambda each: each.at)
+        requests = sorted(WORKLOADS[workload](random.Random(seed), fresh, asks), key=lambda each: each.at)
         path = self._folder / f"trace-{next(self._number)}.jsonl"
         with path.open("w") as file:
-            for each in made:
+            for each in requests:
                 # The last block is not whole, as in nearly all prompts.
                 line = {"timestamp": each.at, "input_length": BLOCK * len(each.blocks) - 11}
                 file.write(json.dumps({**line, "output_length": each.output, "hash_ids": each.blocks}) + "\n")
@@ -318,36 +318,36 @@ class Traffic:
         """Replay it over so many seconds; without them, as fast as the server takes it."""
         result, log = self._folder / "result.json", self._folder / "load.log"
         asks = len(trace.read_text().splitlines())
-        words = f"--backend vllm --base-url {contender.url} --model model --temperature 0".split()
-        words += ["--tokenizer", str(self._model), "--dataset-name", "timed_trace"]
-        words += ["--dataset-path", str(trace), "--num-prompts", str(asks)]
-        words += ["--timed-trace-chunk-hash-size", str(BLOCK), "--disable-tqdm", "--save-result"]
-        words += ["--result-dir", str(self._folder), "--result-filename", result.name]
-        words += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99"]
+        arguments = f"--backend vllm --base-url {contender.url} --model model --temperature 0".split()
+        arguments += ["--tokenizer", str(self._model), "--dataset-name", "timed_trace"]
+        arguments += ["--dataset-path", str(trace), "--num-prompts", str(asks)]
+        arguments += ["--timed-trace-chunk-hash-size", str(BLOCK), "--disable-tqdm", "--save-result"]
+        arguments += ["--result-dir", str(self._folder), "--result-filename", result.name]
+        arguments += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99"]
         if seconds is None:
-            words += ["--no-self-timed", "--request-rate", "inf"]
+            arguments += ["--no-self-timed", "--request-rate", "inf"]
         else:
-            words += ["--timed-trace-sec-multiplier", str(seconds)]
+            arguments += ["--timed-trace-sec-multiplier", str(seconds)]
         result.unlink(missing_ok=True)
         before = contender.reading()
         fork = multiprocessing.get_context("fork")
-        generator = fork.Process(target=_generate, args=(words, log), daemon=True)
+        generator = fork.Process(target=_generate, args=(arguments, log), daemon=True)
         generator.start()
         generator.join()
         if not result.exists():
             raise TimeoutError(f"the load generator failed: {log.read_text()[-3000:]}")
         time.sleep(ttft.SPIN)  # the engine's workers, which would take a core from the next contender
         after = contender.reading()
-        said = json.loads(result.read_text())
+        result_json = json.loads(result.read_text())
         used = {name: after[name] - before[name] for name in after if "memory" not in name}
         return {
             "requests": asks,
-            "failed": asks - said["completed"],
-            "seconds": said["duration"],
-            "ttft p50": said["p50_ttft_ms"],
-            "ttft p99": said["p99_ttft_ms"],
-            "itl p99": said["p99_itl_ms"],
-            "tokens/s": said["total_token_throughput"],
+            "failed": asks - result_json["completed"],
+            "seconds": result_json["duration"],
+            "ttft p50": result_json["p50_ttft_ms"],
+            "ttft p99": result_json["p99_ttft_ms"],
+            "itl p99": result_json["p99_itl_ms"],
+            "tokens/s": result_json["total_token_throughput"],
             "hit": used["prompt_tokens_cached"] / used["prompt_tokens"],
             **used,
             **{name: value for name, value in after.items() if "memory" in name},

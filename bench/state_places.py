@@ -30,32 +30,32 @@ CHOICES = {
 def reused(trace: Trace, kept: set[str]) -> tuple[int, int]:
     """Tokens that are reused, and states that are kept."""
     size = trace.block_tokens
-    known: set[bytes] = set()
+    stored_keys: set[bytes] = set()
     states: set[bytes] = set()
     answers: dict[bytes, int] = {}
     """After which chunk an answer begins, and the chunk at whose end it ends."""
-    found = 0
+    reused_tokens = 0
     for request, keys in zip(trace.requests, trace.keys(size), strict=True):
-        whole = (request.tokens - 1) // size
-        chain = keys[:whole]
-        there = next((n for n, key in enumerate(chain) if key not in known), whole)
+        full_chunks = (request.tokens - 1) // size
+        chain = keys[:full_chunks]
+        shared_chunks = next((n for n, key in enumerate(chain) if key not in stored_keys), full_chunks)
         if "answers" in kept:
             for n, key in enumerate(chain):
                 end = answers.get(key, 0)
-                if n < end <= there:
+                if n < end <= shared_chunks:
                     states.add(chain[end - 1])
-        usable = next((n for n in range(there, 0, -1) if "all" in kept or chain[n - 1] in states), 0)
-        found += usable * size
-        places = {whole} if "prompts" in kept else set()
+        usable = next((n for n in range(shared_chunks, 0, -1) if "all" in kept or chain[n - 1] in states), 0)
+        reused_tokens += usable * size
+        state_positions = {full_chunks} if "prompts" in kept else set()
         if "steps" in kept:
-            places |= {at // size for at in range(usable * size + STEP, request.tokens, STEP)}
+            state_positions |= {at // size for at in range(usable * size + STEP, request.tokens, STEP)}
         if "parts" in kept:
-            places.add(there)
-        states |= {chain[n - 1] for n in places if usable < n <= whole}
-        known |= set(chain)
+            state_positions.add(shared_chunks)
+        states |= {chain[n - 1] for n in state_positions if usable < n <= full_chunks}
+        stored_keys |= set(chain)
         if chain:
             answers[chain[-1]] = max(answers.get(chain[-1], 0), (request.tokens + request.output) // size)
-    return found, len(known if "all" in kept else states)
+    return reused_tokens, len(stored_keys if "all" in kept else states)
 
 
 def main() -> None:

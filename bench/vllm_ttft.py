@@ -481,11 +481,11 @@ def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: 
     start = partial(
         Engine, folder, model, dtype=options.dtype, block_size=options.block_size, max_model_len=8192
     )
-    here = Path(__file__).stem
+    module_name = Path(__file__).stem
     tiers = {"tiers": [CPU], "chunk_tokens": chunk_tokens}
     prompts = prompts_of(2 * options.decode_rounds, 40, seed=10)
     missed = prompts_of(2 * options.misses, chunk_tokens + 8, seed=11)
-    with start(transfer=connector("IdleConnector", here), env=reaching(HERE)) as idle:
+    with start(transfer=connector("IdleConnector", module_name), env=reaching(HERE)) as idle:
         warm_up(idle)
         yield cost(
             model.name, f"{STEP}, a connector that does nothing", added_seconds(idle, prompts, DECODE), [{}]
@@ -497,17 +497,17 @@ def costs(folder: Path, model: Path, options: argparse.Namespace, chunk_tokens: 
         with start(transfer=connector("LMTierConnector", "lmtier_integrations.vllm", **how)) as ours:
             warm_up(ours)
             steps, requests = added_seconds(ours, prompts, DECODE), added_seconds(ours, missed, 1)
-        with start(transfer=connector("TimedConnector", here, **how), env=env) as timed:
+        with start(transfer=connector("TimedConnector", module_name, **how), env=env) as timed:
             warm_up(timed)
             added_seconds(timed, prompts, DECODE)  # in the same order, so that caches are as cold
             added_seconds(timed, missed, 1)
         records = json.loads(times.read_text())
         # In the order of asking: after the warm-up, generated tokens, and then misses of two steps each.
-        first = [at for at, each in enumerate(records) if "on_new_request" in each][-len(requests) :]
-        later = [each for each in records[: first[0]] if "on_new_request" not in each]
-        later = later[-len(steps) * DECODE :]
+        first = [at for at, record in enumerate(records) if "on_new_request" in record][-len(requests) :]
+        decode_records = [record for record in records[: first[0]] if "on_new_request" not in record]
+        decode_records = decode_records[-len(steps) * DECODE :]
         what = "saving what it generates" if saves else "saving nothing"
-        yield cost(model.name, f"{STEP}, {what}, chunks of {chunk_tokens}", steps, later)
+        yield cost(model.name, f"{STEP}, {what}, chunks of {chunk_tokens}", steps, decode_records)
         if saves:
             name = f"request that misses, scheduler, chunks of {chunk_tokens}"
             both = [(records[at], records[at + 1]) for at in first]
@@ -552,11 +552,11 @@ def added_seconds(engine: Engine, prompts: list[Prompt], steps: int) -> list[flo
     found = []
     for at in range(0, len(prompts), 2):
         seconds = {}
-        for each, wanted in enumerate((at % 4 == 0, at % 4 != 0)):
-            engine.use_connector(wanted)
+        for each, with_connector in enumerate((at % 4 == 0, at % 4 != 0)):
+            engine.use_connector(with_connector)
             began = time.perf_counter()
             engine.generate([prompts[at + each]], steps + 1)
-            seconds[wanted] = (time.perf_counter() - began) / steps
+            seconds[with_connector] = (time.perf_counter() - began) / steps
         found.append(seconds[True] - seconds[False])
     engine.use_connector(True)
     return found

@@ -113,11 +113,11 @@ def dashboard(
     placed: list[Panel] = []
     x = y = tallest = 0
     for number, each in enumerate(panels, 1):
-        size = each["gridPos"]
-        if x + size["w"] > _WIDTH:
+        grid = each["gridPos"]
+        if x + grid["w"] > _WIDTH:
             x, y, tallest = 0, y + tallest, 0
-        placed.append({**each, "id": number, "gridPos": {**size, "x": x, "y": y}})
-        x, tallest = x + size["w"], max(tallest, size["h"])
+        placed.append({**each, "id": number, "gridPos": {**grid, "x": x, "y": y}})
+        x, tallest = x + grid["w"], max(tallest, grid["h"])
     source = {
         "name": "datasource",
         "label": "Prometheus",

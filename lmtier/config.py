@@ -2,7 +2,7 @@
 
 A later source overrides an earlier one: the defaults, the file (an argument, or `LMTIER_CONFIG_FILE`), the
 environment (`LMTIER_CHUNK_TOKENS=128`, `LMTIER_SERVE_HTTP=…`), the arguments of the caller. An unknown key
-is an error. `load` and `load_serving` also return the source of each value. In the file a server's settings
+is an error. `load` and `load_server` also return the source of each value. In the file a server's settings
 are the table [serve].
 
 Whatever is given, the answer is settings or a ConfigError of one short sentence, soon: what is read, and each
@@ -95,8 +95,8 @@ def _number(text: object) -> tuple[str, str]:
         word = str(text).strip().lower()
     except ValueError:  # a number of more digits than Python writes
         word = ""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", word) if len(word) <= _LONGEST_NUMBER else None
-    return ("?", "?") if found is None else (found[1], found[2])
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", word) if len(word) <= _LONGEST_NUMBER else None
+    return ("?", "?") if parsed is None else (parsed[1], parsed[2])
 
 
 def read_text(what: str, file: str | os.PathLike[str], *, is_secret: bool = False) -> str:
@@ -116,9 +116,9 @@ def read_text(what: str, file: str | os.PathLike[str], *, is_secret: bool = Fals
             while len(data) <= _MOST_BYTES and not (is_secret and b"\n" in data):
                 if is_pipe and not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
                     raise ConfigError(f"{what}: nothing came through this pipe for {_FILE_SECONDS:g} s")
-                if not (more := os.read(descriptor, _MOST_BYTES + 1)):
+                if not (data_read := os.read(descriptor, _MOST_BYTES + 1)):
                     break
-                data += more
+                data += data_read
         finally:
             os.close(descriptor)
         if len(data) > _MOST_BYTES:
@@ -139,8 +139,8 @@ def with_option(url: str, name: str, value: str) -> str:
 
 def read_price(text: str) -> tuple[str, float, str] | None:
     """A price, and what stands before and after the number: $2.50, 2.10 €. None: it is no price."""
-    found = re.fullmatch(r"\s*([^\d\s+-]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text[: _LONGEST_NUMBER + 1])
-    return None if found is None or len(text) > _LONGEST_NUMBER else (found[1], float(found[2]), found[3])
+    parsed = re.fullmatch(r"\s*([^\d\s+-]*)\s*(\d+(?:\.\d+)?)\s*([^\d\s]*)\s*", text[: _LONGEST_NUMBER + 1])
+    return None if parsed is None or len(text) > _LONGEST_NUMBER else (parsed[1], float(parsed[2]), parsed[3])
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -217,10 +217,10 @@ class TierSpec:
             *(("write", "always", WRITES), ("policy", "auto", POLICIES)),
             *(("codec", RAW, WORDS), ("seal", "", SEALS)),
         )
-        for name, usual, known in choices:
-            rules.append(value := options.pop(name, usual))
-            if value not in known:
-                words = [word for word in known if word]
+        for name, default, allowed in choices:
+            rules.append(value := options.pop(name, default))
+            if value not in allowed:
+                words = [word for word in allowed if word]
                 raise ConfigError(f"{tier}: unknown {name}={value}{suggest(value, words)}")
         size = None if capacity is None else _size(tier, "capacity", capacity)
         if not (place := unquote(location)).isprintable():
@@ -255,11 +255,11 @@ def _ttl(tier: str, text: str) -> float:
 
 def _wear(tier: str, capacity: int | None, options: dict[str, str]) -> tuple[int | None, int | None]:
     """The bytes that may be written in a day and in all. Removes the options that it reads from `options`."""
-    given = {word: options.pop(word) for word in WEAR if word in options}
-    times = given.pop("drive_writes_per_day", None)
+    wear_options = {option: options.pop(option) for option in WEAR if option in options}
+    times = wear_options.pop("drive_writes_per_day", None)
     if times is not None and not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", times):
         raise ConfigError(f"{tier}: drive_writes_per_day={excerpt(times)} is not a number; write it like 0.5")
-    sizes = {word: _size(tier, word, value) for word, value in given.items()}
+    sizes = {option: _size(tier, option, value) for option, value in wear_options.items()}
     if 0 in sizes.values() or (times is not None and not float(times)):
         raise ConfigError(
             f"{tier}: drive, endurance and the budgets must be more than 0; to write nothing, use write=never"
@@ -304,9 +304,9 @@ class Config:
     def __post_init__(self) -> None:
         for each in fields(self):  # people write a list of tiers, or "2s"
             object.__setattr__(self, each.name, _convert(each.name, getattr(self, each.name), "arguments"))
-        for name, most in (("chunk_tokens", 1 << 20), ("queue_length", 1 << 40)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name}={excerpt(getattr(self, name))}: must be 1 to {most}")
+        for name, maximum in (("chunk_tokens", 1 << 20), ("queue_length", 1 << 40)):
+            if not 1 <= getattr(self, name) <= maximum:
+                raise ConfigError(f"{name}={excerpt(getattr(self, name))}: must be 1 to {maximum}")
         if len(self.tiers) > _MOST_TIERS:
             raise ConfigError(f"tiers: {len(self.tiers)} are too many; at most {_MOST_TIERS} are possible")
         if self.verify not in VERIFY:
@@ -327,8 +327,8 @@ class Config:
             )
         for spec in specs:
             if spec.scheme in ("cpu", "gpu", "disk") and spec.capacity is None:
-                wrong = difflib.get_close_matches("capacity", spec.options, n=1)
-                hint = f"; {wrong[0]!r} is no option of it" if wrong else ""
+                misspelt = difflib.get_close_matches("capacity", spec.options, n=1)
+                hint = f"; {misspelt[0]!r} is no option of it" if misspelt else ""
                 raise ConfigError(f"{spec} needs a capacity, like ?capacity=32GiB{hint}")
             if spec.scheme == "disk" and spec.location and spec.location[0] not in "/~":
                 raise ConfigError(
@@ -444,10 +444,10 @@ class ServerConfig:
                 raise ConfigError(f"serve: {name}={getattr(self, name)}: must be more than 0")
         if self.clients > 1 << 20:
             raise ConfigError(f"serve: clients={excerpt(self.clients)}: at most {1 << 20} are possible")
-        for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
-            if getattr(self, name) not in known:
-                word = getattr(self, name)
-                raise ConfigError(f"serve: unknown {name}={excerpt(word)}{suggest(word, known)}")
+        for name, choices in (("log_level", LEVELS), ("log_format", FORMATS)):
+            if getattr(self, name) not in choices:
+                value = getattr(self, name)
+                raise ConfigError(f"serve: unknown {name}={excerpt(value)}{suggest(value, choices)}")
         if self.gpu_hour and read_price(self.gpu_hour) is None:
             price = excerpt(self.gpu_hour)
             raise ConfigError(f"serve: gpu_hour={price} is no price; write it like $2.50 or 2.10 €")
@@ -464,17 +464,17 @@ class ServerConfig:
 
 def host_and_port(address: str, what: str) -> tuple[str, int]:
     """Reads host:port, [::1]:port or :port. The last means every address of this host."""
-    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*)):(\d{1,5})", address)
-    if not found or int(found[3]) > 65535:
+    parsed = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*)):(\d{1,5})", address)
+    if not parsed or int(parsed[3]) > 65535:
         raise ConfigError(
             f"{what}={excerpt(address)} is not an address; write it like 127.0.0.1:6380 or [::1]:6380"
         )
-    return found[1] or found[2], int(found[3])
+    return parsed[1] or parsed[2], int(parsed[3])
 
 
 def _convert(name: str, value: Any, origin: str, cls: type = Config) -> Any:
     """Converts `value` to the type of field `name`. Strings are read as people write them: "2s", "4GiB"."""
-    field = next(each for each in fields(cls) if each.name == name)
+    field = next(setting for setting in fields(cls) if setting.name == name)
     if name == "shares":
         return parse(value)  # its error says more than "does not fit"
     kind: type = type(field.default)
@@ -540,33 +540,33 @@ def _load(
     overrides: Mapping[str, Any],
 ) -> tuple[Settings, Origins]:
     file = file or env.get(f"{ENV_PREFIX}CONFIG_FILE")
-    given = {str(file): _from_file(cls, file)} if file else {}
-    given |= {"environment": _from_environment(cls, env), "arguments": overrides}
+    settings_by_origin = {str(file): _from_file(cls, file)} if file else {}
+    settings_by_origin |= {"environment": _from_environment(cls, env), "arguments": overrides}
     names = {each.name for each in fields(cls)}
     values: dict[str, Any] = {}
     origins = dict.fromkeys((each.name for each in fields(cls)), "default")
-    for origin, settings in given.items():
+    for origin, settings in settings_by_origin.items():
         for name, value in settings.items():
             if name not in names:
-                known = {_as_variable(cls, each) if origin == "environment" else each for each in names}
+                choices = {_as_variable(cls, each) if origin == "environment" else each for each in names}
                 word = _as_variable(cls, name) if origin == "environment" else name
-                raise ConfigError(f"unknown setting {excerpt(word)} in {origin}{suggest(word, known)}")
+                raise ConfigError(f"unknown setting {excerpt(word)} in {origin}{suggest(word, choices)}")
             values[name] = _convert(name, value, origin, cls)
             origins[name] = origin
     return cls(**values), origins
 
 
 def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str, Any]:
-    what = f"configuration file {file}"
-    text = read_text(what, file)
+    subject = f"configuration file {file}"
+    text = read_text(subject, file)
     if _DOTS.search(_TEXTS.sub("", text)):
-        raise ConfigError(f"{what}: a key in it has too many dots")
+        raise ConfigError(f"{subject}: a key in it has too many dots")
     try:
         table = tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{what}: it is nested too deeply") from None
+        raise ConfigError(f"{subject}: it is nested too deeply") from None
     except ValueError as error:  # also a number of more digits than Python reads
-        raise ConfigError(f"{what}: {str(error).partition(';')[0]}") from None
+        raise ConfigError(f"{subject}: {str(error).partition(';')[0]}") from None
     serve = table.pop("serve", {})
     if not isinstance(serve, dict):
         raise ConfigError(f"configuration file {file}: [serve] must be a table")
@@ -576,16 +576,16 @@ def _from_file(cls: type[Settings], file: str | os.PathLike[str]) -> Mapping[str
 def _from_environment(cls: type[Settings], env: Mapping[str, str]) -> Mapping[str, str]:
     prefix = _as_variable(cls, "")
     others = {f"{ENV_PREFIX}CONFIG_FILE", TOKEN_VARIABLE, REDIS_PASSWORD_VARIABLE}
-    ours = (
+    variables = (
         name
         for name in env
         if name.startswith(prefix) and name not in others and not _KUBERNETES.fullmatch(f"{name}={env[name]}")
     )
-    is_mine = cls is ServerConfig
+    is_server = cls is ServerConfig
     return {
         name.removeprefix(prefix).lower(): env[name]
-        for name in ours
-        if is_mine or not name.startswith(_as_variable(ServerConfig, ""))
+        for name in variables
+        if is_server or not name.startswith(_as_variable(ServerConfig, ""))
     }
 
 

@@ -29,27 +29,27 @@ _called: WeakSet[Any] = WeakSet()
 _closed: WeakSet[Any] = WeakSet()
 
 
-def call_in_child(thing: Forked) -> None:
+def call_in_child(owner: Forked) -> None:
     """Have `thing.forked()` called in every child."""
-    _called.add(thing)
+    _called.add(owner)
 
 
-def close_in_child(thing: Closed) -> None:
+def close_in_child(resource: Closed) -> None:
     """Close this socket or file in every child. The parent's own stays open."""
-    _closed.add(thing)
+    _closed.add(resource)
 
 
-def bury(thing: object, what: str) -> None:
-    """From now on `thing.close()` does nothing, and every other call on `thing` raises MisuseError."""
+def bury(target: object, what: str) -> None:
+    """From now on `target.close()` does nothing, and every other call on `target` raises MisuseError."""
     pid = os.getppid()
 
     def refuse(*_: object, **__: object) -> None:
         raise MisuseError(f"this {what} belongs to process {pid}: a forked child must open its own")
 
-    for name in dir(type(thing)):
-        if not name.startswith("_") and callable(getattr(type(thing), name)):
-            setattr(thing, name, refuse)
-    thing.close = lambda *_, **__: None  # type: ignore[attr-defined]
+    for name in dir(type(target)):
+        if not name.startswith("_") and callable(getattr(type(target), name)):
+            setattr(target, name, refuse)
+    target.close = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
 def _in_child() -> None:

@@ -271,16 +271,16 @@ class FlakyTier(_Around):
         self._failing: dict[int, dict[Name, Reason]] = {}
 
     def submit(self, job: Job) -> None:
-        bad: dict[Name, Reason] = {}
+        failures: dict[Name, Reason] = {}
         for item in job.items if job.op in self._ops else ():
             self._count += 1
             if self._count % self._every == 0:
-                bad[item.name] = self._reason
-        self._failing[job.id] = bad
-        items: Iterable[Item] = (item for item in job.items if item.name not in bad)
+                failures[item.name] = self._reason
+        self._failing[job.id] = failures
+        items: Iterable[Item] = (item for item in job.items if item.name not in failures)
         if job.op is Op.STORE:
             # Without a header the inner tier must fail it too, so that what it replaces goes either way.
-            items = (replace(item, header=None) if item.name in bad else item for item in job.items)
+            items = (replace(item, header=None) if item.name in failures else item for item in job.items)
         self._inner.submit(replace(job, items=tuple(items)))
 
     def poll(self) -> list[Done]:
@@ -338,12 +338,12 @@ class MemoryTier(BlockingTier):
         stored = self.objects.get(item.name)
         if stored is None:
             raise FileNotFoundError(item.name)
-        data, at = memoryview(stored), 0
+        data, position = memoryview(stored), 0
         self.touch([item])
         for buffer in buffers:
-            piece = data[at : at + len(buffer)]
+            piece = data[position : position + len(buffer)]
             buffer[: len(piece)] = piece
-            at += len(piece)
+            position += len(piece)
         return len(data)
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
@@ -408,12 +408,12 @@ class SeamSuite:
             assert delete(tier, name).ok == {name: None}
 
     def test_what_has_not_begun_by_its_deadline_fails(self, tmp_path: Path) -> None:
-        each = sample(1)
+        stored_sample = sample(1)
         with closing(self.make(tmp_path)) as tier:
             for op in (Op.STORE, Op.LOAD):
-                done = run(tier, Job(0, op, (each.item(),), deadline=time.monotonic() - 1))
-                assert (done.ok, done.failed) == ({}, {each.name: Reason.DEADLINE})
-            assert lookup(tier, each.name) == {}
+                done = run(tier, Job(0, op, (stored_sample.item(),), deadline=time.monotonic() - 1))
+                assert (done.ok, done.failed) == ({}, {stored_sample.name: Reason.DEADLINE})
+            assert lookup(tier, stored_sample.name) == {}
 
     def test_the_caller_is_woken(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:
@@ -427,23 +427,23 @@ class SeamSuite:
     def test_close_ends_every_job_and_may_be_called_again(self, tmp_path: Path) -> None:
         objects = [sample(i) for i in range(64)]
         tier = self.make(tmp_path)
-        for i, each in enumerate(objects):
-            tier.submit(Job(i, Op.STORE, (each.item(),)))
+        for i, stored_sample in enumerate(objects):
+            tier.submit(Job(i, Op.STORE, (stored_sample.item(),)))
         tier.close()
         tier.close()
         done = tier.poll()
-        assert sorted(each.id for each in done) == list(range(64))
-        for one in done:
-            name = objects[one.id].name
-            assert name in one.ok or one.failed[name] is Reason.CLOSED
+        assert sorted(done_job.id for done_job in done) == list(range(64))
+        for done_job in done:
+            name = objects[done_job.id].name
+            assert name in done_job.ok or done_job.failed[name] is Reason.CLOSED
 
     def test_a_closed_tier_fails_what_it_is_given(self, tmp_path: Path) -> None:
         tier = self.make(tmp_path)
         tier.close()
-        each = sample(1)
+        stored_sample = sample(1)
         for op in (Op.STORE, Op.LOAD, Op.LOOKUP, Op.DELETE):
-            done = run(tier, Job(3, op, (each.item(),)))
-            assert (done.ok, done.failed) == ({}, {each.name: Reason.CLOSED})
+            done = run(tier, Job(3, op, (stored_sample.item(),)))
+            assert (done.ok, done.failed) == ({}, {stored_sample.name: Reason.CLOSED})
         assert run(tier, Job(4, Op.SCAN, ())).ok == {}
         assert run(tier, Job(5, Op.CLEAR, ())).error
 
@@ -488,12 +488,12 @@ class TierSuite(SeamSuite):
     def test_what_was_stored_is_loaded(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:
             for i, nbytes in enumerate((1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 5, 1 << 20)):
-                each = sample(i, nbytes)
-                assert store(tier, each).ok == {each.name: None}
-                assert self.stored(tmp_path)[each.name] == each.at_rest()
-                done, got = load(tier, each.name, each.room)
-                assert (done.ok, done.failed) == ({each.name: each.header}, {})
-                assert got[:nbytes] == each.payload[:nbytes]
+                stored_sample = sample(i, nbytes)
+                assert store(tier, stored_sample).ok == {stored_sample.name: None}
+                assert self.stored(tmp_path)[stored_sample.name] == stored_sample.at_rest()
+                done, buffer = load(tier, stored_sample.name, stored_sample.room)
+                assert (done.ok, done.failed) == ({stored_sample.name: stored_sample.header}, {})
+                assert buffer[:nbytes] == stored_sample.payload[:nbytes]
 
     def test_a_header_can_be_read_alone(self, tmp_path: Path) -> None:
         each, absent = sample(1, 9 * PAGE), sample(2)
@@ -505,12 +505,12 @@ class TierSuite(SeamSuite):
             assert run(tier, Job(0, Op.PEEK, (Item(absent.name),))).failed == {absent.name: Reason.CORRUPT}
 
     def test_what_was_planted_is_loaded(self, tmp_path: Path) -> None:
-        each = sample(1)
+        stored_sample = sample(1)
         with closing(self.make(tmp_path)) as tier:
-            self.plant(tmp_path, each.name, self.at_rest(each))
-            done, got = load(tier, each.name, each.room)
-            assert done.ok == {each.name: each.header}
-            assert got == each.payload
+            self.plant(tmp_path, stored_sample.name, self.at_rest(stored_sample))
+            done, buffer = load(tier, stored_sample.name, stored_sample.room)
+            assert done.ok == {stored_sample.name: stored_sample.header}
+            assert buffer == stored_sample.payload
 
     def test_a_job_of_many(self, tmp_path: Path) -> None:
         objects = [sample(i, PAGE * (1 + i % 5)) for i in range(64)]
@@ -526,13 +526,13 @@ class TierSuite(SeamSuite):
                 assert item.payload == each.payload
 
     def test_room_may_be_longer_but_never_shorter(self, tmp_path: Path) -> None:
-        each = sample(1, 2 * PAGE)
+        stored_sample = sample(1, 2 * PAGE)
         with closing(self.make(tmp_path)) as tier:
-            store(tier, each)
-            done, got = load(tier, each.name, 5 * PAGE)
-            assert done.ok == {each.name: each.header}
-            assert got[: each.room] == each.payload
-            done, _ = load(tier, each.name, PAGE)
+            store(tier, stored_sample)
+            done, buffer = load(tier, stored_sample.name, 5 * PAGE)
+            assert done.ok == {stored_sample.name: stored_sample.header}
+            assert buffer[: stored_sample.room] == stored_sample.payload
+            done, _ = load(tier, stored_sample.name, PAGE)
             assert done.ok == {}
 
     def test_lookup_tells_the_room(self, tmp_path: Path) -> None:
@@ -562,10 +562,10 @@ class TierSuite(SeamSuite):
         others = [each for each in cleared if not each.name.key.startswith(prefix)]
         with closing(self.make(tmp_path)) as tier:
             store(tier, *cleared)
-            for start, left in ((bytes(4), cleared), (prefix, others), (prefix, others), (b"", [])):
+            for start, remaining in ((bytes(4), cleared), (prefix, others), (prefix, others), (b"", [])):
                 done = run(tier, Job(1, Op.CLEAR, (), prefix=start))
                 assert (done.ok, done.failed, done.error) == ({}, {}, "")
-                assert self.stored(tmp_path) == {each.name: each.at_rest() for each in left}
+                assert self.stored(tmp_path) == {each.name: each.at_rest() for each in remaining}
 
     def test_a_store_overwrites_the_value_of_its_name(self, tmp_path: Path) -> None:
         with closing(self.make(tmp_path)) as tier:
@@ -601,39 +601,39 @@ class TierSuite(SeamSuite):
                 assert self.raw_objects(tmp_path) == {}
 
     def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
-        each = sample(1, PAGE)
-        sound, chance = self.at_rest(each), random.Random(0)
+        stored_sample = sample(1, PAGE)
+        sound, rng = self.at_rest(stored_sample), random.Random(0)
         header, zeros = [*range(512), *range(PAGE - 32, PAGE)], range(512, PAGE - 32)
-        places = [*header, *chance.sample(zeros, 200), PAGE, *chance.sample(range(PAGE, len(sound)), 200)]
+        places = [*header, *rng.sample(zeros, 200), PAGE, *rng.sample(range(PAGE, len(sound)), 200)]
         with closing(self.make(tmp_path)) as tier:
-            for at in places:
+            for position in places:
                 spoilt = bytearray(sound)
-                spoilt[at] ^= 1 << chance.randrange(8)
-                self.assert_corrupt(tier, tmp_path, each.name, bytes(spoilt), each.room)
+                spoilt[position] ^= 1 << rng.randrange(8)
+                self.assert_corrupt(tier, tmp_path, stored_sample.name, bytes(spoilt), stored_sample.room)
 
     def test_any_other_length_is_a_miss(self, tmp_path: Path) -> None:
         each = sample(1, 3 * PAGE)
         sound = self.at_rest(each)
-        edges = {at + by for at in range(0, len(sound), PAGE) for by in (-1, 0, 1, 512)}
-        shorter = sorted({*edges, *range(0, len(sound), 509), len(sound) - 1} & {*range(len(sound))})
+        edges = {position + by for position in range(0, len(sound), PAGE) for by in (-1, 0, 1, 512)}
+        short_lengths = sorted({*edges, *range(0, len(sound), 509), len(sound) - 1} & {*range(len(sound))})
         with closing(self.make(tmp_path)) as tier:
-            for length in shorter:
+            for length in short_lengths:
                 self.assert_corrupt(tier, tmp_path, each.name, sound[:length], each.room)
             for more in (1, 16, 511, 512, PAGE - 1, PAGE, PAGE + 1, 7 * PAGE, 1 << 20):
                 self.assert_corrupt(tier, tmp_path, each.name, sound + bytes(more), each.room)
             self.assert_corrupt(tier, tmp_path, each.name, sound + sound, each.room)
 
     def test_bytes_of_another_object_are_a_miss(self, tmp_path: Path) -> None:
-        one, two = sample(1), sample(2)
-        other_shard = Name(one.name.key, one.name.shard._replace(end_layer=2))
+        first, second = sample(1), sample(2)
+        other_shard = Name(first.name.key, first.name.shard._replace(end_layer=2))
         with closing(self.make(tmp_path)) as tier:
-            self.assert_corrupt(tier, tmp_path, one.name, self.at_rest(two), one.room)
-            self.assert_corrupt(tier, tmp_path, two.name, self.at_rest(one), one.room)
-            self.assert_corrupt(tier, tmp_path, other_shard, self.at_rest(one), one.room)
-            mixed = self.at_rest(one)[:PAGE] + self.at_rest(two)[PAGE:]
-            self.assert_corrupt(tier, tmp_path, one.name, mixed, one.room)
+            self.assert_corrupt(tier, tmp_path, first.name, self.at_rest(second), first.room)
+            self.assert_corrupt(tier, tmp_path, second.name, self.at_rest(first), first.room)
+            self.assert_corrupt(tier, tmp_path, other_shard, self.at_rest(first), first.room)
+            mixed = self.at_rest(first)[:PAGE] + self.at_rest(second)[PAGE:]
+            self.assert_corrupt(tier, tmp_path, first.name, mixed, first.room)
             for junk in (bytes(3 * PAGE), b"\xff" * 3 * PAGE, b"lmtierKV" * PAGE):
-                self.assert_corrupt(tier, tmp_path, one.name, junk, one.room)
+                self.assert_corrupt(tier, tmp_path, first.name, junk, first.room)
 
     def test_what_was_corrupt_can_be_stored_again(self, tmp_path: Path) -> None:
         each = sample(1)
@@ -678,16 +678,16 @@ class TierSuite(SeamSuite):
             for i, buffer in enumerate(buffers):
                 tier.submit(Job(i, Op.LOAD, (Item(each.name, buffer),)))
             done = drain(tier, len(buffers))
-            assert all(one.ok == {each.name: each.header} for one in done)
+            assert all(done_job.ok == {each.name: each.header} for done_job in done)
             assert all(buffer == each.payload for buffer in buffers)
 
     def test_loads_beside_stores_and_deletes(self, tmp_path: Path) -> None:
         objects = [sample(i, 16 * PAGE) for i in range(60)]
-        there, fresh, gone = objects[:20], objects[20:40], objects[40:]
-        buffers = [pages(each.room) for each in there]
+        loaded, stored, gone = objects[:20], objects[20:40], objects[40:]
+        buffers = [pages(each.room) for each in loaded]
         with closing(self.make(tmp_path)) as tier:
-            store(tier, *there, *gone)
-            for i, (old, buffer, new, victim) in enumerate(zip(there, buffers, fresh, gone, strict=True)):
+            store(tier, *loaded, *gone)
+            for i, (old, buffer, new, victim) in enumerate(zip(loaded, buffers, stored, gone, strict=True)):
                 tier.submit(Job(3 * i, Op.LOAD, (Item(old.name, buffer),)))
                 if i % 2:
                     tier.submit(Job(3 * i + 1, Op.STORE, (new.item(replaces=victim.name),)))
@@ -696,5 +696,5 @@ class TierSuite(SeamSuite):
                     tier.submit(Job(3 * i + 2, Op.DELETE, (Item(victim.name),)))
             done = drain(tier, 50)
             assert all(not each.failed for each in done)
-            assert buffers == [each.payload for each in there]
-            assert self.stored(tmp_path) == {each.name: each.at_rest() for each in (*there, *fresh)}
+            assert buffers == [each.payload for each in loaded]
+            assert self.stored(tmp_path) == {each.name: each.at_rest() for each in (*loaded, *stored)}

@@ -39,8 +39,8 @@ class RestingCollector:
         self._at_start = entries
         gc.collect()
         gc.freeze()
-        young, middle, _ = gc.get_threshold()
-        gc.set_threshold(young, middle, _NEVER)
+        young_threshold, middle_threshold, _ = gc.get_threshold()
+        gc.set_threshold(young_threshold, middle_threshold, _NEVER)
 
     def rest(self, entries: int) -> None:
         if gc.get_count()[2] and entries - self._at_start <= _SEARCHED:

@@ -123,16 +123,16 @@ class DiskTier(BlockingTier):
     def lock(self) -> int | None:
         return self._lock.fileno()
 
-    def _prepare(self, given: int | None) -> FileIO:
+    def _prepare(self, inherited_lock_fd: int | None) -> FileIO:
         """Make all 256 directories at once, so that no store has to check for its own.
 
         New directories, and a new root, are closed to other users. An existing root keeps its mode: it may be
         a mount point, or the wrong directory by mistake.
         """
         self._need_ours(self.root, os.fstat(self._root_fd))
-        if not self._adopts and (others := _foreign_entries(self._root_fd)):
+        if not self._adopts and (foreign := _foreign_entries(self._root_fd)):
             raise TierError(
-                f"disk tier: {self.root} holds other things, such as {others[0]!r}: name an empty "
+                f"disk tier: {self.root} holds other things, such as {foreign[0]!r}: name an empty "
                 "directory, which may be in it, or set adopt=yes in the tier's URL to use this one"
             )
         for name in (PARTIAL, *sorted(_FANS)):
@@ -142,7 +142,7 @@ class DiskTier(BlockingTier):
             if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{name} in it is not a directory")
             self._need_ours(self.root / name, status)
-        lock = _take_lock(self.root, self._root_fd, os.O_CREAT, given)
+        lock = _take_lock(self.root, self._root_fd, os.O_CREAT, inherited_lock_fd)
         try:
             for name in _leftovers(self._root_fd):
                 os.unlink(name, dir_fd=self._root_fd)
@@ -172,17 +172,17 @@ class DiskTier(BlockingTier):
         return got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        home, partial = self._root_fd, f"{PARTIAL}/{item.name}"
+        root_fd, partial_path = self._root_fd, f"{PARTIAL}/{item.name}"
         if item.replaces is not None:
             # Existing blocks are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
             with suppress(FileNotFoundError):
-                os.rename(_path(item.replaces), partial, src_dir_fd=home, dst_dir_fd=home)
+                os.rename(_path(item.replaces), partial_path, src_dir_fd=root_fd, dst_dir_fd=root_fd)
         try:
-            _write(home, partial, self._direct, buffers, item.used or time.time_ns())
-            os.rename(partial, _path(item.name), src_dir_fd=home, dst_dir_fd=home)
+            _write(root_fd, partial_path, self._direct, buffers, item.used or time.time_ns())
+            os.rename(partial_path, _path(item.name), src_dir_fd=root_fd, dst_dir_fd=root_fd)
         except BaseException:
             with suppress(OSError):
-                os.unlink(partial, dir_fd=home)
+                os.unlink(partial_path, dir_fd=root_fd)
             raise
 
     def delete(self, names: Sequence[Name]) -> None:
@@ -201,8 +201,8 @@ class DiskTier(BlockingTier):
         for name in names:
             with suppress(FileNotFoundError):
                 status = os.stat(_path(name), dir_fd=self._root_fd, follow_symlinks=False)
-                if (known := _object_stat(status, self._owners)) is not None:
-                    found[name] = known
+                if (object_stat := _object_stat(status, self._owners)) is not None:
+                    found[name] = object_stat
         return found
 
     def scan(self) -> Iterator[tuple[Name, Stat]]:
@@ -214,36 +214,36 @@ class DiskTier(BlockingTier):
         which must not count.
         """
         self.foreign_entries = 0
-        sizes: set[tuple[Shard, int]] = set()
+        checked_sizes: set[tuple[Shard, int]] = set()
         page = memoryview(mmap.mmap(-1, PAGE))
-        refused: OSError | None = None
+        last_refusal: OSError | None = None
         for path, name, status in _walk(self._root_fd):
             if isinstance(status, OSError):
                 if path in _FANS:  # what it holds is not known, and may be what others want deleted
                     raise status
-                refused = status
+                last_refusal = status
             if name is None or isinstance(status, OSError):
                 self.foreign_entries += 1
                 continue
-            known = _object_stat(status, self._owners)
-            if known is not None:
-                size = name.shard, known.nbytes
-                if size in sizes or self._is_sound(path, name, known, page):
-                    sizes.add(size)
-                    yield name, known
+            object_stat = _object_stat(status, self._owners)
+            if object_stat is not None:
+                shard_and_size = name.shard, object_stat.nbytes
+                if shard_and_size in checked_sizes or self._is_sound(path, name, object_stat, page):
+                    checked_sizes.add(shard_and_size)
+                    yield name, object_stat
                     continue
             try:
                 os.unlink(path, dir_fd=self._root_fd)
             except FileNotFoundError:
                 pass  # deleted or replaced meanwhile
             except OSError as error:
-                refused = error
+                last_refusal = error
                 self.foreign_entries += 1
-        if refused:
+        if last_refusal:
             log.error(
                 "lmtier: the system refuses to examine or delete files in %s, such as the last one: %s; they "
                 "are left alone, so look at the disk and at their attributes",
-                *(self.root, refused),
+                *(self.root, last_refusal),
             )
         if self.foreign_entries:
             log.warning("lmtier: %d foreign entries in %s are left alone", self.foreign_entries, self.root)
@@ -361,29 +361,29 @@ def verify(
     def found(path: str, fault: Fault, reason: str) -> None:
         if (fix and fault in _FIXED) or (drop_sealed and fault is Fault.SEALED):
             try:
-                os.unlink(path, dir_fd=home)
+                os.unlink(path, dir_fd=root_fd)
                 report.fixed += 1
             except OSError as error:
                 reason += f"; it cannot be deleted: {error.strerror or error}"
         report.findings.append(Finding(root / path, fault, reason))
 
     try:
-        home = os.open(root, _DIRECTORY)
+        root_fd = os.open(root, _DIRECTORY)
     except OSError as error:
         raise _unusable(root, error) from error
     try:
-        if _foreign_entries(home):  # before the lock of another program is taken
+        if _foreign_entries(root_fd):  # before the lock of another program is taken
             raise TierError(f"disk tier: {root} is not the directory of a disk tier")
-        with _take_lock(root, home, 0):
+        with _take_lock(root, root_fd, 0):
             try:
-                for path in _leftovers(home):
+                for path in _leftovers(root_fd):
                     found(path, Fault.ORPHANED, "a store that never ended")
-                direct = _probe_direct(root, home)
+                direct = _probe_direct(root, root_fd)
             except OSError as error:
                 raise _unusable(root, error) from error
-            entries = list(_walk(home))
-            checker = _Checker(home, direct, keys)
-            for number, (path, name, status) in enumerate(entries, 1):
+            entries = list(_walk(root_fd))
+            checker = _Checker(root_fd, direct, keys)
+            for checked_count, (path, name, status) in enumerate(entries, 1):
                 try:
                     if isinstance(status, OSError):
                         raise status
@@ -406,9 +406,9 @@ def verify(
                 except OSError as error:
                     found(path, Fault.UNREADABLE, error.strerror or repr(error))
                 if progress is not None:
-                    progress(number, len(entries))
+                    progress(checked_count, len(entries))
     finally:
-        _let_go(home)
+        _let_go(root_fd)
     return report
 
 
@@ -427,28 +427,28 @@ class _Checker:
         """Raise what a reader raises unless `path` holds `name`. Without keys a payload stays unchecked."""
         self.key_id = b""
         _read(self._home, path, self._direct, (self._page,))
-        header, proof = read_header(self._page)
-        need = padded(header.stored_nbytes)
-        if size != PAGE + need:  # before memory is allocated for a size in a header
-            raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + need}")
-        if len(self._payload) < need:
-            self._payload = anonymous(need)
-        got = _read(self._home, path, self._direct, (self._page, self._payload[:need]))
-        if isinstance(proof, Seal):
-            self.key_id = proof.key_id
+        header, seal_or_checksum = read_header(self._page)
+        payload_bytes = padded(header.stored_nbytes)
+        if size != PAGE + payload_bytes:  # before memory is allocated for a size in a header
+            raise CorruptObject(f"the file has {size} bytes, but its header says {PAGE + payload_bytes}")
+        if len(self._payload) < payload_bytes:
+            self._payload = anonymous(payload_bytes)
+        bytes_read = _read(self._home, path, self._direct, (self._page, self._payload[:payload_bytes]))
+        if isinstance(seal_or_checksum, Seal):
+            self.key_id = seal_or_checksum.key_id
             if self._keys is None:
                 peek(self._page, name)
                 return
-        self._header = check(self._page, self._payload[:need], name, got - PAGE, self._keys)
+        self._header = check(self._page, self._payload[:payload_bytes], name, bytes_read - PAGE, self._keys)
 
     def reseal(self, path: str, used: int) -> None:
         """Seal the object that was checked last with the current key, in its place."""
         assert self._header is not None
         body = self._payload[: padded(self._header.stored_nbytes)]
         stored = seal(self._page, self._header, body, self._keys, self._scratch)
-        partial = f"{PARTIAL}/{self._header.name}"
-        _write(self._home, partial, self._direct, (self._page, stored), used)
-        os.rename(partial, path, src_dir_fd=self._home, dst_dir_fd=self._home)
+        partial_path = f"{PARTIAL}/{self._header.name}"
+        _write(self._home, partial_path, self._direct, (self._page, stored), used)
+        os.rename(partial_path, path, src_dir_fd=self._home, dst_dir_fd=self._home)
 
 
 # ---- files
@@ -476,7 +476,7 @@ def _not_ours(status: os.stat_result, owners: Owners) -> str | None:
 
 def _read(home: int, path: str, direct: int, buffers: Sequence[memoryview], owners: Owners = None) -> int:
     """Fill `buffers` from the file. Returns the bytes read, or more than fit if the file is longer."""
-    room = sum(map(len, buffers))
+    capacity = sum(map(len, buffers))
     try:
         fd = os.open(path, os.O_RDONLY | direct | _SAFE, dir_fd=home)
     except OSError as error:
@@ -484,14 +484,14 @@ def _read(home: int, path: str, direct: int, buffers: Sequence[memoryview], owne
             raise CorruptObject("a symbolic link, not a file") from None
         raise
     try:
-        if (why := _not_ours(os.fstat(fd), owners)) is not None:
-            raise CorruptObject(f"the file {why}")
-        got = os.preadv(fd, (*buffers, _BEYOND), 0)
-        if got < room:  # a short file, or a short read of a long one
-            end = min(room, os.fstat(fd).st_size)
-            while got < end and (more := os.preadv(fd, _after(buffers, got), got)):
-                got += more
-        return got
+        if (reason := _not_ours(os.fstat(fd), owners)) is not None:
+            raise CorruptObject(f"the file {reason}")
+        bytes_read = os.preadv(fd, (*buffers, _BEYOND), 0)
+        if bytes_read < capacity:  # a short file, or a short read of a long one
+            expected = min(capacity, os.fstat(fd).st_size)
+            while bytes_read < expected and (more := os.preadv(fd, _after(buffers, bytes_read), bytes_read)):
+                bytes_read += more
+        return bytes_read
     finally:
         os.close(fd)
 
@@ -502,30 +502,30 @@ def _write(home: int, path: str, direct: int, buffers: Sequence[memoryview], use
     size = sum(map(len, buffers))
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | direct | _SAFE, 0o600, dir_fd=home)
     try:
-        had = os.fstat(fd).st_size
-        if had < size:
+        old_size = os.fstat(fd).st_size
+        if old_size < size:
             os.posix_fallocate(fd, 0, size)  # a full disk fails here, before bytes are written
-        elif had > size:
+        elif old_size > size:
             os.ftruncate(fd, size)
-        done = os.pwritev(fd, buffers, 0)
-        while done < size:
-            more = os.pwritev(fd, _after(buffers, done), done)
-            if not more:
+        written = os.pwritev(fd, buffers, 0)
+        while written < size:
+            count = os.pwritev(fd, _after(buffers, written), written)
+            if not count:
                 raise OSError(errno.EIO, "the disk takes no more bytes", path)
-            done += more
+            written += count
         os.utime(fd, ns=(used, used))
     finally:
         os.close(fd)
 
 
-def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """The rest of `buffers` after their first `done` bytes."""
-    rest = []
+def _after(buffers: Sequence[memoryview], skip: int) -> list[memoryview]:
+    """The rest of `buffers` after their first `skip` bytes."""
+    remaining = []
     for buffer in buffers:
-        if done < len(buffer):
-            rest.append(buffer[done:])
-        done = max(0, done - len(buffer))
-    return rest
+        if skip < len(buffer):
+            remaining.append(buffer[skip:])
+        skip = max(0, skip - len(buffer))
+    return remaining
 
 
 def _object_stat(status: os.stat_result, owners: Owners) -> Stat | None:
@@ -548,15 +548,15 @@ def _foreign_entries(home: int) -> list[str]:
     but not both.
     """
     names = set(os.listdir(home)) - {_EMPTY}
-    is_in_part = names <= {PARTIAL} or (names <= _OURS and names & _FANS and names - _FANS)
-    return [] if names >= _OURS or is_in_part else sorted(names - _OURS) or sorted(names)
+    is_unfinished_start = names <= {PARTIAL} or (names <= _OURS and names & _FANS and names - _FANS)
+    return [] if names >= _OURS or is_unfinished_start else sorted(names - _OURS) or sorted(names)
 
 
-def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> FileIO:
+def _take_lock(root: Path, home: int, create: int, inherited_fd: int | None = None) -> FileIO:
     try:
         fd = (
-            os.dup(given)
-            if given is not None
+            os.dup(inherited_fd)
+            if inherited_fd is not None
             else os.open(LOCK, os.O_RDWR | create | _SAFE, 0o600, dir_fd=home)
         )
     except FileNotFoundError as error:
@@ -568,10 +568,10 @@ def _take_lock(root: Path, home: int, create: int, given: int | None = None) -> 
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.pread(fd, 20, 0).decode("ascii", "replace")
+        owner_pid = os.pread(fd, 20, 0).decode("ascii", "replace")
         lock.close()
         raise InUseError(
-            f"disk tier: {root} is open in process {owner or 'unknown'}; a directory has one owner: "
+            f"disk tier: {root} is open in process {owner_pid or 'unknown'}; a directory has one owner: "
             "give this tier another, or stop that process",
         ) from error
     except OSError as error:

@@ -43,13 +43,13 @@ class BadReply(ConnectionError):
     """An answer that no server of this kind sends."""
 
 
-def printable_excerpt(said: object) -> str:
+def printable_excerpt(text: object) -> str:
     """What a server said, for a message: one short line. The repr of a whole answer may take seconds."""
-    if isinstance(said, bytes):
-        said = said[:_SHOWN].decode(errors="replace")
-    if not isinstance(said, str):
-        return f"a {type(said).__name__}"
-    return "".join(letter if letter.isprintable() else "?" for letter in said[:_SHOWN])
+    if isinstance(text, bytes):
+        text = text[:_SHOWN].decode(errors="replace")
+    if not isinstance(text, str):
+        return f"a {type(text).__name__}"
+    return "".join(character if character.isprintable() else "?" for character in text[:_SHOWN])
 
 
 def seconds_left(until: float) -> float:
@@ -78,34 +78,34 @@ def connect(address: Address, until: float, tls: ssl.SSLContext | None = None) -
 
 def _connect(address: Address, until: float) -> socket.socket:
     if isinstance(address, str):
-        places: list[tuple[socket.AddressFamily, object]] = [(socket.AF_UNIX, address)]
+        candidates: list[tuple[socket.AddressFamily, object]] = [(socket.AF_UNIX, address)]
     else:
         try:
-            found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         except (ValueError, OverflowError):  # a server named it
             raise BadReply(f"{printable_excerpt(address[0])!r} is not the name of a host") from None
-        places = [(family, place) for family, *_, place in found]
-    problem: OSError = ConnectionError(f"{address} is no address")
-    for tried, (family, place) in enumerate(places):
+        candidates = [(family, target) for family, *_, target in resolved]
+    last_error: OSError = ConnectionError(f"{address} is no address")
+    for attempt, (family, target) in enumerate(candidates):
         sock = socket.socket(family)
         forks.close_in_child(sock)
         try:
             # So that a silent address leaves time for the next one.
-            sock.settimeout(seconds_left(until) / (len(places) - tried))
-            sock.connect(place)  # type: ignore[arg-type]  # a path or a pair, as the family wants it
+            sock.settimeout(seconds_left(until) / (len(candidates) - attempt))
+            sock.connect(target)  # type: ignore[arg-type]  # a path or a pair, as the family wants it
             if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
         except OSError as error:
             sock.close()
-            problem = error
+            last_error = error
         except BaseException:
             sock.close()
             raise
         else:
             return sock
-    raise problem
+    raise last_error
 
 
 def tls_context(scheme: str, ca: str, cert: str, key: str, check_hostname: bool) -> ssl.SSLContext:
@@ -149,18 +149,18 @@ class TimedSocket:
     # ---- sending
 
     def send(self, pieces: Sequence[Buffer], until: float) -> None:
-        rest = [memoryview(piece) for piece in _joined(pieces)]
-        while rest:
-            advance(rest, self._send(rest, until))
+        unsent = [memoryview(piece) for piece in _joined(pieces)]
+        while unsent:
+            advance(unsent, self._send(unsent, until))
 
-    def _send(self, rest: list[memoryview], until: float) -> int:
+    def _send(self, unsent: list[memoryview], until: float) -> int:
         if self._is_tls:
             self._sock.settimeout(seconds_left(until))
-            return self._sock.send(rest[0][:_ENCRYPTED])
+            return self._sock.send(unsent[0][:_ENCRYPTED])
         while True:
             flags = self._limit(socket.SO_SNDTIMEO, until)
             with suppress(BlockingIOError):
-                return self._sock.sendmsg(rest[:_PIECES], (), flags)
+                return self._sock.sendmsg(unsent[:_PIECES], (), flags)
 
     # ---- receiving
 
@@ -193,12 +193,12 @@ class TimedSocket:
         """Let the kernel limit the next call, or near `until` wait here. Returns the flags of the call."""
         seconds = seconds_left(until)
         if seconds > _END[option]:
-            whole, rest = divmod(seconds * _KERNEL_SHARE, 1)
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(rest * 1e6)))
+            whole, fraction = divmod(seconds * _KERNEL_SHARE, 1)
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(fraction * 1e6)))
             return 0
-        end = select.poll()
-        end.register(self._sock, select.POLLOUT if option == socket.SO_SNDTIMEO else select.POLLIN)
-        if not end.poll(seconds * 1000):
+        poller = select.poll()
+        poller.register(self._sock, select.POLLOUT if option == socket.SO_SNDTIMEO else select.POLLIN)
+        if not poller.poll(seconds * 1000):
             seconds_left(until)
         return socket.MSG_DONTWAIT
 

@@ -201,14 +201,14 @@ def measure(
     if gpu is not None:
         from lmtier_bench import gpu as on_gpu
 
-        beside = tuple(
+        compute_paths = tuple(
             path for path in GPU_PATHS if path.startswith(("gpu: of", "gpu: gather", "gpu: finger"))
         )
-        near = tuple(path for path in GPU_PATHS if "copies" in path)
+        gpu_copy_paths = tuple(path for path in GPU_PATHS if "copies" in path)
         groups = {
             partial(on_gpu.models, gpu=gpu): (*gpu_paths.rates(), *gpu_paths.costs()),
-            partial(on_gpu.beside_work, gpu=gpu): beside,
-            partial(on_gpu.by_way_of_copies, gpu=gpu): near,
+            partial(on_gpu.beside_work, gpu=gpu): compute_paths,
+            partial(on_gpu.by_way_of_copies, gpu=gpu): gpu_copy_paths,
             stub.enqueueing: ("enqueue",),
         }
     wanted = [path for path in paths if only in path]
@@ -217,21 +217,21 @@ def measure(
     chosen = [group for group, heads in groups.items() if any(path.startswith(heads) for path in wanted)]
     samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
     with ExitStack() as stack:
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-", dir=directory)))
-        scale = _quick(own) if quick else _full(own, repeat)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-", dir=directory)))
+        scale = _quick(folder) if quick else _full(folder, repeat)
         progress = stack.enter_context(Progress())
         for done, group in enumerate(chosen):
-            most = scale.rounds * sum(path.startswith(groups[group]) for path in paths)
-            for seen, (path, ours, limit) in enumerate(group(scale)):
-                progress.at(100 * done + min(99, 100 * seen // most), 100 * len(chosen), path)
+            expected = scale.rounds * sum(path.startswith(groups[group]) for path in paths)
+            for received, (path, ours, limit) in enumerate(group(scale)):
+                progress.at(100 * done + min(99, 100 * received // expected), 100 * len(chosen), path)
                 if path in samples:
                     samples[path].append((ours, limit))
                     if save is not None:
                         _write(save, _rows(samples))
     for path, pairs in samples.items():
         if not pairs:
-            why = next((why for word, why in _MISSING.items() if word in path), _NO_SECOND_CORE)
-            complain(f"{path}: left out, {why}")
+            reason = next((reason for word, reason in _MISSING.items() if word in path), _NO_SECOND_CORE)
+            complain(f"{path}: left out, {reason}")
     return _rows(samples)
 
 
@@ -276,11 +276,11 @@ def _quick(directory: Path) -> Scale:
 
 def judge(path: str, pairs: list[tuple[float, float]]) -> Row:
     """The row of a path from its rounds of (ours, limit)."""
-    bound = _TARGETS[path]
+    target = _TARGETS[path]
     ours, limit = (median(each) for each in zip(*pairs, strict=True))
-    ratio = median(a / b if bound.is_rate else b / a for a, b in pairs)
-    ok = ratio >= bound.floor if bound.is_rate else ours <= bound.floor
-    return Row(path, _round(ours), _round(limit), bound.unit, _round(ratio), bound.floor, bound.goal, ok)
+    ratio = median(a / b if target.is_rate else b / a for a, b in pairs)
+    ok = ratio >= target.floor if target.is_rate else ours <= target.floor
+    return Row(path, _round(ours), _round(limit), target.unit, _round(ratio), target.floor, target.goal, ok)
 
 
 def _round(value: float) -> float:

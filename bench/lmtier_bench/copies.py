@@ -66,8 +66,8 @@ class Engine:
         layers = len(layout.layers)
         blocks = self.chunks * layout.blocks
         heads, k, v = layout.layers[0]
-        every = self.memory.view(np.uint16).reshape(layers, blocks, heads, BLOCK_TOKENS, k + v)
-        self.tensors = list(every)
+        all_layers = self.memory.view(np.uint16).reshape(layers, blocks, heads, BLOCK_TOKENS, k + v)
+        self.tensors = list(all_layers)
         self._at = 0
 
     def block_ids(self, chunks: int) -> list[int]:
@@ -140,10 +140,10 @@ def paired(
 ) -> tuple[str, float, float]:
     """One round in GB/s. Who goes first alternates: the second finds the caches as the first left them."""
     if number % 2:
-        bound, got = limit(), ours()
+        limit_seconds, our_seconds = limit(), ours()
     else:
-        got, bound = ours(), limit()
-    return path, nbytes / got / 1e9, nbytes / bound / 1e9
+        our_seconds, limit_seconds = ours(), limit()
+    return path, nbytes / our_seconds / 1e9, nbytes / limit_seconds / 1e9
 
 
 def alone(scale: Scale) -> Samples:
@@ -234,7 +234,7 @@ class OneTierCache:
         nbytes = chunks * engine.nbytes
         # A prompt of the small model takes less than a millisecond: several make one reading.
         times = max(1, min(engine.chunks // chunks // 2, (64 << 20) // nbytes))
-        fill = engine.chunks // chunks
+        prompts_that_fit = engine.chunks // chunks
         recent: list[Sequence[int]] = []
 
         def save() -> float:
@@ -242,7 +242,7 @@ class OneTierCache:
             recent.append(tokens)
             return seconds(lambda: self._save(mover, tokens, ids))
 
-        for _ in range(fill + 2):
+        for _ in range(prompts_that_fit + 2):
             save()
         for number in self._numbers(crew):
             yield paired(
@@ -252,8 +252,8 @@ class OneTierCache:
                 lambda: sum(save() for _ in range(times)),
                 lambda: memcpy.out(times * chunks),
             )
-        there = [tokens for tokens in recent[-fill:] if self._is_stored(mover, tokens)]
-        turns = _turns(there)
+        stored_prompts = [tokens for tokens in recent[-prompts_that_fit:] if self._is_stored(mover, tokens)]
+        turns = _turns(stored_prompts)
 
         def load() -> float:
             tokens, ids = next(turns), engine.block_ids(chunks)

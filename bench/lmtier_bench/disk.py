@@ -154,17 +154,17 @@ class ChunkSets:
         while len(self._stored) > 3:
             self._stored.popleft()
         keys = self._stored[0]
-        found: list[Match] = []
+        matches: list[Match] = []
 
         def work() -> None:
-            found.append(cache.wait(cache.match(keys, self._form)))
+            matches.append(cache.wait(cache.match(keys, self._form)))
 
         took = seconds(work)
-        assert found[0].sources == ["disk"] * self._chunks, (
-            f"{found[0]!r} came from {found[0].sources}, {found[0].cut_reason}"
+        assert matches[0].sources == ["disk"] * self._chunks, (
+            f"{matches[0]!r} came from {matches[0].sources}, {matches[0].cut_reason}"
         )
-        self.extents = self._extents(found[0].run)
-        cache.release(found[0])
+        self.extents = self._extents(matches[0].run)
+        cache.release(matches[0])
         return took
 
     def _extents(self, entries: Iterable[Entry]) -> list[memoryview]:
@@ -202,12 +202,12 @@ class BareFiles:
         self._writers.close()
 
     def _all(self, crew: CopyThreads, threads: int, one: Callable[[int], None]) -> float:
-        left = deque(range(len(self._paths)))
+        pending = deque(range(len(self._paths)))
 
         def work() -> None:
-            while left:
+            while pending:
                 try:
-                    number = left.popleft()
+                    number = pending.popleft()
                 except IndexError:  # another thread took the last
                     return
                 one(number)

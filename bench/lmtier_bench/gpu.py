@@ -179,8 +179,8 @@ class Rig:
 
     def ids(self, prompts: int = 1) -> list[list[int]]:
         """Blocks anywhere, other ones for each: what is left of a free list after a day."""
-        blocks, each = self.random.permutation(self.blocks), self.chunks * self.layout.blocks
-        return [blocks[i * each : (i + 1) * each].tolist() for i in range(prompts)]
+        blocks, blocks_per_prompt = self.random.permutation(self.blocks), self.chunks * self.layout.blocks
+        return [blocks[i * blocks_per_prompt : (i + 1) * blocks_per_prompt].tolist() for i in range(prompts)]
 
     def save(self, prompt: KeyChain, ids: list[int], *, by_layer: bool = False) -> Callable[[], None]:
         """What enqueues it; room for it is reserved here."""
@@ -260,12 +260,12 @@ def models(scale: Scale, gpu: Gpu) -> Samples:
 def _rates(scale: Scale, rig: Rig, what: str) -> Samples:
     store, load = rig.device.store, rig.device.load
     for number in _numbers(scale):
-        saved, there, fresh = rig.prompt(), rig.prompt(), rig.prompt()
+        saved_prompt, stored_prompt, fresh = rig.prompt(), rig.prompt(), rig.prompt()
         ids = rig.ids(2)
-        rig.on_device((store, rig.save(there, ids[0])))
-        out, enqueue_out = rig.on_device((store, rig.save(saved, ids[0])))
-        back, enqueue_back = rig.on_device((load, rig.load(there, ids[1])))
-        both, _ = rig.on_device((load, rig.load(there, ids[1])), (store, rig.save(fresh, ids[0])))
+        rig.on_device((store, rig.save(stored_prompt, ids[0])))
+        out, enqueue_out = rig.on_device((store, rig.save(saved_prompt, ids[0])))
+        back, enqueue_back = rig.on_device((load, rig.load(stored_prompt, ids[1])))
+        both, _ = rig.on_device((load, rig.load(stored_prompt, ids[1])), (store, rig.save(fresh, ids[0])))
         bare_out, bare_back = rig.bare((store, rig.out)), rig.bare((load, rig.back))
         bare_both = rig.bare((load, rig.back), (store, rig.out))
         if number < 0:
@@ -403,8 +403,8 @@ def _kernels(scale: Scale, rig: Rig) -> Samples:
         )
         if number >= 0:
             yield sample
-            each = (32 << 20) / rig.nbytes
-            got = fingerprint() * each, rig.bare((lane, rig.within)) * each
+            scale_to_32_mib = (32 << 20) / rig.nbytes
+            got = fingerprint() * scale_to_32_mib, rig.bare((lane, rig.within)) * scale_to_32_mib
             yield "gpu: fingerprint of 32 MiB", 1e3 * got[0], 1e3 * got[1]
 
 

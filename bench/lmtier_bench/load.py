@@ -64,7 +64,7 @@ def engines(scale: Scale) -> Samples:
 def many_chunks(scale: Scale) -> Samples:
     """Servers that hold a million and four million chunks, in turn with one that holds few."""
     sizes = {"": CAPACITY, "1M": scale.index_chunks, "4M": 4 * scale.index_chunks}
-    known = [chunks(f"known {each}", CHUNKS) for each in range(KNOWN)]
+    stored_prompts = [chunks(f"known {each}", CHUNKS) for each in range(KNOWN)]
     with ExitStack() as stack:
         servers = {}
         for name, capacity in sizes.items():
@@ -72,11 +72,11 @@ def many_chunks(scale: Scale) -> Samples:
                 ServerUnderLoad.server(scale, f"load{name}", capacity)
             )
             server.run("fill", capacity // (ENGINES * CHUNKS // 2) + 1)
-            held = server.client.stats()["cpu"]["chunks"]
-            assert held > 0.99 * capacity - CHUNKS, f"it holds {held} of {capacity} chunks"
-            server.store(*known)
+            chunk_count = server.client.stats()["cpu"]["chunks"]
+            assert chunk_count > 0.99 * capacity - CHUNKS, f"it holds {chunk_count} of {capacity} chunks"
+            server.store(*stored_prompts)
         for number in range(min(ROUNDS, scale.rounds)):
-            waits = {name: server.p99(*known) for name, server in servers.items()}
+            waits = {name: server.p99(*stored_prompts) for name, server in servers.items()}
             costs = {name: each.cost(f"{number}", scale.engine_prompts) for name, each in servers.items()}
             for name in ("1M", "4M"):
                 where = f"one server of {name} chunks: "
@@ -145,15 +145,15 @@ class ServerUnderLoad:
 def _bare() -> float:
     """What a dict takes for a chunk of the same traffic: half of them are found, half take the place of
     others."""
-    known, new = chunks("known", CHUNKS // 2), chunks("new", CHUNKS // 2)
-    held = dict.fromkeys([*known, *chunks("old", CHUNKS // 2)])
+    existing, new = chunks("known", CHUNKS // 2), chunks("new", CHUNKS // 2)
+    table = dict.fromkeys([*existing, *chunks("old", CHUNKS // 2)])
 
     def work() -> None:
-        for key in (*known, *new):
-            held.get(key)
+        for key in (*existing, *new):
+            table.get(key)
         for key in new:
-            held[key] = None
-            del held[next(iter(held))]
+            table[key] = None
+            del table[next(iter(table))]
 
     return seconds(work) / CHUNKS
 
@@ -199,8 +199,8 @@ def main(path: str, number: str) -> None:
         for line in sys.stdin:
             prompts, _, name = line.strip().partition(" ")
             is_large = name.startswith("large")
-            many = LARGE if is_large else CHUNKS // 2
-            tails = [chunks(f"{name}, {number}, {each}", many) for each in range(int(prompts))]
+            chunk_count = LARGE if is_large else CHUNKS // 2
+            tails = [chunks(f"{name}, {number}, {each}", chunk_count) for each in range(int(prompts))]
             dice = random.Random(f"{name} {number}")
             _say("ready")
             sys.stdin.readline()

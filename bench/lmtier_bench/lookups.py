@@ -54,7 +54,7 @@ def match(scale: Scale) -> Samples:
         with mover.save(chain, [0] * chunks) as save:
             save.all()
         cache.flush()
-        kept = dict.fromkeys(chain.keys)
+        key_table = dict.fromkeys(chain.keys)
 
         def find(given: Any) -> None:
             found = mover.match(mover.chain(given))
@@ -66,7 +66,7 @@ def match(scale: Scale) -> Samples:
 
         def get_kept() -> None:
             for key in chain.keys:
-                kept[key]
+                key_table[key]
 
         for _ in range(scale.rounds):
             ours, limit = _best(lambda: find(tokens)), _best(partial(_hash, tokens))
@@ -89,13 +89,13 @@ def index(scale: Scale) -> Samples:
     No memory is as fast for a million chunks as for ten thousand. The limit says what a bare dict of the
     same keys takes, and by how much its lookups slow down.
     """
-    count, few = scale.index_chunks, min(SMALL_INDEX, scale.index_chunks)
+    count, small_count = scale.index_chunks, min(SMALL_INDEX, scale.index_chunks)
     for policy in ("auto", "lru"):
         name = f"index of 1M chunks, {policy}: "
         large, taken = _traced(partial(_filled, policy, count))
         bare, bare_taken = _traced(partial(_bare, count))
         yield name + "memory a chunk", taken / count, bare_taken / count
-        small, small_bare = _filled(policy, few), _bare(few)
+        small, small_bare = _filled(policy, small_count), _bare(small_count)
         for _ in range(3):
             ours = _use(large, _some(bare)) / _use(small, _some(small_bare))
             yield name + "growth of an operation over 10k", ours, _get(bare) / _get(small_bare)
@@ -104,10 +104,10 @@ def index(scale: Scale) -> Samples:
 def _traced(make: Callable[[], T]) -> tuple[T, int]:
     """What `make` makes, and the bytes it holds on to."""
     tracemalloc.start()
-    made = make()
+    result = make()
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return made, taken
+    return result, taken
 
 
 def _filled(policy: str, count: int) -> Index:

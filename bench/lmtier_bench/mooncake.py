@@ -87,20 +87,20 @@ class OwnCalls:
         return self._all(partial(self._moved, self._store.put_from, 0), new)
 
     def get(self) -> float:
-        some = [self._stored[i] for i in range(BATCH)]
+        oldest = [self._stored[i] for i in range(BATCH)]
         self._stored.rotate(-BATCH)
-        return self._all(partial(self._moved, self._store.get_into, self._nbytes), some)
+        return self._all(partial(self._moved, self._store.get_into, self._nbytes), oldest)
 
     def clear(self) -> None:
         assert self._store.remove_by_regex(".*", True) >= 0
 
     def _all(self, move: Callable[[int], None], numbers: list[int]) -> float:
-        left = deque(numbers)
+        pending = deque(numbers)
 
         def work() -> None:
             with suppress(IndexError):  # another thread took the last
                 while True:
-                    move(left.popleft())
+                    move(pending.popleft())
 
         return seconds(lambda: self._crew.run([work] * THREADS))
 
@@ -138,8 +138,8 @@ def _cluster(program: str, directory: Path) -> Iterator[tuple[str, str]]:
             time.sleep(0.05)  # another process starts, and sends no word
         node = start(sys.executable, "-c", _NODE, where, master, str(SEGMENT), stdout=subprocess.PIPE)
         assert node.stdout is not None
-        if (said := node.stdout.readline().strip()) != "ready":
-            raise ConfigError(f"a node of Mooncake did not start: {said}")
+        if (first_line := node.stdout.readline().strip()) != "ready":
+            raise ConfigError(f"a node of Mooncake did not start: {first_line}")
         yield master, where
 
 

@@ -56,14 +56,14 @@ def store_and_load(scale: Scale) -> Samples:
         port = str(stack.enter_context(redis_process(scale.directory, *limits)).getpeername()[1])
         tier = open_tier(TierSpec.parse(f"redis://127.0.0.1:{port}?deadline=1m"))
         objects = Objects(stack.enter_context(closing(tier)), memory, layout)
-        others: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+        baselines: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
             ("32 MiB objects", bare.send, bare.receive)
         ]
-        other = stack.enter_context(redis_process(scale.directory))
-        if (client := _redis_py(other.getpeername()[1])) is not None:
+        baseline = stack.enter_context(redis_process(scale.directory))
+        if (client := _redis_py(baseline.getpeername()[1])) is not None:
             whole = RedisPyValues(stack.enter_context(closing(client)), memory, nbytes)
-            others.append(("against redis-py", whole.set, whole.get))
-        for what, send, receive in others:
+            baselines.append(("against redis-py", whole.set, whole.get))
+        for what, send, receive in baselines:
             for _ in range(ROOM // BATCH):  # full, and what was there before is gone
                 objects.store()
             for _ in range(NAMES):

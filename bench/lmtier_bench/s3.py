@@ -52,19 +52,19 @@ def store_and_load(scale: Scale) -> Samples:
         port = stack.enter_context(_seaweed(program, scale.directory))
         objects = Objects(stack.enter_context(closing(_tier(port))), memory, layout)
         bare = stack.enter_context(closing(Bare(port, memory, nbytes)))
-        others: list[tuple[str, Any]] = [("32 MiB objects", bare)]
+        baselines: list[tuple[str, Any]] = [("32 MiB objects", bare)]
         if (client := _boto3(port)) is not None:
-            others.append(("against boto3", stack.enter_context(closing(Boto3(client, memory, nbytes)))))
-        for what, other in others:
+            baselines.append(("against boto3", stack.enter_context(closing(Boto3(client, memory, nbytes)))))
+        for what, baseline in baselines:
             for number in range(-1, scale.disk_rounds):
-                sample = paired(f"store to s3, {what}", total, number, objects.store, other.put)
+                sample = paired(f"store to s3, {what}", total, number, objects.store, baseline.put)
                 if number >= 0:  # before that, the server makes its volumes
                     yield sample
             for _ in range(NAMES // BATCH):
                 objects.store()
-                other.put()
+                baseline.put()
             for number in range(scale.rounds):
-                yield paired(f"load from s3, {what}", total, number, objects.load, other.get)
+                yield paired(f"load from s3, {what}", total, number, objects.load, baseline.get)
 
 
 def lookups(scale: Scale) -> Samples:
@@ -114,7 +114,7 @@ class Bare:
         return self._all([partial(self._get_one, next(self._got), next(self._views)) for _ in range(BATCH)])
 
     def _all(self, work: list[Callable[[socket.socket], None]]) -> float:
-        jobs = [partial(one, wire) for one, wire in zip(work, self._wires, strict=True)]
+        jobs = [partial(call, wire) for call, wire in zip(work, self._wires, strict=True)]
         return seconds(lambda: self._crew.run(jobs))
 
     def _put_one(self, number: int, view: memoryview, wire: socket.socket) -> None:

@@ -88,26 +88,26 @@ class Cache:
         self._lost_at_flush = 0
         """How many of `lost` `flush` has reported."""
         self._closed = threading.Event()
-        top, *lower = config.cache_tiers
-        assert top.capacity is not None
+        cpu, *lower_specs = config.cache_tiers
+        assert cpu.capacity is not None
         if handover is None:
-            memory_limits.check(str(top), top.capacity)
-        size = top.capacity if handover is None else handover.capacity
-        memory = None if handover is None else handover.slab
+            memory_limits.check(str(cpu), cpu.capacity)
+        slab_bytes = cpu.capacity if handover is None else handover.capacity
+        slab_fd = None if handover is None else handover.slab
         try:
-            self.slab = Slab(size, hugepages=config.hugepages, shared=shared, fd=memory)
+            self.slab = Slab(slab_bytes, hugepages=config.hugepages, shared=shared, fd=slab_fd)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"{top}: this machine does not give that much memory: {error}") from None
+            raise ConfigError(f"{cpu}: this machine does not give that much memory: {error}") from None
         self.index = Index(
-            self.slab.capacity, make_policy(top.policy), shares=config.shares, is_record=is_record
+            self.slab.capacity, make_policy(cpu.policy), shares=config.shares, is_record=is_record
         )
         self.index.label, self.index.followers = CPU, self.followers
         self.indexes = {CPU: self.index}
         """Of the slab and of owned tiers, by label."""
         self.lower = LowerTiers()
         self._gauges = CacheMetrics(self.metrics, self.indexes, self.lower, self.chunk_tokens)
-        self.memory = MemoryPlace(self.slab, self.index, self.metrics, self._gauges.evict, clock, top.ttl)
-        above = CacheContext(
+        self.memory = MemoryPlace(self.slab, self.index, self.metrics, self._gauges.evict, clock, cpu.ttl)
+        context = CacheContext(
             slab=self.index,
             view=self.slab.view,
             release=self.memory.release,
@@ -119,14 +119,14 @@ class Cache:
             clock=clock,
             shares=config.shares,
         )
-        locks, is_known = (handover.locks, handover.knows) if handover else ({}, lambda place: False)
-        self.lower.open(lower, tiers or {}, self._woken, above, locks, is_known)
+        locks, has_index_of = (handover.locks, handover.knows) if handover else ({}, lambda place: False)
+        self.lower.open(lower_specs, tiers or {}, self._woken, context, locks, has_index_of)
         self.indexes |= {tier.label: tier.index for tier in self.lower.owned}
-        of_both = self.memory, self.lower, self._gauges, self.followers
-        self._reservations = Reservations(*of_both)
+        shared_parts = self.memory, self.lower, self._gauges, self.followers
+        self._reservations = Reservations(*shared_parts)
         weighing = LoadDecider(config.worth, self.chunk_tokens, self.lower, self.metrics)
         self.forgotten_tenants = ForgottenTenants(self)
-        self._matches = Matches(*of_both, weighing, self.forgotten_tenants.covers)
+        self._matches = Matches(*shared_parts, weighing, self.forgotten_tenants.covers)
         self.presence: Presence | None = None
         """The table that other processes read. It exists only if no tier must always be asked what it has."""
         if shared and all(tier.source for tier in self.lower.shared):
@@ -140,8 +140,8 @@ class Cache:
                 index.presence = self.presence
         else:
             handover.enter(self)
-            self.memory.resize(min(top.capacity, self.slab.capacity))
-            self.memory.set_ttl(top.ttl)
+            self.memory.resize(min(cpu.capacity, self.slab.capacity))
+            self.memory.set_ttl(cpu.ttl)
         self.outlook = MissCurves(bounded_tiers(self.index, self.lower), self.chunk_tokens)
         self.followers.add(self.outlook)
         self._gauges.declare(self.outlook, self.pinning)
@@ -149,11 +149,11 @@ class Cache:
         self._prefault = None
         if config.prefault:
             self._prefault = start_thread("lmtier-prefault", self.slab.prefault, self._closed.is_set)
-        until = time.monotonic() + _WARM_PATIENCE
-        while wait_until_warm and time.monotonic() < until:
+        deadline = time.monotonic() + _WARM_PATIENCE
+        while wait_until_warm and time.monotonic() < deadline:
             if not any(tier.has_jobs and not tier.is_warm for tier in self.lower):
                 break
-            self._wait(until)
+            self._wait(deadline)
             for tier in self.lower:
                 tier.poll()
 
@@ -201,7 +201,7 @@ class Cache:
     ) -> Match:
         """Find the longest stored prefix of `keys` that a reader of `form` can use.
 
-        Leases its part in the slab. With `ends`, the prefix ends at a state of that form, leased too.
+        Leases its part in the slab. With `state_form`, the prefix ends at a state of that form, leased too.
 
         `tokens` is the length of the prompt. `deadline` is in seconds from now. `cost` is the time that
         computing would take: with `worth=auto` the match ends where loading would take longer.
@@ -211,22 +211,22 @@ class Cache:
         """
         began = time.monotonic()
         self._need_open()
-        names = check_chain(keys)  # a copy: the caller's list grows with its request
-        whole = self._gauges.tokens(names[:1]) * len(names)
-        asked = whole if tokens is None else tokens
-        if asked < whole or (names and asked and not whole):  # states and records have no tokens
-            than = "less" if whole else "more"
-            raise MisuseError(f"tokens={asked} is {than} than the {whole} tokens of these keys")
-        seconds = self.config.load_deadline if deadline is None else deadline
-        agent = self.sessions.asks(names, form, asked, session, parent, state_form) if whole else None
+        chain = check_chain(keys)  # a copy: the caller's list grows with its request
+        key_tokens = self._gauges.tokens(chain[:1]) * len(chain)
+        asked = key_tokens if tokens is None else tokens
+        if asked < key_tokens or (chain and asked and not key_tokens):  # states and records have no tokens
+            relation = "less" if key_tokens else "more"
+            raise MisuseError(f"tokens={asked} is {relation} than the {key_tokens} tokens of these keys")
+        patience = self.config.load_deadline if deadline is None else deadline
+        agent = self.sessions.asks(chain, form, asked, session, parent, state_form) if key_tokens else None
         match = self._matches.begin(
-            names, form, asked, began + seconds, cost, began, state_form, agent, source
+            chain, form, asked, began + patience, cost, began, state_form, agent, source
         )
         self.index.touch(match.run)
-        self.lower.on_request(names, match.run)
-        if whole:
-            for hear in self.followers.asked:
-                hear(names, asked, form)
+        self.lower.on_request(chain, match.run)
+        if key_tokens:
+            for notify in self.followers.asked:
+                notify(chain, asked, form)
             self.metrics.looked_up(time.monotonic() - began)
         return match
 
@@ -252,16 +252,16 @@ class Cache:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The engine has this prefix itself. Mark it as used here too: the engine will evict it first."""
-        run = []
+        leading_entries = []
         for key in keys:
             entry = self.index.get(key)
             if entry is None:
                 break
-            run.append(entry)
-        self.index.touch(run)
-        self.lower.on_request(keys, run)
-        for hear in self.followers.used:
-            hear(keys)
+            leading_entries.append(entry)
+        self.index.touch(leading_entries)
+        self.lower.on_request(keys, leading_entries)
+        for notify in self.followers.used:
+            notify(keys)
 
     # ---- save: reserve, commit, abort
 
@@ -304,7 +304,7 @@ class Cache:
     ) -> None:
         """The bytes of `shard` (None: the only one) are in place. With the last shard chunks become visible.
 
-        `prints` maps chunk numbers to the fingerprint of this shard.
+        `marks` maps chunk numbers to the fingerprint of this shard.
         """
         self._reservations.commit(reservation, shard, marks)
 
@@ -323,9 +323,9 @@ class Cache:
         A smaller capacity is reached by eviction, a few milliseconds in each step. A shorter lifetime also
         ends the chunks that are stored. Raises MisuseError before anything has changed.
         """
-        before, after = self.config.cache_tiers, config.cache_tiers
+        old_specs, new_specs = self.config.cache_tiers, config.cache_tiers
         _check_change(self.config, config)
-        places = [*zip(before, after, (self.memory, *self.lower), strict=True)]
+        places = [*zip(old_specs, new_specs, (self.memory, *self.lower), strict=True)]
         for old, new, place in places:
             if isinstance(place, SharedTier) and (old.capacity, old.policy) != (new.capacity, new.policy):
                 raise MisuseError(f"{place.label} is shared: its server decides about capacity and policy")
@@ -361,8 +361,8 @@ class Cache:
             self._matches.expire()
         self.memory.begin_step()
         self.metrics.count()
-        for hear in self.followers.stepped:
-            hear()
+        for notify in self.followers.stepped:
+            notify()
         return results
 
     def _write_ahead(self) -> None:
@@ -395,16 +395,16 @@ class Cache:
         since the last call some chunks were lost, because a tier failed, was full, or was too slow. As with
         fsync, a loss is reported once.
         """
-        before, ended = self._lost_at_flush, self._drain(timeout)
+        lost_before, is_drained = self._lost_at_flush, self._drain(timeout)
         self._lost_at_flush = self.lost
-        return ended and self._lost_at_flush == before
+        return is_drained and self._lost_at_flush == lost_before
 
     def _drain(self, timeout: float) -> bool:
         """Step until nothing waits to be written or deleted. False: the time ran out."""
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         self.step()
-        while any(tier.is_busy for tier in self.lower) and time.monotonic() < until:
-            self._wait(until)
+        while any(tier.is_busy for tier in self.lower) and time.monotonic() < deadline:
+            self._wait(deadline)
             self.step()
         return not any(tier.backlog for tier in self.lower)
 
@@ -443,11 +443,11 @@ class Cache:
             *((tier.index, tier.clear_one) for tier in self.lower.owned),
         ]
         for index, clear_one in places:
-            for number, entry in enumerate(index.entries(), 1):
-                is_there = entry.state is not EntryState.GONE and entry.key.startswith(namespace)
-                if is_there and (force or not entry.leases):
+            for count, entry in enumerate(index.entries(), 1):
+                is_in_namespace = entry.state is not EntryState.GONE and entry.key.startswith(namespace)
+                if is_in_namespace and (force or not entry.leases):
                     clear_one(entry)
-                if not number % _CLEARED_AT_ONCE:
+                if not count % _CLEARED_AT_ONCE:
                     yield
         for tier in self.lower:  # at once: chunks that were stored again in the meantime
             tier.unlease_queued(namespace)
@@ -469,12 +469,12 @@ class Cache:
 
         What was stored under its key since then is deleted too: a server and lower tiers know only the key.
         """
-        known = self.index.get(entry.key)
-        if entry.state is not EntryState.GONE and known is not entry:
+        current = self.index.get(entry.key)
+        if entry.state is not EntryState.GONE and current is not entry:
             raise MisuseError(f"discard of {entry!r}, which belongs to another cache")
-        if known is not None:
-            self.memory.take_out(known, DIFFERED)
-        forms = {entry.form} if known is None else {entry.form, known.form}
+        if current is not None:
+            self.memory.take_out(current, DIFFERED)
+        forms = {entry.form} if current is None else {entry.form, current.form}
         for tier in self.lower:
             tier.discard(entry.key, forms, DIFFERED)
 
@@ -483,10 +483,10 @@ class Cache:
     def _end_lifetimes(self) -> None:
         """Delete some chunks that expired or are forgotten, and end some sessions; the next step goes on."""
         self.pinning.expire()
-        more = self.memory.expire() | self.sessions.step() | self.forgotten_tenants.step()
+        has_more = self.memory.expire() | self.sessions.step() | self.forgotten_tenants.step()
         for tier in self.lower:
-            more |= tier.expire()
-        if more:
+            has_more |= tier.expire()
+        if has_more:
             self._woken()
 
     def _come_down(self) -> None:
@@ -494,9 +494,9 @@ class Cache:
         places: list[MemoryPlace | OwnedTier] = [self.memory, *self.lower.owned]
         for place in places:
             if place.index.capacity != place.index.target:
-                before = place.index.used
+                used_before = place.index.used
                 place.come_down(time.monotonic() + _COMING_DOWN)
-                if place.index.surplus > 0 and place.index.used < before:
+                if place.index.surplus > 0 and place.index.used < used_before:
                     self._woken()
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
@@ -541,8 +541,8 @@ class Cache:
         A tier overwrites the old value in its time. After a kill a restart finds either, or one between.
         """
         (entry,) = reservation.entries.values()
-        if (old := self.index.get(key)) is not None:
-            self.memory.take_out(old)
+        if (old_entry := self.index.get(key)) is not None:
+            self.memory.take_out(old_entry)
         with self.lower.replacing(key):
             self.index.rekey(entry, key)
             self.commit(reservation, marks={0: mark})
@@ -559,7 +559,7 @@ class Cache:
         """Write the waiting chunks to the tiers and release everything, within `timeout`. Idempotent."""
         if self._closed.is_set():
             return
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         self.pause(False)
         for owned in self.lower.owned:
             owned.queue_unwritten_records()
@@ -567,10 +567,10 @@ class Cache:
             log.warning("lmtier: the cache was closed before all chunks were written to the lower tiers")
         for tier in self.lower:
             tier.persist_order()
-        self._drain(until - time.monotonic())
+        self._drain(deadline - time.monotonic())
         self._closed.set()
         for tier in self.lower:
-            tier.close(until - time.monotonic())
+            tier.close(deadline - time.monotonic())
         if self._prefault is not None:
             self._prefault.join()
 
@@ -637,21 +637,21 @@ class Cache:
         self.sessions.check()
         assert self.slab.used == self.index.used, "slab and index disagree on the bytes in use"
         self.memory.check()
-        leases: dict[Entry, int] = {}
+        expected: dict[Entry, int] = {}
         self._matches.check()
         for match in self._matches.open.values():
             for entry in match.run:
-                leases[entry] = leases.get(entry, 0) + 1
+                expected[entry] = expected.get(entry, 0) + 1
         for reservation in self._reservations.open.values():
             for entry in reservation.entries.values():
-                leases[entry] = leases.get(entry, 0) + len(reservation.pending_shards)
+                expected[entry] = expected.get(entry, 0) + len(reservation.pending_shards)
         for entry in (*self.index.pinned, *(entry for tier in self.lower for entry in tier.leased)):
-            leases[entry] = leases.get(entry, 0) + 1
+            expected[entry] = expected.get(entry, 0) + 1
         for entry in self.index.entries():
-            assert entry.leases >= leases.get(entry, 0), f"{entry!r} has lost a lease"
+            assert entry.leases >= expected.get(entry, 0), f"{entry!r} has lost a lease"
         if not any(tier.has_jobs for tier in self.lower):
             for entry in self.index.entries():
-                assert entry.leases == leases.get(entry, 0), f"{entry!r} has a lease without a holder"
+                assert entry.leases == expected.get(entry, 0), f"{entry!r} has a lease without a holder"
         for tier in self.lower:
             tier.check()
 
@@ -671,13 +671,13 @@ def _resize(
     places: Sequence[tuple[TierSpec, TierSpec, MemoryPlace | LowerTier]],
 ) -> list[tuple[MemoryPlace | OwnedTier, int]]:
     """Change all capacities that differ, or none. Raises MisuseError."""
-    found = [
+    resizable = [
         (place, new.capacity)
         for old, new, place in places
         if isinstance(place, MemoryPlace | OwnedTier) and new.capacity and old.capacity != new.capacity
     ]
-    for place, capacity in found:
+    for place, capacity in resizable:
         place.need_fits(capacity)
-    for place, capacity in found:
+    for place, capacity in resizable:
         place.resize(capacity)
-    return found
+    return resizable

@@ -39,18 +39,18 @@ class CacheMetrics:
         metrics.leased_bytes.set_function(lambda: index.leased_bytes)
         metrics.pinned_bytes.labels(CPU).set_function(lambda: index.pinned_bytes)
         metrics.pins.set_function(lambda: len(pins))
-        for label in (CPU, *(each.label for each in self._lower)):
+        for label in (CPU, *(tier.label for tier in self._lower)):
             metrics.expired.labels(label)  # starts at 0, so that the first one shows as a rise
             metrics.hit_tokens.labels(label)  # starts at 0: without hits the ratio is 0, and not unknown
-        for place in outlook.tiers:
+        for bounded_tier in outlook.tiers:
             for factor in FACTORS:
-                gauge = metrics.mrc_hit_ratio.labels(place.tier, f"{factor:g}")
-                gauge.set_function(partial(outlook.hit_ratio_of, place.tier, factor))
+                gauge = metrics.mrc_hit_ratio.labels(bounded_tier.tier, f"{factor:g}")
+                gauge.set_function(partial(outlook.hit_ratio_of, bounded_tier.tier, factor))
 
     def tokens(self, keys: Sequence[bytes]) -> int:
         """The number of tokens in these chunks. Records and states have no tokens and are not counted."""
-        others = sum(self._index.is_record(key) or is_state(key) for key in keys)
-        return (len(keys) - others) * self.chunk_tokens
+        tokenless = sum(self._index.is_record(key) or is_state(key) for key in keys)
+        return (len(keys) - tokenless) * self.chunk_tokens
 
     def store(self, keys: Sequence[bytes]) -> None:
         self._stored.inc(self.tokens(keys))
@@ -64,49 +64,49 @@ class CacheMetrics:
 
     def evict(self, entries: Sequence[Entry]) -> None:
         """Count chunks that leave the slab to make room for others."""
-        lower, unwritten = self._lower, 0
+        lower, unwritten_count = self._lower, 0
         if lower:
-            unwritten = sum(
-                not any(each.is_stored_or_queued(entry.key, entry.form) for each in lower)
+            unwritten_count = sum(
+                not any(tier.is_stored_or_queued(entry.key, entry.form) for tier in lower)
                 for entry in entries
             )
-        self._evicted.inc(len(entries) - unwritten)
-        self._evicted_unwritten.inc(unwritten)
+        self._evicted.inc(len(entries) - unwritten_count)
+        self._evicted_unwritten.inc(unwritten_count)
 
     def count_lookup(self, match: Match) -> dict[str, int] | None:
         """Count a lookup: each token was hit in one tier or missed for one reason. Returns these numbers.
 
         None: no request made the lookup, or it was for a record.
         """
-        size = self.chunk_tokens
+        chunk_tokens = self.chunk_tokens
         if not match.asked_tokens and match.keys:
             for label in {*match.sources} - {CPU} if not self._index.is_record(match.keys[0]) else ():
-                self._metrics.prefetched_tokens.labels(label).inc(match.sources.count(label) * size)
+                self._metrics.prefetched_tokens.labels(label).inc(match.sources.count(label) * chunk_tokens)
             return None
-        hits = {label: match.sources.count(label) * size for label in set(match.sources)}
-        missed: dict[str, int] = {}
-        cut = max(0, match.found - match.chunks)
-        reasons = [match.cut_reason] * cut + self._why_missing(match.keys[match.chunks + cut :])
+        hits = {label: match.sources.count(label) * chunk_tokens for label in set(match.sources)}
+        missed_tokens: dict[str, int] = {}
+        cut_chunks = max(0, match.found - match.chunks)
+        reasons = [match.cut_reason] * cut_chunks + self._why_missing(match.keys[match.chunks + cut_chunks :])
         for reason in reasons:
-            missed[reason] = missed.get(reason, 0) + size
-        if tail := match.asked_tokens - len(match.keys) * size:
-            missed["partial_chunk"] = tail
-        saved, cost = match.chunks * size, match.cost
+            missed_tokens[reason] = missed_tokens.get(reason, 0) + chunk_tokens
+        if partial_tokens := match.asked_tokens - len(match.keys) * chunk_tokens:
+            missed_tokens["partial_chunk"] = partial_tokens
+        saved, cost = match.chunks * chunk_tokens, match.cost
         # The fixed part is paid all the same: the rest of the prompt has to be computed.
-        is_worth = cost is not None and saved > match.engine_tokens
+        saves_time = cost is not None and saved > match.engine_tokens
         seconds = (
-            cost.prefill(match.engine_tokens, saved) - cost.fixed if cost is not None and is_worth else 0.0
+            cost.prefill(match.engine_tokens, saved) - cost.fixed if cost is not None and saves_time else 0.0
         )
-        self._metrics.settle(match.asked_tokens, hits, missed, seconds)
-        return missed
+        self._metrics.settle(match.asked_tokens, hits, missed_tokens, seconds)
+        return missed_tokens
 
     def _why_missing(self, keys: Sequence[bytes]) -> list[str]:
         reasons = dict.fromkeys(keys, "never_stored")
         for index in self._indexes.values():
             reasons |= index.gone(keys)
         for tier in reversed(self._lower.owned):
-            here = "tier_down" if tier.load_breaker.is_open else "behind_a_gap"
-            reasons |= dict.fromkeys(tier.index.among(keys), here)
+            reason = "tier_down" if tier.load_breaker.is_open else "behind_a_gap"
+            reasons |= dict.fromkeys(tier.index.among(keys), reason)
         for key in self._index.among(keys):
             entry = self._index.get(key)
             is_filling = entry is not None and entry.state is EntryState.FILLING
@@ -116,8 +116,8 @@ class CacheMetrics:
 
 def bounded_tiers(index: Index, lower: LowerTiers) -> list[BoundedTier]:
     """The bounded tiers."""
-    owned = [BoundedTier(tier.label, tier.index.capacity, True) for tier in lower.owned]
+    owned_tiers = [BoundedTier(tier.label, tier.index.capacity, True) for tier in lower.owned]
     return [
         BoundedTier(CPU, index.capacity, False),
-        *(place for place in owned if place.capacity < UNBOUNDED),
+        *(place for place in owned_tiers if place.capacity < UNBOUNDED),
     ]

@@ -49,9 +49,9 @@ class TierReport:
     """Why something is left, if so."""
 
     def __str__(self) -> str:
-        what = "searched" if self.chunks is None else f"{self.chunks} chunks deleted"
-        said = f"{self.tier}: {what}, {self.keys} keys destroyed, sealed by: {self.sealed}"
-        return f"{said}; left: {self.problem}" if self.problem else said
+        outcome = "searched" if self.chunks is None else f"{self.chunks} chunks deleted"
+        text = f"{self.tier}: {outcome}, {self.keys} keys destroyed, sealed by: {self.sealed}"
+        return f"{text}; left: {self.problem}" if self.problem else text
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class TenantReport:
 
     @property
     def is_done(self) -> bool:
-        return not any(each.problem for each in self.tiers)
+        return not any(tier_report.problem for tier_report in self.tiers)
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,35 +106,35 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     audit. If it is closed before its end, the cache goes on by itself. Raises MisuseError.
     """
     need_tenant(tenant)
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + patience
     report = TenantReport(tenant.hex())
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
     with cache.forgotten_tenants.in_hand(tenant) as stores:
-        stones = (store.forgotten.get(tenant) for store in stores)
-        report.since = max((stone.at for stone in stones if stone is not None), default=0)
+        tombstones = (store.forgotten.get(tenant) for store in stores)
+        report.since = max((tombstone.at for tombstone in tombstones if tombstone is not None), default=0)
         report.others_within = LEARNED_WITHIN if stores else None
         for tier in cache.lower.ours:
             keys = tier.tier.keys
             sealed = NOT if keys is None else BY_TIER if keys.tenants is None else BY_TENANT
             report.tiers.append(TierReport(tier.label, sealed))
         _destroy_keys(cache, tenant, report)
-        known = cache.forgotten_tenants.known((tenant,))
-        for hear in cache.followers.forgotten:
-            hear((tenant,))
+        generations = cache.forgotten_tenants.known((tenant,))
+        for notify in cache.followers.forgotten:
+            notify((tenant,))
         yield from _leave_slab(cache, (tenant,), report)
-        while not cache.is_warm and time.monotonic() < until:
+        while not cache.is_warm and time.monotonic() < deadline:
             yield True  # a scan would bring its chunks back
         yield from _leave_slab(cache, (tenant,), report)  # what was on its way up
-        until = time.monotonic() + patience
-        found = {tier_report.tier: tier_report for tier_report in report.tiers}
+        deadline = time.monotonic() + patience
+        reports = {tier_report.tier: tier_report for tier_report in report.tiers}
         for owned in cache.lower.owned:
-            found[owned.label].chunks = 0
+            reports[owned.label].chunks = 0
         for tiers in (cache.lower.owned, cache.lower):
             for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
-                for chunks in tier.delete_tenants((tenant,)):
-                    found[tier.label].chunks = (found[tier.label].chunks or 0) + chunks
+                for deleted in tier.delete_tenants((tenant,)):
+                    reports[tier.label].chunks = (reports[tier.label].chunks or 0) + deleted
                     yield False
-        while time.monotonic() < until and any(
+        while time.monotonic() < deadline and any(
             _is_deletion_unfinished(tier, tenant) and not _is_hopeless(tier, tenant)
             for tier in cache.lower.ours
         ):
@@ -151,7 +151,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
             tenant_of(entry.key) == tenant for tier in cache.lower for entry in tier.storing_entries
         )
         if not (is_storing or cache.forgotten_tenants.hears_of_others):  # otherwise `step` waits for that
-            cache.forgotten_tenants.have_left(known)
+            cache.forgotten_tenants.have_left(generations)
         yield from _wipe(cache, report)
     report.in_use = sum(tenant_of(entry.key) == tenant for entry in cache.memory.to_wipe)
     _audit(report)
@@ -168,9 +168,9 @@ class ForgottenTenants:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        found = [keys.tenants for tier in cache.lower.ours if (keys := tier.tier.keys) and keys.tenants]
-        self._stores: list[TenantKeys] = found
-        self._seen: list[Mapping[bytes, Tombstone]] = [{} for _ in found]
+        stores = [keys.tenants for tier in cache.lower.ours if (keys := tier.tier.keys) and keys.tenants]
+        self._stores: list[TenantKeys] = stores
+        self._seen: list[Mapping[bytes, Tombstone]] = [{} for _ in stores]
         """The tombstones that `step` has seen: at first none, because some came after `dropped` was set."""
         self._waiting: set[bytes] = set()
         """Those who are still to leave."""
@@ -182,10 +182,10 @@ class ForgottenTenants:
         self._exposed = [tier for tier in cache.lower.owned if not _seals_by_tenant(tier)]
         """Tiers whose content from before can still be read."""
         if self._exposed:  # this server may not have run when a tenant was forgotten
-            gone = {tenant for store in found for tenant in store.forgotten}
-            for store in found:
+            forgotten_tenants = {tenant for store in stores for tenant in store.forgotten}
+            for store in stores:
                 store.dropped.clear()
-            self._steps = self._leave(gone, self._exposed) if gone else None
+            self._steps = self._leave(forgotten_tenants, self._exposed) if forgotten_tenants else None
 
     def covers(self, keys: Sequence[bytes]) -> bool:
         """Whether these are of a tenant who leaves."""
@@ -193,22 +193,22 @@ class ForgottenTenants:
 
     def _is_here(self, tenant: bytes) -> bool:
         return any(
-            (stone := store.forgotten.get(tenant)) is not None
-            and store.dropped.get(tenant, 0) < stone.generation
+            (tombstone := store.forgotten.get(tenant)) is not None
+            and store.dropped.get(tenant, 0) < tombstone.generation
             for store in self._stores
         )
 
     def step(self) -> bool:
         """Go on. Returns whether the next step should follow at once."""
-        for number, store in enumerate(self._stores):
-            if store.forgotten is not self._seen[number]:
-                self._seen[number] = store.forgotten
+        for i, store in enumerate(self._stores):
+            if store.forgotten is not self._seen[i]:
+                self._seen[i] = store.forgotten
                 self._waiting.update(store.forgotten)
         if self._waiting and self._steps is None:
             self._waiting = {tenant for tenant in self._waiting if self._is_here(tenant)}
-            if news := self._waiting - self._in_hand:
-                self._waiting -= news
-                self._steps = self._leave(news, self._cache.lower.ours)
+            if new_tenants := self._waiting - self._in_hand:
+                self._waiting -= new_tenants
+                self._steps = self._leave(new_tenants, self._cache.lower.ours)
         if self._steps is None:
             return False
         must_wait = next(self._steps, None)
@@ -219,10 +219,10 @@ class ForgottenTenants:
     def _leave(self, tenants: set[bytes], tiers: Sequence[LowerTier]) -> Generator[bool, None, None]:
         """They leave the slab and these tiers."""
         cache, report = self._cache, TenantReport(" ".join(sorted(tenant.hex() for tenant in tenants)))
-        known, began = self.known(tenants), time.monotonic()
+        generations, began_at = self.known(tenants), time.monotonic()
         audit.info("lmtier: %s: forgotten, says the store of keys", report.tenant)
-        for hear in cache.followers.forgotten:
-            hear(tenants)
+        for notify in cache.followers.forgotten:
+            notify(tenants)
         yield from _leave_slab(cache, tenants, report)
         while any(tier in tiers and not tier.is_warm for tier in self._exposed):
             yield True
@@ -232,18 +232,18 @@ class ForgottenTenants:
                 continue
             tier_report = TierReport(tier.label, BY_TENANT if _seals_by_tenant(tier) else NOT)
             report.tiers.append(tier_report)
-            for chunks in tier.delete_tenants(tenants):
-                tier_report.chunks = (tier_report.chunks or 0) + chunks
+            for deleted_chunks in tier.delete_tenants(tenants):
+                tier_report.chunks = (tier_report.chunks or 0) + deleted_chunks
                 yield False
-        while self.hears_of_others and time.monotonic() < began + LEARNED_WITHIN:
+        while self.hears_of_others and time.monotonic() < began_at + LEARNED_WITHIN:
             yield True
         yield from _leave_slab(cache, tenants, report)  # what was on its way up
-        before = {
+        writes_from_before = {
             entry for tier in cache.lower for entry in tier.storing_entries if tenant_of(entry.key) in tenants
         }
-        while any(not before.isdisjoint(tier.storing_entries) for tier in cache.lower):
+        while any(not writes_from_before.isdisjoint(tier.storing_entries) for tier in cache.lower):
             yield True
-        self.have_left(known)
+        self.have_left(generations)
         yield from _wipe(cache, report)
         _audit(report)
 
@@ -259,15 +259,15 @@ class ForgottenTenants:
     def known(self, tenants: Collection[bytes]) -> list[tuple[TenantKeys, bytes, int]]:
         """The generation that each has now, for `have_left`."""
         return [
-            (store, tenant, stone.generation)
+            (store, tenant, tombstone.generation)
             for store in self._stores
             for tenant in tenants
-            if (stone := store.forgotten.get(tenant)) is not None
+            if (tombstone := store.forgotten.get(tenant)) is not None
         ]
 
-    def have_left(self, known: Iterable[tuple[TenantKeys, bytes, int]]) -> None:
+    def have_left(self, generations: Iterable[tuple[TenantKeys, bytes, int]]) -> None:
         """Nothing from before these generations is here."""
-        for store, tenant, generation in known:
+        for store, tenant, generation in generations:
             store.dropped[tenant] = generation
 
     # ---- to and from another process
@@ -275,7 +275,7 @@ class ForgottenTenants:
     def dropped_generations(self) -> dict[str, dict[str, int]]:
         """What this process has dropped, for one that takes over its memory."""
         return {
-            store.place: {tenant.hex(): number for tenant, number in store.dropped.items()}
+            store.place: {tenant.hex(): generation for tenant, generation in store.dropped.items()}
             for store in self._stores
         }
 
@@ -283,8 +283,8 @@ class ForgottenTenants:
         """The memory of another process is here, which had dropped this."""
         for store in self._stores:
             store.dropped.clear()
-            for digits, generation in dumped.get(store.place, {}).items():
-                store.dropped[bytes.fromhex(digits)] = generation
+            for tenant_hex, generation in dumped.get(store.place, {}).items():
+                store.dropped[bytes.fromhex(tenant_hex)] = generation
         self._steps = None
 
 
@@ -293,19 +293,19 @@ def _seals_by_tenant(tier: LowerTier) -> bool:
 
 
 def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
-    places = set[str]()
-    for tier, dumped in zip(cache.lower.ours, report.tiers, strict=True):
+    destroyed_stores = set[str]()
+    for tier, tier_report in zip(cache.lower.ours, report.tiers, strict=True):
         store = None if tier.tier.keys is None else tier.tier.keys.tenants
         if store is not None:
             try:
-                if store.place in places:
+                if store.place in destroyed_stores:
                     store.read_tombstones()
                 else:
-                    places.add(store.place)
-                    dumped.keys += store.forget(tenant)
+                    destroyed_stores.add(store.place)
+                    tier_report.keys += store.forget(tenant)
             except (LMTierError, OSError) as error:  # the others go nevertheless
                 log.error("lmtier: %s", error)
-                dumped.problem = str(error)
+                tier_report.problem = str(error)
 
 
 def _leave_slab(
@@ -315,14 +315,14 @@ def _leave_slab(
     cache.memory.to_wipe.update(
         entry for entry in cache.memory.deleted_in_use if tenant_of(entry.key) in tenants
     )
-    done = 0
+    wiped_bytes = 0
     for number, entry in enumerate(cache.index.entries(), 1):
         if tenant_of(entry.key) in tenants and entry.state is not EntryState.GONE:
             cache.memory.erase(entry, CLEARED)
             report.chunks += 1
-            done += entry.nbytes
-        if not number % _AT_ONCE or done > _BYTES_AT_ONCE:
-            done = 0
+            wiped_bytes += entry.nbytes
+        if not number % _AT_ONCE or wiped_bytes > _BYTES_AT_ONCE:
+            wiped_bytes = 0
             yield False
 
 
@@ -337,8 +337,8 @@ def _audit(report: TenantReport) -> None:
         "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %d bytes overwritten",
         *(report.tenant, report.chunks, report.in_use, report.overwritten),
     )
-    for dumped in report.tiers:
-        audit.info("lmtier: tenant %s: %s", report.tenant, dumped)
+    for tier_report in report.tiers:
+        audit.info("lmtier: tenant %s: %s", report.tenant, tier_report)
 
 
 def _is_deletion_unfinished(tier: LowerTier, tenant: bytes) -> bool:

@@ -41,7 +41,7 @@ class FormTable:
     """A table of forms: the file names a form by its number."""
 
     def __init__(self, dumped: Sequence[Sequence[str]] = ()) -> None:
-        self._forms = [read_form([part.encode() for part in each]) for each in dumped]
+        self._forms = [read_form([part.encode() for part in form_parts]) for form_parts in dumped]
         self._numbers = {form: number for number, form in enumerate(self._forms)}
 
     def number(self, form: ChunkForm) -> int:
@@ -73,12 +73,12 @@ class HandoverWriter:
     def write_cache(self, held: Sequence[Match | Reservation]) -> None:
         """Tell the slab, and what of it `held` needs. Chunks that none of them fills are left out."""
         index = self._cache.index
-        leased = [entry for thing in held for entry in _entries_of(thing)]
-        filling = {entry for thing in held if isinstance(thing, Reservation) for entry in _entries_of(thing)}
+        leased_entries = [entry for grant in held for entry in _entries_of(grant)]
+        filling = {entry for grant in held if isinstance(grant, Reservation) for entry in _entries_of(grant)}
         order = dict.fromkeys(each for each in index.order() if each.state is not EntryState.GONE)
         order |= dict.fromkeys(index.entries_now())
-        kept = [each for each in order if each.state is EntryState.READY or each in filling]
-        self._entries = list(dict.fromkeys([*kept, *leased]))
+        handed_entries = [each for each in order if each.state is EntryState.READY or each in filling]
+        self._entries = list(dict.fromkeys([*handed_entries, *leased_entries]))
         self._numbers = {entry: number for number, entry in enumerate(self._entries)}
         self._tell_entries("", self._entries, index)
         pinning = self._cache.pinning
@@ -96,9 +96,9 @@ class HandoverWriter:
         self.file.facts |= {"capacity": self._cache.slab.capacity, "pins": pins, "tiers": tiers}
         self.file.facts["dropped"] = self._cache.forgotten_tenants.dropped_generations()
 
-    def _tell_entries(self, place: str, entries: list[Entry], index: Index) -> None:
-        """`place`: of a tier; empty: the slab."""
-        columns, ends = self.file.columns, index.expiries
+    def _tell_entries(self, prefix: str, entries: list[Entry], index: Index) -> None:
+        """`prefix`: of a tier; empty: the slab."""
+        columns, expiries = self.file.columns, index.expiries
         numbers = {entry: number for number, entry in enumerate(entries)}
         makers: dict[str, int] = {}
         rows = [
@@ -114,48 +114,48 @@ class HandoverWriter:
             )
             for each in entries
         ]
-        columns[place + "keys"] = b"".join(each.key for each in entries)
-        columns[place + "rows"] = np.array(rows, "<i8").tobytes()
-        columns[place + "ends"] = np.array([ends.expiry(each) for each in entries], "<f8").tobytes()
-        columns[place + "offsets"] = np.array(
-            [at for each in entries for at in each.offsets], "<u8"
+        columns[prefix + "keys"] = b"".join(each.key for each in entries)
+        columns[prefix + "rows"] = np.array(rows, "<i8").tobytes()
+        columns[prefix + "ends"] = np.array([expiries.expiry(each) for each in entries], "<f8").tobytes()
+        columns[prefix + "offsets"] = np.array(
+            [offset for each in entries for offset in each.offsets], "<u8"
         ).tobytes()
         prints = {n: [mark.hex() for mark in each.marks] for n, each in enumerate(entries) if each.marks}
         pinned = [n for n, each in enumerate(entries) if each in index.pinned]
-        others = {"makers": list(makers), "prints": list(prints.items()), "pinned": pinned}
-        self.file.facts[place + "others"] = others
+        details = {"makers": list(makers), "prints": list(prints.items()), "pinned": pinned}
+        self.file.facts[prefix + "others"] = details
 
     def match(self, match: Match) -> dict[str, Any]:
         if match.pending_lookups or match.pending_loads:
             raise HandoverFileError("a match still waits for a tier")
-        dumped: dict[str, Any] = {name: getattr(match, name) for name in _PLAIN}
-        dumped["keys"] = b"".join(match.keys).hex()
-        dumped["form"] = self.forms.number(match.form)
-        dumped["ends"] = None if match.state_form is None else self.forms.number(match.state_form)
-        dumped["end"] = None if match.state_match is None else self.match(match.state_match)
-        dumped["run"] = [self._numbers[each] for each in match.run]
-        dumped["cost"] = None if match.cost is None else list(match.cost)
-        dumped["decision"] = match.decision
-        dumped["states"] = list(match.states.items())
-        return dumped
+        record: dict[str, Any] = {name: getattr(match, name) for name in _PLAIN}
+        record["keys"] = b"".join(match.keys).hex()
+        record["form"] = self.forms.number(match.form)
+        record["ends"] = None if match.state_form is None else self.forms.number(match.state_form)
+        record["end"] = None if match.state_match is None else self.match(match.state_match)
+        record["run"] = [self._numbers[entry] for entry in match.run]
+        record["cost"] = None if match.cost is None else list(match.cost)
+        record["decision"] = match.decision
+        record["states"] = list(match.states.items())
+        return record
 
     def reservation(self, reservation: Reservation) -> dict[str, Any]:
         return {
             "form": self.forms.number(reservation.form),
-            "entries": [[chunk, self._numbers[each]] for chunk, each in reservation.entries.items()],
+            "entries": [[chunk, self._numbers[entry]] for chunk, entry in reservation.entries.items()],
             "known": reservation.leading_stored,
             "dropped": reservation.dropped,
             "left": [str(shard) for shard in reservation.pending_shards],
-            "prints": [[n, [mark.hex() for mark in each]] for n, each in reservation.marks.items()],
+            "prints": [[n, [mark.hex() for mark in marks]] for n, marks in reservation.marks.items()],
             "aborted": reservation.aborted,
             "ttl": reservation.ttl,
         }
 
 
-def _entries_of(thing: Match | Reservation) -> list[Entry]:
-    if isinstance(thing, Reservation):
-        return list(thing.entries.values())
-    return thing.run if thing.state_match is None else [*thing.run, *thing.state_match.run]
+def _entries_of(grant: Match | Reservation) -> list[Entry]:
+    if isinstance(grant, Reservation):
+        return list(grant.entries.values())
+    return grant.run if grant.state_match is None else [*grant.run, *grant.state_match.run]
 
 
 # ---- beginning from them
@@ -197,52 +197,52 @@ class Handover:
             raise
 
     def _enter(self, cache: Cache) -> None:
-        facts, index, taken = self.file.facts, cache.index, dict[int, int]()
+        facts, index, allocated = self.file.facts, cache.index, dict[int, int]()
         places = [("", index)]
-        told_entries = self._read("")
-        for entry, _, _ in told_entries:
+        slab_rows = self._read("")
+        for entry, _, _ in slab_rows:
             if entry.nbytes != entry.form.slab_bytes:
                 raise ValueError(f"{entry.nbytes} bytes for a chunk of {entry.form.slab_bytes}")
             for offset, size in zip(entry.offsets, entry.form.sizes, strict=True):
-                if offset in taken:
+                if offset in allocated:
                     raise ValueError(f"two chunks at {offset}")
-                taken[offset] = padded(size)
-        cache.slab.restore(taken)
-        self._entries = [entry for entry, _, _ in told_entries]
-        _resume(index, told_entries)
+                allocated[offset] = padded(size)
+        cache.slab.restore(allocated)
+        self._entries = [entry for entry, _, _ in slab_rows]
+        _resume(index, slab_rows)
         cache.memory.deleted_in_use.update(
-            entry for entry, _, _ in told_entries if entry.state is EntryState.GONE
+            entry for entry, _, _ in slab_rows if entry.state is EntryState.GONE
         )
         cache.forgotten_tenants.restore(facts.get("dropped", {}))  # without: all leave once more
-        writes = {dumped["place"]: _keys(dumped["writes"]) for dumped in facts["tiers"]}
-        for spec, below in zip(cache.config.cache_tiers[1:], cache.lower, strict=True):
-            if isinstance(below, OwnedTier) and self.knows(spec.base_url):
-                _resume(below.index, self._read(spec.base_url))
-                places.append((spec.base_url, below.index))
-                below.finish_restore()
+        writes = {tier_facts["place"]: _keys(tier_facts["writes"]) for tier_facts in facts["tiers"]}
+        for spec, tier in zip(cache.config.cache_tiers[1:], cache.lower, strict=True):
+            if isinstance(tier, OwnedTier) and self.knows(spec.base_url):
+                _resume(tier.index, self._read(spec.base_url))
+                places.append((spec.base_url, tier.index))
+                tier.finish_restore()
             for key in writes.get(spec.base_url, ()):
-                waiting = index.get(key)
-                if waiting is not None and waiting.state is not EntryState.READY:
-                    waiting = None
-                if isinstance(below, OwnedTier) and index.is_record(key):
+                queued_entry = index.get(key)
+                if queued_entry is not None and queued_entry.state is not EntryState.READY:
+                    queued_entry = None
+                if isinstance(tier, OwnedTier) and index.is_record(key):
                     # If it has left the slab, its turn to be written deletes the copy that it outdated.
-                    if (value := waiting or below.index.get(key)) is not None:
-                        below.write_on(value)
-                    elif not below.is_warm:  # the scan may find a copy
-                        below.discard(key, ())
-                elif waiting is not None:
-                    below.queue_write(waiting)
+                    if (queued_value := queued_entry or tier.index.get(key)) is not None:
+                        tier.write_on(queued_value)
+                    elif not tier.is_warm:  # the scan may find a copy
+                        tier.discard(key, ())
+                elif queued_entry is not None:
+                    tier.queue_write(queued_entry)
         # Last, so that nothing is pinned before it is known what was. Those of hints first: all pins together
         # may take more than a quarter.
         for pin in facts["pins"]:
             pins = cache.pinning.hinted if pin[3] else cache.pinning.pins
             pins.put(pin[0], _keys(pin[1]), pin[2])
-        for place, there in places:
-            keys = keys_of(bytes(self.file.column(place + "keys")))
-            pinned = [keys[number] for number in facts[place + "others"]["pinned"]]
-            for key in sorted(pinned, key=there.keys_to_pin.__contains__):
-                if (kept := there.get(key)) is not None and kept.state is EntryState.READY:
-                    there.pin(kept)
+        for prefix, place_index in places:
+            keys = keys_of(bytes(self.file.column(prefix + "keys")))
+            pinned = [keys[number] for number in facts[prefix + "others"]["pinned"]]
+            for key in sorted(pinned, key=place_index.keys_to_pin.__contains__):
+                if (kept := place_index.get(key)) is not None and kept.state is EntryState.READY:
+                    place_index.pin(kept)
 
     def knows(self, place: str) -> bool:
         """Whether the file lists what this tier holds, and only this process will write there."""
@@ -250,28 +250,28 @@ class Handover:
 
     def _read(self, place: str) -> list[tuple[Entry, int, float]]:
         """The entries of a place, each with the number of its parent and its end."""
-        file, others = self.file, self.file.facts[place + "others"]
+        file, details = self.file, self.file.facts[place + "others"]
         keys = keys_of(bytes(file.column(place + "keys")))
         rows = np.frombuffer(file.column(place + "rows"), "<i8").reshape(-1, 8).tolist()
         ends = np.frombuffer(file.column(place + "ends"), "<f8").tolist()
         offsets = iter(np.frombuffer(file.column(place + "offsets"), "<u8").tolist())
-        makers, found = others["makers"], list[tuple[Entry, int, float]]()
+        makers, entries = details["makers"], list[tuple[Entry, int, float]]()
         if not len(keys) == len(rows) == len(ends):
             raise ValueError("the columns have different lengths")
         for key, (form, parent, state, seen, by, at, nbytes, used), end in zip(keys, rows, ends, strict=True):
             entry = Entry(key, self.forms[form], nbytes, EntryState(state), used)
             entry.is_reused, entry.provenance = bool(seen), Provenance(makers[by], at)
             entry.offsets = () if place else tuple(next(offsets) for _ in entry.form.shards)
-            found.append((entry, parent, end))
-        for number, marks in others["prints"]:
-            found[number][0].marks = tuple(map(bytes.fromhex, marks))
-        return found
+            entries.append((entry, parent, end))
+        for number, marks in details["prints"]:
+            entries[number][0].marks = tuple(map(bytes.fromhex, marks))
+        return entries
 
     def match(self, dumped: Mapping[str, Any], cache: Cache) -> Match:
         """A match that an engine holds: its leases go on."""
         run = [self._entries[number] for number in dumped["run"]]
-        ends = None if dumped["ends"] is None else self.forms[dumped["ends"]]
-        match = Match(0, _keys(dumped["keys"]), self.forms[dumped["form"]], 0, 0.0, ends, run=run)
+        state_form = None if dumped["ends"] is None else self.forms[dumped["ends"]]
+        match = Match(0, _keys(dumped["keys"]), self.forms[dumped["form"]], 0, 0.0, state_form, run=run)
         for name in _PLAIN:
             setattr(match, name, dumped[name])
         match.cost = None if dumped["cost"] is None else Cost(*dumped["cost"])
@@ -288,17 +288,17 @@ class Handover:
     def reservation(self, dumped: Mapping[str, Any], cache: Cache) -> Reservation:
         """A reservation that an engine fills: it is still its own."""
         entries = {chunk: self._entries[number] for chunk, number in dumped["entries"]}
-        left = {shard for text in dumped["left"] if (shard := Shard.parse(text)) is not None}
+        pending_shards = {shard for text in dumped["left"] if (shard := Shard.parse(text)) is not None}
         reservation = Reservation(
             0,
             self.forms[dumped["form"]],
             entries,
             dumped["known"],
             dumped["dropped"],
-            left,
+            pending_shards,
             ttl=dumped["ttl"],
         )
-        reservation.marks = {n: [bytes.fromhex(mark) for mark in each] for n, each in dumped["prints"]}
+        reservation.marks = {n: [bytes.fromhex(mark) for mark in marks] for n, marks in dumped["prints"]}
         reservation.aborted = dumped["aborted"]
         cache.restore(reservation)
         return reservation
@@ -311,9 +311,9 @@ def _keys(text: str) -> tuple[bytes, ...]:
     return keys
 
 
-def _resume(index: Index, dumped: Sequence[tuple[Entry, int, float]]) -> None:
-    for entry, parent, end in dumped:
+def _resume(index: Index, rows: Sequence[tuple[Entry, int, float]]) -> None:
+    for entry, parent_number, end in rows:
         index.restore(entry)
         if entry.state is not EntryState.GONE:
-            index.link(entry, dumped[parent][0] if parent >= 0 else None)
+            index.link(entry, rows[parent_number][0] if parent_number >= 0 else None)
             index.expiries.set(entry, end)

@@ -38,15 +38,15 @@ class Hinting:
         outcomes = []
         for action in actions:
             outcome = self._execute(action, tenant, session)
-            label = action.type if action.type in hints.ACTIONS else hints.OTHER
-            self._cache.metrics.hints.labels(label, outcome.result).inc()
+            action_label = action.type if action.type in hints.ACTIONS else hints.OTHER
+            self._cache.metrics.hints.labels(action_label, outcome.result).inc()
             outcomes.append(outcome)
         return outcomes
 
     def _execute(self, action: Action, tenant: bytes, session: str) -> ActionResult:
         if not action.is_known:
-            why = "" if action.type not in hints.ACTIONS else "another version"
-            return ActionResult(action.id, action.type, hints.UNKNOWN, why)
+            reason = "" if action.type not in hints.ACTIONS else "another version"
+            return ActionResult(action.id, action.type, hints.UNKNOWN, reason)
         if self._remembered.has(tenant, action.id):
             return ActionResult(action.id, action.type, hints.REPEATED)
         try:
@@ -95,8 +95,8 @@ class Hinting:
         """The chunks that an action may harm: of a session, only those that no other session needs."""
         return keys if agent is None else self._cache.sessions.own(agent)
 
-    def _wait(self, agent: Agent, what: object) -> None:
-        match what:
+    def _wait(self, agent: Agent, waits_for: object) -> None:
+        match waits_for:
             case "person":
                 self._cache.sessions.wait_for_person(agent)
             case "tool":
@@ -106,8 +106,8 @@ class Hinting:
 
     def _prefetch(self, keys: Sequence[bytes], agent: Agent | None, seconds: float, source: str) -> None:
         form = None if agent is None else agent.form
-        if form is None and keys and (first := self._cache.index.get(keys[0])) is not None:
-            form = first.form
+        if form is None and keys and (first_entry := self._cache.index.get(keys[0])) is not None:
+            form = first_entry.form
         if form is None or form.layout is None:  # of what is just loading only the sizes may be known
             raise MisuseError("the form of these chunks is not known: name a session")
         if len(self._bringing) == MAX_BRINGING:
@@ -119,20 +119,20 @@ class Hinting:
 
     def _end_in(self, keys: Sequence[bytes], seconds: float) -> None:
         """An end never moves to a later time."""
-        end = self._clock() + seconds
+        expiry = self._clock() + seconds
         for index in self._cache.indexes.values():
             for key in keys:
-                if (entry := index.get(key)) is not None and end < index.expiries.expiry(entry):
-                    index.expiries.set(entry, end)
+                if (entry := index.get(key)) is not None and expiry < index.expiries.expiry(entry):
+                    index.expiries.set(entry, expiry)
 
     def _demote(self, keys: Sequence[bytes]) -> None:
         """Write them to the tiers below, and let them leave the slab before others."""
         index = self._cache.index
-        run = [entry for key in keys if (entry := index.get(key)) is not None]
-        for entry in run:
+        entries = [entry for key in keys if (entry := index.get(key)) is not None]
+        for entry in entries:
             for tier in self._cache.lower if entry.state is EntryState.READY else ():
                 tier.queue_write(entry)
-        index.evict_first(run)
+        index.evict_first(entries)
 
     def step(self) -> None:
         """Continue the prefetches, and release what has arrived."""

@@ -51,8 +51,8 @@ _AT_ONCE = 64  # the most entries that leave together because a place became sma
 def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
     """Evict what is above the target of `index`, in parts, until a time.monotonic() or until it is done."""
     while (surplus := index.surplus) > 0 and time.monotonic() < until:
-        largest = max((entry.nbytes for entry in islice(index.entries_now(), _AT_ONCE)), default=0)
-        victims = index.evict(min(surplus, _AT_ONCE * largest)) or index.evict(1)
+        largest_bytes = max((entry.nbytes for entry in islice(index.entries_now(), _AT_ONCE)), default=0)
+        victims = index.evict(min(surplus, _AT_ONCE * largest_bytes)) or index.evict(1)
         if not victims:  # what is left has children that are in use
             break
         yield victims
@@ -61,10 +61,10 @@ def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
 
 def expire(index: Index, now: float, take_out: Callable[[Entry], None]) -> bool:
     """Take out some of the expired entries. Returns whether there may be more."""
-    over = index.expiries.expired(now, _AT_ONCE)
-    for entry in over:
+    expired = index.expiries.expired(now, _AT_ONCE)
+    for entry in expired:
         take_out(entry)
-    return len(over) == _AT_ONCE
+    return len(expired) == _AT_ONCE
 
 
 def limit(index: Index, end: float) -> None:
@@ -73,10 +73,10 @@ def limit(index: Index, end: float) -> None:
         index.expiries.set(entry, min(end, index.expiries.expiry(entry)))
 
 
-def _follows(entry: Entry | None, first: Entry) -> bool:
-    while entry is not None and entry is not first:
-        entry = entry.parent
-    return entry is first
+def _follows(descendant: Entry | None, ancestor: Entry) -> bool:
+    while descendant is not None and descendant is not ancestor:
+        descendant = descendant.parent
+    return descendant is ancestor
 
 
 def no_record(key: bytes) -> bool:
@@ -206,7 +206,7 @@ class Index:
         if not entries.keys().isdisjoint(keys):
             raise MisuseError(f"chunk {next(filter(entries.get, keys)).hex()[:8]} is here already")
         leases = 0 if state is EntryState.READY else makers
-        run: list[Entry] = []
+        added: list[Entry] = []
         for key in keys:
             entry = entries[key] = Entry(key, form, nbytes, state)
             entry.leases = leases
@@ -214,22 +214,22 @@ class Index:
                 entry.parent = parent
                 parent.child_count += 1
             parent = entry
-            run.append(entry)
+            added.append(entry)
         for key in ghosts.keys() & keys if ghosts else ():
             del ghosts[key]
             entries[key].is_reused = True
         if self.presence is not None:
             self.presence.add(*keys)
-        leased = nbytes if leases else 0
+        leased_bytes_each = nbytes if leases else 0
         if self.pools is None:
-            self.used += nbytes * len(run)
-            self.leased_bytes += leased * len(run)
-            self._policy.insert(*run)
+            self.used += nbytes * len(added)
+            self.leased_bytes += leased_bytes_each * len(added)
+            self._policy.insert(*added)
         else:
-            for entry in run:
-                self._count(entry, nbytes, leased)
+            for entry in added:
+                self._count(entry, nbytes, leased_bytes_each)
                 self._policy_of(entry).insert(entry)
-        return run
+        return added
 
     def _count(self, entry: Entry, used: int, leased: int) -> None:
         self.used += used
@@ -287,8 +287,8 @@ class Index:
 
     def shrink(self, entry: Entry, nbytes: int) -> None:
         """The entry takes less room than was reserved for it."""
-        more = nbytes - entry.nbytes
-        self._count(entry, more, more if entry.leases else 0)
+        change = nbytes - entry.nbytes
+        self._count(entry, change, change if entry.leases else 0)
         entry.nbytes = nbytes
 
     def make_ready(self, *entries: Entry) -> None:
@@ -297,8 +297,8 @@ class Index:
         for entry in entries:
             entry.state = EntryState.READY
         self.records.update(filter(self.is_record, keys))
-        for hear in self.followers.changed:
-            hear(self.label, True, keys, "")
+        for notify in self.followers.changed:
+            notify(self.label, True, keys, "")
         for entry in entries:
             if self.is_wanted(entry.key):
                 self.pin(entry)
@@ -328,12 +328,12 @@ class Index:
         """Never evict the entry. False: pins of its kind would take too much of this place."""
         if entry in self.pinned:
             return True
-        part = (
+        divisor = (
             HINT_PINS_DIVISOR
             if entry.key in self.keys_to_pin_by_hints and entry.key not in self.keys_to_pin
             else PINS_DIVISOR
         )
-        if self.pinned_bytes + entry.nbytes > self.capacity // part:
+        if self.pinned_bytes + entry.nbytes > self.capacity // divisor:
             return False
         self.pinned.add(entry)
         self.pinned_bytes += entry.nbytes
@@ -350,16 +350,16 @@ class Index:
         """End one lease of each. Returns those that are GONE and have none left: their room is free now."""
         if not all([entry.leases for entry in entries]):
             raise MisuseError(f"one of {entries[:8]} is not leased: released twice?")
-        ended: list[Entry] = []
+        unleased: list[Entry] = []
         for entry in entries:
             entry.leases -= 1
             if not entry.leases:
-                ended.append(entry)
-        gone = [entry for entry in ended if entry.state is EntryState.GONE]
-        self.leased_bytes -= sum([entry.nbytes for entry in ended])
+                unleased.append(entry)
+        gone = [entry for entry in unleased if entry.state is EntryState.GONE]
+        self.leased_bytes -= sum([entry.nbytes for entry in unleased])
         self.used -= sum([entry.nbytes for entry in gone])
         if self.pools is not None:
-            for entry in ended:
+            for entry in unleased:
                 is_gone = entry.state is EntryState.GONE
                 self.pools.of(entry.key).count(-entry.nbytes if is_gone else 0, -entry.nbytes)
         return gone
@@ -370,24 +370,24 @@ class Index:
         return not entry.leases
 
     def _take_out(self, entries: Sequence[Entry], why: str) -> None:
-        evicted = why == EVICTED
+        is_eviction = why == EVICTED
         for entry in entries if self.pinned else ():
             self.unpin(entry)
         if self.pools is None:
-            self._policy.remove(entries, evicted)
+            self._policy.remove(entries, is_eviction)
         else:
             parts: dict[Pool, list[Entry]] = {}
             for entry in entries:
                 parts.setdefault(self.pools.of(entry.key), []).append(entry)
-            for pool, mine in parts.items():
-                pool.policy.remove(mine, evicted)
-                pool.used -= sum(entry.nbytes for entry in mine if not entry.leases)
-                if evicted:
-                    pool.evicted(len(mine))
+            for pool, pool_entries in parts.items():
+                pool.policy.remove(pool_entries, is_eviction)
+                pool.used -= sum(entry.nbytes for entry in pool_entries if not entry.leases)
+                if is_eviction:
+                    pool.evicted(len(pool_entries))
         if self.followers.changed:
-            visible = [entry.key for entry in entries if entry.state is EntryState.READY]
-            for hear in self.followers.changed:
-                hear(self.label, False, visible, why)
+            ready_keys = [entry.key for entry in entries if entry.state is EntryState.READY]
+            for notify in self.followers.changed:
+                notify(self.label, False, ready_keys, why)
         keys = [entry.key for entry in entries]
         if self.presence is not None:
             self.presence.drop(*keys)
@@ -401,7 +401,7 @@ class Index:
                 self.used -= entry.nbytes
         for entry in entries if self.expiries else ():
             self.expiries.forget(entry)
-        if evicted or why == EXPIRED:
+        if is_eviction or why == EXPIRED:
             self._ghosts.update(dict.fromkeys(keys, why))
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
@@ -410,8 +410,8 @@ class Index:
 
     def touch(self, run: Sequence[Entry]) -> None:
         """A new request used this prefix. `run` is given head first."""
-        for policy, part in self._by_policy(run):
-            policy.touch(part)
+        for policy, entries in self._by_policy(run):
+            policy.touch(entries)
 
     def missed(self, keys: Iterable[bytes]) -> None:
         """Another host asked for these. The policy learns which of them should have stayed."""
@@ -419,23 +419,23 @@ class Index:
         if self.pools is None and absent:
             self._policy.on_miss(absent)
         elif self.pools is not None:
-            for pool, part in groupby(absent, key=self.pools.of):
-                pool.policy.on_miss([*part])
+            for pool, pool_keys in groupby(absent, key=self.pools.of):
+                pool.policy.on_miss([*pool_keys])
 
     def refresh(self, run: Sequence[Entry]) -> None:
         """The request that used this prefix still uses it."""
-        for policy, part in self._by_policy(run):
-            policy.refresh(part)
+        for policy, entries in self._by_policy(run):
+            policy.refresh(entries)
 
     def evict_first(self, run: Sequence[Entry]) -> None:
         """These are not asked for again: they leave before others. `run` is given head first."""
-        for policy, part in self._by_policy(run):
-            policy.evict_first(part)
+        for policy, entries in self._by_policy(run):
+            policy.evict_first(entries)
 
     def evict_next(self, run: Sequence[Entry]) -> None:
         """These are asked for again, but late. `run` is given head first."""
-        for policy, part in self._by_policy(run):
-            policy.evict_next(part)
+        for policy, entries in self._by_policy(run):
+            policy.evict_next(entries)
 
     def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[SessionAwarePolicy[Keyed], Iterable[Entry]]]:
         """Tail first. Nearly always all entries belong to one tenant."""
@@ -477,20 +477,20 @@ class Index:
         freed = 0
         if self.used == self.leased_bytes:
             return victims, freed
-        childless: dict[Entry, int] = {}  # parents of victims -> how many of their kids go; victims -> -1
-        turns = self._policy.order() if self.pools is None else self.pools.order(victims, asker, claim)
-        with closing(turns) as order:
+        leaving_kids: dict[Entry, int] = {}  # parents of victims -> how many of their kids go; victims -> -1
+        candidates = self._policy.order() if self.pools is None else self.pools.order(victims, asker, claim)
+        with closing(candidates) as order:
             for entry in order:
                 assert isinstance(entry, Entry)
-                if entry.leases or entry.child_count != childless.get(entry, 0):
+                if entry.leases or entry.child_count != leaving_kids.get(entry, 0):
                     continue
                 victims.append(entry)
-                childless[entry] = -1  # an order may have it twice
+                leaving_kids[entry] = -1  # an order may have it twice
                 freed += entry.nbytes
                 if freed >= need:
                     break
                 if entry.parent is not None:
-                    childless[entry.parent] = childless.get(entry.parent, 0) + 1
+                    leaving_kids[entry.parent] = leaving_kids.get(entry.parent, 0) + 1
         return victims, freed
 
     def evict(
@@ -535,17 +535,17 @@ class Index:
         policies = [self._policy] if self.pools is None else [pool.policy for pool in self.pools]
         assert sum(map(len, policies)) == len(self._entries), "the policy holds more than the index"
         for pool in self.pools or ():
-            mine = [entry for entry in entries if self.pool(entry.key) is pool]
-            taken = pool.used - sum(entry.nbytes for entry in mine)
-            leased = sum(entry.nbytes for entry in mine if entry.leases)
-            assert taken >= 0, f"{pool!r} has more than is counted"
-            assert pool.leased_bytes == leased + taken, f"{pool!r}: leased_bytes is wrong"
+            pool_entries = [entry for entry in entries if self.pool(entry.key) is pool]
+            gone_bytes = pool.used - sum(entry.nbytes for entry in pool_entries)
+            leased = sum(entry.nbytes for entry in pool_entries if entry.leases)
+            assert gone_bytes >= 0, f"{pool!r} has more than is counted"
+            assert pool.leased_bytes == leased + gone_bytes, f"{pool!r}: leased_bytes is wrong"
         if self.pools is not None:
             assert self.used == sum(pool.used for pool in self.pools), "the pools do not add up to the index"
-        held = sum(entry.nbytes for entry in entries)
-        assert self.used >= held, f"used {self.used} is less than the bytes held, {held}"
+        held_bytes = sum(entry.nbytes for entry in entries)
+        assert self.used >= held_bytes, f"used {self.used} is less than the bytes held, {held_bytes}"
         leased = sum(entry.nbytes for entry in entries if entry.leases)
-        assert self.leased_bytes == leased + (self.used - held), "leased_bytes is wrong"
+        assert self.leased_bytes == leased + (self.used - held_bytes), "leased_bytes is wrong"
         assert self.used <= self.capacity, f"used {self.used} of {self.capacity}"
         assert not self._ghosts.keys() & self._entries.keys(), "a ghost is also an entry"
         pinned = [entry for entry in entries if entry in self.pinned]
@@ -557,5 +557,5 @@ class Index:
             "pinned_bytes"
         )
         self.expiries.check()
-        complete = {entry.key for entry in entries if entry.state is EntryState.READY}
-        assert self.records == set(filter(self.is_record, complete)), "records are wrong"
+        ready_keys = {entry.key for entry in entries if entry.state is EntryState.READY}
+        assert self.records == set(filter(self.is_record, ready_keys)), "records are wrong"

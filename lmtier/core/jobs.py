@@ -97,11 +97,11 @@ class Jobs:
         """Apply the results of the tier. Returns the number of jobs."""
         finished = self._tier.poll()
         now = time.monotonic()
-        first: dict[Breaker, int] = {}
+        oldest_done_by_queue: dict[Breaker, int] = {}
         for done in finished:
             job = self._jobs.pop(done.id)
-            queue = self._queue(job)
-            first[queue] = min(done.id, first.get(queue, done.id))
+            breaker = self._queue(job)
+            oldest_done_by_queue[breaker] = min(done.id, oldest_done_by_queue.get(breaker, done.id))
             self._came[job.breaker, job.op] = now
             self._overdue.discard(done.id)
             if job.op in (Op.STORE, Op.LOAD, Op.PEEK, Op.DELETE, Op.TOUCH):
@@ -110,8 +110,8 @@ class Jobs:
                         done.failed.setdefault(name, Reason.ERROR)
             self._record(job, done)
             job.then(done)
-        for number, job in islice(self._jobs.items(), _OLDEST if finished else 0):
-            if number > first.get(self._queue(job), number):
+        for job_id, job in islice(self._jobs.items(), _OLDEST if finished else 0):
+            if job_id > oldest_done_by_queue.get(self._queue(job), job_id):
                 job.since = now
         return len(finished)
 
@@ -122,20 +122,20 @@ class Jobs:
         queued so many.
         """
         now = time.monotonic()
-        for number, job in islice(self._jobs.items(), _OLDEST):
+        for job_id, job in islice(self._jobs.items(), _OLDEST):
             if now - job.since < self._patience:
                 continue
             times = 1 if job.op in (Op.LOAD, Op.PEEK, Op.LOOKUP) else 10  # a large write may take longer
-            late = self._silence(job) > self._patience * times
-            if late and number not in self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
-                self._overdue.add(number)
+            is_late = self._silence(job) > self._patience * times
+            if is_late and job_id not in self._overdue and job.op not in (Op.SCAN, Op.CLEAR):
+                self._overdue.add(job_id)
                 self._metrics.tier_failures.labels(self._label, job.op.value, "overdue").inc()
                 self._judge(job, False, "jobs do not come back")
 
     def _silence(self, job: _Unfinished) -> float:
         """Seconds of this job in which none of its kind has come back, and none before it."""
-        came = self._came.get((job.breaker, job.op), job.since)
-        return time.monotonic() - max(job.since, came)
+        last_return = self._came.get((job.breaker, job.op), job.since)
+        return time.monotonic() - max(job.since, last_return)
 
     def _queue(self, job: _Unfinished) -> Breaker:
         """The breaker of the jobs with which it waits."""
@@ -153,8 +153,8 @@ class Jobs:
         be the probe, which has to end.
         """
         for reason in done.failed.values():
-            label = "waited" if reason is Reason.DEADLINE and done.has_waited else reason
-            self._metrics.tier_failures.labels(self._label, job.op.value, label).inc()
+            reason_label = "waited" if reason is Reason.DEADLINE and done.has_waited else reason
+            self._metrics.tier_failures.labels(self._label, job.op.value, reason_label).inc()
         if done.has_waited and not job.breaker.is_open:
             return
         faults = {Reason.FULL, Reason.ERROR, Reason.DEADLINE} & set(done.failed.values())

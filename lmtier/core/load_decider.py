@@ -67,17 +67,17 @@ class LoadDecider:
             if not match.pending_lookups:
                 match.decision = "all", "always" if self._is_always else "unmeasured"
             return match.chunks
-        now, size, there = time.monotonic(), self._chunk_tokens, self.arrived_chunks(match)
+        now, size, arrived = time.monotonic(), self._chunk_tokens, self.arrived_chunks(match)
         named = self._lower.named
-        coming = [self.loading_tier.get(entry) if i >= there else None for i, entry in enumerate(match.run)]
-        rest = [named.get(label) for label in match.below]
-        tiers = list(dict.fromkeys(tier for tier in (*coming, *rest) if tier is not None))
+        coming = [self.loading_tier.get(entry) if i >= arrived else None for i, entry in enumerate(match.run)]
+        found_tiers = [named.get(label) for label in match.below]
+        tiers = list(dict.fromkeys(tier for tier in (*coming, *found_tiers) if tier is not None))
         places = [-1 if tier is None else -2 - tiers.index(tier) for tier in coming]
-        places += [-1 if tier is None else tiers.index(tier) for tier in rest]
+        places += [-1 if tier is None else tiers.index(tier) for tier in found_tiers]
         lines = [tier.speed.line(now) for tier in tiers]
         if match.pending_lookups:  # assume that one tier has all the rest and is as fast as the fastest
-            asked = (tier.prospect(now) for tier in self._lower.tiers_to_ask(match.source))
-            lines.append(ArrivalEstimate(*map(min, zip(*asked, strict=True))))
+            asked_lines = (tier.prospect(now) for tier in self._lower.tiers_to_ask(match.source))
+            lines.append(ArrivalEstimate(*map(min, zip(*asked_lines, strict=True))))
             places += [len(tiers)] * (len(match.keys) - match.chunks)
         if match.state_form is not None:  # the state is as far away as the chunks before it
             lines = [
@@ -85,7 +85,7 @@ class LoadDecider:
             ]
         tokens, nbytes = match.asked_tokens, match.form.stored_bytes
         chunks, arrival = choose_load(match.cost, tokens, match.engine_tokens, size, places, nbytes, lines)
-        chunks = max(chunks, there)
+        chunks = max(chunks, arrived)
         if match.pending_lookups and chunks > match.chunks:
             return match.chunks
         is_measured = all(tier.speed.is_measured for tier in tiers)
@@ -96,18 +96,18 @@ class LoadDecider:
         if match.pending_lookups:
             match.pending_lookups = 0
             match.cut_reason, match.found = "not_worth_it", len(match.keys)
-        match.decided, match.expected = now, arrival if chunks > there and is_measured else None
-        why = match.cut_reason
+        match.decided, match.expected = now, arrival if chunks > arrived and is_measured else None
+        reason = match.cut_reason
         if chunks < match.chunks:
             self._skip(match, chunks)
-            why = why or "not_worth_it"
+            reason = reason or "not_worth_it"
         match.decision = "all", "faster"
-        if why == "not_worth_it":
-            match.decision = "part" if chunks > there else "none", "slower"
-        instead = match.cost.prefill(
-            max(match.engine_tokens, min(there, chunks) * size), max(match.engine_tokens, chunks * size)
+        if reason == "not_worth_it":
+            match.decision = "part" if chunks > arrived else "none", "slower"
+        compute_seconds = match.cost.prefill(
+            max(match.engine_tokens, min(arrived, chunks) * size), max(match.engine_tokens, chunks * size)
         )
-        match.patience = PATIENCE * instead
+        match.patience = PATIENCE * compute_seconds
         match.deadline = min(match.limit, now + match.patience)
         return chunks
 
@@ -116,8 +116,8 @@ class LoadDecider:
         first = max(chunks, len(match.run))
         skipped = match.sources[first:]
         if skipped and (tier := self._lower.named.get(skipped[0])) is not None:
-            same = next((i for i, label in enumerate(skipped) if label != tier.label), len(skipped))
-            self.remember_skipped(tier, match.keys[: first + same], first, match.form)
+            run_length = next((i for i, label in enumerate(skipped) if label != tier.label), len(skipped))
+            self.remember_skipped(tier, match.keys[: first + run_length], first, match.form)
 
     def remember_skipped(self, tier: LowerTier, keys: tuple[bytes, ...], first: int, form: ChunkForm) -> None:
         """Remember that the tier has the keys from `first` on, and that they are not loaded."""
@@ -137,20 +137,20 @@ class LoadDecider:
             if now < self._computing and now - since < EXPLORED_AT_LAST:
                 continue
             del self._skipped[tier]
-            most = min(len(keys) - first, max(1, _EXPLORED_BYTES // form.slab_bytes))
-            for key in keys[first : first + tier.speed.explores(most, form.stored_bytes, now)]:
-                if (held := tier.load_form(key, form)) is not None:
-                    payloads = [anonymous(padded(size)) for size in held.sizes]
-                    tier.load(key, held, payloads, lambda result, end: None)
+            max_chunks = min(len(keys) - first, max(1, _EXPLORED_BYTES // form.slab_bytes))
+            for key in keys[first : first + tier.speed.explores(max_chunks, form.stored_bytes, now)]:
+                if (stored_form := tier.load_form(key, form)) is not None:
+                    payloads = [anonymous(padded(size)) for size in stored_form.sizes]
+                    tier.load(key, stored_form, payloads, lambda result, end: None)
                     self._metrics.worth_explored.labels(tier.label).inc()
 
     def settle(self, match: Match) -> None:
         """The engine computes the rest now. Compare the expected and the actual time of the load."""
         if match.cost is not None:
-            took = match.cost.prefill(
+            compute_seconds = match.cost.prefill(
                 max(match.engine_tokens, match.chunks * self._chunk_tokens), match.asked_tokens
             )
-            self._computing = max(self._computing, time.monotonic()) + took
+            self._computing = max(self._computing, time.monotonic()) + compute_seconds
         if match.decision is not None:
             self._metrics.worth_decisions.labels(*match.decision).inc()
         if match.expected is not None and match.is_ready:

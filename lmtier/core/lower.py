@@ -154,7 +154,7 @@ class LowerTier(ABC):
         again."""
 
     @abstractmethod
-    def load_form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+    def load_form(self, key: bytes, reader_form: ChunkForm) -> ChunkForm | None:
         """The form in which to load a chunk. None: it is not stored here, or is being deleted."""
 
     @abstractmethod
@@ -214,8 +214,8 @@ class LowerTier(ABC):
         """Nothing gets done: a breaker is open, or all waits for objects that cannot be deleted."""
         if self.store_breaker.is_open or not self.is_delete_failing:
             return self.store_breaker.is_open
-        held = sum(key in self._busy_keys for key in self.waiting_writes)
-        return self.backlog == len(self._undeleted) + held
+        blocked_writes = sum(key in self._busy_keys for key in self.waiting_writes)
+        return self.backlog == len(self._undeleted) + blocked_writes
 
     @property
     def leased_bytes(self) -> int:
@@ -293,17 +293,17 @@ class LowerTier(ABC):
 
         A chunk is useless without those before it, and the budget may end, or a restart may lose the slab.
         """
-        met: set[Entry] = set()
+        visited: set[Entry] = set()
         for entry in entries:
-            run: list[Entry] = []
-            above: Entry | None = entry
-            while above is not None and above not in met:
-                if self.choice is None and not self._needs(above.key, above.form):
+            chain: list[Entry] = []
+            ancestor: Entry | None = entry
+            while ancestor is not None and ancestor not in visited:
+                if self.choice is None and not self._needs(ancestor.key, ancestor.form):
                     break
-                met.add(above)
-                run.append(above)
-                above = above.parent
-            for each in reversed(run):
+                visited.add(ancestor)
+                chain.append(ancestor)
+                ancestor = ancestor.parent
+            for each in reversed(chain):
                 if self.choice is not None:
                     self.choice.on_evicting(each.key, each.is_reused, each.form.stored_bytes, self._clock())
                 if self.rule == "evicted" and each.state is EntryState.READY:
@@ -348,7 +348,7 @@ class LowerTier(ABC):
             self._is_deleting_again = True
             self._delete(names, nbytes, is_again=True)
 
-    def _submit_writes(self, spare: float) -> None:
+    def _submit_writes(self, spare_bytes: float) -> None:
         slab, writes, postponed = self._context.slab, self._writes, 0
         while (
             len(writes) > postponed
@@ -363,26 +363,26 @@ class LowerTier(ABC):
                 continue
             entry = slab.get(key)
             if entry is None or entry.state is not EntryState.READY:
-                why = slab.why_gone(key)
-                reason = EXPIRED if why == EXPIRED else "evicted_before_write"
-                self._drop(writes.give_up(key), reason, is_lost=why == EVICTED)
+                removal_reason = slab.why_gone(key)
+                reason = EXPIRED if removal_reason == EXPIRED else "evicted_before_write"
+                self._drop(writes.give_up(key), reason, is_lost=removal_reason == EVICTED)
                 continue
-            if not entry.leases and entry.nbytes > spare:
+            if not entry.leases and entry.nbytes > spare_bytes:
                 break  # writes that hang must not take all of the slab
             if self.budget is not None and not self.budget.allows(
                 entry.form.stored_bytes, entry.is_reused, self._clock()
             ):
                 self._skip(entry, "write_budget")
                 continue
-            spot = self._spot_for(entry)
-            if spot is WriteDeferral.LATER:
+            target = self._spot_for(entry)
+            if target is WriteDeferral.LATER:
                 break
-            if spot is WriteDeferral.SKIPPED:
+            if target is WriteDeferral.SKIPPED:
                 continue
-            spare -= 0 if entry.leases else entry.nbytes
+            spare_bytes -= 0 if entry.leases else entry.nbytes
             slab.lease(entry)
             writes.take(key)
-            self._store(entry, spot)
+            self._store(entry, target)
 
     def _must_wait(self, key: bytes) -> bool:
         """Whether a running job for this chunk has to end first."""
@@ -392,44 +392,44 @@ class LowerTier(ABC):
     def _spot_for(self, entry: Entry) -> WriteTarget | WriteDeferral:
         """Where to write this chunk. A chunk that should not be written is removed from the queue."""
 
-    def _store(self, entry: Entry, spot: WriteTarget) -> None:
+    def _store(self, entry: Entry, target: WriteTarget) -> None:
         form = entry.form
-        self._busy_keys.update((entry.key, *(name.key for name in spot.replaces if name)))
+        self._busy_keys.update((entry.key, *(name.key for name in target.replaces if name)))
         assert form.layout is not None  # every chunk in the slab was declared, or loaded with its header
-        prints = entry.marks or (NO_MARK,) * len(form.shards)
-        used = self._use(spot.entry)
-        expires = self.stamps.stamp(spot.end)
-        lives = 0.0 if spot.end == FOREVER else max(1e-3, spot.end - self._clock())
+        marks = entry.marks or (NO_MARK,) * len(form.shards)
+        used_ns = self._use(target.entry)
+        expires = self.stamps.stamp(target.end)
+        ttl_seconds = 0.0 if target.end == FOREVER else max(1e-3, target.end - self._clock())
         items = tuple(
             Item(
                 name := Name(entry.key, shard),
                 self._context.view(offset, padded(size)),
                 Header(name, form.layout, size, mark, expires=expires, provenance=entry.provenance),
-                old,
-                used,
-                lives,
+                replaced_name,
+                used_ns,
+                ttl_seconds,
             )
-            for shard, size, offset, mark, old in zip(
-                form.shards, form.sizes, entry.offsets, prints, spot.replaces, strict=True
+            for shard, size, offset, mark, replaced_name in zip(
+                form.shards, form.sizes, entry.offsets, marks, target.replaces, strict=True
             )
         )
         self.storing_entries.add(entry)
         self._storing_bytes += entry.nbytes
         if self.budget is not None:
             self.budget.reserve(form.stored_bytes)
-        self._jobs.submit(Op.STORE, items, partial(self._end_store, entry, spot))
+        self._jobs.submit(Op.STORE, items, partial(self._end_store, entry, target))
 
-    def _end_store(self, entry: Entry, spot: WriteTarget, done: Done) -> None:
+    def _end_store(self, entry: Entry, target: WriteTarget, done: Done) -> None:
         self.storing_entries.remove(entry)
         self._storing_bytes -= entry.nbytes
-        self._busy_keys.difference_update((entry.key, *(name.key for name in spot.replaces if name)))
+        self._busy_keys.difference_update((entry.key, *(name.key for name in target.replaces if name)))
         self._context.release(entry)
         nbytes = _stored_bytes(entry.form, done)
         # A failed store may have written any part of an object.
-        written, now = entry.form.stored_bytes if done.failed else nbytes, self._clock()
-        self.pace.wrote(written, now)
+        written_bytes, now = entry.form.stored_bytes if done.failed else nbytes, self._clock()
+        self.pace.wrote(written_bytes, now)
         if self.budget is not None:
-            self.budget.spend(entry.form.stored_bytes, written, now)
+            self.budget.spend(entry.form.stored_bytes, written_bytes, now)
         if not done.failed:
             self._metrics.stored_tokens.labels(self.label).inc(self._tokens(entry.key))
             self._count_transfer("down", nbytes, done.seconds)
@@ -439,17 +439,17 @@ class LowerTier(ABC):
                 self._metrics.codec_bytes.labels(self.label, "stored").inc(nbytes - headers)
         elif not self._is_excused(Op.STORE, done):
             self._drop(entry, next(iter(done.failed.values())))
-        self._note_stored(entry, spot, nbytes, done)
+        self._note_stored(entry, target, nbytes, done)
 
     @abstractmethod
-    def _note_stored(self, entry: Entry, spot: WriteTarget, nbytes: int, done: Done) -> None:
+    def _note_stored(self, entry: Entry, target: WriteTarget, nbytes: int, done: Done) -> None:
         """Update this kind of tier after a store."""
 
     def _is_excused(self, op: Op, done: Done) -> bool:
         """Whether this job failed for a reason that could not be known before, and is tried again."""
         return False
 
-    def _use(self, mine: Entry | None) -> int:
+    def _use(self, entry: Entry | None) -> int:
         """The time to record for a use now, in ns. It is never later than that of the parent."""
         return time.time_ns()
 
@@ -459,61 +459,61 @@ class LowerTier(ABC):
 
     # ---- loading
 
-    def load(self, key: bytes, form: ChunkForm, payloads: Sequence[memoryview], then: Heard) -> None:
+    def load(self, key: bytes, form: ChunkForm, payloads: Sequence[memoryview], callback: Heard) -> None:
         """Read one chunk into `payloads`.
 
-        `then` gets its headers or the reason of a miss, and when it expires.
+        `callback` gets its headers or the reason of a miss, and when it expires.
         """
-        mine, known_end = self._begin_read(key)
-        used = self._use(mine)
+        tier_entry, known_expiry = self._begin_read(key)
+        used = self._use(tier_entry)
         items = tuple(
             Item(Name(key, shard), payload, used=used)
             for shard, payload in zip(form.shards, payloads, strict=True)
         )
         now = time.monotonic()
         self.speed.asked(form.stored_bytes, now)
-        end_load = partial(self._end_load, mine, known_end, form, then)
+        end_load = partial(self._end_load, tier_entry, known_expiry, form, callback)
         self._jobs.submit(Op.LOAD, items, end_load, now + self._context.patience)
 
     def _end_load(
-        self, mine: Entry | None, known_end: float, form: ChunkForm, then: Heard, done: Done
+        self, tier_entry: Entry | None, known_expiry: float, form: ChunkForm, callback: Heard, done: Done
     ) -> None:
-        end, reason = self._judge_read(mine, known_end, done)
-        took = reason is None or (reason is Reason.DEADLINE and not done.has_waited)
-        self.speed.ended(form.stored_bytes, time.monotonic(), counts=took)
+        expiry, reason = self._judge_read(tier_entry, known_expiry, done)
+        counts_for_speed = reason is None or (reason is Reason.DEADLINE and not done.has_waited)
+        self.speed.ended(form.stored_bytes, time.monotonic(), counts=counts_for_speed)
         if reason is None:
             headers = {name.shard: each for name, each in done.ok.items() if isinstance(each, Header)}
             nbytes = sum(stored_size(header.stored_nbytes) for header in headers.values())
             self._count_transfer("up", nbytes, done.seconds)
-            then(headers, end)
+            callback(headers, expiry)
         else:
-            then(reason, end)
+            callback(reason, expiry)
 
-    def _judge_read(self, mine: Entry | None, known_end: float, done: Done) -> tuple[float, Reason | None]:
+    def _judge_read(self, entry: Entry | None, known_end: float, done: Done) -> tuple[float, Reason | None]:
         """When a chunk that was read expires; and why reading failed, if it did."""
-        known_end = min(known_end, self._end_here(mine))
+        known_end = min(known_end, self._end_here(entry))
         headers = [(name.key, each) for name, each in done.ok.items() if isinstance(each, Header)]
-        end = min([known_end, *(self.stamps.end(header.expires) for _, header in headers)])
+        expiry = min([known_end, *(self.stamps.end(header.expires) for _, header in headers)])
         reasons = set(done.failed.values())
         if any(each.covers(key, header.provenance) for each in self._suspects for key, header in headers):
             reasons.add(Reason.CLEARED)
-        if end <= self._clock():
+        if expiry <= self._clock():
             reasons.add(Reason.EXPIRED)
-            if mine is None or mine.state is not EntryState.GONE:  # otherwise it was counted when it left
+            if entry is None or entry.state is not EntryState.GONE:  # otherwise it was counted when it left
                 self._metrics.expired.labels(self.label).inc()
-        self._end_read(mine, end, reasons, done)
-        return end, worst(reasons) if reasons else None
+        self._end_read(entry, expiry, reasons, done)
+        return expiry, worst(reasons) if reasons else None
 
     @abstractmethod
     def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
         """The entry of the chunk to read, leased; and when it expires, as far as that is known."""
 
-    def _end_here(self, mine: Entry | None) -> float:
+    def _end_here(self, tier_entry: Entry | None) -> float:
         """When a chunk that was read ends in this tier by now. It may have been hastened meanwhile."""
         return FOREVER
 
     @abstractmethod
-    def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
+    def _end_read(self, tier_entry: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
         """End that lease. If a part of the chunk is lost, delete the whole chunk."""
 
     # ---- deleting
@@ -542,8 +542,8 @@ class LowerTier(ABC):
         """Whether all that is still to be done for this tenant are deletions that fail."""
         if not (self.is_delete_failing and self.is_clear_done):
             return False
-        failing = {name.key for names, _ in self._undeleted for name in names}
-        return all(key in failing for key in self._busy_keys if tenant_of(key) == tenant)
+        failing_keys = {name.key for names, _ in self._undeleted for name in names}
+        return all(key in failing_keys for key in self._busy_keys if tenant_of(key) == tenant)
 
     def block_loads(self, suspect: Suspect) -> None:
         """Load no chunk that `suspect` covers. `purge` follows."""
@@ -613,8 +613,8 @@ class LowerTier(ABC):
         if reason not in INTENDED_DROPS:
             self._dropped[reason] += 1
             self.lost += is_lost
-        for hear in self._context.followers.not_stored:
-            hear(self.label, (entry.key,), reason)
+        for notify in self._context.followers.not_stored:
+            notify(self.label, (entry.key,), reason)
 
     def _skip(self, entry: Entry, why: str) -> WriteDeferral:
         """This chunk of the slab, whose turn it is, is not written here at all."""
@@ -656,10 +656,10 @@ class LowerTier(ABC):
             lambda: len(self._writes) + len(self.storing_entries)
         )
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
-        for word in WORDS if self._has_codec else ():
-            if word != AUTO:
-                gauge = metrics.codec.labels(label, word)
-                gauge.set_function(lambda word=word: float(self.tier.codec == word))  # type: ignore[misc]  # mypy: lambdas
+        for codec_name in WORDS if self._has_codec else ():
+            if codec_name != AUTO:
+                gauge = metrics.codec.labels(label, codec_name)
+                gauge.set_function(lambda codec_name=codec_name: float(self.tier.codec == codec_name))  # type: ignore[misc]  # mypy: lambdas
 
     def check(self) -> None:
         """Check every invariant; raises AssertionError."""
@@ -687,8 +687,8 @@ def worst(reasons: set[Reason]) -> Reason:
 
 def _stored_bytes(form: ChunkForm, done: Done) -> int:
     """The bytes that the stored parts of a chunk take in the tier."""
-    fewer = {name: PAGE + stat.nbytes for name, stat in done.ok.items() if isinstance(stat, Stat)}
-    return sum(fewer.values()) + bytes_at_rest(form, done.ok.keys() - fewer)
+    compressed_bytes = {name: PAGE + stat.nbytes for name, stat in done.ok.items() if isinstance(stat, Stat)}
+    return sum(compressed_bytes.values()) + bytes_at_rest(form, done.ok.keys() - compressed_bytes)
 
 
 def bytes_at_rest(form: ChunkForm, names: Iterable[Name]) -> int:

@@ -49,13 +49,13 @@ class LowerTiers(list[LowerTier]):
         `locks` has the locked files that a server before this one has handed over, by place. A tier whose
         place is known is not scanned. These descriptors are closed: a tier has duplicates.
         """
-        left = dict(locks)
+        unused_locks = dict(locks)
         try:
             for number, spec in enumerate(specs):
-                tier = opened.get(spec.url) or open_tier(spec, left.pop(spec.base_url, None))
+                tier = opened.get(spec.url) or open_tier(spec, unused_locks.pop(spec.base_url, None))
                 tier.wake = wake
-                twins = sum(each.scheme == spec.scheme for each in specs[:number])
-                label = f"{spec.scheme}-{twins + 1}" if twins else spec.scheme
+                same_scheme_count = sum(each.scheme == spec.scheme for each in specs[:number])
+                label = f"{spec.scheme}-{same_scheme_count + 1}" if same_scheme_count else spec.scheme
                 try:
                     if tier.keeps:
                         self.owned.append(

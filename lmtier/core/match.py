@@ -85,8 +85,8 @@ def entries_from_placement(
 ) -> list[Entry]:
     """Entries made from a placement, in another process. `made` holds the leading ones that exist already."""
     if placement.other_forms:
-        pairs = zip(placement.keys, placement.forms, strict=True)
-        entries = [Entry(key, form, form.slab_bytes, state) for key, form in pairs]
+        keys_and_forms = zip(placement.keys, placement.forms, strict=True)
+        entries = [Entry(key, form, form.slab_bytes, state) for key, form in keys_and_forms]
     else:
         entries = (made or list(unplaced(placement.keys, placement.form, state)))[: len(placement.keys)]
     for entry, offsets in zip(entries, placement.offsets, strict=True):
@@ -111,8 +111,9 @@ class Match:
 
     If a chunk fails to load, the match ends before it: `chunks` shrinks, and the rest is recomputed.
 
-    With `ends`, a prefix can only be continued from the state at its end. The match then ends where a tier
-    has a state, and holds that too, as `end`. Without its last chunk or its state it has no chunks at all.
+    With `state_form`, a prefix can only be continued from the state at its end. The match then ends where a
+    tier has a state, and holds that too, as `state_match`. Without its last chunk or its state it has no
+    chunks at all.
     """
 
     id: int
@@ -191,12 +192,12 @@ class Match:
     def complete(self) -> int:
         """How many leading chunks are in the slab, complete."""
         states = enumerate(self.run)
-        return next((i for i, entry in states if entry.state is not EntryState.READY), len(self.run))
+        return next((count for count, entry in states if entry.state is not EntryState.READY), len(self.run))
 
     @property
     def is_ready(self) -> bool:
-        beyond = len(self.sources) > len(self.run) and not self.released
-        return not (self.pending_lookups or self.pending_loads or beyond) and (
+        has_unloaded = len(self.sources) > len(self.run) and not self.released
+        return not (self.pending_lookups or self.pending_loads or has_unloaded) and (
             self.state_match is None or self.state_match.is_ready
         )
 

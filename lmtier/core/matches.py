@@ -96,9 +96,9 @@ class Matches:
         """Lease the chunks from `run` to `end` that are in the slab now, or are being loaded into it."""
         index, form, run, keys = self._index, match.form, match.run, match.keys
         self._room.expire_among(keys[len(run) : end])
-        ready, add = EntryState.READY, run.append
+        ready, append = EntryState.READY, run.append
         parent = match.parent
-        is_shared, leased = index.pools is not None, 0
+        has_pools, newly_leased = index.pools is not None, 0
         for entry in map(index.get, keys[len(run) : end]):
             if entry is None or (entry.form is not form and not entry.form.serves(form)):
                 break
@@ -109,15 +109,15 @@ class Matches:
                 self.waiters.setdefault(entry, []).append(match)
             if entry.parent is not parent:
                 index.link(entry, parent)
-            if is_shared:
+            if has_pools:
                 index.lease(entry)
             else:  # the same, without the call: this loop is the cost of a long hit
                 if not entry.leases:
-                    leased += entry.nbytes
+                    newly_leased += entry.nbytes
                 entry.leases += 1
-            add(entry)
+            append(entry)
             parent = entry
-        index.leased_bytes += leased
+        index.leased_bytes += newly_leased
         if match.pending_loads:
             self._pending[match] = None
         match.sources.extend([CPU] * (len(run) - len(match.sources)))
@@ -128,26 +128,26 @@ class Matches:
         known = [tier for tier in self._lower.owned if tier.load_breaker.allows() and len(tier.index)]
         for each in self._lower.watching:
             each.on_miss(keys[len(match.run) :])
-        asked = [tier for tier in self._lower.tiers_to_ask(match.source) if tier.load_breaker.allows()]
+        asked_tiers = [tier for tier in self._lower.tiers_to_ask(match.source) if tier.load_breaker.allows()]
         if keys and self._index.is_record(keys[0]):
-            asked = []  # no record is ever stored there
+            asked_tiers = []  # no record is ever stored there
         for i in range(match.chunks, len(keys)):
             entry = self._index.get(keys[i])
             if entry is not None and entry.state >= EntryState.LOADING and entry.form.serves(form):
                 match.sources.append(CPU)  # the slab again, after a chunk that a lower tier has
                 continue
-            owned = next((tier for tier in known if tier.is_stored(keys[i], form)), None)
-            if owned is None:
+            holder = next((tier for tier in known if tier.is_stored(keys[i], form)), None)
+            if holder is None:
                 break
-            match.sources.append(owned.label)
-        if not asked:
+            match.sources.append(holder.label)
+        if not asked_tiers:
             return
         first = match.chunks
         names = [Name(key, shard) for key in keys[first:] for shard in form.shards]
         if match.state_form is not None and (names or (first and not self._place_of_state(match, first))):
-            states = [_state_of(match, chunks) for chunks in range(1, len(keys) + 1)]
-            names += [Name(key, shard) for key in states for shard in match.state_form.shards]
-        for tier in asked if names else ():
+            state_keys = [_state_of(match, chunk_count) for chunk_count in range(1, len(keys) + 1)]
+            names += [Name(key, shard) for key in state_keys for shard in match.state_form.shards]
+        for tier in asked_tiers if names else ():
             match.pending_lookups += tier.lookup(
                 names, match.deadline, partial(self._answered, match, tier, first)
             )
@@ -156,20 +156,20 @@ class Matches:
 
     def _answered(self, match: Match, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
         """A tier has answered which of the keys from `first` on it has."""
-        there = first
-        while there < len(match.keys) and _is_found(match.keys[there], match.form, found):
-            there += 1
+        found_end = first
+        while found_end < len(match.keys) and _is_found(match.keys[found_end], match.form, found):
+            found_end += 1
         if match.state_form is not None:
             for chunks in range(1, len(match.keys) + 1):
                 if _is_found(_state_of(match, chunks), match.state_form, found):
                     match.states.setdefault(chunks, tier.label)
         if not match.pending_lookups or match.released:  # no request waits for the answer
             if match.cut_reason == "not_worth_it":
-                self.weighing.remember_skipped(tier, match.keys[:there], first, match.form)
+                self.weighing.remember_skipped(tier, match.keys[:found_end], first, match.form)
             return
         match.pending_lookups -= 1
-        new = there - match.chunks
-        match.sources.extend([tier.label] * new)
+        new_chunks = found_end - match.chunks
+        match.sources.extend([tier.label] * new_chunks)
         self._decide(match)
         self._settle_if_ready(match)
 
@@ -180,24 +180,24 @@ class Matches:
         self._weigh(match)
         if match.state_form is None or match.state_match is not None:
             return
-        ends = (chunks for chunks in range(match.chunks, 0, -1) if self._place_of_state(match, chunks))
-        chunks = next(ends, 0)
+        candidates = (chunks for chunks in range(match.chunks, 0, -1) if self._place_of_state(match, chunks))
+        chunks = next(candidates, 0)
         if chunks < match.chunks:
             self._truncate(match, chunks, "no_state")
         if chunks:
             key = _state_of(match, chunks)
-            end = match.state_match = Match(
+            state_match = match.state_match = Match(
                 next(self._ids), (key,), match.state_form, 0, match.deadline, prompt_match=match
             )
-            self.open[end.id] = end
-            place = self._place_of_state(match, chunks)
-            self._extend(end, 1)
-            end.sources = [place]
+            self.open[state_match.id] = state_match
+            tier_label = self._place_of_state(match, chunks)
+            self._extend(state_match, 1)
+            state_match.sources = [tier_label]
             # A use of the state, which stays older than its chunks and so leaves before them.
-            self._index.touch(end.run)
+            self._index.touch(state_match.run)
             # Some may have left while a tier was asked.
             self._index.refresh([entry for entry in match.run if entry.state is not EntryState.GONE])
-            self._lower.on_request(end.keys, end.run)
+            self._lower.on_request(state_match.keys, state_match.run)
 
     def _place_of_state(self, match: Match, chunks: int) -> str:
         """A tier that can supply the state after so many chunks; empty: none is known."""
@@ -249,24 +249,24 @@ class Matches:
 
     def _fetch(self, match: Match) -> None:
         """Start loading the chunk that follows `run` into a new entry, or end the match here."""
-        at = len(match.run)
-        key, tier = match.keys[at], self._lower.named.get(match.sources[at])
+        chunk = len(match.run)
+        key, tier = match.keys[chunk], self._lower.named.get(match.sources[chunk])
         form = tier.load_form(key, match.form) if tier is not None else None
         if tier is None or form is None or not tier.load_breaker.allows():
-            self._truncate(match, at, "left_meanwhile" if form is None else "tier_down")
+            self._truncate(match, chunk, "left_meanwhile" if form is None else "tier_down")
             return
         if (entry := self._index.get(key)) is not None:
-            self._truncate(match, at, "being_filled" if entry.state is EntryState.FILLING else "foreign")
+            self._truncate(match, chunk, "being_filled" if entry.state is EntryState.FILLING else "foreign")
             return
-        started = self._load(key, form, tier, match.parent)
-        if started is None:
-            self._truncate(match, at, "no_room")
+        loading_entry = self._load(key, form, tier, match.parent)
+        if loading_entry is None:
+            self._truncate(match, chunk, "no_room")
             return
-        self._index.lease(started)
-        match.run.append(started)
+        self._index.lease(loading_entry)
+        match.run.append(loading_entry)
         match.pending_loads += 1
         self._pending[match] = None
-        self.waiters[started] = [match]
+        self.waiters[loading_entry] = [match]
 
     def _load(self, key: bytes, form: ChunkForm, tier: LowerTier, parent: Entry | None) -> Entry | None:
         """Start loading a chunk into a new entry. Matches may wait for it. None: there is no room."""
@@ -279,10 +279,10 @@ class Matches:
         entry.offsets = offsets
         self.loading += form.slab_bytes
         self.weighing.loading_tier[entry] = tier
-        payloads = [
+        buffers = [
             self._slab.view(offset, padded(size)) for offset, size in zip(offsets, form.sizes, strict=True)
         ]
-        tier.load(key, form, payloads, partial(self._arrived, entry, tier))
+        tier.load(key, form, buffers, partial(self._arrived, entry, tier))
         return entry
 
     @property
@@ -322,16 +322,16 @@ class Matches:
         """Take the chunk's layout from its verified headers. Returns why that is impossible, or nothing."""
         if entry.state is EntryState.GONE:
             return "cleared"
-        each = [headers[shard] for shard in entry.form.shards]
-        layout = each[0].layout
-        if any(header.layout is not layout and header.layout != layout for header in each):
+        ordered_headers = [headers[shard] for shard in entry.form.shards]
+        layout = ordered_headers[0].layout
+        if any(header.layout is not layout and header.layout != layout for header in ordered_headers):
             return "foreign"
         form = form_of(layout, entry.form.shards)
         if [padded(size) for size in form.sizes] != [padded(size) for size in entry.form.sizes]:
             return "foreign"
         entry.form = form
-        entry.marks = tuple(header.mark for header in each)
-        entry.provenance = each[0].provenance
+        entry.marks = tuple(header.mark for header in ordered_headers)
+        entry.provenance = ordered_headers[0].provenance
         return ""
 
     def release(self, match: Match) -> None:
@@ -365,11 +365,11 @@ class Matches:
         self._let_go(match, chunks)
 
     def _drop_end(self, match: Match) -> None:
-        end, match.state_match = match.state_match, None
-        assert end is not None
-        self._let_go(end, 0)
-        end.released = True
-        del self.open[end.id]
+        state_match, match.state_match = match.state_match, None
+        assert state_match is not None
+        self._let_go(state_match, 0)
+        state_match.released = True
+        del self.open[state_match.id]
 
     def _let_go(self, match: Match, chunks: int) -> None:
         for entry in match.run[chunks:]:
@@ -409,15 +409,15 @@ class Matches:
 
     def _settle(self, match: Match) -> None:
         match.settled = True
-        missed = self._gauges.count_lookup(match)
-        if missed is None:
+        missed_tokens = self._gauges.count_lookup(match)
+        if missed_tokens is None:
             return
         self.weighing.settle(match)
-        hit = match.asked_tokens - sum(missed.values())
+        hit_tokens = match.asked_tokens - sum(missed_tokens.values())
         if match.agent is not None:
-            match.agent.saved += hit
-        for hear in self._followers.settled:
-            hear(match, missed)
+            match.agent.saved += hit_tokens
+        for notify in self._followers.settled:
+            notify(match, missed_tokens)
 
     def check(self) -> None:
         for match in self.open.values():

@@ -75,11 +75,11 @@ class MemoryPlace:
 
     def take(self, keys: Sequence[bytes], form: ChunkForm) -> list[tuple[int, ...]]:
         """Extents for as many of these chunks, in their order, as are free now."""
-        found = self.slab.allocate_some(
+        offsets = self.slab.allocate_some(
             form.sizes, min(len(keys), max(0, self.index.free) // form.slab_bytes)
         )
-        self._note(keys[: len(found)], form)
-        return found
+        self._note(keys[: len(offsets)], form)
+        return offsets
 
     def _note(self, keys: Sequence[bytes], form: ChunkForm) -> None:
         """These have taken room."""
@@ -132,21 +132,21 @@ class MemoryPlace:
         if window is None:
             return -1
         start, offsets = window
-        places = self.slab.vacate(start, nbytes, offsets)
-        self._move(places, movable)
-        self.slab.free(places)
-        short = sum(movable[offset].nbytes for offset in offsets if offset not in places)
-        if short:  # large chunks find no other room, but can slide together
-            places = self.slab.slide(nbytes, movable, max(_SLID * nbytes, _SLID_BYTES))
-            self._move(places, movable)
-            short = 0 if places else short
+        new_offsets = self.slab.vacate(start, nbytes, offsets)
+        self._move(new_offsets, movable)
+        self.slab.free(new_offsets)
+        missing_bytes = sum(movable[offset].nbytes for offset in offsets if offset not in new_offsets)
+        if missing_bytes:  # large chunks find no other room, but can slide together
+            new_offsets = self.slab.slide(nbytes, movable, max(_SLID * nbytes, _SLID_BYTES))
+            self._move(new_offsets, movable)
+            missing_bytes = 0 if new_offsets else missing_bytes
         self._compacting += time.monotonic() - began
-        return short
+        return missing_bytes
 
     def _move(self, places: Mapping[int, int], entries: dict[int, Entry]) -> None:
         """Move the bytes of extents to their new places, in this order, and update their entries."""
-        for offset, place in places.items():
-            self._metrics.moved_bytes.inc(self.slab.move(offset, place))
+        for offset, new_offset in places.items():
+            self._metrics.moved_bytes.inc(self.slab.move(offset, new_offset))
         moved = {entries.pop(offset) for offset in places}
         for entry in moved:  # once each: the new place of one may be the old one of another
             entry.offsets = tuple(places.get(each, each) for each in entry.offsets)
@@ -155,9 +155,9 @@ class MemoryPlace:
     def next_victims(self) -> list[Entry]:
         """After a step that took room: the chunks to save before later steps take as much again."""
         takers, self._takers = self._takers, set()
-        took, self._took = self._took, 0
-        if took:
-            self._ahead = max(2 * took, _AHEAD * self._largest, self._ahead - self._ahead // 256)
+        allocated_bytes, self._took = self._took, 0
+        if allocated_bytes:
+            self._ahead = max(2 * allocated_bytes, _AHEAD * self._largest, self._ahead - self._ahead // 256)
             self._largest = 0
         short = self._ahead - self.index.free
         # Only after room was taken. Otherwise a tier with little room would swap such chunks for ever.
@@ -182,11 +182,11 @@ class MemoryPlace:
 
     def purging(self, suspect: Suspect, may_go: Callable[[Entry], bool] | None) -> Iterator[None]:
         """Take out the chunks that `suspect` covers, in small steps. None: also those in use."""
-        for number, entry in enumerate(self.index.entries(), 1):
-            is_there = entry.state is not EntryState.GONE and suspect.covers(entry.key, entry.provenance)
-            if is_there and (may_go is None or may_go(entry)):
+        for count, entry in enumerate(self.index.entries(), 1):
+            is_suspect = entry.state is not EntryState.GONE and suspect.covers(entry.key, entry.provenance)
+            if is_suspect and (may_go is None or may_go(entry)):
                 self.take_out(entry, CLEARED)
-            if not number % _PURGED_AT_ONCE:
+            if not count % _PURGED_AT_ONCE:
                 yield
 
     def erase(self, entry: Entry, why: str) -> None:

@@ -30,23 +30,23 @@ def check(what: str, nbytes: int, root: Path = Path("/")) -> None:
 
     Other processes may free their memory, so that is no reason to refuse.
     """
-    facts = _sizes(root / "proc/meminfo")
-    total = facts.get("MemTotal", _UNLIMITED)
-    machine = Limit(total, total - facts.get("MemAvailable", total), "this machine has")
+    meminfo = _sizes(root / "proc/meminfo")
+    total = meminfo.get("MemTotal", _UNLIMITED)
+    machine = Limit(total, total - meminfo.get("MemAvailable", total), "this machine has")
     limits = [machine, *_groups(root)]
-    lowest, mine = min(limits), _sizes(root / "proc/self/status").get("RssAnon", 0)
-    most = lowest.nbytes + facts.get("SwapTotal", 0) - mine
-    if nbytes > most:
+    lowest, rss = min(limits), _sizes(root / "proc/self/status").get("RssAnon", 0)
+    max_bytes = lowest.nbytes + meminfo.get("SwapTotal", 0) - rss
+    if nbytes > max_bytes:
         raise ConfigError(
             f"{what}: {nbytes} bytes are more than the {lowest.nbytes} that {lowest.whose}, of which this "
-            f"process uses {mine} already: it would be killed when the slab fills; choose a smaller capacity"
+            f"process uses {rss} already: it would be killed when the slab fills; choose a smaller capacity"
         )
-    least = min(limits, key=lambda limit: limit.nbytes - limit.taken)
-    if nbytes > least.nbytes - least.taken:
+    tightest_limit = min(limits, key=lambda limit: limit.nbytes - limit.taken)
+    if nbytes > tightest_limit.nbytes - tightest_limit.taken:
         log.warning(
             "lmtier: %s: of the %d bytes that %s, %d are in use now, which leaves less than the slab needs: "
             "this process may be killed when the slab fills",
-            *(what, least.nbytes, least.whose, least.taken),
+            *(what, tightest_limit.nbytes, tightest_limit.whose, tightest_limit.taken),
         )
 
 
@@ -62,28 +62,28 @@ def _groups(root: Path) -> Iterator[Limit]:
         kind, _, options = system.split(" ", 2)
         is_unified = kind == "cgroup2"
         if is_unified in paths and (is_unified or (kind == "cgroup" and "memory" in options.split(","))):
-            top, place = mount.split(" ")[3:5]
+            mount_root, mount_point = mount.split(" ")[3:5]
             # Of a group in another name space only its mount point is visible.
-            mine = Path(paths[is_unified])
-            inside = mine.relative_to(top) if mine.is_relative_to(top) else Path()
-            folder = root / place.lstrip("/")
-            for each in [inside, *inside.parents]:
-                yield from _limit(folder / each, is_unified)
+            group_path = Path(paths[is_unified])
+            inside = group_path.relative_to(mount_root) if group_path.is_relative_to(mount_root) else Path()
+            folder = root / mount_point.lstrip("/")
+            for ancestor in [inside, *inside.parents]:
+                yield from _limit(folder / ancestor, is_unified)
 
 
 def _limit(group: Path, is_unified: bool) -> Iterator[Limit]:
     file = group / ("memory.max" if is_unified else "memory.limit_in_bytes")
-    word = "".join(_lines(file))
-    if word.isdigit() and int(word) < _UNLIMITED:
+    text = "".join(_lines(file))
+    if text.isdigit() and int(text) < _UNLIMITED:
         stat = dict(line.split() for line in _lines(group / "memory.stat"))
         taken = sum(int(stat.get(name, 0)) for name in _TAKEN[is_unified])
-        yield Limit(int(word), taken, f"{file} allows")
+        yield Limit(int(text), taken, f"{file} allows")
 
 
 def _sizes(file: Path) -> dict[str, int]:
     """Reads lines like `MemTotal:  24684092 kB`."""
     words = (line.split() for line in _lines(file))
-    return {each[0].rstrip(":"): int(each[1]) << 10 for each in words if each[2:] == ["kB"]}
+    return {columns[0].rstrip(":"): int(columns[1]) << 10 for columns in words if columns[2:] == ["kB"]}
 
 
 def _lines(file: Path) -> list[str]:

@@ -58,6 +58,6 @@ class Outdated:
         for key in self._entries:
             assert key in writes, "an old value that nothing overwrites"
             assert key not in index, "an old value beside a new one"
-        free = sum(entry.nbytes for entry in self._entries.values() if not entry.leases)
-        assert self.nbytes == free, "the bytes of old values are wrong"
+        unleased_bytes = sum(entry.nbytes for entry in self._entries.values() if not entry.leases)
+        assert self.nbytes == unleased_bytes, "the bytes of old values are wrong"
         assert self._overwritten.keys() <= going, "an old value whose writer is gone"

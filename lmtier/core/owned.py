@@ -74,7 +74,7 @@ class OwnedTier(LowerTier):
         """Chunks whose headers are still to be read in a search for suspect chunks."""
         self._reading = 0
         self.outdated = Outdated()
-        """What no job uses of it is in `deleting` too."""
+        """What no job uses of it is in `deleting_bytes` too."""
         self._added: list[Entry] = []
         """The entries that this `pump` added."""
         _declare(self, context.metrics, context.clock)
@@ -109,11 +109,11 @@ class OwnedTier(LowerTier):
     def _is_unreadable(self, entry: Entry) -> bool:
         return bool(self._unreadable) and self._unreadable.get(entry.key) is entry
 
-    def load_form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+    def load_form(self, key: bytes, reader_form: ChunkForm) -> ChunkForm | None:
         entry = self.index.get(key)
         if entry is None or entry.state is not EntryState.READY or self._is_unreadable(entry):
             return None
-        form, layout = entry.form, asked.layout
+        form, layout = entry.form, reader_form.layout
         if form.layout is None and layout is not None:  # a scan found it: its sizes are those after encoding
             sizes = (
                 max(size, layout.nbytes(shard)) if shard.overlap(layout.whole) == shard else size
@@ -151,9 +151,9 @@ class OwnedTier(LowerTier):
 
     @property
     def backlog(self) -> int:
-        unread = len(self._searches) + len(self._unread) + self._reading + self._unsearched
+        unfinished_search = len(self._searches) + len(self._unread) + self._reading + self._unsearched
         deleted = len(self._deleted_before_scan) + len(self._prefixes_cleared_before_scan)
-        return super().backlog + deleted + unread
+        return super().backlog + deleted + unfinished_search
 
     @property
     def pending_clears(self) -> int:
@@ -161,8 +161,8 @@ class OwnedTier(LowerTier):
 
     @property
     def is_clear_done(self) -> bool:
-        unread = self._searches or self._unread or self._reading or self._unsearched
-        return not (self._prefixes_cleared_before_scan or unread)
+        unfinished_search = self._searches or self._unread or self._reading or self._unsearched
+        return not (self._prefixes_cleared_before_scan or unfinished_search)
 
     @property
     def _unsearched(self) -> int:
@@ -199,47 +199,47 @@ class OwnedTier(LowerTier):
 
     def _spot_for(self, entry: Entry) -> WriteTarget | WriteDeferral:
         key, form = entry.key, entry.form
-        there = self.index.get(key)
-        if there is not None and there.form.serves(form) and not self._is_unreadable(there):
+        stored = self.index.get(key)
+        if stored is not None and stored.form.serves(form) and not self._is_unreadable(stored):
             self._writes.give_up(key)
             return WriteDeferral.SKIPPED
-        if there is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
-            self._remove(there, REPLACED)
+        if stored is not None:  # a part of it is lost, or no reader can use it: the new chunk replaces it
+            self._remove(stored, REPLACED)
             return WriteDeferral.SKIPPED
         parent = self._nearest(entry)
         replaces = self._room_for(entry, parent)
         if isinstance(replaces, WriteDeferral):
             return replaces
-        mine = self.index.add(key, form, form.stored_bytes, EntryState.FILLING, parent)
+        tier_entry = self.index.add(key, form, form.stored_bytes, EntryState.FILLING, parent)
         end = self._end_of(entry)
-        self.index.expiries.set(mine, end)
-        self._added.append(mine)
+        self.index.expiries.set(tier_entry, end)
+        self._added.append(tier_entry)
         self.outdated.begin(key)
-        return WriteTarget(mine, replaces, end)
+        return WriteTarget(tier_entry, replaces, end)
 
     def _room_for(self, entry: Entry, parent: Entry | None) -> Sequence[Name | None] | WriteDeferral:
         """The object that each shard may overwrite, if any."""
-        key, form, index, need = entry.key, entry.form, self.index, entry.form.stored_bytes
-        if need > index.capacity:
+        key, form, index, need_bytes = entry.key, entry.form, self.index, entry.form.stored_bytes
+        if need_bytes > index.capacity:
             return self._skip(entry, "larger_than_tier")
-        room = min(index.capacity, self._fullness.nbytes)
-        if need > room:
+        usable_bytes = min(index.capacity, self._fullness.nbytes)
+        if need_bytes > usable_bytes:
             return self._skip(entry, "full")
-        staying = self.undeletable + self.outdated.nbytes
-        leaving = self.deleting_bytes - staying
-        short = need - (room - index.used - staying)
-        if short <= 0:
-            return WriteDeferral.LATER if leaving > -short else (None,) * len(form.shards)
+        stuck_bytes = self.undeletable + self.outdated.nbytes
+        freeing_bytes = self.deleting_bytes - stuck_bytes
+        missing_bytes = need_bytes - (usable_bytes - index.used - stuck_bytes)
+        if missing_bytes <= 0:
+            return WriteDeferral.LATER if freeing_bytes > -missing_bytes else (None,) * len(form.shards)
         if self.choice is not None:
             self.choice.on_full()
         if (
             self.undeletable
             and self.store_breaker.is_open
-            and (leaving or not self._could_overwrite(key, form, parent, short))
+            and (freeing_bytes or not self._could_overwrite(key, form, parent, missing_bytes))
         ):
             return WriteDeferral.LATER  # deletions fail: what leaves would leave for nothing
         # The parent must not be evicted to make room for its child: the prefix would have a hole.
-        victims = index.evict(short, parent, index.pool(key), need)
+        victims = index.evict(missing_bytes, parent, index.pool(key), need_bytes)
         if victims is None and self.outdated.nbytes:  # there is no room for both
             for old in self.outdated.pop_all():
                 self._delete_outdated(old)
@@ -247,45 +247,45 @@ class OwnedTier(LowerTier):
         if victims is None:  # chunks that are being written can be evicted later
             return WriteDeferral.LATER if self.storing_entries else self._skip(entry, "no_room")
         self._evicted(victims)
-        if len(victims) == 1 and not leaving and _rooms(victims[0].form) == _rooms(form):
+        if len(victims) == 1 and not freeing_bytes and _rooms(victims[0].form) == _rooms(form):
             return names_of(victims[0])
         for victim in victims:
             self._delete(names_of(victim), victim.nbytes)
         return WriteDeferral.LATER
 
-    def _could_overwrite(self, key: bytes, form: ChunkForm, parent: Entry | None, short: int) -> bool:
+    def _could_overwrite(self, key: bytes, form: ChunkForm, parent: Entry | None, missing_bytes: int) -> bool:
         """Whether the next to leave for this chunk is a single one of its size."""
         index = self.index
         if parent is not None:
             index.lease(parent)
-        victims, _ = index.next_victims(short, index.pool(key), form.stored_bytes)
+        victims, _ = index.next_victims(missing_bytes, index.pool(key), form.stored_bytes)
         if parent is not None:
             index.release(parent)
         return len(victims) == 1 and _rooms(victims[0].form) == _rooms(form)
 
     def _nearest(self, entry: Entry) -> Entry | None:
         """The entry here of the nearest ancestor that this tier holds."""
-        context = entry.parent
-        while context is not None:
-            if (mine := self.index.get(context.key)) is not None:
-                return mine
-            context = context.parent
+        ancestor = entry.parent
+        while ancestor is not None:
+            if (tier_entry := self.index.get(ancestor.key)) is not None:
+                return tier_entry
+            ancestor = ancestor.parent
         return None
 
-    def _use(self, mine: Entry | None) -> int:
-        now = super()._use(mine)
-        if mine is None:
+    def _use(self, entry: Entry | None) -> int:
+        now = super()._use(entry)
+        if entry is None:
             return now
-        mine.last_used_ns = now if mine.parent is None else min(now, mine.parent.last_used_ns - 1000)
-        return mine.last_used_ns
+        entry.last_used_ns = now if entry.parent is None else min(now, entry.parent.last_used_ns - 1000)
+        return entry.last_used_ns
 
-    def _note_stored(self, entry: Entry, spot: WriteTarget, nbytes: int, done: Done) -> None:
-        mine = spot.entry
+    def _note_stored(self, entry: Entry, target: WriteTarget, nbytes: int, done: Done) -> None:
+        mine = target.entry
         assert mine is not None
         # A victim that could neither be overwritten nor deleted must not come back after a restart.
         stuck = {
             old: stored_size(size)
-            for old, size in zip(spot.replaces, entry.form.sizes, strict=True)
+            for old, size in zip(target.replaces, entry.form.sizes, strict=True)
             if old is not None and old in done.failed
         }
         self._delete(list(stuck), sum(stuck.values()))
@@ -308,11 +308,11 @@ class OwnedTier(LowerTier):
             self._note_full(entry, done)
         if not done.failed:
             mine.nbytes = nbytes
-        left = old if done.failed else mine
-        if left is not None and mine.key in self._writes and not is_deleted:
-            self._keep(left)
-        elif left is not None:
-            self._delete(names_of(left), left.nbytes)
+        leftover = old if done.failed else mine
+        if leftover is not None and mine.key in self._writes and not is_deleted:
+            self._keep(leftover)
+        elif leftover is not None:
+            self._delete(names_of(leftover), leftover.nbytes)
         else:
             self._delete(list(done.ok), bytes_at_rest(mine.form, done.ok))  # the parts that were written
 
@@ -321,14 +321,14 @@ class OwnedTier(LowerTier):
 
         A chunk that was submitted before may try once more.
         """
-        again = self._is_excused(Op.STORE, done)
+        is_retried = self._is_excused(Op.STORE, done)
         if not self._fullness.is_known:
             log.warning(
                 "lmtier: the storage of tier %s is full with %d of %d bytes: new chunks replace old ones",
                 *(self.label, self.index.used, self.index.capacity),
             )
         self._fullness.on_full(done.id, self.index.used, self._jobs.last + 1)
-        if again and entry.state is EntryState.READY:
+        if is_retried and entry.state is EntryState.READY:
             self.queue_write(entry)
 
     def _is_excused(self, op: Op, done: Done) -> bool:
@@ -370,43 +370,43 @@ class OwnedTier(LowerTier):
     # ---- loading
 
     def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
-        mine = self.index.get(key)
-        if mine is None:
+        tier_entry = self.index.get(key)
+        if tier_entry is None:
             return None, FOREVER
-        self.index.lease(mine)
-        return mine, self.index.expiries.expiry(mine)
+        self.index.lease(tier_entry)
+        return tier_entry, self.index.expiries.expiry(tier_entry)
 
-    def _end_here(self, mine: Entry | None) -> float:
-        return FOREVER if mine is None else self.index.expiries.expiry(mine)
+    def _end_here(self, tier_entry: Entry | None) -> float:
+        return FOREVER if tier_entry is None else self.index.expiries.expiry(tier_entry)
 
-    def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
-        if mine is None:
+    def _end_read(self, tier_entry: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
+        if tier_entry is None:
             return
-        if self.index.release(mine):  # discarded or outdated while it was read
-            if mine in self.outdated:
-                self._busy_keys.remove(mine.key)
-                self._keep(mine)
+        if self.index.release(tier_entry):  # discarded or outdated while it was read
+            if tier_entry in self.outdated:
+                self._busy_keys.remove(tier_entry.key)
+                self._keep(tier_entry)
             else:
-                self._delete(names_of(mine), mine.nbytes)
-        elif self.index.get(mine.key) is mine:
-            if lost := reasons & LOST:  # the other parts of a chunk that lost one are useless
-                self._remove(mine, worst(lost).value)
+                self._delete(names_of(tier_entry), tier_entry.nbytes)
+        elif self.index.get(tier_entry.key) is tier_entry:
+            if lost_reasons := reasons & LOST:  # the other parts of a chunk that lost one are useless
+                self._remove(tier_entry, worst(lost_reasons).value)
             elif Reason.SEALED in reasons:
-                self._unreadable[mine.key] = mine
+                self._unreadable[tier_entry.key] = tier_entry
             elif Reason.ERROR in reasons:
-                self._note_error(mine)
+                self._note_error(tier_entry)
             else:
-                self._failed.pop(mine.key, None)
-                self.index.expiries.set(mine, end)  # a scan does not find out when a chunk expires
+                self._failed.pop(tier_entry.key, None)
+                self.index.expiries.set(tier_entry, end)  # a scan does not find out when a chunk expires
 
-    def _note_error(self, mine: Entry) -> None:
+    def _note_error(self, tier_entry: Entry) -> None:
         """A fault of the whole storage passes. One of the medium under a chunk does not."""
-        if self.load_breaker.is_open or self.index.is_record(mine.key):
+        if self.load_breaker.is_open or self.index.is_record(tier_entry.key):
             return  # a record that is there must not be taken for one that is not
-        if self._failed.pop(mine.key, None) is mine:
-            self._unreadable[mine.key] = mine
+        if self._failed.pop(tier_entry.key, None) is tier_entry:
+            self._unreadable[tier_entry.key] = tier_entry
         elif len(self._failed) < _FAILED:
-            self._failed[mine.key] = mine
+            self._failed[tier_entry.key] = tier_entry
 
     def _forget_faults(self, key: bytes) -> None:
         """The chunk leaves."""
@@ -415,23 +415,23 @@ class OwnedTier(LowerTier):
 
     def peek(self, key: bytes, then: Callable[[bytes | Reason], None]) -> None:
         """Read the mark of a chunk with one shard, and store it in the entry."""
-        mine = self.index.get(key)
-        if mine is None or mine.state is not EntryState.READY:
+        tier_entry = self.index.get(key)
+        if tier_entry is None or tier_entry.state is not EntryState.READY:
             then(Reason.ABSENT)
             return
-        _, known_end = self._begin_read(key)
-        item = Item(Name(key, mine.form.shards[0]), used=mine.last_used_ns)
+        _, known_expiry = self._begin_read(key)
+        item = Item(Name(key, tier_entry.form.shards[0]), used=tier_entry.last_used_ns)
         deadline = time.monotonic() + self._context.patience
-        self._jobs.submit(Op.PEEK, (item,), partial(self._end_peek, mine, known_end, then), deadline)
+        self._jobs.submit(Op.PEEK, (item,), partial(self._end_peek, tier_entry, known_expiry, then), deadline)
 
     def _end_peek(
-        self, mine: Entry, known_end: float, then: Callable[[bytes | Reason], None], done: Done
+        self, tier_entry: Entry, known_expiry: float, then: Callable[[bytes | Reason], None], done: Done
     ) -> None:
-        _, reason = self._judge_read(mine, known_end, done)
+        _, reason = self._judge_read(tier_entry, known_expiry, done)
         if reason is None:
             (header,) = done.ok.values()
             assert isinstance(header, Header)
-            mine.marks = (header.mark,)
+            tier_entry.marks = (header.mark,)
             then(header.mark)
         else:
             then(reason)
@@ -443,8 +443,8 @@ class OwnedTier(LowerTier):
             super().on_ready(entry, source)
             return
         # A scan found both. After a kill one of them may be older, and only the one that was read counts.
-        mine = self.index.get(entry.key)
-        if mine is not None and not mine.marks:
+        tier_entry = self.index.get(entry.key)
+        if tier_entry is not None and not tier_entry.marks:
             self.begin_replacing(entry.key)
         super().on_ready(entry, source)
         self.end_replacing(entry.key)
@@ -516,12 +516,12 @@ class OwnedTier(LowerTier):
     def delete_tenants(self, tenants: Collection[bytes]) -> Iterator[int]:
         self._writes.forget_missing()
         entries = iter(self.index.entries())
-        while some := list(islice(entries, _AT_ONCE)):
-            mine = [entry for entry in some if tenant_of(entry.key) in tenants]
-            mine = [entry for entry in mine if entry.state is not EntryState.GONE]
-            for entry in mine:
+        while batch := list(islice(entries, _AT_ONCE)):
+            tenant_entries = [entry for entry in batch if tenant_of(entry.key) in tenants]
+            tenant_entries = [entry for entry in tenant_entries if entry.state is not EntryState.GONE]
+            for entry in tenant_entries:
                 self.clear_one(entry)
-            yield len(mine)
+            yield len(tenant_entries)
 
     def purge(self, suspect: Suspect) -> None:
         super().purge(suspect)
@@ -537,9 +537,9 @@ class OwnedTier(LowerTier):
         if not self._searches:
             return
         suspect, entries = self._searches[0]
-        some = list(islice(entries, _AT_ONCE))
-        self._unread.update((entry.key, None) for entry in some if suspect.concerns(entry.key))
-        if len(some) < _AT_ONCE:
+        batch = list(islice(entries, _AT_ONCE))
+        self._unread.update((entry.key, None) for entry in batch if suspect.concerns(entry.key))
+        if len(batch) < _AT_ONCE:
             self._searches.popleft()
         if self._searches:
             self.tier.wake()
@@ -555,11 +555,11 @@ class OwnedTier(LowerTier):
                 self._reading += 1
                 self.peek(key, partial(self._end_header, key))
 
-    def _end_header(self, key: bytes, mark: bytes | Reason) -> None:
+    def _end_header(self, key: bytes, mark_or_reason: bytes | Reason) -> None:
         self._reading -= 1
         if (entry := self.index.get(key)) is not None and self._is_unreadable(entry):
             self.discard(key, ())  # whether it is suspect will not be known
-        elif mark in (Reason.ERROR, Reason.DEADLINE):
+        elif mark_or_reason in (Reason.ERROR, Reason.DEADLINE):
             self._unread[key] = None
 
     # ---- start and end
@@ -574,30 +574,30 @@ class OwnedTier(LowerTier):
             log.error("lmtier: tier %s: the scan for a warm start failed: %s", self.label, done.error)
             return
         parts: dict[bytes, tuple[tuple[Shard, int], ...]] = {}
-        used: dict[bytes, int] = {}
+        last_used_ns: dict[bytes, int] = {}
         with collector_paused():
             for (key, shard), stat in done.ok.items():
                 if isinstance(stat, Stat):
-                    others = parts.get(key, ())
-                    parts[key] = (*others, (shard, stat.nbytes))
-                    used[key] = max(stat.used, used[key]) if others else stat.used
-            forms = {cut: form_of_parts(cut) for cut in set(parts.values())}
+                    parts_so_far = parts.get(key, ())
+                    parts[key] = (*parts_so_far, (shard, stat.nbytes))
+                    last_used_ns[key] = max(stat.used, last_used_ns[key]) if parts_so_far else stat.used
+            forms = {parts_key: form_of_parts(parts_key) for parts_key in set(parts.values())}
             now = self._clock()
-            lost: list[bytes] = []
-            for key in sorted(parts, key=used.__getitem__):
+            unusable_keys: list[bytes] = []
+            for key in sorted(parts, key=last_used_ns.__getitem__):
                 form = forms[parts[key]]
                 if form is None or form.stored_bytes > index.capacity or self._was_deleted_before_scan(key):
-                    lost.append(key)
+                    unusable_keys.append(key)
                     continue
-                entry = Entry(key, form, form.stored_bytes, EntryState.READY, used[key])
+                entry = Entry(key, form, form.stored_bytes, EntryState.READY, last_used_ns[key])
                 if key in self._writes and index.is_record(key):
                     self._keep(entry)
                 else:
                     index.adopt(entry)
                     if self.ttl < FOREVER:  # an upper limit, because it was stored before its last use
-                        last = min(now, self.stamps.end(used[key] // 1_000_000))
-                        index.expiries.set(entry, last + self.ttl)
-        for key in lost:
+                        last_use = min(now, self.stamps.end(last_used_ns[key] // 1_000_000))
+                        index.expiries.set(entry, last_use + self.ttl)
+        for key in unusable_keys:
             self._delete([Name(key, shard) for shard, _ in parts[key]])
         self._found = index.used + self.outdated.nbytes
         if index.used > index.capacity:
@@ -621,12 +621,12 @@ class OwnedTier(LowerTier):
             limit(self.index, self._clock() + self.ttl)
 
     def persist_order(self) -> None:
-        items, newest = list[Item](), 0
+        items, previous_ns = list[Item](), 0
         for entry in self.index.order():
-            if entry.last_used_ns <= newest:
-                entry.last_used_ns = newest + 1000
+            if entry.last_used_ns <= previous_ns:
+                entry.last_used_ns = previous_ns + 1000
                 items.extend(Item(name, used=entry.last_used_ns) for name in names_of(entry))
-            newest = entry.last_used_ns
+            previous_ns = entry.last_used_ns
         if items and not self.store_breaker.is_open:
             self._jobs.submit(Op.TOUCH, tuple(items), lambda done: None)
 

@@ -36,19 +36,19 @@ class NamedPins:
         self, name: str, keys: Sequence[bytes], seconds: float, *, hinted: bool = False
     ) -> dict[str, int]:
         """Protect `keys` from eviction in every place that has or gets them. Replaces a pin of this name."""
-        pins, part = (self.hinted, HINT_PINS_DIVISOR) if hinted else (self.pins, PINS_DIVISOR)
+        pins, divisor = (self.hinted, HINT_PINS_DIVISOR) if hinted else (self.pins, PINS_DIVISOR)
         end = self._clock() + seconds
         if len(set(keys)) != len(keys) or any(map(self._places[CPU].is_record, keys)):
             raise MisuseError("a pin takes keys of KV, each of them once")
         pins.need_room(name, len(keys))
         for label, index in self._places.items():
-            new = {entry for key in keys if (entry := index.get(key)) is not None} - index.pinned
-            more = sum(entry.nbytes for entry in new)
-            if index.pinned_bytes + more > index.capacity // part:
-                share = "hints a quarter" if hinted else "pins half"
+            new_entries = {entry for key in keys if (entry := index.get(key)) is not None} - index.pinned
+            new_bytes = sum(entry.nbytes for entry in new_entries)
+            if index.pinned_bytes + new_bytes > index.capacity // divisor:
+                share_text = "hints a quarter" if hinted else "pins half"
                 raise MisuseError(
-                    f"{label} gives {share} of its {index.capacity} bytes: "
-                    f"{index.pinned_bytes} are pinned, and this would be {more} more; unpin something, "
+                    f"{label} gives {share_text} of its {index.capacity} bytes: "
+                    f"{index.pinned_bytes} are pinned, and this would be {new_bytes} more; unpin something, "
                     "or pin fewer tokens"
                 )
         self._let_go(pins.put(name, keys, end))
@@ -60,10 +60,10 @@ class NamedPins:
 
     def unpin(self, name: str) -> bool:
         """Returns whether such a pin existed."""
-        is_there = name in self.pins or name in self.hinted
+        existed = name in self.pins or name in self.hinted
         self._let_go(self.pins.take(name))
         self.unpin_hinted(name)
-        return is_there
+        return existed
 
     def unpin_hinted(self, name: str) -> None:
         """End a pin that a hint made."""
@@ -79,8 +79,8 @@ class NamedPins:
 
     def pinned(self) -> list[Pinned]:
         now = self._clock()
-        left = {pin.end: None if pin.end == FOREVER else pin.end - now for pin in self}
-        return [Pinned(pin.name, len(pin.keys), self._held(pin.keys), left[pin.end]) for pin in self]
+        seconds_left = {pin.end: None if pin.end == FOREVER else pin.end - now for pin in self}
+        return [Pinned(pin.name, len(pin.keys), self._held(pin.keys), seconds_left[pin.end]) for pin in self]
 
     def check(self) -> None:
         self.pins.check()

@@ -19,7 +19,7 @@ class Placement:
     """All that a copy needs to know about some chunks, in their order. It can be pickled."""
 
     form: ChunkForm
-    """The form of the chunks that `others` does not name."""
+    """The form of the chunks that `other_forms` does not name."""
     keys: tuple[bytes, ...]
     offsets: Sequence[tuple[int, ...]]
     """For each chunk, the offset of each shard of its form."""
@@ -39,8 +39,8 @@ class Placement:
         fields: dict[str, Any] = {"offsets": struct.pack(f"<{len(offsets)}Q", *offsets)}
         if self.other_forms:
             numbers = {self.form: 0}
-            which = [numbers.setdefault(form, len(numbers)) for form in self.forms]
-            fields["forms"] = write_runs(which)
+            form_numbers = [numbers.setdefault(form, len(numbers)) for form in self.forms]
+            fields["forms"] = write_runs(form_numbers)
             fields["other_forms"] = [write_form(form) for form in list(numbers)[1:]]
         if self.marks:
             fields["marks"] = " ".join(
@@ -54,24 +54,24 @@ class Placement:
     @classmethod
     def of(cls, form: ChunkForm, keys: tuple[bytes, ...], fields: Fields) -> Placement:
         """The inverse of `fields`. `keys` may be longer than the list of places."""
-        offsets, others = fields["offsets"], dict[int, ChunkForm]()
+        offsets, other_forms = fields["offsets"], dict[int, ChunkForm]()
         if "forms" in fields:
             table = [form, *map(read_form, fields["other_forms"])]
             forms = [table[int(number)] for number in read_runs(fields["forms"])]
-            others = {chunk: each for chunk, each in enumerate(forms) if each is not form}
-            rest = iter(struct.unpack(f"<{sum(len(each.shards) for each in forms)}Q", offsets))
-            places = [tuple(islice(rest, len(each.shards))) for each in forms]
+            other_forms = {chunk: each for chunk, each in enumerate(forms) if each is not form}
+            offset_stream = iter(struct.unpack(f"<{sum(len(each.shards) for each in forms)}Q", offsets))
+            chunk_offsets = [tuple(islice(offset_stream, len(each.shards))) for each in forms]
         else:
-            places = list(struct.iter_unpack(f"<{len(form.shards)}Q", offsets))
-        if len(places) > len(keys):
-            raise ValueError(f"there are places for {len(places)} chunks, but only {len(keys)} keys")
+            chunk_offsets = list(struct.iter_unpack(f"<{len(form.shards)}Q", offsets))
+        if len(chunk_offsets) > len(keys):
+            raise ValueError(f"there are places for {len(chunk_offsets)} chunks, but only {len(keys)} keys")
         marks: dict[int, list[bytes]] = {}
         for text in fields.get("marks", b"").decode().split():
             chunk, shard, mark = text.split(":")
-            each = marks.setdefault(int(chunk), [b""] * len(places[int(chunk)]))
+            each = marks.setdefault(int(chunk), [b""] * len(chunk_offsets[int(chunk)]))
             each[int(shard)] = bytes.fromhex(mark)
-        found = {chunk: tuple(each) for chunk, each in marks.items()}
-        return cls(form, keys[: len(places)], places, found, others)
+        marks_by_chunk = {chunk: tuple(each) for chunk, each in marks.items()}
+        return cls(form, keys[: len(chunk_offsets)], chunk_offsets, marks_by_chunk, other_forms)
 
     def __reduce__(self) -> tuple[Callable[..., Placement], tuple[Any, ...]]:
         return _unpickled, (write_form(self.form), b"".join(self.keys), self.fields())

@@ -62,23 +62,23 @@ class Presence:
 
     def add(self, *keys: bytes) -> None:
         counts = self._counts
-        for at in _slots(keys):
-            if counts[at] < _FULL:
-                counts[at] += 1
+        for slot_number in _slots(keys):
+            if counts[slot_number] < _FULL:
+                counts[slot_number] += 1
 
     def drop(self, *keys: bytes) -> None:
         counts = self._counts
-        for at in _slots(keys):
-            if counts[at] < _FULL:
-                counts[at] -= 1
+        for slot_number in _slots(keys):
+            if counts[slot_number] < _FULL:
+                counts[slot_number] -= 1
 
     def begin(self, keys: Iterable[bytes]) -> None:
         """Begin with these keys. Readers have to ask until `trust`."""
         self._counts[SLOTS] = 0
         self._counts[:SLOTS] = bytes(SLOTS)
-        rest = iter(keys)
-        while some := tuple(islice(rest, _AT_ONCE)):
-            self.add(*some)
+        key_stream = iter(keys)
+        while batch := tuple(islice(key_stream, _AT_ONCE)):
+            self.add(*batch)
 
     def trust(self) -> None:
         """Every tier knows what it holds now, so a count of 0 can be trusted."""

@@ -35,8 +35,8 @@ def at_once(in_steps: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
             try:
                 next(steps)
             except StopIteration as end:
-                found: R = end.value
-                return found
+                result: R = end.value
+                return result
 
     return work
 
@@ -67,13 +67,13 @@ class Reservations:
 
         They live `ttl` seconds. If it is closed before its end, nothing stays reserved.
         """
-        made = Provenance(by, now_ms())
+        provenance = Provenance(by, now_ms())
         check_chain(keys)
         if form.layout is None or form.layout.chunk_tokens != self._gauges.chunk_tokens:
             raise MisuseError("reserve needs a form with a layout of this cache's chunk_tokens")
         self._room.expire_among(keys)
         get, lower = self._index.get, self._lower
-        wanted = [number >= first and get(key) is None for number, key in enumerate(keys)]
+        wanted = [chunk >= first and get(key) is None for chunk, key in enumerate(keys)]
         if lower:  # a lower tier may have it, or get it, in a form that `form` can read
             wanted = [
                 is_wanted and not any(tier.is_stored_or_storing(key, form) for tier in lower)
@@ -84,37 +84,37 @@ class Reservations:
         reservation = Reservation(next(self._ids), form, new, 0, 0, set(form.shards), ttl=ttl)
         self.open[reservation.id] = reservation
         run: list[Entry] = []
-        known = 0
-        dropped: list[bytes] = []
-        why = ""  # a first chunk that could not be stored makes all later ones useless
+        leading_stored = 0
+        dropped_keys: list[bytes] = []
+        drop_reason = ""  # a first chunk that could not be stored makes all later ones useless
         parent: Entry | None = None
-        at = end = 0
-        while at < len(keys):
-            number, key, entry = at, keys[at], get(keys[at])
-            at += 1
-            if new and entry is None and number >= first and not wanted[number]:  # it left meanwhile, perhaps
-                wanted[number] = not any(tier.is_stored_or_storing(key, form) for tier in lower)
-            if entry is None and wanted[number]:
-                end = max(end, at)
-                while end < min(len(keys), number + _STEP) and wanted[end] and get(keys[end]) is None:
+        next_chunk = end = 0
+        while next_chunk < len(keys):
+            chunk, key, entry = next_chunk, keys[next_chunk], get(keys[next_chunk])
+            next_chunk += 1
+            if new and entry is None and chunk >= first and not wanted[chunk]:  # it left meanwhile, perhaps
+                wanted[chunk] = not any(tier.is_stored_or_storing(key, form) for tier in lower)
+            if entry is None and wanted[chunk]:
+                end = max(end, next_chunk)
+                while end < min(len(keys), chunk + _STEP) and wanted[end] and get(keys[end]) is None:
                     end += 1  # the end of the chunks that are missing, as far as a step goes
-                why = why or ("too_many" if len(new) == most else "")
-                more: list[Entry] = []
-                if not why:
+                drop_reason = drop_reason or ("too_many" if len(new) == most else "")
+                added_entries: list[Entry] = []
+                if not drop_reason:
                     if not len(new) % _STEP:
                         self._room.make(keys, min(_STEP, missing - len(new)) * form.slab_bytes, parent)
-                    last = number + min(most - len(new), _STEP - len(new) % _STEP)
-                    more = self._add(keys[number : min(end, last)], form, parent)
-                if not more:
-                    why = why or "no_room"
-                    dropped.append(key)
+                    step_end = chunk + min(most - len(new), _STEP - len(new) % _STEP)
+                    added_entries = self._add(keys[chunk : min(end, step_end)], form, parent)
+                if not added_entries:
+                    drop_reason = drop_reason or "no_room"
+                    dropped_keys.append(key)
                     continue
-                for added in more:
-                    added.provenance = made
-                at = number + len(more)
-                new.update(zip(range(number, at), more, strict=True))
-                run += more
-                parent = more[-1]
+                for added in added_entries:
+                    added.provenance = provenance
+                next_chunk = chunk + len(added_entries)
+                new.update(zip(range(chunk, next_chunk), added_entries, strict=True))
+                run += added_entries
+                parent = added_entries[-1]
                 if not len(new) % _STEP:
                     try:
                         yield
@@ -122,14 +122,14 @@ class Reservations:
                         for shard in form.shards:
                             self.abort(reservation, shard)
                         raise
-                    end = at  # others may have stored the next ones meanwhile
-                    if more[-1].state is EntryState.GONE:  # by a clear with `force`
+                    end = next_chunk  # others may have stored the next ones meanwhile
+                    if added_entries[-1].state is EntryState.GONE:  # by a clear with `force`
                         parent = None
-            elif entry is not None and number >= first and not entry.form.serves(form):
-                why = why or "foreign"  # this engine cannot read the chunk that has its key
-                dropped.append(key)
+            elif entry is not None and chunk >= first and not entry.form.serves(form):
+                drop_reason = drop_reason or "foreign"  # this engine cannot read the chunk that has its key
+                dropped_keys.append(key)
             else:
-                known += not new and not dropped
+                leading_stored += not new and not dropped_keys
                 if entry is not None:
                     if parent is not None:  # a state's chunk comes without those before it
                         self._index.link(entry, parent)
@@ -138,9 +138,9 @@ class Reservations:
         # A clear may have removed some between the steps.
         self._index.refresh([entry for entry in run if entry.state is not EntryState.GONE])
         if not (keys and is_state(keys[-1])):
-            self._gauges.skip(len(keys) - len(dropped) - len(new))
-        self._drop(dropped, why, form)
-        reservation.leading_stored, reservation.dropped = known, len(dropped)
+            self._gauges.skip(len(keys) - len(dropped_keys) - len(new))
+        self._drop(dropped_keys, drop_reason, form)
+        reservation.leading_stored, reservation.dropped = leading_stored, len(dropped_keys)
         if not new:
             reservation.pending_shards.clear()
             del self.open[reservation.id]
@@ -149,12 +149,12 @@ class Reservations:
     def _add(self, keys: Sequence[bytes], form: ChunkForm, parent: Entry | None) -> list[Entry]:
         """Add as many of these missing chunks as find room at once, in their order."""
         offsets = self._room.take(keys, form)
-        if not offsets and (places := self._room.allocate(keys[0], form, parent)) is not None:
-            offsets = [places]
+        if not offsets and (chunk_offsets := self._room.allocate(keys[0], form, parent)) is not None:
+            offsets = [chunk_offsets]
         added = keys[: len(offsets)]
         run = self._index.add_run(added, form, form.slab_bytes, EntryState.FILLING, parent, len(form.shards))
-        for entry, places in zip(run, offsets, strict=True):
-            entry.offsets = places
+        for entry, chunk_offsets in zip(run, offsets, strict=True):
+            entry.offsets = chunk_offsets
         return run
 
     def commit(
@@ -167,10 +167,10 @@ class Reservations:
             raise MisuseError(
                 f"a mark has {longest} bytes, but a header with this layout has room for {room}; shorten it"
             )
-        number = self._finish(reservation, shard)
+        shard_number = self._finish(reservation, shard)
         for chunk, mark in (prints or {}).items():
             marks = reservation.marks.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
-            marks[number] = mark
+            marks[shard_number] = mark
         self._close_if_finished(reservation)
 
     def abort(self, reservation: Reservation, shard: Shard | None) -> None:
@@ -187,8 +187,8 @@ class Reservations:
         """Count chunks that should be stored in the slab and are not."""
         if keys:
             self._gauges.drop(keys, why, form)
-            for hear in self._followers.not_stored:
-                hear(CPU, keys, why)
+            for notify in self._followers.not_stored:
+                notify(CPU, keys, why)
 
     def _finish(self, reservation: Reservation, shard: Shard | None) -> int:
         shards = reservation.form.shards

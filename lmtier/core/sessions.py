@@ -87,16 +87,16 @@ class AgentSessions:
         now = self._clock()
         if not agent.requests:
             agent.began = now
-        if (since := self._waiting.pop(agent, None)) is not None:
-            self.gaps.add(now - since)
+        if (waiting_since := self._waiting.pop(agent, None)) is not None:
+            self.gaps.add(now - waiting_since)
         agent.state, agent.last_asked_at, agent.form, agent.state_form = ASKING, now, form, ends
         agent.requests += 1
         agent.asked += tokens
         self._extend(agent, keys)
-        above = agent.parent
-        while above is not None:  # before the request's own chunks, which so become younger
-            self._slab.refresh(self._run(self._slab, self._with_states(above)))
-            above = above.parent
+        ancestor = agent.parent
+        while ancestor is not None:  # before the request's own chunks, which so become younger
+            self._slab.refresh(self._run(self._slab, self._with_states(ancestor)))
+            ancestor = ancestor.parent
         return agent
 
     def reserves(self, keys: Sequence[bytes]) -> None:
@@ -140,12 +140,12 @@ class AgentSessions:
             own = self.own(agent)
             for index in self._places.values():
                 index.evict_first(self._run(index, own))
-            above = agent.parent
+            ancestor = agent.parent
             self.book.drop(agent)
             self._ended.inc()
-            if above is None:
+            if ancestor is None:
                 return
-            agent = above  # whose end may have waited for this one
+            agent = ancestor  # whose end may have waited for this one
             if agent.state == WAITING and not agent.children:
                 self._let_wait(agent)
 
@@ -217,5 +217,5 @@ class AgentSessions:
 
     def check(self) -> None:
         self.book.check()
-        waiting = {each for each in self.book if each.state == WAITING}
+        waiting = {agent for agent in self.book if agent.state == WAITING}
         assert waiting == set(self._waiting), "who waits is wrong"

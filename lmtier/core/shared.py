@@ -77,9 +77,9 @@ class SharedTier(LowerTier):
     def is_stored_or_storing(self, key: bytes, form: ChunkForm) -> bool:
         return False
 
-    def load_form(self, key: bytes, asked: ChunkForm) -> ChunkForm | None:
+    def load_form(self, key: bytes, reader_form: ChunkForm) -> ChunkForm | None:
         # A read may overtake a concurrent deletion and return a chunk that must not be seen again.
-        return None if key in self._busy_keys or key.startswith(self._clear_queue) else asked
+        return None if key in self._busy_keys or key.startswith(self._clear_queue) else reader_form
 
     def occupancy(self) -> Occupancy:
         return Occupancy()
@@ -107,8 +107,8 @@ class SharedTier(LowerTier):
 
     def _notify_followers(self, came: bool, keys: Collection[bytes]) -> None:
         """Notify the followers: these chunks were written to the tier, or were found missing."""
-        for hear in () if self.source else self._context.followers.changed_elsewhere:
-            hear(self.label, came, keys)
+        for notify in () if self.source else self._context.followers.changed_elsewhere:
+            notify(self.label, came, keys)
 
     # ---- asking
 
@@ -121,9 +121,9 @@ class SharedTier(LowerTier):
         has become faster; the answer is not used.
         """
         now = time.monotonic()
-        line = self._answers.line(now)
+        lookup_line = self._answers.line(now)
         # A tier that is idle and was never measured is asked even if the deadline has just passed.
-        is_late = line.start + line.byte > max(0.0, deadline - now)
+        is_late = lookup_line.start + lookup_line.byte > max(0.0, deadline - now)
         if self._lookups >= (1 if is_late else MAX_LOOKUPS):
             return False
         items = tuple(Item(name) for name in names if not name.key.startswith(self._clear_queue))
@@ -131,22 +131,22 @@ class SharedTier(LowerTier):
             return False
         self._lookups += 1
         self._answers.asked(1, now)
-        heard = (lambda found: None) if is_late else then
+        callback = (lambda found: None) if is_late else then
         # A request may wait for less time than this. Then a late answer is no fault of the tier.
-        end_lookup = partial(self._end_lookup, heard, [item.name for item in items])
+        end_lookup = partial(self._end_lookup, callback, [item.name for item in items])
         self._jobs.submit(Op.LOOKUP, items, end_lookup, now + self._context.patience)
         return not is_late
 
     def _end_lookup(
-        self, then: Callable[[dict[Name, Stat]], None], asked: Sequence[Name], done: Done
+        self, then: Callable[[dict[Name, Stat]], None], asked_names: Sequence[Name], done: Done
     ) -> None:
         self._lookups -= 1
-        took = set(done.failed.values()) <= {Reason.DEADLINE} and not done.has_waited
-        self._answers.ended(1, time.monotonic(), counts=took)
+        counts_for_speed = set(done.failed.values()) <= {Reason.DEADLINE} and not done.has_waited
+        self._answers.ended(1, time.monotonic(), counts=counts_for_speed)
         # The answer may be older than a write or deletion that is under way.
-        sure = [name for name in asked if not self._must_wait(name.key)]
-        gone = (name for name in sure if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT)
-        self._assume_absent(name for name in gone if name not in done.ok)
+        sure = [name for name in asked_names if not self._must_wait(name.key)]
+        absent_names = (name for name in sure if done.failed.get(name, Reason.ABSENT) is Reason.ABSENT)
+        self._assume_absent(name for name in absent_names if name not in done.ok)
         if not self._search_queue:  # what a search may still delete is not there
             self._assume_stored((name for name in sure if name in done.ok), self._clock() + self.ttl)
         then({name: stat for name, stat in done.ok.items() if isinstance(stat, Stat)})
@@ -196,9 +196,9 @@ class SharedTier(LowerTier):
             super().queue_write(entry)
 
     def _needs(self, key: bytes, form: ChunkForm) -> bool:
-        now, end = self._clock(), self._assumed_stored.get
+        now, expiry_of = self._clock(), self._assumed_stored.get
         return super()._needs(key, form) and not all(
-            end(Name(key, shard), 0.0) > now for shard in form.shards
+            expiry_of(Name(key, shard), 0.0) > now for shard in form.shards
         )
 
     def _given_up(self, key: bytes) -> None:
@@ -212,19 +212,19 @@ class SharedTier(LowerTier):
         self._assume_stored(names_of(entry), end)
         return WriteTarget(None, (None,) * len(entry.form.shards), end)
 
-    def _note_stored(self, entry: Entry, spot: WriteTarget, nbytes: int, done: Done) -> None:
-        names, unwanted = names_of(entry), self._delete_after_job.pop(entry.key, set())
-        if unwanted or done.failed:
+    def _note_stored(self, entry: Entry, target: WriteTarget, nbytes: int, done: Done) -> None:
+        names, names_to_delete = names_of(entry), self._delete_after_job.pop(entry.key, set())
+        if names_to_delete or done.failed:
             self._assume_absent(names)
-        if unwanted:
-            self._delete(sorted(unwanted.union(names)))
+        if names_to_delete:
+            self._delete(sorted(names_to_delete.union(names)))
         elif not done.failed:
             self._notify_followers(True, (entry.key,))
 
     def _begin_read(self, key: bytes) -> tuple[Entry | None, float]:
         return None, FOREVER
 
-    def _end_read(self, mine: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
+    def _end_read(self, tier_entry: Entry | None, end: float, reasons: set[Reason], done: Done) -> None:
         if not reasons & {*LOST, Reason.SEALED}:
             return
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
@@ -272,8 +272,8 @@ class SharedTier(LowerTier):
             return
         if not any(key.startswith(self._clear_queue[0]) for key in self._busy_keys):
             self._is_clearing = True
-            ended = partial(self._end_clear, self._search_queue.copy())
-            self._jobs.submit(Op.CLEAR, (), ended, prefix=self._clear_queue[0])
+            end_clear = partial(self._end_clear, self._search_queue.copy())
+            self._jobs.submit(Op.CLEAR, (), end_clear, prefix=self._clear_queue[0])
 
     def _end_clear(self, searches: list[_Search], done: Done) -> None:
         """`searches`: those that waited when the clear began."""

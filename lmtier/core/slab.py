@@ -58,10 +58,10 @@ class Memory:
 
     def __init__(self, nbytes: int, fd: int = -1, *, is_writable: bool = True) -> None:
         self.nbytes = nbytes
-        kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        nobodys = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        map_flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        private_flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         # Reserve addresses for more than is needed, then map over the aligned part of them.
-        reserved = _map(None, nbytes + _HUGE, _PROT_NONE, nobodys, -1)
+        reserved = _map(None, nbytes + _HUGE, _PROT_NONE, private_flags, -1)
         self._start = -(-reserved // _HUGE) * _HUGE
         # A separate class, because plain ctypes arrays take no finalizer.
         array: Any = type("Bytes", (ctypes.c_char * nbytes,), {}).from_address(self._start)  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ class Memory:
         # When the interpreter ends, threads of tiers may still read it; the kernel unmaps it.
         unmap.atexit = False
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        _map(self._start, nbytes, protection, kind | _MAP_FIXED, fd)
+        _map(self._start, nbytes, protection, map_flags | _MAP_FIXED, fd)
         self.advise(_MADV_DONTDUMP)  # prompts can be read out of KV, and core dumps are sent to others
         view = memoryview(array).cast("B")
         self.view = view if is_writable else view.toreadonly()
@@ -125,20 +125,20 @@ def nodes_to_use() -> list[int]:
         return []
 
 
-def numbers_of(listed: str) -> set[int]:
+def numbers_of(text: str) -> set[int]:
     """Reads `0-2,5`, as the kernel writes sets."""
-    found: set[int] = set()
-    for part in listed.strip().split(","):
+    nodes: set[int] = set()
+    for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1) if first else ())
-    return found
+        nodes.update(range(int(first), int(last or first) + 1) if first else ())
+    return nodes
 
 
 def _map(start: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
-    got = _LIBC.mmap(start, nbytes, protection, flags, fd, 0)
-    if got == ctypes.c_void_p(-1).value:
+    address = _LIBC.mmap(start, nbytes, protection, flags, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
         raise OSError(error := ctypes.get_errno(), os.strerror(error))
-    return int(got)
+    return int(address)
 
 
 class Extents:
@@ -165,24 +165,24 @@ class Extents:
 
         None: no room, and nothing has changed.
         """
-        taken: list[int] = []
+        allocated: list[int] = []
         for size in sizes:
-            some = self._take(padded(size))
-            if not some and self._waiting:
+            offsets = self._take(padded(size))
+            if not offsets and self._waiting:
                 self._merge()
-                some = self._take(padded(size))
-            if not some:
-                self.free(taken)
+                offsets = self._take(padded(size))
+            if not offsets:
+                self.free(allocated)
                 return None
-            taken += some
-        return tuple(taken)
+            allocated += offsets
+        return tuple(allocated)
 
     def allocate_some(self, sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
         """`allocate`, up to `count` times, as long as there is room."""
         found: list[tuple[int, ...]] = []
         if len(sizes) == 1:
-            while len(found) < count and (some := self._take(padded(sizes[0]), count - len(found))):
-                found += [(offset,) for offset in some]
+            while len(found) < count and (offsets := self._take(padded(sizes[0]), count - len(found))):
+                found += [(offset,) for offset in offsets]
         while len(found) < count and (each := self.allocate(sizes)) is not None:
             found.append(each)
         return found
@@ -200,10 +200,10 @@ class Extents:
 
         Only extents in `movable` may move. None: the others leave no such place. O(n log n) in all extents.
         """
-        starts, sizes, moved, stay = self._in_order(movable)
+        starts, sizes, moved_before, stay = self._in_order(movable)
         at = np.concatenate(([0], starts + sizes))  # a window begins where nothing or an extent ends
         first, last = np.arange(len(at)), np.searchsorted(starts, at + nbytes)
-        cost = moved[last] - moved[first]
+        cost = moved_before[last] - moved_before[first]
         cost[(stay[last] > stay[first]) | (at + nbytes > self.capacity)] = self.capacity + 1
         best = int(np.argmin(cost))
         if cost[best] > self.capacity:
@@ -217,16 +217,16 @@ class Extents:
         order, downwards. Empty: it is impossible without moving more than `most` bytes.
         """
         self._merge()
-        starts, sizes, moved, stay = self._in_order(movable)
+        starts, sizes, moved_before, stay = self._in_order(movable)
         ends = np.concatenate(([0], starts + sizes))
         gaps = np.concatenate((starts, [self.capacity])) - ends  # before each extent, and behind the last
         free = np.concatenate(([0], np.cumsum(gaps)))
         first = np.arange(len(gaps))
         last = np.searchsorted(free, free[:-1] + nbytes) - 1  # the last of the gaps that together are enough
-        enough = last < len(gaps)
+        has_enough = last < len(gaps)
         last = np.minimum(last, len(gaps) - 1)
-        cost = moved[last] - moved[first]
-        cost[~enough | (stay[last] > stay[first])] = self.capacity + 1
+        cost = moved_before[last] - moved_before[first]
+        cost[~has_enough | (stay[last] > stay[first])] = self.capacity + 1
         best = int(np.argmin(cost))
         if cost[best] > min(most, self.capacity):  # a cost above the capacity means impossible
             return {}
@@ -234,16 +234,16 @@ class Extents:
         for gap, size in zip(ends[span].tolist(), gaps[span].tolist(), strict=True):
             if size:
                 self._drop_free(gap)
-        at = int(ends[first[best]])
-        places: dict[int, int] = {}
+        target = int(ends[first[best]])
+        new_offsets: dict[int, int] = {}
         for offset in starts[first[best] : last[best]].tolist():
             size = self._taken.pop(offset)
-            places[offset] = at
-            at += size
-        for offset, place in places.items():
+            new_offsets[offset] = target
+            target += size
+        for offset, place in new_offsets.items():
             self._taken[place] = int(sizes[np.searchsorted(starts, offset)])
-        self._add_free(at, int(gaps[span].sum()))
-        return places
+        self._add_free(target, int(gaps[span].sum()))
+        return new_offsets
 
     def _in_order(self, movable: Collection[int]) -> tuple[Counts, Counts, Counts, Counts]:
         """Extents in order of place: offset, size, and before each the bytes and the number that must
@@ -262,17 +262,17 @@ class Extents:
         The old places stay taken: move the bytes, then free them.
         """
         places: dict[int, int] = {}
-        aside: list[int] = []
+        unsuitable: list[int] = []
         for offset in offsets:
             size = self._taken[offset]
-            place = self.allocate([size])
-            while place is not None and start - size < place[0] < start + nbytes:
-                aside += place
-                place = self.allocate([size])
-            if place is None:
+            new_offsets = self.allocate([size])
+            while new_offsets is not None and start - size < new_offsets[0] < start + nbytes:
+                unsuitable += new_offsets
+                new_offsets = self.allocate([size])
+            if new_offsets is None:
                 break
-            (places[offset],) = place
-        self.free(aside)
+            (places[offset],) = new_offsets
+        self.free(unsuitable)
         return places
 
     def _merge(self) -> None:
@@ -284,9 +284,9 @@ class Extents:
 
     def _give_back(self, offset: int, size: int) -> None:
         end = offset + size
-        if (before := self._ends.get(offset)) is not None:
-            size += self._drop_free(before)
-            offset = before
+        if (previous_offset := self._ends.get(offset)) is not None:
+            size += self._drop_free(previous_offset)
+            offset = previous_offset
         if end in self._free:
             size += self._drop_free(end)
         self._add_free(offset, size)
@@ -338,11 +338,11 @@ class Extents:
             at = bisect.bisect_left(self._sizes, size)
             if at == len(self._sizes):
                 return []
-            have = self._sizes[at]
-            start, need = next(iter(self._by_size[have])), min(count, have // size) * size
+            range_bytes = self._sizes[at]
+            start, need = next(iter(self._by_size[range_bytes])), min(count, range_bytes // size) * size
             self._drop_free(start)
-            if have > need:
-                self._add_free(start + need, have - need)
+            if range_bytes > need:
+                self._add_free(start + need, range_bytes - need)
             offsets = list(range(start, start + need, size))
         self._taken.update(dict.fromkeys(offsets, size))
         self.used += size * len(offsets)

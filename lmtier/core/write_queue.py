@@ -51,8 +51,8 @@ class WriteQueue:
         return [key for key in self._waiting if key.startswith(prefix)]
 
     def has_room_for_record(self, nbytes: int) -> bool:
-        more = self.leased_bytes + nbytes
-        return not self.leased_bytes or more <= self._slab.capacity * _RECORDS_SHARE
+        leased_after = self.leased_bytes + nbytes
+        return not self.leased_bytes or leased_after <= self._slab.capacity * _RECORDS_SHARE
 
     def has_room_for(self, entry: Entry) -> bool:
         if self._slab.is_record(entry.key):

@@ -187,8 +187,8 @@ class BlockingTier(Tier):
         return RAW if self._codec is None else self._codec.name
 
     def submit(self, job: Job) -> None:
-        whole = job.op not in (Op.LOAD, Op.STORE, Op.PEEK)
-        parts = [job.items] if whole else [(item,) for item in job.items]
+        is_one_part = job.op not in (Op.LOAD, Op.STORE, Op.PEEK)
+        parts = [job.items] if is_one_part else [(item,) for item in job.items]
         self._running[job.id] = _Running(len(parts), time.monotonic(), Done(job.id, {}))
         if not parts or self._closing.is_set():  # no thread would take it
             names = [item.name for item in job.items]
@@ -225,10 +225,10 @@ class BlockingTier(Tier):
         self._closing.set()
         while self._queues:
             self._queues.pop().put(None)
-        until = time.monotonic() + max(_GRACE, self.patience)
+        deadline = time.monotonic() + max(_GRACE, self.patience)
         while self._threads:
             thread = self._threads.pop()
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():  # in a call that does not return; the thread keeps its memory alive
                 self._left_behind = True
                 log.error("lmtier: thread %s hangs in a call into its storage and was abandoned", thread.name)
@@ -257,9 +257,9 @@ class BlockingTier(Tier):
     def _attempt(self, part: _Part, desk: _Desk) -> _Result:
         result = self._try(part, desk)
         victims = [item.replaces for item in part.items if item.replaces is not None]
-        must_go = victims and result.failed and Reason.CLOSED not in result.failed.values()
+        must_delete_victims = victims and result.failed and Reason.CLOSED not in result.failed.values()
         # The caller counts the victims as deleted, also if the store failed, unless `failed` names them.
-        if must_go and not self._discard(victims):
+        if must_delete_victims and not self._discard(victims):
             result.failed.update(dict.fromkeys(victims, Reason.ERROR))
         return result
 
@@ -294,8 +294,8 @@ class BlockingTier(Tier):
         except TimeoutError as error:
             return self._fail(job, names, Reason.DEADLINE, str(error) or "no answer in time")
         except BaseException as error:  # noqa: BLE001 - the thread's edge; the caller counts a miss
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            return self._fail(job, names, Reason.FULL if full else Reason.ERROR, _words(error))
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return self._fail(job, names, Reason.FULL if is_full else Reason.ERROR, _words(error))
 
     def _do(self, job: Job, items: tuple[Item, ...], names: list[Name], desk: _Desk) -> Outcome:
         page = desk.page
@@ -303,18 +303,18 @@ class BlockingTier(Tier):
             case Op.LOAD:
                 (item,) = items
                 began = time.perf_counter()
-                got = self.read(item, (page, item.payload))
-                if got < objects.PAGE:
-                    raise objects.CorruptObject(f"truncated: {got} bytes, but a header has 4096")
+                read_bytes = self.read(item, (page, item.payload))
+                if read_bytes < objects.PAGE:
+                    raise objects.CorruptObject(f"truncated: {read_bytes} bytes, but a header has 4096")
                 if self._auto is not None:
-                    self._auto.read(got, time.perf_counter() - began)
-                got -= objects.PAGE
-                header = objects.unseal(page, item.payload, item.name, got, desk.scratch, self.keys)
+                    self._auto.read(read_bytes, time.perf_counter() - began)
+                read_bytes -= objects.PAGE
+                header = objects.unseal(page, item.payload, item.name, read_bytes, desk.scratch, self.keys)
                 return {item.name: header}
             case Op.PEEK:
                 (item,) = items
-                got = self.read(item, (page,))
-                return {item.name: objects.authenticate(page[:got], item.name, self.keys)[0]}
+                read_bytes = self.read(item, (page,))
+                return {item.name: objects.authenticate(page[:read_bytes], item.name, self.keys)[0]}
             case Op.STORE:
                 (item,) = items
                 if item.header is None:
@@ -345,8 +345,8 @@ class BlockingTier(Tier):
                 return {}
 
     def _encoded(self, header: Header, payload: memoryview, scratch: Scratch) -> tuple[Header, memoryview]:
-        way = self._codec if self._auto is None else self._auto.pick(header, payload, scratch)
-        return (header, payload) if way is None else objects.encode(header, payload, way, scratch)
+        codec = self._codec if self._auto is None else self._auto.pick(header, payload, scratch)
+        return (header, payload) if codec is None else objects.encode(header, payload, codec, scratch)
 
     def _discard(self, names: list[Name]) -> bool:
         try:

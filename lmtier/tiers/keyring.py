@@ -83,7 +83,7 @@ class Keyring(SealingKeys):
         self._tenants = TenantKeyFiles(Path(tenants).expanduser(), self._known) if tenants else None
 
     def __repr__(self) -> str:
-        return f"<Keyring {', '.join(each.hex() for each in self._secrets)}>"
+        return f"<Keyring {', '.join(key_id.hex() for key_id in self._secrets)}>"
 
     @property
     def tenants(self) -> TenantKeyFiles | None:
@@ -124,8 +124,8 @@ class Keyring(SealingKeys):
             try:
                 if self._is_due(is_missing):
                     self._read_at, before = time.monotonic(), self._secrets
-                    self._secrets = now = self._read()
-                    for retired in before.keys() - now.keys():
+                    self._secrets = secrets = self._read()
+                    for retired in before.keys() - secrets.keys():
                         before[retired].erase()
             except ConfigError as error:  # a file in the middle of a change, a service that is down
                 log.error("lmtier: %s; the keys stay as they were", error)
@@ -176,19 +176,19 @@ def _from_file(path: str, where: str) -> str:
 
 def _from_command(command: str, where: str) -> str:
     try:
-        ran = subprocess.run(
+        child = subprocess.run(
             shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{where}: the command for keys took more than {_COMMAND_SECONDS:g} s") from None
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{where}: the command for keys cannot run: {said}") from None
-    if ran.returncode:
+        message = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: the command for keys cannot run: {message}") from None
+    if child.returncode:
         raise ConfigError(
-            f"{where}: the command for keys ended with status {ran.returncode}; run it yourself to see why"
+            f"{where}: the command for keys ended with status {child.returncode}; run it yourself to see why"
         )
-    return ran.stdout.decode("ascii", "replace")
+    return child.stdout.decode("ascii", "replace")
 
 
 def _from_environment(name: str, where: str) -> str:
@@ -258,7 +258,7 @@ class TenantKeyFiles(TenantKeys):
             self.read_tombstones()
         except OSError as error:
             raise ConfigError(f"tenants={root}: {error.strerror}") from None
-        self.dropped = {tenant: each.generation for tenant, each in self.forgotten.items()}
+        self.dropped = {tenant: tombstone.generation for tenant, tombstone in self.forgotten.items()}
 
     def to_seal(self, tenant: bytes, wrapping: Secret) -> Secret:
         """The tenant's key that is wrapped with `wrapping`, made now if there is none."""
@@ -284,7 +284,7 @@ class TenantKeyFiles(TenantKeys):
 
     @staticmethod
     def _with_id(file: _File | None, key_id: bytes) -> Secret | None:
-        found = (each.secret for each in file.keys if each.secret is not None) if file else ()
+        found = (wrapped.secret for wrapped in file.keys if wrapped.secret is not None) if file else ()
         return next((secret for secret in found if secret.id == key_id), None)
 
     # ---- tombstones
@@ -304,7 +304,7 @@ class TenantKeyFiles(TenantKeys):
             before = self.forgotten
             if not self._read_forgotten():
                 return False
-            news = [tenant for tenant, each in self.forgotten.items() if before.get(tenant) != each]
+            news = [tenant for tenant, tombstone in self.forgotten.items() if before.get(tenant) != tombstone]
         try:
             for tenant in news:
                 if self._path(tenant).exists():
@@ -340,8 +340,8 @@ class TenantKeyFiles(TenantKeys):
         found = dict(self.forgotten)
         for line in text.splitlines():
             if re.fullmatch(rf"{TOMBSTONE} [0-9a-f]{{8}} [0-9]{{1,18}} [0-9]{{1,18}}", line):
-                _, digits, generation, at = line.split()
-                tombstone, tenant = Tombstone(int(generation), int(at)), bytes.fromhex(digits)
+                _, tenant_hex, generation, at = line.split()
+                tombstone, tenant = Tombstone(int(generation), int(at)), bytes.fromhex(tenant_hex)
                 if tenant == NO_TENANT:  # named values would be found no more, and none deletes them
                     continue
                 if tenant not in found or tombstone.generation > found[tenant].generation:
@@ -349,9 +349,9 @@ class TenantKeyFiles(TenantKeys):
         self._forgotten_stamp = stamp
         if found == self.forgotten:
             return False
-        news = [tenant for tenant in found if found[tenant] != self.forgotten.get(tenant)]
+        changed_tenants = [tenant for tenant in found if found[tenant] != self.forgotten.get(tenant)]
         self.forgotten = found
-        for tenant in news:
+        for tenant in changed_tenants:
             self._drop(tenant)
         return True
 
@@ -391,26 +391,26 @@ class TenantKeyFiles(TenantKeys):
 
     def _read(self, tenant: bytes) -> _File | None:
         """The tenant's file as it is now. What has left it is erased from memory."""
-        known, before = self._known(), self._files.get(tenant)
+        wrapping_keys, before = self._known(), self._files.get(tenant)
         try:
             stamp = _stamp(os.stat(self._path(tenant)))
         except FileNotFoundError:
             self._drop(tenant)
             return None
-        if before is not None and before.stamp == stamp and before.known == known.keys():
+        if before is not None and before.stamp == stamp and before.known == wrapping_keys.keys():
             return before
         lines = self._path(tenant).read_text("ascii", "replace").splitlines()
-        had = {each.line: each.secret for each in before.keys if each.by in known} if before else {}
+        had = {each.line: each.secret for each in before.keys if each.by in wrapping_keys} if before else {}
         keys = tuple(
-            _Wrapped(parts.by, line, had.get(line) or _unwrapped(parts, tenant, known))
+            _Wrapped(parts.by, line, had.get(line) or _unwrapped(parts, tenant, wrapping_keys))
             for line in lines
             if (parts := _parts(line)) is not None and parts.generation >= self._generation(tenant)
         )
-        kept = {each.secret for each in keys}
+        current_secrets = {each.secret for each in keys}
         for each in before.keys if before else ():
-            if each.secret is not None and each.secret not in kept:
+            if each.secret is not None and each.secret not in current_secrets:
                 each.secret.erase()
-        self._files[tenant] = file = _File(stamp, keys, frozenset(known))
+        self._files[tenant] = file = _File(stamp, keys, frozenset(wrapping_keys))
         return file
 
     def _make(self, tenant: bytes, wrapping: Secret) -> Secret:
@@ -461,9 +461,9 @@ class TenantKeyFiles(TenantKeys):
 
     def _drop(self, tenant: bytes) -> None:
         if (file := self._files.pop(tenant, None)) is not None:
-            for each in file.keys:
-                if each.secret is not None:
-                    each.secret.erase()
+            for wrapped in file.keys:
+                if wrapped.secret is not None:
+                    wrapped.secret.erase()
 
     def _sync(self) -> None:
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -507,8 +507,8 @@ def _about(tenant: bytes, generation: int, by: bytes) -> bytes:
     return FORMAT.encode() + tenant + generation.to_bytes(8, "big") + by
 
 
-def _unwrapped(parts: _Line, tenant: bytes, known: Mapping[bytes, Secret]) -> Secret | None:
-    if (wrapping := known.get(parts.by)) is None:
+def _unwrapped(parts: _Line, tenant: bytes, wrapping_keys: Mapping[bytes, Secret]) -> Secret | None:
+    if (wrapping := wrapping_keys.get(parts.by)) is None:
         return None
     try:
         return wrapping.unwrap(parts.wrapped, parts.salt, _about(tenant, parts.generation, parts.by))

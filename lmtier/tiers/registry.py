@@ -35,11 +35,11 @@ def load_tier(scheme: str) -> type[Tier]:
     """The class behind `scheme://`: built-in first, then the entry points of group lmtier.tiers."""
     target = BUILTIN.get(scheme)
     if target is None:
-        for point in entry_points(group=GROUP, name=scheme):
-            target = point.value
+        for entry_point in entry_points(group=GROUP, name=scheme):
+            target = entry_point.value
     if target is None:
-        known = {*BUILTIN, "cpu", *(point.name for point in entry_points(group=GROUP))}
-        raise ConfigError(f"unknown tier {scheme}://{suggest(scheme, known)}")
+        schemes = {*BUILTIN, "cpu", *(entry_point.name for entry_point in entry_points(group=GROUP))}
+        raise ConfigError(f"unknown tier {scheme}://{suggest(scheme, schemes)}")
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(import_module(module), attribute)
@@ -58,7 +58,7 @@ def open_tier(spec: TierSpec, lock: int | None = None) -> Tier:
     cls = load_tier(spec.scheme)
     parameters = inspect.signature(cls.__init__).parameters.values()
     hints = typing.get_type_hints(cls.__init__)
-    options = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    options = {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
     options.discard(_LOCK)
     values: dict[str, object] = {} if lock is None else {_LOCK: lock}
     for name, text in spec.options.items():

@@ -41,10 +41,10 @@ class _Parser(ArgumentParser):
 def _parser() -> ArgumentParser:
     parser = _Parser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
     parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
-    words = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (command for group in _GROUPS for command in group.COMMANDS):
         description = command.description or f"{command.help[:1].upper()}{command.help[1:]}."
-        own = words.add_parser(command.name, help=command.help, description=description)
-        command.options(own)
-        own.set_defaults(run=command.run)
+        subparser = subparsers.add_parser(command.name, help=command.help, description=description)
+        command.options(subparser)
+        subparser.set_defaults(run=command.run)
     return parser

@@ -58,15 +58,15 @@ class ServerAddress:
 
 def parse_address(text: str) -> ServerAddress:
     """host:port, a socket's path, unix:///path, redis://[:token@]host[:port] or rediss://, which is TLS."""
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, location = text.partition("://")
     if not separator:
         if "/" in text:
             return ServerAddress(unix=text)
         host, port = host_and_port(text, "address")
         return ServerAddress(host=_reachable(host), port=port)
-    if scheme == "unix" and rest.startswith("/"):
-        return ServerAddress(unix=unquote(rest))
-    shown = f"{scheme}://{rest.rpartition('@')[2]}"  # a token is not repeated
+    if scheme == "unix" and location.startswith("/"):
+        return ServerAddress(unix=unquote(location))
+    shown = f"{scheme}://{location.rpartition('@')[2]}"  # a token is not repeated
     try:
         url = urlsplit(text)
         host, port = url.hostname or "", PORT if url.port is None else url.port
@@ -137,8 +137,8 @@ class ConsoleConnection:
             if self.address.token is None:
                 raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
             self._has_sent_token = True
-            if isinstance(shown := self._exchange(("AUTH", self.address.token), timeout), Error):
-                raise self._trouble(f"refuses this token: {printable(shown)}")
+            if isinstance(auth_reply := self._exchange(("AUTH", self.address.token), timeout), Error):
+                raise self._trouble(f"refuses this token: {printable(auth_reply)}")
             reply = self._exchange(words, timeout)
         if isinstance(reply, Error):
             if reply.startswith("ERR unknown command"):
@@ -153,18 +153,18 @@ class ConsoleConnection:
 
     def snapshot(self) -> Snapshot:
         """The server's report about itself."""
-        found = self.json("LMTIER.REPORT")
-        tiers = found.get("tiers")
+        report = self.json("LMTIER.REPORT")
+        tiers = report.get("tiers")
         if (
-            Snapshot.__required_keys__ <= found.keys()
+            Snapshot.__required_keys__ <= report.keys()
             and isinstance(tiers, list)
             and all(isinstance(tier, dict) and TierNow.__required_keys__ <= tier.keys() for tier in tiers)
-            and isinstance(found["tokens"], dict)
-            and Tokens.__required_keys__ <= found["tokens"].keys()
-            and isinstance(found["curve"], dict)
-            and all(isinstance(ratios, dict) for ratios in found["curve"].values())
+            and isinstance(report["tokens"], dict)
+            and Tokens.__required_keys__ <= report["tokens"].keys()
+            and isinstance(report["curve"], dict)
+            and all(isinstance(ratios, dict) for ratios in report["curve"].values())
         ):
-            return cast(Snapshot, found)
+            return cast(Snapshot, report)
         raise self._trouble(_STRANGE)
 
     def history(self) -> list[dict[str, Any]]:
@@ -182,19 +182,19 @@ class ConsoleConnection:
     def texts(self, *words: str) -> list[str]:
         """The lines of an answer."""
         reply = self.ask(*words)
-        if not isinstance(reply, list) or not all(isinstance(each, bytes) for each in reply):
+        if not isinstance(reply, list) or not all(isinstance(line, bytes) for line in reply):
             raise self._trouble(_STRANGE)
-        return [printable(each.decode("utf-8", "replace")) for each in reply]
+        return [printable(line.decode("utf-8", "replace")) for line in reply]
 
     def json(self, *words: str, kind: type = dict) -> Any:
         reply = self.ask(*words)
         try:
-            found = json.loads(reply)
+            value = json.loads(reply)
         except (TypeError, ValueError):
-            found = None
-        if not isinstance(found, kind):
+            value = None
+        if not isinstance(value, kind):
             raise self._trouble(f"is no lmtier server: it gave an unexpected answer to {words[0]}")
-        return _harmless(found)
+        return _harmless(value)
 
     def _exchange(self, words: Sequence[str | bytes], timeout: float) -> object:
         until = time.monotonic() + timeout
@@ -220,22 +220,22 @@ class ConsoleConnection:
         address = self.address
         try:
             if address.unix:
-                plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
-                    plain.settimeout(self._timeout)
-                    plain.connect(address.unix)
+                    sock.settimeout(self._timeout)
+                    sock.connect(address.unix)
                 except BaseException:
-                    plain.close()
+                    sock.close()
                     raise
-                return plain
+                return sock
             context = _context(address) if address.tls else None
-            plain = socket.create_connection((address.host, address.port), self._timeout)
+            sock = socket.create_connection((address.host, address.port), self._timeout)
             if context is None:
-                return plain
+                return sock
             try:
-                return context.wrap_socket(plain, server_hostname=address.host)
+                return context.wrap_socket(sock, server_hostname=address.host)
             except BaseException:
-                plain.close()
+                sock.close()
                 raise
         except OSError as error:
             raise self._unreachable(error, self._timeout) from None
@@ -253,9 +253,9 @@ class ConsoleConnection:
     def _unreachable(self, error: OSError, timeout: float) -> Unreachable:
         """A message for an error of the system. The order matters: they are all OSError."""
         if isinstance(error, ssl.SSLCertVerificationError):
-            said = error.verify_message.rstrip(".")
+            reason = error.verify_message.rstrip(".")
             return self._trouble(
-                f"has a certificate that is not trusted ({said}): pass its authority with --ca"
+                f"has a certificate that is not trusted ({reason}): pass its authority with --ca"
             )
         if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return self._trouble(self._hung_up())
@@ -305,7 +305,7 @@ def _harmless(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_harmless(each) for each in value]
+        return [_harmless(item) for item in value]
     if isinstance(value, dict):
-        return {printable(name): _harmless(each) for name, each in value.items()}
+        return {printable(name): _harmless(item) for name, item in value.items()}
     return value

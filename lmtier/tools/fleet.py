@@ -78,10 +78,10 @@ class FleetServer:
 
 
 def status_of(name: str, watched: WatchedServer) -> ServerStatus:
-    now, line = watched.now, watched.line
+    now, timeline = watched.now, watched.line
     working = now["verdicts"][0]
     recent, past = (
-        counted_between(line[-1], totals_before(line, seconds)) for seconds in (NOW, MINUTES * 60)
+        counted_between(timeline[-1], totals_before(timeline, seconds)) for seconds in (NOW, MINUTES * 60)
     )
     memory = now["tiers"][0]
     return ServerStatus(
@@ -104,33 +104,33 @@ def ask_all(hosts: Sequence[FleetServer]) -> list[ServerStatus]:
     until = time.monotonic() + 2 * _PATIENCE
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return sorted((host.last for host in hosts), key=lambda look: look.health_order)
+    return sorted((host.last for host in hosts), key=lambda status: status.health_order)
 
 
 def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str]:
     """The screen: a line for all, then a line for each server."""
-    seen = [look for look in looks if not look.trouble]
-    asked = sum(look.past.asked for look in seen if look.past)
-    hits = sum(sum(look.past.hit.values()) for look in seen if look.past)
+    reachable = [status for status in looks if not status.trouble]
+    asked = sum(status.past.asked for status in reachable if status.past)
+    hits = sum(sum(status.past.hit.values()) for status in reachable if status.past)
     parts = [f"{len(looks)} servers", f"hit rate of the last minutes {percent(hits, asked)}"]
-    if gone := len(looks) - len(seen):
-        parts.append(f"{gone} not reached")
-    if down := sum(len(look.down) for look in seen):
+    if unreachable_count := len(looks) - len(reachable):
+        parts.append(f"{unreachable_count} not reached")
+    if down := sum(len(status.down) for status in reachable):
         parts.append(f"{down} {'tier is' if down == 1 else 'tiers are'} down")
     quits = "  q quits"
     title = ", ".join(parts)[: max(0, columns - len(quits))] + quits
     width = max(12, columns - 57)
-    names = [look.name if len(look.name) <= width else f"…{look.name[1 - width :]}" for look in looks]
+    names = [status.name if len(status.name) <= width else f"…{status.name[1 - width :]}" for status in looks]
     headers = ("server, the worst first", "now", "15 min", "memory", "", "thread", "clients", "state")
     body = [
-        (name, "-", "-", "-", bar(0, 5), "-", "-", look.trouble)
-        if look.trouble
+        (name, "-", "-", "-", bar(0, 5), "-", "-", status.trouble)
+        if status.trouble
         else (
             name,
-            *(hit_rate(look.recent), hit_rate(look.past), percent(look.used, 1), bar(look.used, 5)),
-            *(percent(look.busy, 1), f"{look.clients:,}", state(look)),
+            *(hit_rate(status.recent), hit_rate(status.past), percent(status.used, 1), bar(status.used, 5)),
+            *(percent(status.busy, 1), f"{status.clients:,}", state(status)),
         )
-        for name, look in zip(names, looks, strict=True)
+        for name, status in zip(names, looks, strict=True)
     ]
     head, _, *lines = table(headers, body).splitlines()
     room = rows - 3
@@ -139,10 +139,10 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
     return [each[:columns] for each in (title, "", head, *lines)][:rows]
 
 
-def state(look: ServerStatus) -> str:
-    if look.down:
-        return f"down: {', '.join(look.down)}"
-    return look.verdict or "works"
+def state(status: ServerStatus) -> str:
+    if status.down:
+        return f"down: {', '.join(status.down)}"
+    return status.verdict or "works"
 
 
 def fleet(addresses: Sequence[ServerAddress], every: float) -> None:

@@ -45,15 +45,15 @@ class BackgroundLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != audit.name and not log.isEnabledFor(logging.DEBUG):
-            until, times = self._seen.get(str(record.msg), (0.0, 0))
-            left_out = 0
-            if time.monotonic() > until:
-                left_out, times, until = max(0, times - _OFTEN), 0, time.monotonic() + _WINDOW
-            self._seen[str(record.msg)] = until, times + 1
-            if times >= _OFTEN:
+            window_end, count = self._seen.get(str(record.msg), (0.0, 0))
+            suppressed = 0
+            if time.monotonic() > window_end:
+                suppressed, count, window_end = max(0, count - _OFTEN), 0, time.monotonic() + _WINDOW
+            self._seen[str(record.msg)] = window_end, count + 1
+            if count >= _OFTEN:
                 return
-            if left_out:
-                record.msg = f"{record.msg} ({left_out} more lines like this one were left out)"
+            if suppressed:
+                record.msg = f"{record.msg} ({suppressed} more lines like this one were left out)"
         with suppress(Full):
             self._lines.put_nowait(self.format(record))
 

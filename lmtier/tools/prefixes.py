@@ -63,26 +63,26 @@ def read_prompts(file: Path) -> list[list[int]]:
     try:
         text = file.read_text()
         try:
-            found = [json.loads(text)]
+            prompts = [json.loads(text)]
         except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            prompts = [json.loads(line) for line in text.splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
-    if len(found) == 1 and isinstance(found[0], list) and found[0] and isinstance(found[0][0], list):
-        (found,) = found
-    if not found or any(
-        not isinstance(each, list) or any(type(x) is not int for x in each) for each in found
+    if len(prompts) == 1 and isinstance(prompts[0], list) and prompts[0] and isinstance(prompts[0][0], list):
+        (prompts,) = prompts
+    if not prompts or any(
+        not isinstance(prompt, list) or any(type(token) is not int for token in prompt) for prompt in prompts
     ):
         raise ConfigError(f"{file}: must hold a JSON list of token ids, or one such list per line")
-    return found
+    return prompts
 
 
 def find_model(remote: ConsoleConnection, name: str | None, lora: str = "") -> DeclaredModel:
     """The latest declaration of this model by an engine. Without a name: the only model."""
     try:
-        models = [_model(each) for each in remote.json("LMTIER.MODELS", kind=list)]
+        models = [_model(declaration) for declaration in remote.json("LMTIER.MODELS", kind=list)]
     except (TypeError, KeyError, IndexError, ValueError):
         raise ConfigError(f"{remote.address} sent an invalid list of models") from None
     names = sorted({model.identity.model for model in models})
@@ -92,27 +92,27 @@ def find_model(remote: ConsoleConnection, name: str | None, lora: str = "") -> D
         )
     if name is None and len(names) > 1:
         raise ConfigError(f"which model? name it with --model: {', '.join(names)}")
-    ours = [model for model in models if name in (None, model.identity.model)]
-    if not ours:
+    of_name = [model for model in models if name in (None, model.identity.model)]
+    if not of_name:
         raise ConfigError(f"{remote.address} does not know model {name!r}; known: {', '.join(names)}")
-    if ours[-1].identity.is_private:
+    if of_name[-1].identity.is_private:
         raise ConfigError(
-            f"the engine of {ours[-1].identity.model!r} does not know its weights, so its keys are private"
+            f"the engine of {of_name[-1].identity.model!r} does not know its weights, so its keys are private"
             " and cannot be made here"
         )
-    fitting = [model for model in ours if lora in (model.lora, model.lora.partition("\0")[0])]
-    if not fitting:
+    with_adapter = [model for model in of_name if lora in (model.lora, model.lora.partition("\0")[0])]
+    if not with_adapter:
         raise ConfigError(f"no engine has used adapter {lora!r} yet; its content is part of its keys")
-    return fitting[-1]
+    return with_adapter[-1]
 
 
 def _model(declaration: dict[str, Any]) -> DeclaredModel:
     layout, *parts = declaration["form"]
-    pairs = [part.split(":") for part in parts]
-    room = sum(int(nbytes) for _, nbytes in pairs)
+    shard_sizes = [part.split(":") for part in parts]
+    chunk_bytes = sum(int(nbytes) for _, nbytes in shard_sizes)
     lora = bytes.fromhex(declaration["lora"]).decode()
     return DeclaredModel(
-        Identity(**declaration["identity"]), lora, layout, [shard for shard, _ in pairs], room
+        Identity(**declaration["identity"]), lora, layout, [shard for shard, _ in shard_sizes], chunk_bytes
     )
 
 
@@ -135,13 +135,13 @@ def load_prompts(
     progress: Callable[[int], None],
 ) -> list[PrefetchResult]:
     """Load all stored chunks of these prompts into memory. `progress` is called with the finished chunks."""
-    facts = read_fields(remote.ask("LMTIER.HELLO", str(PROTOCOL), "NAME", "lmtier prefetch"))
-    form = str(remote.ask("LMTIER.FORM", model.layout, *model.shards))
-    portion = _Portion(model.chunk_bytes, float(facts["load_deadline"]))
-    size = int(facts["chunk_tokens"])
+    hello = read_fields(remote.ask("LMTIER.HELLO", str(PROTOCOL), "NAME", "lmtier prefetch"))
+    form_id = str(remote.ask("LMTIER.FORM", model.layout, *model.shards))
+    portion = _Portion(model.chunk_bytes, float(hello["load_deadline"]))
+    chunk_tokens = int(hello["chunk_tokens"])
     for keys in prompts:
         _check(keys, "one prompt")
-    return [_bring_up(remote, form, portion, keys, size, progress) for keys in prompts]
+    return [_bring_up(remote, form_id, portion, keys, chunk_tokens, progress) for keys in prompts]
 
 
 class _Portion:
@@ -152,10 +152,10 @@ class _Portion:
         self._most = max(1, _MOST // room)
         self._soon = _HASTE * deadline
 
-    def learn(self, came: int, seconds: float, *, is_cut: bool) -> None:
+    def learn(self, loaded: int, seconds: float, *, is_cut: bool) -> None:
         if is_cut or seconds >= self._soon:
             self.chunks = max(1, self.chunks // 2)
-        elif came >= self.chunks:  # fewer chunks prove nothing
+        elif loaded >= self.chunks:  # fewer chunks prove nothing
             self.chunks = min(2 * self.chunks, self._most)
 
 
@@ -164,42 +164,42 @@ def _bring_up(
     form: str,
     portion: _Portion,
     keys: list[bytes],
-    size: int,
+    chunk_tokens: int,
     progress: Callable[[int], None],
 ) -> PrefetchResult:
     """Load a prompt in portions. Loaded chunks stay leased, so that they are not evicted for the rest."""
-    done, held, why, is_again = 0, "", "", False
+    done, leased_match, why, has_retried = 0, "", "", False
     counts: Counter[str] = Counter()
     while done < len(keys):
         began = time.monotonic()
-        some = pack_keys(keys[: done + portion.chunks])
-        match = read_fields(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), *some))
-        number = str(match["id"])
+        key_arguments = pack_keys(keys[: done + portion.chunks])
+        match = read_fields(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), *key_arguments))
+        match_id = str(match["id"])
         if match["state"] != b"ready":
-            match = read_fields(remote.ask("LMTIER.WAIT", number, timeout=2 * _PATIENCE))
-        if held:
-            remote.ask("LMTIER.RELEASE", held)
-        held = number
+            match = read_fields(remote.ask("LMTIER.WAIT", match_id, timeout=2 * _PATIENCE))
+        if leased_match:
+            remote.ask("LMTIER.RELEASE", leased_match)
+        leased_match = match_id
         sources = read_runs(match["sources"])
-        new, cut = sources[done:], match.get("cut", b"").decode()
-        came = len(new) - new.count(_IN_MEMORY)
-        portion.learn(came, time.monotonic() - began, is_cut=cut in _TOO_MUCH)
-        if not new:
-            if cut in _TOO_MUCH and not is_again:
-                is_again = True
+        new_sources, cut_reason = sources[done:], match.get("cut", b"").decode()
+        loaded_count = len(new_sources) - new_sources.count(_IN_MEMORY)
+        portion.learn(loaded_count, time.monotonic() - began, is_cut=cut_reason in _TOO_MUCH)
+        if not new_sources:
+            if cut_reason in _TOO_MUCH and not has_retried:
+                has_retried = True
                 time.sleep(_PAUSE)
                 continue
-            why = cut
+            why = cut_reason
             break
-        is_again = False
-        counts.update(new)
-        progress(len(new))
+        has_retried = False
+        counts.update(new_sources)
+        progress(len(new_sources))
         done = len(sources)
-    if held:
-        remote.ask("LMTIER.RELEASE", held)
+    if leased_match:
+        remote.ask("LMTIER.RELEASE", leased_match)
     progress(len(keys) - done)
-    there = counts.pop(_IN_MEMORY, 0)
-    return PrefetchResult(len(keys) * size, len(keys), there, dict(counts), len(keys) - done, why)
+    in_memory = counts.pop(_IN_MEMORY, 0)
+    return PrefetchResult(len(keys) * chunk_tokens, len(keys), in_memory, dict(counts), len(keys) - done, why)
 
 
 def pin(
@@ -207,9 +207,9 @@ def pin(
 ) -> dict[str, int]:
     """Pin prompts. Returns how many chunks each tier has pinned."""
     keys = list(dict.fromkeys(key for chain in prompts for key in chain))
-    times = () if ttl is None else ("TTL", str(max(1, int(ttl * 1000))))
+    ttl_arguments = () if ttl is None else ("TTL", str(max(1, int(ttl * 1000))))
     _check(keys, "one pin")
-    pinned = remote.ask("LMTIER.PIN", name, *times, *pack_keys(keys))
+    pinned = remote.ask("LMTIER.PIN", name, *ttl_arguments, *pack_keys(keys))
     return {tier: int(count) for tier, count in read_fields(pinned).items()}
 
 
@@ -229,13 +229,13 @@ def prefetch_table(results: Sequence[PrefetchResult]) -> str:
     rows = [
         (
             str(number),
-            f"{each.tokens:,}",
-            str(each.chunks),
-            str(each.there),
-            ", ".join(f"{count} from {tier}" for tier, count in each.brought_up.items()) or "0",
-            f"{each.missing} ({each.why})" if each.why else str(each.missing),
+            f"{result.tokens:,}",
+            str(result.chunks),
+            str(result.there),
+            ", ".join(f"{count} from {tier}" for tier, count in result.brought_up.items()) or "0",
+            f"{result.missing} ({result.why})" if result.why else str(result.missing),
         )
-        for number, each in enumerate(results, 1)
+        for number, result in enumerate(results, 1)
     ]
     return table(("prompt", "tokens", "chunks", "in memory", "brought up", "missing"), rows)
 

@@ -103,8 +103,8 @@ def read(path: Path, kv_dtype: str = "auto") -> Model:
 def model_of(outer: Mapping[str, Any], kv_dtype: str = "auto", *, name: str = "") -> Model:
     """The model of a configuration. The fields of a multimodal model are one level deeper."""
     names = ("text_config", "llm_config", "language_config")
-    inner: Mapping[str, Any] = next((outer[key] for key in names if key in outer), {})
-    config = {**outer, **inner}
+    nested: Mapping[str, Any] = next((outer[key] for key in names if key in outer), {})
+    config = {**outer, **nested}
     heads = config.get("num_attention_heads") or config["n_head"]
     latent = config.get("kv_lora_rank")
     if latent:
@@ -112,7 +112,7 @@ def model_of(outer: Mapping[str, Any], kv_dtype: str = "auto", *, name: str = ""
     else:
         dim = config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // heads
         shape = LayerShape(_kv_heads(config, heads), dim, dim)
-    full, windowed, without = _layers(config)
+    full, windowed, kvless = _layers(config)
     if not full + windowed:
         raise ConfigError(f"model {name}: it has no attention layers, so there is no KV to keep")
     return Model(
@@ -120,7 +120,7 @@ def model_of(outer: Mapping[str, Any], kv_dtype: str = "auto", *, name: str = ""
         full_layers=full,
         windowed_layers=windowed,
         window=_window(config) if windowed else 0,
-        layers_without_kv=without,
+        layers_without_kv=kvless,
         shape=shape,
         is_latent=bool(latent),
         dtype=_dtype(config, kv_dtype, bool(latent)),
@@ -158,13 +158,13 @@ def _kinds(config: Mapping[str, Any], count: int) -> Sequence[str]:
             return list(config[field])
     if pattern := config.get("block_types"):  # RecurrentGemma repeats it
         return [pattern[i % len(pattern)] for i in range(count)]
-    full = config.get("attn_layer_indices")  # Bamba
+    full_indexes = config.get("attn_layer_indices")  # Bamba
     if config.get("linear_attn_config"):  # Kimi Linear counts from 1
-        full = [number - 1 for number in config["linear_attn_config"]["full_attn_layers"]]
+        full_indexes = [number - 1 for number in config["linear_attn_config"]["full_attn_layers"]]
     if config.get("attn_type_list"):  # MiniMax
-        full = [number for number, is_full in enumerate(config["attn_type_list"]) if is_full]
-    if full:
-        return ["attention" if i in full else "state" for i in range(count)]
+        full_indexes = [number for number, is_full in enumerate(config["attn_type_list"]) if is_full]
+    if full_indexes:
+        return ["attention" if i in full_indexes else "state" for i in range(count)]
     if period := config.get("attn_layer_period"):
         offset = config.get("attn_layer_offset", 0)
         return ["attention" if i % period == offset else "mamba" for i in range(count)]
@@ -172,8 +172,8 @@ def _kinds(config: Mapping[str, Any], count: int) -> Sequence[str]:
         return ["attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return ["attention"] * count
-    kind = str(config.get("model_type", ""))
-    if every := config.get("sliding_window_pattern") or _PATTERNS.get(kind):
+    model_type = str(config.get("model_type", ""))
+    if every := config.get("sliding_window_pattern") or _PATTERNS.get(model_type):
         return ["attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
     first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
     return ["attention" if i < first else "sliding_attention" for i in range(count)]
@@ -230,7 +230,7 @@ def break_even(model: Model, prefill: float) -> float:
 
 def report(
     model: Model,
-    found: Sequence[TierCapacity],
+    capacities: Sequence[TierCapacity],
     form: ChunkForm,
     *,
     lengths: Sequence[int],
@@ -257,15 +257,15 @@ def report(
             for length in lengths
         ]
     lines += [table(("KV of", "bytes"), rows), ""]
-    if found:
+    if capacities:
         headers = ["tier", "capacity", "tokens", *(f"requests of {n:,}" for n in lengths), "longest prompt"]
-        held = [
-            [each.tier, size_text(each.capacity), f"{each.tokens:,}"]
-            + [f"{each.requests(length):,}" for length in lengths]
-            + [f"{each.longest(model):,}"]
-            for each in found
+        tier_rows = [
+            [capacity.tier, size_text(capacity.capacity), f"{capacity.tokens:,}"]
+            + [f"{capacity.requests(length):,}" for length in lengths]
+            + [f"{capacity.longest(model):,}"]
+            for capacity in capacities
         ]
-        lines += [table(headers, held), ""]
+        lines += [table(headers, tier_rows), ""]
     even = [(f"{rate:,.0f}", f"{number_text(break_even(model, rate) / 1e9)} GB/s") for rate in prefills]
     lines += [table(("tokens/s computed", "break-even: a slower tier is worth nothing"), even)]
     if model.windowed_layers and model.window < chunk_tokens:
@@ -278,11 +278,11 @@ def report(
     return "\n".join(lines)
 
 
-def savings_table(found: Sequence[TierCapacity], prefills: Sequence[float], price: float) -> str:
+def savings_table(capacities: Sequence[TierCapacity], prefills: Sequence[float], price: float) -> str:
     """What each tier saves whenever all that it holds is used once more, and what a GiB of it does."""
     rows = [
         (each.tier, f"{rate:,.0f}", number_text(once.gpu_hours), f"{once.money:,.2f}", f"{of_gib.money:,.4f}")
-        for each in found
+        for each in capacities
         for rate in prefills
         for once, of_gib in [_savings_of(each, rate, price)]
     ]
@@ -296,25 +296,25 @@ def _savings_of(each: TierCapacity, rate: float, price: float) -> tuple[GpuSavin
 
 
 def savings_as_json(
-    found: Sequence[TierCapacity], prefills: Sequence[float], price: float
+    capacities: Sequence[TierCapacity], prefills: Sequence[float], price: float
 ) -> list[dict[str, Any]]:
     return [
         {
-            "tier": each.tier,
+            "tier": capacity.tier,
             "prefill": rate,
-            "gpu_hours": once.gpu_hours,
-            "money": once.money,
-            "money_per_gib": of_gib.money,
+            "gpu_hours": tier_savings.gpu_hours,
+            "money": tier_savings.money,
+            "money_per_gib": gib_savings.money,
         }
-        for each in found
+        for capacity in capacities
         for rate in prefills
-        for once, of_gib in [_savings_of(each, rate, price)]
+        for tier_savings, gib_savings in [_savings_of(capacity, rate, price)]
     ]
 
 
 def as_json(
     model: Model,
-    found: Sequence[TierCapacity],
+    capacities: Sequence[TierCapacity],
     form: ChunkForm,
     *,
     lengths: Sequence[int],
@@ -334,13 +334,13 @@ def as_json(
         "shard_bytes": list(form.sizes),
         "tiers": [
             {
-                "tier": each.tier,
-                "capacity": each.capacity,
-                "tokens": each.tokens,
-                "requests": {str(length): each.requests(length) for length in lengths},
-                "longest_prompt": each.longest(model),
+                "tier": capacity.tier,
+                "capacity": capacity.capacity,
+                "tokens": capacity.tokens,
+                "requests": {str(length): capacity.requests(length) for length in lengths},
+                "longest_prompt": capacity.longest(model),
             }
-            for each in found
+            for capacity in capacities
         ],
         "break_even_bytes_per_second": {f"{rate:g}": break_even(model, rate) for rate in prefills},
     }

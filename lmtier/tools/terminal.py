@@ -30,12 +30,12 @@ def complain(text: str) -> None:
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns under their headers; a column of numbers is aligned to the right."""
     lines = [[str(cell) for cell in row] for row in rows]
-    numeric = [bool(lines) and all(_is_number(line[i]) for line in lines) for i in range(len(headers))]
+    is_numeric = [bool(lines) and all(_is_number(line[i]) for line in lines) for i in range(len(headers))]
     widths = [max(map(len, column)) for column in zip(headers, *lines, strict=True)]
 
     def aligned(line: Sequence[str]) -> str:
-        cells = zip(line, widths, numeric, strict=True)
-        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip()
+        cells = zip(line, widths, is_numeric, strict=True)
+        return "  ".join(c.rjust(w) if is_number else c.ljust(w) for c, w, is_number in cells).rstrip()
 
     return "\n".join([aligned(headers), "  ".join("-" * width for width in widths), *map(aligned, lines)])
 
@@ -57,10 +57,10 @@ def size_text(nbytes: int) -> str:
 
 def duration_text(seconds: float) -> str:
     """In the two largest units: 12 s, 3 min 20 s, 4 h 5 min, 9 d 2 h."""
-    whole = int(seconds)
-    parts = ((whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s"))
-    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count or unit == "s")
+    total = int(seconds)
+    units = ((total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s"))
+    largest = next((i for i, (count, _) in enumerate(units) if count), len(units) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in units[largest : largest + 2] if count or unit == "s")
 
 
 def bar(share: float, width: int) -> str:
@@ -70,7 +70,7 @@ def bar(share: float, width: int) -> str:
 
 def spark(levels: Iterable[float | None]) -> str:
     """A character for each level from 0 to 1; a point where there is none."""
-    return "".join("·" if each is None else "▁▂▃▄▅▆▇█"[min(7, max(0, int(each * 8)))] for each in levels)
+    return "".join("·" if level is None else "▁▂▃▄▅▆▇█"[min(7, max(0, int(level * 8)))] for level in levels)
 
 
 def printable(text: str) -> str:
@@ -185,10 +185,10 @@ class Screen:
 
     def show(self, lines: Callable[[int, int], Sequence[str]], seconds: float) -> bool:
         """Show `lines(columns, rows)` for so long, also when the size changes. False: the user typed q."""
-        due = time.monotonic() + seconds
-        while (left := due - time.monotonic()) > 0:
+        ends_at = time.monotonic() + seconds
+        while (remaining := ends_at - time.monotonic()) > 0:
             self.draw(lines(*self.size))
-            if self.key(left) in ("q", "Q"):
+            if self.key(remaining) in ("q", "Q"):
                 return False
         return True
 

@@ -80,33 +80,33 @@ def frame(
     now: Snapshot, line: Sequence[Totals], name: str, columns: int, rows: int, trouble: str = ""
 ) -> list[str]:
     """The screen of `top` on a terminal of this size. It answers five questions in a fixed order."""
-    latest, past, present = totals_before(line, NOW), totals_before(line, MINUTES * 60), line[-1]
+    before_now, past, present = totals_before(line, NOW), totals_before(line, MINUTES * 60), line[-1]
     since = duration_text(present.time - past.time)
     quits = "  q quits"
     title = headline(now, name)[: max(0, columns - len(quits))] + quits
-    head = [
+    header = [
         *(wrap(trouble, columns, max_lines=2) if trouble else [title]),
-        f"saves?   hit rate   now {hit_rate(counted_between(present, latest))}   "
+        f"saves?   hit rate   now {hit_rate(counted_between(present, before_now))}   "
         f"last {since} {hit_rate(counted_between(present, past))}   "
         f"since the start {hit_rate(counted_between(present, line[0]))}",
         spark(_levels(line, max(10, columns))),
     ]
-    sources = _sources(latest, past, present, since, columns)
-    tiers = _tier_lines(now, latest, present)
+    sources = _sources(before_now, past, present, since, columns)
+    tiers = _tier_lines(now, before_now, present)
     curve = _bare(curve_table(now, "more memory?")) if now["curve"] else []
     few = min(2, len(now["clients"]))  # clients that are always visible, however long the rest is
-    room = rows - len(head) - len(tiers) - len(curve) - few - 2  # the header of the clients, and their rest
+    room = rows - len(header) - len(tiers) - len(curve) - few - 2  # the header of the clients, and their rest
     sources = sources[: max(2, room)]
-    room = rows - len(head) - len(sources) - len(tiers) - len(curve) - 1
+    room = rows - len(header) - len(sources) - len(tiers) - len(curve) - 1
     clients = ["no clients"]
     if now["clients"]:
         clients = _bare(clients_table(now, room if len(now["clients"]) <= room else max(0, room - 1)))
-    sections = [each for each in (head, sources, tiers, curve, clients) if each]
-    spare = rows - sum(map(len, sections))
+    sections = [each for each in (header, sources, tiers, curve, clients) if each]
+    blank_rows = rows - sum(map(len, sections))
     lines = [*sections[0]]
     for section in sections[1:]:  # an empty line above each, as far as there is room
-        lines += [""] * (spare > 0) + section
-        spare -= 1
+        lines += [""] * (blank_rows > 0) + section
+        blank_rows -= 1
     return [each[:columns] for each in lines[:rows]]
 
 
@@ -125,19 +125,19 @@ def _levels(line: Sequence[Totals], columns: int) -> list[float | None]:
     def at(moment: float) -> tuple[float, float]:
         i = min(max(1, bisect_right(line, moment, key=_time_of)), len(line) - 1)
         before, after = line[i - 1], line[i]
-        length = after.time - before.time
-        part = max(0.0, (moment - before.time) / length) if 0 < length <= _APART else 0.0
+        interval = after.time - before.time
+        share = max(0.0, (moment - before.time) / interval) if 0 < interval <= _APART else 0.0
         if moment >= after.time:
-            part = 1.0
+            share = 1.0
         hits = sum(before.hit.values()), sum(after.hit.values())
-        return before.asked + part * (after.asked - before.asked), hits[0] + part * (hits[1] - hits[0])
+        return before.asked + share * (after.asked - before.asked), hits[0] + share * (hits[1] - hits[0])
 
     end = line[-1].time
-    length = min(MINUTES * 60, max(60.0, end - line[0].time))
-    marks = [at(end - length * (columns - i) / columns) for i in range(columns + 1)]
+    interval = min(MINUTES * 60, max(60.0, end - line[0].time))
+    samples = [at(end - interval * (columns - i) / columns) for i in range(columns + 1)]
     return [
         (hit - old_hit) / (asked - old_asked) if asked - old_asked > 1e-6 else None
-        for (old_asked, old_hit), (asked, hit) in pairwise(marks)
+        for (old_asked, old_hit), (asked, hit) in pairwise(samples)
     ]
 
 
@@ -146,15 +146,15 @@ def _sources(latest: Totals, past: Totals, present: Totals, since: str, columns:
     seconds = max(present.time - latest.time, 1e-3)
     asked = present.asked - past.asked
     rows = []
-    for is_hit, after, recent, old in (
+    for is_hit, at_end, at_now_start, at_window_start in (
         (True, present.hit, latest.hit, past.hit),
         (False, present.missed, latest.missed, past.missed),
     ):
-        found = [
-            (key, (count - recent.get(key, 0)) / seconds, count - old.get(key, 0))
-            for key, count in after.items()
+        counts = [
+            (key, (count - at_now_start.get(key, 0)) / seconds, count - at_window_start.get(key, 0))
+            for key, count in at_end.items()
         ]
-        for key, rate, count in sorted(found, key=lambda each: -each[2]):
+        for key, rate, count in sorted(counts, key=lambda entry: -entry[2]):
             if count or is_hit:
                 share = count / asked if asked > 0 else 0.0
                 label = f"from {key}" if is_hit else f"missed: {key}"
@@ -167,8 +167,8 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
     seconds = max(present.time - latest.time, 1e-3)
 
     def rate(after: Mapping[str, int], before: Mapping[str, int], tier: str) -> str:
-        moved = max(0, after.get(tier, 0) - before.get(tier, 0))
-        return f"{size_text(round(moved / seconds))}/s" if moved else "-"
+        nbytes = max(0, after.get(tier, 0) - before.get(tier, 0))
+        return f"{size_text(round(nbytes / seconds))}/s" if nbytes else "-"
 
     rows = [
         (

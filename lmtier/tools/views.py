@@ -20,10 +20,10 @@ _CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to se
 
 
 def ping_text(remote: ConsoleConnection) -> str:
-    begin = time.monotonic()
+    began = time.monotonic()
     remote.ask("PING")
-    took = time.monotonic() - begin
-    return f"{headline(remote.snapshot(), str(remote.address))}; it answered in {took * 1000:.2f} ms"
+    seconds = time.monotonic() - began
+    return f"{headline(remote.snapshot(), str(remote.address))}; it answered in {seconds * 1000:.2f} ms"
 
 
 def clear(
@@ -42,25 +42,25 @@ def clear(
     words += ["FORCE"] if force else []
     remote.ask(*words, "WAIT", str(round(1000 * _CLEARING)), timeout=2 * _CLEARING)
     after = remote.snapshot()
-    left = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
+    chunks_after = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
     counted = {tier["tier"]: tier["chunks"] for tier in before["tiers"] if tier["chunks"] is not None}
-    gone = {tier: chunks - left[tier] for tier, chunks in counted.items() if tier in left}
-    searched = [tier["tier"] for tier in before["tiers"] if tier["chunks"] is None]
-    what = "everything" if model is None else f"the KV of {model}"
-    is_part = by is not None or since is not None
-    if is_part:
-        what = "what" if model is None else f"{what} that"
-        what += " was stored" + (f" by {by}" if by is not None else "")
-        what += f" since {since:%Y-%m-%d %H:%M:%S %z}" if since is not None else ""
-    said = f"forgot {what}: " + ", ".join(
-        [*(f"{max(0, count):,} chunks in {tier}" for tier, count in gone.items())]
-        + [f"{'such' if is_part else 'whatever'} was in {tier}" for tier in searched]
+    deleted = {tier: chunks - chunks_after[tier] for tier, chunks in counted.items() if tier in chunks_after}
+    uncounted_tiers = [tier["tier"] for tier in before["tiers"] if tier["chunks"] is None]
+    target = "everything" if model is None else f"the KV of {model}"
+    is_selection = by is not None or since is not None
+    if is_selection:
+        target = "what" if model is None else f"{target} that"
+        target += " was stored" + (f" by {by}" if by is not None else "")
+        target += f" since {since:%Y-%m-%d %H:%M:%S %z}" if since is not None else ""
+    report = f"forgot {target}: " + ", ".join(
+        [*(f"{max(0, count):,} chunks in {tier}" for tier, count in deleted.items())]
+        + [f"{'such' if is_selection else 'whatever'} was in {tier}" for tier in uncounted_tiers]
     )
-    if model is not None and not (any(gone.values()) or searched):
-        said += "; the name must be the one that its engine gives"
+    if model is not None and not (any(deleted.values()) or uncounted_tiers):
+        report += "; the name must be the one that its engine gives"
     if after["leased_bytes"] and not force:
-        said += f"; chunks in use ({size_text(after['leased_bytes'])}) stay: --force deletes them too"
-    return said
+        report += f"; chunks in use ({size_text(after['leased_bytes'])}) stay: --force deletes them too"
+    return report
 
 
 _COPIES = {
@@ -94,11 +94,11 @@ def forget_report_text(report: Mapping[str, Any]) -> str:
         f"{tier}: what it had is not counted; a server that shares no keys can write its copies again"
         for tier in _uncounted(report)
     ]
-    within = report["others_within"]
+    learn_seconds = report["others_within"]
     parts.append(
         "Other servers do not learn of it: no tier has tenants=. Ask each of them."
-        if within is None
-        else f"Not reached yet: other servers that share these keys. They learn within {within:g} s."
+        if learn_seconds is None
+        else f"Not reached yet: other servers that share these keys. They learn within {learn_seconds:g} s."
     )
     parts.append("Engines keep KV in their own memory until they need the room, or end.")
     return "\n".join(parts)
@@ -163,17 +163,17 @@ def _savings(now: Snapshot) -> list[str]:
     if not savings["gpu_hours"]:
         return []
     price = savings["gpu_hour"]
-    said = f"hits saved {number_text(savings['gpu_hours'])} GPU-hours"
-    said += f": {savings['money']:,.2f} at {price:g} an hour" if price else ""
-    for tier, more in savings["next_gib"].items():
-        worth = f"{more['money']:,.2f}" if price else f"{number_text(more['gpu_hours'])} GPU-hours"
-        said += f"\none more GiB of {tier} would save {worth} a day"
-    return [said]
+    text = f"hits saved {number_text(savings['gpu_hours'])} GPU-hours"
+    text += f": {savings['money']:,.2f} at {price:g} an hour" if price else ""
+    for tier, next_gib in savings["next_gib"].items():
+        amount = f"{next_gib['money']:,.2f}" if price else f"{number_text(next_gib['gpu_hours'])} GPU-hours"
+        text += f"\none more GiB of {tier} would save {amount} a day"
+    return [text]
 
 
-def explanations_text(found: Sequence[Explanation], columns: int) -> str:
+def explanations_text(explanations: Sequence[Explanation], columns: int) -> str:
     """A line for each lookup, and under it why."""
-    if not found:
+    if not explanations:
         return "None of the lookups that the server remembers missed a whole chunk."
     rows = [
         (
@@ -186,16 +186,16 @@ def explanations_text(found: Sequence[Explanation], columns: int) -> str:
             each["reason"],
             f"{each['times']:,}",
         )
-        for each in found
+        for each in explanations
     ]
     headers = ("when", "who", "tokens asked", "there", "missed from chunk", "token", "reason", "times")
     first, rule, *lines = table(headers, rows).splitlines()
     parts = [first, rule]
-    for line, each in zip(lines, found, strict=True):
+    for line, each in zip(lines, explanations, strict=True):
         parts += [line, *wrap(each["why"], max(40, columns), initial_indent="  ", subsequent_indent="  ")]
         if each["here"] or each["there"]:
-            asked, stood = (", ".join(map(str, each[side])) for side in ("here", "there"))
-            parts.append(f"  asked there: {asked}; what stood there: {stood}")
+            asked, stored = (", ".join(map(str, each[side])) for side in ("here", "there"))
+            parts.append(f"  asked there: {asked}; what stood there: {stored}")
     return "\n".join(parts)
 
 
@@ -268,15 +268,15 @@ def _values(now: Snapshot) -> list[str]:
     hit, missed, held = (values.get(event, 0) for event in ("hit", "missed", "held"))
     if not (hit or missed or values.get("set")):
         return []
-    found = percent(hit, hit + missed)
+    share = percent(hit, hit + missed)
     return [
-        f"values of Redis clients: {held:,} stored; {hit + missed:,} were read, and {found} of them were here"
+        f"values of Redis clients: {held:,} stored; {hit + missed:,} were read, and {share} of them were here"
     ]
 
 
 def _pinned(now: Snapshot) -> list[str]:
-    held = [f"{size_text(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
-    return [f"pinned: {', '.join(held)}; `lmtier pins` says by what"] if held else []
+    pinned = [f"{size_text(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
+    return [f"pinned: {', '.join(pinned)}; `lmtier pins` says by what"] if pinned else []
 
 
 def _shares_table(now: Snapshot) -> list[str]:
@@ -317,21 +317,21 @@ def curve_table(now: Snapshot, what: str) -> str:
 
 
 def clients_table(now: Snapshot, most: int = _SHOWN) -> str:
-    busiest = sorted(now["clients"], key=lambda each: -_moved(each))
+    busiest = sorted(now["clients"], key=lambda client: -_moved(client))
     rows = [
         (
-            str(each["kind"]),
-            str(each["name"] or "-")[:24],
-            str(each["address"])[:28],
-            duration_text(_number(each["age"])),
-            size_text(int(_number(each["received"]))),
-            size_text(int(_number(each["sent"]))),
+            str(client["kind"]),
+            str(client["name"] or "-")[:24],
+            str(client["address"])[:28],
+            duration_text(_number(client["age"])),
+            size_text(int(_number(client["received"]))),
+            size_text(int(_number(client["sent"]))),
         )
-        for each in busiest[:most]
+        for client in busiest[:most]
     ]
     text = table(("client", "name", "address", "age", "received", "sent"), rows)
-    left = len(busiest) - most
-    return f"{text}\nand {left:,} more" if left > 0 else text
+    hidden_count = len(busiest) - most
+    return f"{text}\nand {hidden_count:,} more" if hidden_count > 0 else text
 
 
 def _number(value: object) -> float:
@@ -342,8 +342,8 @@ def _moved(client: Mapping[str, object]) -> float:
     return _number(client["received"]) + _number(client["sent"])
 
 
-def percent(part: float | None, whole: float | None) -> str:
-    return f"{100 * part / whole:.0f} %" if whole and part is not None else "-"
+def percent(part: float | None, total: float | None) -> str:
+    return f"{100 * part / total:.0f} %" if total and part is not None else "-"
 
 
 def size_or_dash(count: int | None) -> str:
@@ -353,13 +353,13 @@ def size_or_dash(count: int | None) -> str:
 def breaker(tier: TierNow) -> str:
     """The state of a tier's breaker. Open: the tier failed so often that it is paused."""
     states = {"up": tier["breaker_up"], "down": tier["breaker_down"]}
-    bad = [way for way, state in states.items() if state != "closed"]
-    if not bad:
+    open_ways = [way for way, state in states.items() if state != "closed"]
+    if not open_ways:
         return "closed" if tier["warm"] else "scanning"
-    return "open" if len(bad) == len(states) else f"open {bad[0]}"
+    return "open" if len(open_ways) == len(states) else f"open {open_ways[0]}"
 
 
-def sessions_table(found: Sequence[Mapping[str, Any]]) -> str:
+def sessions_table(sessions: Sequence[Mapping[str, Any]]) -> str:
     """The agent sessions that asked last."""
     rows = [
         (
@@ -371,7 +371,7 @@ def sessions_table(found: Sequence[Mapping[str, Any]]) -> str:
             f"{each['saved']:,}",
             f"{duration_text(each['idle'])} ago",
         )
-        for each in found
+        for each in sessions
     ]
     headers = ("session", "state", "requests", "tokens", "kept", "saved", "last seen")
     return table(headers, rows) if rows else "no session has asked yet"

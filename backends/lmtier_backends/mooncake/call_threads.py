@@ -103,21 +103,21 @@ class CallThreads:
             lane = self._free.get(timeout=seconds_left(until))
         except Empty:
             raise TimeoutError("all calls into the library hang") from None
-        late = False
+        is_late = False
         try:
             yield lane
         except TimeoutError:
-            late = True
+            is_late = True
             raise
         finally:
-            if not late:
+            if not is_late:
                 self._free.put(lane)
 
     def close(self) -> bool:
         """End the threads. Returns whether every call has returned."""
-        for ended in range(self._count):
+        for ended_count in range(self._count):
             try:
                 self._free.get_nowait().end()
             except Empty:
-                return ended == self._count
+                return ended_count == self._count
         return True

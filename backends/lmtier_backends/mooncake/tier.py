@@ -105,25 +105,25 @@ class MooncakeTier(TimedTier):
     # ---- the functions of a tier
 
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        until, key, store = self._call_deadline(), self._key(item.name), self._connected_client()
+        until, key, client = self._call_deadline(), self._key(item.name), self._connected_client()
         room = sum(map(len, buffers))
         with self._lanes.lend(until) as lane:
             self._hold(lane, room, until)
             if len(buffers) == 1:
                 got = lane.run(lambda: self._read_start(key, lane.address, room), until)
             else:
-                got = lane.run(lambda: _with_retries(lambda: store.get_into(key, lane.address, room)), until)
+                got = lane.run(lambda: _with_retries(lambda: client.get_into(key, lane.address, room)), until)
             if got == _ABSENT:
                 raise FileNotFoundError(item.name)
             if got == _TOO_LONG:
                 return room + 1
             if got < 0:
                 raise MooncakeError("a read", got)
-            at = 0
+            offset = 0
             for buffer in buffers:
-                part = min(len(buffer), got - at)
-                _copy(buffer[:part], lane.memory[at : at + part])
-                at += part
+                count = min(len(buffer), got - offset)
+                _copy(buffer[:count], lane.memory[offset : offset + count])
+                offset += count
             return got
 
     def _read_start(self, key: str, address: int, nbytes: int) -> int:
@@ -133,7 +133,7 @@ class MooncakeTier(TimedTier):
         return int(self._connected_client().get_size(key)) if got == _TOO_LONG else got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
-        until, key, store = self._call_deadline(), self._key(item.name), self._connected_client()
+        until, key, client = self._call_deadline(), self._key(item.name), self._connected_client()
         nbytes = sum(map(len, buffers))
         if item.replaces is not None:
             self.delete([item.replaces])
@@ -144,7 +144,7 @@ class MooncakeTier(TimedTier):
                 _copy(lane.memory[at : at + len(buffer)], buffer)
                 at += len(buffer)
             # A chunk of KV stays as it is: another host may read it. Only values are overwritten.
-            put = store.upsert_from if is_value(item.name.key) else store.put_from
+            put = client.upsert_from if is_value(item.name.key) else client.put_from
             code = lane.run(
                 lambda: _with_retries(lambda: put(key, lane.address, nbytes, self._replicas)), until
             )
@@ -152,7 +152,7 @@ class MooncakeTier(TimedTier):
             raise MooncakeError("a store", code)
 
     def delete(self, names: Sequence[Name]) -> None:
-        until, keys, store = (
+        until, keys, client = (
             self._call_deadline(),
             [self._key(name) for name in names],
             self._connected_client(),
@@ -160,12 +160,12 @@ class MooncakeTier(TimedTier):
         if not keys:
             return
         with self._lanes.lend(until) as lane:
-            codes = lane.run(lambda: store.batch_remove(keys, True), until)
-        if bad := [code for code in codes if code not in (0, _ABSENT)]:
-            raise MooncakeError("a deletion", bad[0])
+            codes = lane.run(lambda: client.batch_remove(keys, True), until)
+        if error_codes := [code for code in codes if code not in (0, _ABSENT)]:
+            raise MooncakeError("a deletion", error_codes[0])
 
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
-        until, keys, store = (
+        until, keys, client = (
             self._call_deadline(),
             [self._key(name) for name in names],
             self._connected_client(),
@@ -173,12 +173,12 @@ class MooncakeTier(TimedTier):
 
         def ask() -> dict[str, int]:
             # The second question is about sizes. Its library logs an error for each name that is missing.
-            codes = store.batch_is_exist(keys)
-            if bad := [code for code in codes if code < 0]:
-                raise MooncakeError("a lookup", bad[0])
-            there = [key for key, code in zip(keys, codes, strict=True) if code]
-            found = store.batch_get_replica_desc(there) if there else {}
-            return {key: self._size(replicas) for key, replicas in found.items()}
+            codes = client.batch_is_exist(keys)
+            if error_codes := [code for code in codes if code < 0]:
+                raise MooncakeError("a lookup", error_codes[0])
+            existing = [key for key, code in zip(keys, codes, strict=True) if code]
+            descriptors = client.batch_get_replica_desc(existing) if existing else {}
+            return {key: self._size(replicas) for key, replicas in descriptors.items()}
 
         with self._lanes.lend(until) as lane:
             sizes = lane.run(ask, until) if keys else {}
@@ -241,23 +241,23 @@ class MooncakeTier(TimedTier):
     def _size(self, replicas: Sequence[Any]) -> int:
         complete = self._library.ReplicaStatus.COMPLETE
         sizes = [
-            int(each.get_memory_descriptor().buffer_descriptor.size)
-            for each in replicas
-            if each.status == complete and each.is_memory_replica()
+            int(replica.get_memory_descriptor().buffer_descriptor.size)
+            for replica in replicas
+            if replica.status == complete and replica.is_memory_replica()
         ]
         return max(sizes, default=0)
 
     def _dial(self) -> None:
         """Set up the client as soon as there is a master."""
-        local, metadata, (segment, buffer, protocol, device) = self._settings
+        local, metadata, (segment, buffer_bytes, protocol, device) = self._settings
         master = "{}:{}".format(*self._master)
         while not self._closed.is_set():
             with suppress(OSError):
                 # The library would try for 90 s.
                 with socket.create_connection(self._master, self._deadline) as probe:
-                    here = local or str(probe.getsockname()[0])
+                    local_host = local or str(probe.getsockname()[0])
                 store = self._library.MooncakeDistributedStore()
-                code = store.setup(here, metadata, segment, buffer, protocol, device, master)
+                code = store.setup(local_host, metadata, segment, buffer_bytes, protocol, device, master)
                 if not code:
                     self._client = store
                     self._ready.set()

@@ -70,10 +70,10 @@ def dial(address: Address, until: float, login: Login, tls: ssl.SSLContext | Non
     sock = connect(address, until, tls)
     try:
         wire = RedisSocket(sock)
-        said = login.commands()
-        if said:
-            wire.send([piece for each in said for piece in encode_command_parts(*each)], until)
-            for reply in wire.read_replies(len(said), until):
+        commands = login.commands()
+        if commands:
+            wire.send([piece for command in commands for piece in encode_command_parts(*command)], until)
+            for reply in wire.read_replies(len(commands), until):
                 if isinstance(reply, Error):
                     # Some servers repeat the password, or its beginning, in errors.
                     secret = login.password[:8]
@@ -116,26 +116,26 @@ class RedisSocket(TimedSocket):
         if length > sum(map(len, into)):
             self.close()
             return length
-        views, rest = [], length
+        targets, remaining = [], length
         for view in into:
-            views.append(view[:rest])
-            rest -= len(views[-1])
-        self._fill([*views, self._crlf], until)
+            targets.append(view[:remaining])
+            remaining -= len(targets[-1])
+        self._fill([*targets, self._crlf], until)
         return length
 
-    def _next(self, read: Callable[[], T | Incomplete], most: int, until: float) -> T:
-        """The result of `read` once enough bytes have arrived.
+    def _next(self, parse: Callable[[], T | Incomplete], receive_limit: int, until: float) -> T:
+        """The result of `parse` once enough bytes have arrived.
 
-        The first receive takes at most `most` bytes.
+        The first receive takes at most `receive_limit` bytes.
         """
         try:
-            while (found := read()) is INCOMPLETE:
-                got = self.receive(self._buffer[:most], until)
-                self._replies.feed(self._buffer[:got])
-                most = 1 if most < _BUFFER else most
+            while (reply := parse()) is INCOMPLETE:
+                received = self.receive(self._buffer[:receive_limit], until)
+                self._replies.feed(self._buffer[:received])
+                receive_limit = 1 if receive_limit < _BUFFER else receive_limit
         except ProtocolError as error:
             raise BadReply(f"not a reply: {error}") from None
-        return found
+        return reply
 
     def _fill(self, views: Sequence[memoryview], until: float) -> None:
         """Fill `views` with the next bytes. The last of them must be the end of a line."""

@@ -43,9 +43,9 @@ class Connections:
     @contextmanager
     def borrow(self, address: Address, until: float) -> Iterator[RedisSocket]:
         """Lend a connection. After an exception it is closed, and the next borrower gets a new one."""
-        idle = self._of(address)
+        idle_connections = self._of(address)
         try:
-            wire = idle.get(timeout=seconds_left(until))
+            wire = idle_connections.get(timeout=seconds_left(until))
         except Empty:
             raise TimeoutError("all connections were busy") from None
         try:
@@ -62,9 +62,9 @@ class Connections:
                 self.lost(address)
             raise
         finally:
-            idle.put(wire if wire is not None and not wire.is_closed else None)
-            if self._idle.get(address) is not idle:  # this address is no longer in use
-                _drain(idle)
+            idle_connections.put(wire if wire is not None and not wire.is_closed else None)
+            if self._idle.get(address) is not idle_connections:  # this address is no longer in use
+                _drain(idle_connections)
 
     def ask(self, address: Address, args: Sequence[Argument], until: float) -> Any:
         """The reply to a command about a server, not about a key."""
@@ -80,10 +80,10 @@ class Connections:
             raise ConnectionError(f"{error.filename or address} does not exist") from None
 
     def keep_only(self, addresses: Iterable[Address]) -> None:
-        keep = set(addresses)
+        kept = set(addresses)
         with self._lock:
-            gone = [self._idle.pop(address) for address in [*self._idle] if address not in keep]
-        for idle in gone:
+            dropped = [self._idle.pop(address) for address in [*self._idle] if address not in kept]
+        for idle in dropped:
             _drain(idle)
 
     def close(self) -> None:
@@ -91,25 +91,25 @@ class Connections:
         self.keep_only(())
 
     def _of(self, address: Address) -> SimpleQueue[RedisSocket | None]:
-        oldest: SimpleQueue[RedisSocket | None] = SimpleQueue()
+        evicted: SimpleQueue[RedisSocket | None] = SimpleQueue()
         with self._lock:
             if self._closed:
                 raise ConnectionError("closed")
             if address not in self._idle:
                 if len(self._idle) == MOST_NODES:  # sent on and on
-                    oldest = self._idle.pop(next(iter(self._idle)))
+                    evicted = self._idle.pop(next(iter(self._idle)))
                 self._idle[address] = SimpleQueue()
                 for _ in range(self._most):
                     self._idle[address].put(None)
-            idle = self._idle[address]
-        _drain(oldest)
-        return idle
+            idle_connections = self._idle[address]
+        _drain(evicted)
+        return idle_connections
 
 
-def _drain(idle: SimpleQueue[RedisSocket | None]) -> None:
+def _drain(idle_connections: SimpleQueue[RedisSocket | None]) -> None:
     with suppress(Empty):
         while True:
-            if (wire := idle.get_nowait()) is not None:
+            if (wire := idle_connections.get_nowait()) is not None:
                 wire.close()
 
 
@@ -145,10 +145,10 @@ class KeyCommandRouter:
         """The replies to commands on keys: one round trip to all nodes at once, and one more for each
         move."""
         replies: list[Any] = [None] * len(questions)
-        homes = {i: (self._homes.server_of(each.key, until), False) for i, each in enumerate(questions)}
+        routes = {i: (self._homes.server_of(each.key, until), False) for i, each in enumerate(questions)}
         for _ in range(_HOPS):
             batches: dict[Address, list[int]] = {}
-            for i, (address, _asking) in homes.items():
+            for i, (address, _asking) in routes.items():
                 batches.setdefault(address, []).append(i)
             if len(batches) > MOST_NODES:
                 raise BadReply(f"keys were sent on to {len(batches)} servers")
@@ -158,46 +158,46 @@ class KeyCommandRouter:
                     (stack.enter_context(self._connections.borrow(address, until)), batches[address])
                     for address in sorted(batches, key=str)
                 ]
-                for wire, numbers in wires:
-                    wire.send([p for i in numbers for p in questions[i].to_send(asking=homes[i][1])], until)
-                for wire, numbers in wires:
-                    said = iter(wire.read_replies(sum(1 + homes[i][1] for i in numbers), until))
-                    for i in numbers:
-                        if homes[i][1]:
-                            next(said)
-                        replies[i] = next(said)
-                    _leave_if_demoted(wire, (replies[i] for i in numbers))
-            onward = {}
-            for i, (address, _asking) in homes.items():
+                for wire, indexes in wires:
+                    wire.send([p for i in indexes for p in questions[i].to_send(asking=routes[i][1])], until)
+                for wire, indexes in wires:
+                    replies_of_node = iter(wire.read_replies(sum(1 + routes[i][1] for i in indexes), until))
+                    for i in indexes:
+                        if routes[i][1]:
+                            next(replies_of_node)
+                        replies[i] = next(replies_of_node)
+                    _leave_if_demoted(wire, (replies[i] for i in indexes))
+            redirected = {}
+            for i, (address, _asking) in routes.items():
                 if isinstance(reply := replies[i], Error) and (
-                    new := self._onward(reply, questions[i].key, address)
+                    redirection := self._onward(reply, questions[i].key, address)
                 ):
-                    onward[i] = new
-            if not (homes := onward):
+                    redirected[i] = redirection
+            if not (routes := redirected):
                 break
         return replies
 
-    def fetch(self, ask: KeyCommand, into: Sequence[memoryview], likely: int, until: float) -> int | None:
+    def fetch(self, command: KeyCommand, into: Sequence[memoryview], likely: int, until: float) -> int | None:
         """Read a string directly into memory. Returns its length, or None if it does not exist."""
-        address, asking = self._homes.server_of(ask.key, until), False
+        address, asking = self._homes.server_of(command.key, until), False
         for _ in range(_HOPS):
             with self._connections.borrow(address, until) as wire:
-                wire.send(ask.to_send(asking=asking), until)
+                wire.send(command.to_send(asking=asking), until)
                 if asking:
                     wire.read_reply(until)
-                got = wire.read_string(into, likely, until)
-                _leave_if_demoted(wire, (got,))
-            if not isinstance(got, Error):
-                return got
-            if got.code == "WRONGTYPE":
+                length_or_error = wire.read_string(into, likely, until)
+                _leave_if_demoted(wire, (length_or_error,))
+            if not isinstance(length_or_error, Error):
+                return length_or_error
+            if length_or_error.code == "WRONGTYPE":
                 raise CorruptObject("not a string")
-            if (new := self._onward(got, ask.key, address)) is None:
-                raise ErrorReply(got)
-            address, asking = new
+            if (redirection := self._onward(length_or_error, command.key, address)) is None:
+                raise ErrorReply(length_or_error)
+            address, asking = redirection
         raise ConnectionError(f"sent from node to node {_HOPS} times")
 
-    def _onward(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
+    def _onward(self, error: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
         # Another server is the master, or soon will be.
-        if said.code in (*_DEMOTED, "CLUSTERDOWN"):
+        if error.code in (*_DEMOTED, "CLUSTERDOWN"):
             self._homes.invalidate(address)
-        return self._homes.redirection(said, key, address)
+        return self._homes.redirection(error, key, address)

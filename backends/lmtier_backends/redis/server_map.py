@@ -37,7 +37,7 @@ class ServerMap:
         """The servers of all keys, as they are now."""
         return (self._address,)
 
-    def redirection(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
+    def redirection(self, error: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
         """Where to send a command that `address` refused, and whether to send ASKING first."""
         return None
 
@@ -58,19 +58,19 @@ class _DiscoveredServers(ServerMap):
         self._failed_source: Address | None = None
         """The last source that failed. It is asked last."""
 
-    def _learn(self, args: Sequence[Argument], until: float, read: Callable[[Address, Any], bool]) -> None:
-        """Ask one source after the other until `read` accepts an answer. Each gets a share of the time."""
-        problem: OSError = ConnectionError("there is no server to ask")
+    def _learn(self, args: Sequence[Argument], until: float, accept: Callable[[Address, Any], bool]) -> None:
+        """Ask one source after the other until `accept` takes an answer. Each gets a share of the time."""
+        last_error: OSError = ConnectionError("there is no server to ask")
         for tried, address in enumerate(sorted(self._known_to, key=lambda each: each == self._failed_source)):
             share = seconds_left(until) / (len(self._known_to) - tried)
             try:
-                if read(address, accepted(self._ask(address, args, time.monotonic() + share))):
+                if accept(address, accepted(self._ask(address, args, time.monotonic() + share))):
                     return
-                problem = ConnectionError(f"{address} does not know")
+                last_error = ConnectionError(f"{address} does not know")
             except OSError as error:
-                problem = error
+                last_error = error
                 self._failed_source = address
-        raise problem
+        raise last_error
 
     @contextmanager
     def _turn(self, until: float) -> Iterator[None]:
@@ -157,35 +157,35 @@ class Cluster(_DiscoveredServers):
             raise ConnectionError("some slots are on no node of the cluster")
         return homes
 
-    def redirection(self, said: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
-        match said[:_LINE].split():
-            case ["MOVED" | "ASK" as word, _, where]:
-                host, _, port = to_bytes(where).rpartition(b":")
-                to = _address(host or address[0], port)
-                if word == "MOVED" and (slots := self._slots):
-                    slots[slot_of(key)] = to
-                return to, word == "ASK"
+    def redirection(self, error: Error, key: bytes, address: Address) -> tuple[Address, bool] | None:
+        match error[:_LINE].split():
+            case ["MOVED" | "ASK" as kind, _, target]:
+                host, _, port = to_bytes(target).rpartition(b":")
+                new_address = _address(host or address[0], port)
+                if kind == "MOVED" and (slots := self._slots):
+                    slots[slot_of(key)] = new_address
+                return new_address, kind == "ASK"
         return None
 
     def invalidate(self, address: Address) -> None:
         self._slots = None
         self._failed_source = address
 
-    def _read(self, asked: Address, reply: Any) -> bool:
+    def _read(self, source: Address, reply: Any) -> bool:
         if not isinstance(reply, list) or not reply:
             return False
         slots: list[Address | None] = [None] * SLOTS
-        spare = SLOTS
-        for run in reply:
-            match run:
+        unassigned = SLOTS
+        for slot_range in reply:
+            match slot_range:
                 case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
-                    named = host if isinstance(host, bytes) and host not in (b"", b"?") else asked[0]
-                    count = last + 1 - first
-                    slots[first : last + 1] = [_address(named, b"%d" % port)] * count
-                    spare -= count
+                    node_host = host if isinstance(host, bytes) and host not in (b"", b"?") else source[0]
+                    slot_count = last + 1 - first
+                    slots[first : last + 1] = [_address(node_host, b"%d" % port)] * slot_count
+                    unassigned -= slot_count
                 case _:
-                    raise BadReply(f"not a run of slots: {printable_excerpt(run)}")
-            if spare < 0:
+                    raise BadReply(f"not a run of slots: {printable_excerpt(slot_range)}")
+            if unassigned < 0:
                 raise BadReply("slots are on several nodes")
         nodes = {address for address in slots if address is not None}
         if len(nodes) > MOST_NODES:

@@ -64,10 +64,10 @@ class SourceTier(RedisTier):
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         until = self._call_deadline()
         found: dict[Name, Stat] = {}
-        for at in range(0, len(names), _MOST):
-            some = names[at : at + _MOST]
+        for first in range(0, len(names), _MOST):
+            some = names[first : first + _MOST]
             reply = accepted(self._asker.ask([_has(some)], until)[0])
-            if not isinstance(reply, list) or [type(each) for each in reply] != [int] * len(some):
+            if not isinstance(reply, list) or [type(size) for size in reply] != [int] * len(some):
                 raise BadReply(f"{len(some)} names were answered {printable_excerpt(reply)}")
             found |= {
                 name: Stat(nbytes) for name, nbytes in zip(some, reply, strict=True) if 0 < nbytes <= _LARGEST

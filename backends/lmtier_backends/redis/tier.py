@@ -157,9 +157,9 @@ class RedisTier(TimedTier):
         def sentinel_login() -> Login:
             return Login(sentinel_username, secret_in(sentinel_password_file))
 
-        for read in (login, sentinel_login):
+        for make_login in (login, sentinel_login):
             try:
-                read()
+                make_login()
             except OSError as error:
                 raise TierError(f"{self.scheme} tier: password file: {error}") from None
         self._connections = Connections(connections, login, tls)
@@ -179,45 +179,45 @@ class RedisTier(TimedTier):
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
         until = self._call_deadline()
         key = self._key(item.name)
-        written = memoryview(bytearray(CARD_BYTES))
+        card_bytes = memoryview(bytearray(CARD_BYTES))
         payload = buffers[1] if len(buffers) > 1 else None
         if payload is None:
-            ask = KeyCommand.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1)
+            command = KeyCommand.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1)
             likely = 0
         else:
-            ask = KeyCommand.of("GET", key)
+            command = KeyCommand.of("GET", key)
             likely = len(payload) if len(payload) <= self._largest_single_value else 0
-        got = self._asker.fetch(ask, (written, *buffers), CARD_BYTES + PAGE + likely, until)
-        if not got:
+        bytes_read = self._asker.fetch(command, (card_bytes, *buffers), CARD_BYTES + PAGE + likely, until)
+        if not bytes_read:
             raise FileNotFoundError(item.name)
-        card = Manifest.read(written) if got >= CARD_BYTES else None
+        card = Manifest.read(card_bytes) if bytes_read >= CARD_BYTES else None
         if card is None:
             raise CorruptObject("no object of lmtier")
         if payload is None or not card.part_bytes:
-            return int(got) - CARD_BYTES
-        if got != CARD_BYTES + PAGE:
-            raise CorruptObject(f"{got} bytes under the name of an object in parts")
+            return int(bytes_read) - CARD_BYTES
+        if bytes_read != CARD_BYTES + PAGE:
+            raise CorruptObject(f"{bytes_read} bytes under the name of an object in parts")
         if card.nbytes <= len(payload):
             self._read_parts(item.name, card, payload[: card.nbytes], until)
         return PAGE + card.nbytes
 
     def _read_parts(self, name: Name, card: Manifest, payload: memoryview, until: float) -> None:
-        for number, (part, at) in enumerate(
+        for number, (part_key, offset) in enumerate(
             zip(card.part_keys(self._key(name)), card.offsets(), strict=True)
         ):
-            room = payload[at : at + card.part_bytes]
-            got = self._asker.fetch(KeyCommand.of("GET", part), (room,), len(room), until)
+            part_view = payload[offset : offset + card.part_bytes]
+            got = self._asker.fetch(KeyCommand.of("GET", part_key), (part_view,), len(part_view), until)
             if got is None:  # evicted or expired; the rest of the object is useless
                 with suppress(OSError):
                     self._delete_unless_rewritten(self._key(name), card, until)
                 raise FileNotFoundError(name)
-            if got != len(room):
-                raise CorruptObject(f"part {number} has {got} bytes, not {len(room)}")
+            if got != len(part_view):
+                raise CorruptObject(f"part {number} has {got} bytes, not {len(part_view)}")
 
     def _delete_unless_rewritten(self, key: bytes, card: Manifest, until: float) -> None:
         """Delete an object, unless it was written again since."""
-        (now,) = self._asker.ask([_card_of(key)], until)
-        if now == card.pack():
+        (current_card,) = self._asker.ask([_card_of(key)], until)
+        if current_card == card.pack():
             self._unlink([key], until)
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
@@ -230,22 +230,22 @@ class RedisTier(TimedTier):
         card = Manifest(
             os.urandom(8), len(payload), 0 if len(payload) <= self._largest_single_value else self._part
         )
-        names = card.part_keys(key)
+        part_keys = card.part_keys(key)
         expiry: tuple[Argument, ...] = ("PX", max(1, round(item.lives * 1000))) if item.lives else ()
         try:
-            for name, at in zip(names, card.offsets(), strict=True):
-                part = payload[at : at + card.part_bytes]
-                _need_ok(self._asker.ask([KeyCommand.of("SET", name, part, *expiry)], until)[0])
-            whole = (card.pack(), page) if names else (card.pack(), page, payload)
-            old, done = self._asker.ask([_card_of(key), KeyCommand.of("SET", key, whole, *expiry)], until)
+            for part_key, offset in zip(part_keys, card.offsets(), strict=True):
+                part = payload[offset : offset + card.part_bytes]
+                _need_ok(self._asker.ask([KeyCommand.of("SET", part_key, part, *expiry)], until)[0])
+            value = (card.pack(), page) if part_keys else (card.pack(), page, payload)
+            old, done = self._asker.ask([_card_of(key), KeyCommand.of("SET", key, value, *expiry)], until)
             _need_ok(done)
         except BaseException:
-            if names:
+            if part_keys:
                 self._orphaned_parts.append((key, card))
             raise
-        if isinstance(old, bytes) and (before := Manifest.read(old)):
+        if isinstance(old, bytes) and (old_card := Manifest.read(old)):
             with suppress(OSError):
-                self._unlink_parts([(key, before)], until)
+                self._unlink_parts([(key, old_card)], until)
 
     def delete(self, names: Sequence[Name]) -> None:
         self._unlink([self._key(name) for name in names], self._call_deadline())
@@ -273,11 +273,11 @@ class RedisTier(TimedTier):
         return self._search(start, partial(self._clear_some, suspect))
 
     def _search(self, start: str, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
-        searched: Sequence[Address] = ()
+        searched_servers: Sequence[Address] = ()
         # Keys that move between nodes during a search may be missed on both, so search again.
-        while (homes := self._homes.all_servers(self._call_deadline())) != searched:
-            searched = homes
-            for address in dict.fromkeys(homes):
+        while (servers := self._homes.all_servers(self._call_deadline())) != searched_servers:
+            searched_servers = servers
+            for address in dict.fromkeys(servers):
                 pattern = b"%s{%s*" % (self._prefix, start.encode())
                 yield from self._search_node(address, pattern, clear)
 
@@ -302,9 +302,9 @@ class RedisTier(TimedTier):
                 return
 
     def _clear_all(self, keys: Iterable[bytes], until: float) -> None:
-        rest = iter(keys)
-        while some := [KeyCommand.of("UNLINK", key) for key in islice(rest, _TOGETHER)]:
-            for reply in self._asker.ask(some, until):
+        remaining = iter(keys)
+        while batch := [KeyCommand.of("UNLINK", key) for key in islice(remaining, _TOGETHER)]:
+            for reply in self._asker.ask(batch, until):
                 accepted(reply)
 
     def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
@@ -312,21 +312,21 @@ class RedisTier(TimedTier):
 
         Of a tenant who leaves, delete all parts: their object may be gone.
         """
-        ours = [(key, name) for key in keys if (name := self._name(key)) and suspect.concerns(name.key)]
-        objects = [(key, name) for key, name in ours if key.endswith(b"}")]
-        asked = [KeyCommand.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
-        doomed = []
-        for (key, name), reply in zip(objects, self._asker.ask(asked, until), strict=True):
+        matching = [(key, name) for key in keys if (name := self._name(key)) and suspect.concerns(name.key)]
+        objects = [(key, name) for key, name in matching if key.endswith(b"}")]
+        header_commands = [KeyCommand.of("GETRANGE", key, 0, CARD_BYTES + PAGE - 1) for key, _ in objects]
+        suspects = []
+        for (key, name), reply in zip(objects, self._asker.ask(header_commands, until), strict=True):
             if isinstance(reply, Error) and reply.code != "WRONGTYPE":  # it may be suspect
                 raise ErrorReply(reply)
             with suppress(CorruptObject):  # a reader will find that out
                 if isinstance(reply, bytes) and suspect.covers(
                     name.key, peek(memoryview(reply)[CARD_BYTES:], name)[0].provenance
                 ):
-                    doomed.append(key)
-        self._unlink(doomed, until)
+                    suspects.append(key)
+        self._unlink(suspects, until)
         if suspect.is_all_of_a_tenant:
-            self._clear_all([key for key, _ in ours if not key.endswith(b"}")], until)
+            self._clear_all([key for key, _ in matching if not key.endswith(b"}")], until)
 
     def _name(self, key: bytes) -> Name | None:
         """The name of the object that has this key, or a part with this key."""
@@ -342,12 +342,12 @@ class RedisTier(TimedTier):
 
     def _unlink(self, keys: Sequence[bytes], until: float) -> None:
         """Delete objects: one round trip, and one more if they have parts."""
-        questions: list[KeyCommand] = []
+        commands: list[KeyCommand] = []
         for key in keys:
-            questions += (_card_of(key), KeyCommand.of("UNLINK", key))
-        replies = self._asker.ask(questions, until)
-        found = [Manifest.read(reply) if isinstance(reply, bytes) else None for reply in replies[::2]]
-        self._unlink_parts([(key, card) for key, card in zip(keys, found, strict=True) if card], until)
+            commands += (_card_of(key), KeyCommand.of("UNLINK", key))
+        replies = self._asker.ask(commands, until)
+        cards = [Manifest.read(reply) if isinstance(reply, bytes) else None for reply in replies[::2]]
+        self._unlink_parts([(key, card) for key, card in zip(keys, cards, strict=True) if card], until)
         for reply in replies[1::2]:
             accepted(reply)
         self._delete_orphaned_parts(until)
@@ -364,9 +364,9 @@ class RedisTier(TimedTier):
         until = min(until, time.monotonic() + self._deadline / 4)
         with suppress(IndexError):  # several threads may do this at once
             while self._orphans_retry_at < time.monotonic() < until:
-                parts = self._orphaned_parts.popleft()
+                orphan = self._orphaned_parts.popleft()
                 try:
-                    self._unlink_parts([parts], until)
+                    self._unlink_parts([orphan], until)
                 except OSError:
                     self._orphans_retry_at = time.monotonic() + self._deadline
 
@@ -402,9 +402,9 @@ class RedisTier(TimedTier):
         found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]@/\s]+))(?::(\d{1,5}))?", text)
         self._need(found is not None, f"{text!r} is not a host and port")
         assert found is not None
-        number = int(found[3] or port)
-        self._need(0 < number < 65536, f"{text!r} is not a host and port")
-        return (found[1] or found[2], number)
+        port_number = int(found[3] or port)
+        self._need(0 < port_number < 65536, f"{text!r} is not a host and port")
+        return (found[1] or found[2], port_number)
 
     def _addresses(self, text: str, port: int) -> list[Address]:
         return [self._address(each, port) for each in text.split(",")]

@@ -102,8 +102,8 @@ class Bucket:
 
         `start_only`: only so much as `into` takes is asked for, and returned as the length.
         """
-        room = sum(map(len, into))
-        headers = {"Range": f"bytes=0-{room - 1}"} if start_only else {}
+        capacity = sum(map(len, into))
+        headers = {"Range": f"bytes=0-{capacity - 1}"} if start_only else {}
 
         def take(wire: HttpSocket, reply: HttpReply) -> int | None:
             if reply.status in (200, 206):
@@ -122,38 +122,38 @@ class Bucket:
 
     def delete(self, keys: Sequence[str], until: float) -> None:
         """Delete these, some hundreds in a request. A name that does not exist is no error."""
-        for at in range(0, len(keys), MOST_DELETED):
-            listed = "".join(
-                f"<Object><Key>{escape(key)}</Key></Object>" for key in keys[at : at + MOST_DELETED]
+        for first in range(0, len(keys), MOST_DELETED):
+            object_elements = "".join(
+                f"<Object><Key>{escape(key)}</Key></Object>" for key in keys[first : first + MOST_DELETED]
             )
-            body = f"<Delete><Quiet>true</Quiet>{listed}</Delete>".encode()
-            checked = {
+            body = f"<Delete><Quiet>true</Quiet>{object_elements}</Delete>".encode()
+            md5_header = {
                 "Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
             }
-            text = self._ask("POST", "", {"delete": ""}, until, self._body(until), checked, (body,))
+            text = self._ask("POST", "", {"delete": ""}, until, self._body(until), md5_header, (body,))
             for error in parse_xml(text, "Error", until).rows if text.strip() else ():
                 if error.get("Code") != "NoSuchKey":
                     raise S3Error(200, error.get("Code", ""), error.get("Message", ""))
 
-    def page(self, prefix: str, after: str, until: float, most: int = 1000) -> ListingPage:
-        """The names that begin with `prefix`, from the page that `after` names on."""
+    def page(self, prefix: str, token: str, until: float, most: int = 1000) -> ListingPage:
+        """The names that begin with `prefix`, from the page that `token` names on."""
         query = {"list-type": "2", "prefix": prefix, "max-keys": str(most)}
-        if after:
-            query["continuation-token"] = after
-        said = parse_xml(self._ask("GET", "", query, until, self._body(until)), "Contents", until)
-        if said.root != "ListBucketResult":
-            raise BadReply(f"not a list of names: {printable_excerpt(said.root)}")
-        found = []
-        for each in said.rows:
-            key, size = each.get("Key", ""), number_in(each.get("Size", ""))
+        if token:
+            query["continuation-token"] = token
+        listing = parse_xml(self._ask("GET", "", query, until, self._body(until)), "Contents", until)
+        if listing.root != "ListBucketResult":
+            raise BadReply(f"not a list of names: {printable_excerpt(listing.root)}")
+        objects = []
+        for row in listing.rows:
+            key, size = row.get("Key", ""), number_in(row.get("Size", ""))
             if size is None or not key.startswith(prefix):
                 raise BadReply(f"not an entry of a list of {prefix}: {printable_excerpt(key)}")
-            found.append((key, size))
-        is_cut = said.fields.get("IsTruncated") == "true"
-        more = said.fields.get("NextContinuationToken", "") if is_cut else ""
-        if is_cut and (not more or not found or more == after):
+            objects.append((key, size))
+        is_truncated = listing.fields.get("IsTruncated") == "true"
+        next_token = listing.fields.get("NextContinuationToken", "") if is_truncated else ""
+        if is_truncated and (not next_token or not objects or next_token == token):
             raise BadReply("a list of names that ends in the middle")
-        return ListingPage(found, more)
+        return ListingPage(objects, next_token)
 
     def lifecycle_rules(self, until: float) -> list[LifecycleRule]:
         """The lifecycle rules that delete objects by age alone."""
@@ -164,11 +164,11 @@ class Bucket:
                 return []
             raise
         rules = []
-        for each in parse_xml(text, "Rule", until).rows:
-            days = number_in(each.get("Expiration/Days", ""))
-            if each.get("Status") == "Enabled" and days is not None and not _CONDITIONS & _words(each):
-                prefixes = (each.get(path) for path in ("Filter/Prefix", "Filter/And/Prefix", "Prefix"))
-                rules.append(LifecycleRule(each.get("ID", ""), next(filter(None, prefixes), ""), days))
+        for row in parse_xml(text, "Rule", until).rows:
+            days = number_in(row.get("Expiration/Days", ""))
+            if row.get("Status") == "Enabled" and days is not None and not _CONDITIONS & _words(row):
+                prefixes = (row.get(field) for field in ("Filter/Prefix", "Filter/And/Prefix", "Prefix"))
+                rules.append(LifecycleRule(row.get("ID", ""), next(filter(None, prefixes), ""), days))
         return rules
 
     def close(self) -> None:
@@ -185,18 +185,18 @@ class Bucket:
         key: str,
         query: Mapping[str, str],
         until: float,
-        take: Callable[[HttpSocket, HttpReply], T],
+        read_reply: Callable[[HttpSocket, HttpReply], T],
         headers: Mapping[str, str] = {},
         body: Sequence[Buffer] = (),
     ) -> T:
-        """Send a request, once more if the server asks for that. `take` gets the reply."""
+        """Send a request, once more if the server asks for that. `read_reply` gets the reply."""
         try:
             try:
-                result = self._exchange(method, key, query, until, take, headers, body)
+                result = self._exchange(method, key, query, until, read_reply, headers, body)
             except S3Error as error:
                 if error.code not in _RETRYABLE_CODES:
                     raise
-                result = self._exchange(method, key, query, until, take, headers, body)
+                result = self._exchange(method, key, query, until, read_reply, headers, body)
         except OSError:
             self.has_last_call_failed = True
             raise
@@ -209,19 +209,19 @@ class Bucket:
         key: str,
         query: Mapping[str, str],
         until: float,
-        take: Callable[[HttpSocket, HttpReply], T],
+        read_reply: Callable[[HttpSocket, HttpReply], T],
         headers: Mapping[str, str],
         body: Sequence[Buffer],
     ) -> T:
         keys = self._credentials.access_key(until)
-        path, words = quoted(f"{self.place.base}{key}"), query_of(query)
+        path, query_string = quoted(f"{self.place.base}{key}"), query_of(query)
         payload = (
             UNSIGNED if method == "PUT" else hashlib.sha256(b"".join(body)).hexdigest() if body else EMPTY
         )
-        named = {"Host": self.place.host, **headers}
+        headers_with_host = {"Host": self.place.host, **headers}
         now = time.time() + self.skew
-        signed = sign(method, path, words, named, payload, keys, self.place.region, now)
-        lines = [f"{method} {path}{f'?{words}' if words else ''} HTTP/1.1"]
+        signed = sign(method, path, query_string, headers_with_host, payload, keys, self.place.region, now)
+        lines = [f"{method} {path}{f'?{query_string}' if query_string else ''} HTTP/1.1"]
         lines += [f"{name}: {value}" for name, value in signed.items()]
         lines += [f"content-length: {sum(map(len, body))}"] if method in ("PUT", "POST") else []
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
@@ -236,7 +236,7 @@ class Bucket:
                 wire.close()
                 wire = self._dial(until)
                 reply = wire.ask(head, body, until)
-            result = take(wire, reply)
+            result = read_reply(wire, reply)
         except S3Error as error:
             self._give_back(wire)
             if error.code == _SKEWED:
@@ -267,18 +267,18 @@ class Bucket:
         return take
 
     def _refusal(self, wire: HttpSocket, reply: HttpReply, until: float) -> S3Error:
-        text, said = b"", {}
+        body, fields = b"", {}
         try:
-            text = wire.read(reply, until, SMALL)
+            body = wire.read(reply, until, SMALL)
         except ConnectionError:  # its status says enough
             wire.close()
         with suppress(ConnectionError):
-            said = next(iter(parse_xml(text, "Error", until).rows), {})
-        code, message = said.get("Code", ""), said.get("Message", "")
+            fields = next(iter(parse_xml(body, "Error", until).rows), {})
+        code, message = fields.get("Code", ""), fields.get("Message", "")
         if 300 <= reply.status < 400:  # KV goes to no other place than the one that was named
             region = reply.headers.get("x-amz-bucket-region")
-            where = f"region={region}" if region else reply.headers.get("location", "elsewhere")
-            place = printable_excerpt(where)
+            target = f"region={region}" if region else reply.headers.get("location", "elsewhere")
+            place = printable_excerpt(target)
             message = f"the server sends us on to {place}; name that place in the URL of the tier"
         return S3Error(reply.status, code, message)
 

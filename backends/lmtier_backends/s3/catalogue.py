@@ -91,10 +91,10 @@ class Catalogue:
         """These were stored, or are gone."""
         with self._changed:
             for name in names:
-                each = self._list(name.key[:_MODEL])
-                if each.changes_while_fetching is not None:
-                    each.changes_while_fetching[name] = stat
-                _put(each.names, name, stat)
+                listing = self._list(name.key[:_MODEL])
+                if listing.changes_while_fetching is not None:
+                    listing.changes_while_fetching[name] = stat
+                _put(listing.names, name, stat)
 
     def close(self) -> None:
         with self._changed:
@@ -111,48 +111,48 @@ class Catalogue:
         return self._lists[prefix]
 
     def _want(self, lists: Iterable[_Listing]) -> None:
-        for each in lists:
-            if each.changes_while_fetching is None and each.prefix not in self._wanted:
-                self._wanted[each.prefix] = each
+        for listing in lists:
+            if listing.changes_while_fetching is None and listing.prefix not in self._wanted:
+                self._wanted[listing.prefix] = listing
                 self._changed.notify_all()
 
     def _wait_for(self, lists: Sequence[_Listing]) -> None:
         """Each list is waited for once: a long one must not delay every lookup."""
         now = time.monotonic()
-        for each in lists:
-            each.problem = None
-            each.first_wanted_at = each.first_wanted_at or now
+        for listing in lists:
+            listing.problem = None
+            listing.first_wanted_at = listing.first_wanted_at or now
         self._want(lists)
-        for each in lists:
-            until = each.first_wanted_at + self._patience
-            while not (each.is_fetched or each.problem or self._closed) and time.monotonic() < until:
+        for listing in lists:
+            until = listing.first_wanted_at + self._patience
+            while not (listing.is_fetched or listing.problem or self._closed) and time.monotonic() < until:
                 self._changed.wait(until - time.monotonic())
-            if each.problem is not None:
-                each.first_wanted_at = 0.0
-                raise each.problem
+            if listing.problem is not None:
+                listing.first_wanted_at = 0.0
+                raise listing.problem
 
     # ---- the thread
 
     def _work(self) -> None:
-        while (each := self._next()) is not None:
-            began, before = time.monotonic(), self.fetched
+        while (listing := self._next()) is not None:
+            began, pages_before = time.monotonic(), self.fetched
             problem: OSError | None = None
             try:
-                found = self._all(each.prefix)
+                names = self._all(listing.prefix)
             except OSError as error:
                 problem = error
             except Exception as error:  # noqa: BLE001 - the thread's edge; lookups count it
                 problem = ConnectionError(repr(error))
             with self._changed:
-                changes, each.changes_while_fetching = each.changes_while_fetching or {}, None
+                changes, listing.changes_while_fetching = listing.changes_while_fetching or {}, None
                 ended = time.monotonic()
-                took = min(ended - began, _MAX_PAGE_SECONDS * (self.fetched - before))
-                each.refetch_at = ended + max(self._refresh, _SHARE * took)
-                each.problem = problem
+                counted_seconds = min(ended - began, _MAX_PAGE_SECONDS * (self.fetched - pages_before))
+                listing.refetch_at = ended + max(self._refresh, _SHARE * counted_seconds)
+                listing.problem = problem
                 if problem is None:
                     for name, stat in changes.items():
-                        _put(found, name, stat)
-                    each.names, each.is_fetched = found, True
+                        _put(names, name, stat)
+                    listing.names, listing.is_fetched = names, True
                 self._changed.notify_all()
 
     def _next(self) -> _Listing | None:
@@ -160,29 +160,29 @@ class Catalogue:
             self._changed.wait_for(lambda: self._wanted or self._closed)
             if self._closed:
                 return None
-            _, each = self._wanted.popitem(last=False)
-            each.changes_while_fetching = {}
-            return each
+            _, listing = self._wanted.popitem(last=False)
+            listing.changes_while_fetching = {}
+            return listing
 
     def _all(self, prefix: bytes) -> Found:
         found: Found = {}
-        more, before = "", self.fetched
+        next_token, pages_before = "", self.fetched
         while True:
-            page, more = self._fetch(prefix, more)
+            page, next_token = self._fetch(prefix, next_token)
             self.fetched += 1
             found.update(page)
-            if not more:
+            if not next_token:
                 return found
             if self._closed:
                 raise ConnectionError("closed")
-            names = len(found) + sum(len(each.names) for each in self._others(prefix))
-            if names > _MOST_NAMES or self.fetched - before == _MOST_PAGES:
+            listed_names = len(found) + sum(len(listing.names) for listing in self._others(prefix))
+            if listed_names > _MOST_NAMES or self.fetched - pages_before == _MOST_PAGES:
                 log.warning("lmtier: s3: of more than %d objects, the rest is not listed", _MOST_NAMES)
                 return found
 
     def _others(self, prefix: bytes) -> list[_Listing]:
         with self._changed:
-            return [each for each in self._lists.values() if each.prefix != prefix]
+            return [listing for listing in self._lists.values() if listing.prefix != prefix]
 
 
 def _put(names: Found, name: Name, stat: Stat | None) -> None:

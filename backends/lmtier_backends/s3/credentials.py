@@ -82,7 +82,7 @@ class Credentials:
         if not self._profile:
             sources = [_environment, self._web_identity, self._files, _container, _instance]
         try:
-            keys = next((found for find in sources if (found := find(until))), None)
+            keys = next((access_key for source in sources if (access_key := source(until))), None)
         # Of a file, a command or a service; in a tier a FileNotFoundError would mean a miss.
         except (
             OSError,
@@ -144,20 +144,20 @@ class Credentials:
 def profile_of(name: str) -> dict[str, str]:
     """The settings of a profile in the files, by default of the one that AWS_PROFILE names."""
     name = name or os.environ.get("AWS_PROFILE", "default")
-    found: dict[str, str] = {}
-    for variable, usual, sections in (
+    settings: dict[str, str] = {}
+    for variable, default_path, sections in (
         ("AWS_CONFIG_FILE", "~/.aws/config", (name, f"profile {name}")),
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", (name,)),
     ):
         parser = configparser.RawConfigParser(strict=False)
         try:
-            parser.read(Path(os.environ.get(variable, usual)).expanduser(), "utf-8")
+            parser.read(Path(os.environ.get(variable, default_path)).expanduser(), "utf-8")
         except (configparser.Error, UnicodeDecodeError) as error:
             raise ConnectionError(f"credentials: {str(error).partition(chr(10))[0]}") from None
         for section in sections:
             if parser.has_section(section):
-                found |= {key: value.strip() for key, value in parser.items(section)}
-    return found
+                settings |= {key: value.strip() for key, value in parser.items(section)}
+    return settings
 
 
 def _environment(until: float) -> AccessKey | None:
@@ -183,20 +183,20 @@ def _instance(until: float) -> AccessKey | None:
     base = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", _INSTANCE).rstrip("/")
     until = min(until, time.monotonic() + _NEARBY)
     try:
-        lives = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
-        said = _fetch("PUT", f"{base}/latest/api/token", lives, until).decode("ascii").strip()
-        token = {"X-aws-ec2-metadata-token": said}
-        role = _fetch("GET", base + _ROLES, token, until).decode("ascii").partition("\n")[0].strip()
-        return _from_json(json.loads(_fetch("GET", base + _ROLES + quoted(role), token, until)))
+        ttl_header = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+        session_token = _fetch("PUT", f"{base}/latest/api/token", ttl_header, until).decode("ascii").strip()
+        token_header = {"X-aws-ec2-metadata-token": session_token}
+        role = _fetch("GET", base + _ROLES, token_header, until).decode("ascii").partition("\n")[0].strip()
+        return _from_json(json.loads(_fetch("GET", base + _ROLES + quoted(role), token_header, until)))
     except OSError:  # not an instance, or one without a role
         return None
 
 
-def _from_json(answer: Mapping[str, Any]) -> AccessKey:
-    ends = answer.get("Expiration")
-    expires = datetime.fromisoformat(ends).timestamp() if ends else float("inf")
-    token = answer.get("SessionToken") or answer.get("Token") or ""
-    parts = (answer["AccessKeyId"], answer["SecretAccessKey"], token)
+def _from_json(fields: Mapping[str, Any]) -> AccessKey:
+    expiration = fields.get("Expiration")
+    expires = datetime.fromisoformat(expiration).timestamp() if expiration else float("inf")
+    token = fields.get("SessionToken") or fields.get("Token") or ""
+    parts = (fields["AccessKeyId"], fields["SecretAccessKey"], token)
     if not all(isinstance(part, str) for part in parts):
         raise TypeError("keys that are no text")
     return AccessKey(*parts, expires)

@@ -74,12 +74,12 @@ class HttpSocket(TimedSocket):
         return None
 
     def _reply(self, until: float) -> HttpReply:
-        text, self._ahead = self._until_blank_line(until)
-        status, *lines = text.decode("latin-1").split("\r\n")
-        version, _, rest = status.partition(" ")
-        code = rest[:3]
+        head, self._ahead = self._until_blank_line(until)
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        version, _, code_and_reason = status_line.partition(" ")
+        code = code_and_reason[:3]
         if not version.startswith("HTTP/1.") or not re.fullmatch("[1-5][0-9][0-9]", code):
-            raise BadReply(f"not a reply of HTTP: {status!r:.60}")
+            raise BadReply(f"not a reply of HTTP: {status_line!r:.60}")
         headers: dict[str, str] = {}
         for line in lines:
             name, colon, value = line.partition(":")
@@ -101,18 +101,18 @@ class HttpSocket(TimedSocket):
 
     def _until_blank_line(self, until: float) -> tuple[bytes, memoryview]:
         """The head of the next reply, and what came after it."""
-        got = len(self._ahead)
-        self._head[:got] = bytes(self._ahead)
+        received = len(self._ahead)
+        self._head[:received] = bytes(self._ahead)
         searched = 0
         while True:
-            end = bytes(self._head[searched:got]).find(b"\r\n\r\n")
+            end = bytes(self._head[searched:received]).find(b"\r\n\r\n")
             if end >= 0:
                 end += searched
-                return bytes(self._head[:end]), self._head[end + 4 : got]
-            if got == _HEAD:
+                return bytes(self._head[:end]), self._head[end + 4 : received]
+            if received == _HEAD:
                 raise BadReply(f"the head of a reply takes more than {_HEAD} bytes")
-            searched = max(0, got - 3)
-            got += self.receive(self._head[got:], until)
+            searched = max(0, received - 3)
+            received += self.receive(self._head[received:], until)
 
     # ---- bodies
 
@@ -120,15 +120,15 @@ class HttpSocket(TimedSocket):
         """Read the body into `views`. Returns its length; what does not fit is not read."""
         if reply.length is None:
             raise BadReply("an object came without its length")
-        targets, rest = [], reply.length
+        targets, remaining = [], reply.length
         for view in views:
-            if part := view[:rest]:
+            if part := view[:remaining]:
                 targets.append(part)
-                rest -= len(part)
+                remaining -= len(part)
         while targets:
             got = self._take(targets[0]) if self._ahead else self.receive_all(targets, until)
             advance(targets, got)
-        if rest:
+        if remaining:
             self.close()
         return reply.length
 
@@ -150,15 +150,15 @@ class HttpSocket(TimedSocket):
         while True:
             seconds_left(until)  # thousands of chunks may be here already
             size = self._line(until).partition(b";")[0].strip()
-            more = int(size, 16) if _SIZE.fullmatch(size) else most + 1
-            if more > most - len(body):
+            chunk_length = int(size, 16) if _SIZE.fullmatch(size) else most + 1
+            if chunk_length > most - len(body):
                 raise BadReply(f"a chunk of {printable_excerpt(size)} bytes")
-            if not more:
+            if not chunk_length:
                 while self._line(until):  # headers after the body
                     pass
                 return bytes(body)
-            chunk = bytearray(more)
-            self.fill(HttpReply(200, length=more), (memoryview(chunk),), until)
+            chunk = bytearray(chunk_length)
+            self.fill(HttpReply(200, length=chunk_length), (memoryview(chunk),), until)
             body += chunk
             if self._line(until):
                 raise BadReply("a chunk is longer than it says")
@@ -188,10 +188,10 @@ class HttpSocket(TimedSocket):
         raise BadReply(f"a body of more than {most} bytes")
 
     def _take(self, view: memoryview) -> int:
-        got = min(len(view), len(self._ahead))
-        view[:got] = self._ahead[:got]
-        self._ahead = self._ahead[got:]
-        return got
+        received = min(len(view), len(self._ahead))
+        view[:received] = self._ahead[:received]
+        self._ahead = self._ahead[received:]
+        return received
 
 
 def reason(status: int) -> str:

@@ -66,14 +66,14 @@ def sign(
     if keys.token:
         signed["x-amz-security-token"] = keys.token
     names = sorted(signed)
-    listed = ";".join(names)
-    lines = [method, path, query, *(f"{name}:{signed[name]}" for name in names), "", listed, payload]
-    request = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{request}"
+    signed_names = ";".join(names)
+    lines = [method, path, query, *(f"{name}:{signed[name]}" for name in names), "", signed_names, payload]
+    request_hash = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    string_to_sign = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{request_hash}"
     key = _key_of_day(keys.secret, stamp[:8], region)
-    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    signature = hmac.new(key, string_to_sign.encode(), hashlib.sha256).hexdigest()
     signed["authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={keys.id}/{scope}, SignedHeaders={listed}, Signature={signature}"
+        f"AWS4-HMAC-SHA256 Credential={keys.id}/{scope}, SignedHeaders={signed_names}, Signature={signature}"
     )
     return signed
 

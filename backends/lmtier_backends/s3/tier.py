@@ -154,19 +154,19 @@ class S3Tier(TimedTier):
         return found, page.next_token
 
     def _search(
-        self, prefix: bytes, choose: Callable[[list[Name]], list[Name]], together: int = MOST_DELETED
+        self, prefix: bytes, choose: Callable[[list[Name]], list[Name]], batch_size: int = MOST_DELETED
     ) -> Iterator[None]:
         """Delete what `choose` takes from so many names at a time."""
-        more = ""
+        next_token = ""
         while True:
-            page = self._bucket.page(f"{self._prefix}{prefix.hex()}", more, self._call_deadline())
+            page = self._bucket.page(f"{self._prefix}{prefix.hex()}", next_token, self._call_deadline())
             keys = (key.removeprefix(self._prefix) for key, _ in page.objects)
             names = [name for key in keys if (name := Name.parse(key)) is not None]
-            for first in range(0, max(1, len(names)), together):
-                if chosen := choose(names[first : first + together]):
+            for start in range(0, max(1, len(names)), batch_size):
+                if chosen := choose(names[start : start + batch_size]):
                     self.delete(chosen)
                 yield
-            if not (more := page.next_token):
+            if not (next_token := page.next_token):
                 return
 
     def _is_suspect(self, suspect: Suspect, name: Name, page: memoryview) -> bool:
@@ -214,8 +214,8 @@ def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, 
         shown = without_secrets(endpoint)
         raise ConfigError(f"s3 tier: endpoint={shown!r}: the port is not a number up to 65535") from None
     # A certificate for *.host covers no name with further dots.
-    by_host = style == "host" or (not style and not endpoint and "." not in bucket)
-    host = f"{bucket}.{url.hostname}" if by_host else str(url.hostname)
+    is_virtual_host = style == "host" or (not style and not endpoint and "." not in bucket)
+    host = f"{bucket}.{url.hostname}" if is_virtual_host else str(url.hostname)
     is_tls = url.scheme == "https"
     ca, check_hostname = tls
     _need(is_tls or not ca, "ssl_ca_certs is for an endpoint with https://")
@@ -225,5 +225,5 @@ def _place(bucket: str, endpoint: str, region: str, style: str, tls: tuple[str, 
         else None
     )
     address = (host, port or (443 if is_tls else 80))
-    base = "/" if by_host else f"/{bucket}/"
+    base = "/" if is_virtual_host else f"/{bucket}/"
     return BucketLocation(address, f"{host}:{port}" if port else host, base, region, context)

@@ -104,35 +104,35 @@ def _verify(args: Namespace) -> int:
             reseal=args.reseal,
             drop_sealed=args.drop_sealed,
         )
-    left = len(report.findings) - report.fixed
+    unfixed = len(report.findings) - report.fixed
     if args.json:
         findings = [
-            {"path": str(each.path), "fault": str(each.fault), "reason": each.reason}
-            for each in report.findings
+            {"path": str(finding.path), "fault": str(finding.fault), "reason": finding.reason}
+            for finding in report.findings
         ]
-        found = {"ok": report.ok, "bytes": report.nbytes, "fixed": report.fixed, "findings": findings}
+        result = {"ok": report.ok, "bytes": report.nbytes, "fixed": report.fixed, "findings": findings}
         sealed = {"keys": report.keys, "unchecked": report.unchecked, "resealed": report.resealed}
-        say(json.dumps(found | sealed))
+        say(json.dumps(result | sealed))
     else:
         if report.findings:
-            rows = [(each.path, each.fault, each.reason) for each in report.findings]
+            rows = [(finding.path, finding.fault, finding.reason) for finding in report.findings]
             say(table(("file", "fault", "reason"), rows))
             say()
         if any(report.keys):
-            counted = [(key or "(not sealed)", f"{count:,}") for key, count in sorted(report.keys.items())]
-            say(table(("sealed with key", "objects"), counted))
+            key_rows = [(key or "(not sealed)", f"{count:,}") for key, count in sorted(report.keys.items())]
+            say(table(("sealed with key", "objects"), key_rows))
             say()
         say(
             f"{report.ok} objects are sound ({size_text(report.nbytes)}), {report.fixed} deleted, "
-            f"{left} left."
+            f"{unfixed} left."
         )
         if report.resealed:
             say(f"{report.resealed} were sealed again with the current key.")
         if report.unchecked:
             say(f"{report.unchecked} are sealed; give --key to check them.")
-        if left and not args.fix:
+        if unfixed and not args.fix:
             say("`--fix` deletes corrupt and orphaned files. For a reader they are misses.")
-    return 1 if left else 0
+    return 1 if unfixed else 0
 
 
 def _prove_options(parser: ArgumentParser) -> None:

@@ -113,8 +113,8 @@ def address_arguments(parser: ArgumentParser) -> None:
 
 
 def addresses_in(args: Namespace) -> list[ServerAddress]:
-    given = args.addresses or [None]
-    return [address_in(Namespace(**{**vars(args), "address": each})) for each in given]
+    addresses = args.addresses or [None]
+    return [address_in(Namespace(**{**vars(args), "address": address})) for address in addresses]
 
 
 def server_option(parser: ArgumentParser) -> None:

@@ -61,24 +61,24 @@ def _offline(args: Namespace) -> dict[str, Any]:
 
     settings, _ = config.load(args.config)
     urls = tuple(args.tier) if args.tier else tuple(spec.url for spec in settings.cache_tiers[1:])
-    lower = [url for url in urls if not url.startswith(("cpu://", "gpu://"))]
-    if not lower:
+    lower_urls = [url for url in urls if not url.startswith(("cpu://", "gpu://"))]
+    if not lower_urls:
         raise ConfigError("--offline: the settings name no tier below memory; give --config or --tier")
     if args.share:
         salts = [share.salt for share in settings.shares if share.name == args.share]
         if not salts:
             raise ConfigError(f"--share {args.share}: the settings have no share of that name")
-        who = tenant(salts[0])
+        tenant_id = tenant(salts[0])
     else:
-        who = _id(args)
-    lines = write_log("warning", "text")
+        tenant_id = _id(args)
+    log_handler = write_log("warning", "text")
     try:
-        with Cache(replace(settings, tiers=(_OFFLINE_ROOM, *lower), prefault=False)) as cache:
+        with Cache(replace(settings, tiers=(_OFFLINE_ROOM, *lower_urls), prefault=False)) as cache:
             if not cache.is_warm:
                 raise LMTierError("a tier could not be searched; its log lines say why")
-            return forget(cache, who, _PATIENCE, f"user {getuser()}, offline,").fields()
+            return forget(cache, tenant_id, _PATIENCE, f"user {getuser()}, offline,").fields()
     finally:
-        lines.close()
+        log_handler.close()
 
 
 def _id(args: Namespace) -> bytes:

@@ -145,7 +145,7 @@ def _simulate(args: Namespace) -> int:
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
     hints = args.hints.split(",") if args.hints else ["trace"]
-    if unknown := [each for each in hints if each not in traces.HINTS]:
+    if unknown := [mode for mode in hints if mode not in traces.HINTS]:
         raise ConfigError(f"--hints {unknown[0]}: unknown{suggest(unknown[0], traces.HINTS)}")
     _check_price(args)
     if args.plot:
@@ -168,8 +168,8 @@ def _simulate(args: Namespace) -> int:
         raise ConfigError(f"--hints {args.hints}: the trace has no session_id, so there are no sessions")
     outcomes = []
     with Progress(len(configurations) * len(hints)) as progress:
-        for which in hints:
-            with_hints = trace.hinted(which, args.person_after)
+        for hint_mode in hints:
+            with_hints = trace.hinted(hint_mode, args.person_after)
             for urls in configurations:
                 outcome = replay(
                     *(with_hints, urls),
@@ -179,7 +179,7 @@ def _simulate(args: Namespace) -> int:
                     engine=args.engine,
                     engine_resets_every=args.forgets,
                 )
-                outcome.hinted = which
+                outcome.hinted = hint_mode
                 outcomes.append(outcome)
                 progress.step(report.described(outcome.specs))
     if args.json:
@@ -189,9 +189,9 @@ def _simulate(args: Namespace) -> int:
         say(report.summary(trace, chunk_tokens, per_token, hardware, has_codec=has_codec))
         say()
         say(report.report(outcomes))
-        if more := report.comparison_text(outcomes, hardware, args.gpu_hour):
+        if savings := report.comparison_text(outcomes, hardware, args.gpu_hour):
             say()
-            say(more)
+            say(savings)
     if args.plot:
         report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
     return 0
@@ -252,8 +252,8 @@ def _size(args: Namespace) -> int:
     from lmtier.tools import sizing
 
     lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
-    given = {"cpu": args.cpu, "disk": args.disk}
-    capacities = {tier: capacity for tier, capacity in given.items() if capacity is not None}
+    options = {"cpu": args.cpu, "disk": args.disk}
+    capacities = {tier: capacity for tier, capacity in options.items() if capacity is not None}
     for name, values in (
         *(("tp", [args.tp]), ("chunk-tokens", [args.chunk_tokens])),
         *(("length", lengths), ("prefill", prefills)),
@@ -268,10 +268,10 @@ def _size(args: Namespace) -> int:
     form = model.form(args.chunk_tokens, args.tp)
     found = sizing.tier_capacities(capacities, form, args.chunk_tokens)
     if args.json:
-        made = sizing.as_json(model, found, form, lengths=lengths, prefills=prefills)
+        result = sizing.as_json(model, found, form, lengths=lengths, prefills=prefills)
         if args.gpu_hour:
-            made["reused_once"] = sizing.savings_as_json(found, prefills, args.gpu_hour)
-        say(json.dumps(made, indent=2))
+            result["reused_once"] = sizing.savings_as_json(found, prefills, args.gpu_hour)
+        say(json.dumps(result, indent=2))
     else:
         say(sizing.report(model, found, form, lengths=lengths, prefills=prefills))
         if args.gpu_hour and found:

@@ -72,19 +72,19 @@ def _prefetch(args: Namespace) -> int:
     with ConsoleConnection(address_in(args)) as remote:
         model = prefixes.find_model(remote, args.model, args.lora)
         chains = prefixes.keys_of(remote, model, prompts, args.salt)
-        whole, done = sum(map(len, chains)), 0
+        total_chunks, done = sum(map(len, chains)), 0
         with Progress() as progress:
 
             def come(chunks: int) -> None:
                 nonlocal done
                 done += chunks
-                progress.at(done, whole, f"{done} of {whole} chunks")
+                progress.at(done, total_chunks, f"{done} of {total_chunks} chunks")
 
             results = prefixes.load_prompts(remote, model, chains, come)
         pinned = prefixes.pin(remote, args.pin, chains, ttl) if args.pin else {}
     if args.json:
-        found: dict[str, Any] = {"prompts": [asdict(each) for each in results]}
-        say(json.dumps(found | ({"pinned": pinned} if args.pin else {}), indent=2))
+        result: dict[str, Any] = {"prompts": [asdict(each) for each in results]}
+        say(json.dumps(result | ({"pinned": pinned} if args.pin else {}), indent=2))
     else:
         say(prefixes.prefetch_table(results))
         if args.pin:
@@ -118,9 +118,9 @@ def _unpin(args: Namespace) -> int:
     from lmtier.tools.console import ConsoleConnection
 
     with ConsoleConnection(address_in(args)) as remote:
-        was_there = remote.ask("LMTIER.UNPIN", args.name) == 1
-    say(f"unpinned {args.name}" if was_there else f"nothing is pinned as {args.name}")
-    return 0 if was_there else 1
+        was_pinned = remote.ask("LMTIER.UNPIN", args.name) == 1
+    say(f"unpinned {args.name}" if was_pinned else f"nothing is pinned as {args.name}")
+    return 0 if was_pinned else 1
 
 
 def _pins(args: Namespace) -> int:
@@ -166,9 +166,9 @@ def _sessions(args: Namespace) -> int:
 
 
 def _end_session(remote: ConsoleConnection, name: str, salt: str) -> int:
-    said = hints.envelope(uuid4().hex, (hints.END, {"session": name}))
+    envelope = hints.envelope(uuid4().hex, (hints.END, {"session": name}))
     options = ("SALT", salt) if salt else ()
-    (outcome,) = remote.json("LMTIER.HINT", json.dumps(said), *options, kind=list)
+    (outcome,) = remote.json("LMTIER.HINT", json.dumps(envelope), *options, kind=list)
     is_done = outcome["result"] == hints.DONE
     say(f"{name} is over" if is_done else f"{name}: {outcome['why']}")
     return 0 if is_done else 1

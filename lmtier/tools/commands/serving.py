@@ -98,9 +98,9 @@ def _serve(args: Namespace) -> int:
 
 def _settings(args: Namespace) -> tuple[config.Config, config.ServerConfig, bool]:
     """The settings of the cache and of the server, and whether the tiers are the default ones."""
-    ours, servers = _overrides(args.set)
+    cache_values, server_values = _overrides(args.set)
     if args.tier:
-        ours = {"tiers": args.tier} | ours
+        cache_values = {"tiers": args.tier} | cache_values
     flags = {
         name: getattr(args, name)
         for name in (
@@ -108,9 +108,9 @@ def _settings(args: Namespace) -> tuple[config.Config, config.ServerConfig, bool
             "gpu_hour",
         )
     }
-    servers = {name: value for name, value in flags.items() if value is not None} | servers
-    effective, origins = config.load(args.config, overrides=ours)
-    serving, _ = config.load_server(args.config, overrides=servers)
+    server_values = {name: value for name, value in flags.items() if value is not None} | server_values
+    effective, origins = config.load(args.config, overrides=cache_values)
+    serving, _ = config.load_server(args.config, overrides=server_values)
     return effective, serving, origins["tiers"] == "default"
 
 
@@ -158,9 +158,9 @@ def _config_options(parser: ArgumentParser) -> None:
 
 
 def _config(args: Namespace) -> int:
-    ours, servers = _overrides(args.set)
-    effective, origins = config.load(args.config, overrides=ours)
-    serving, serving_origins = config.load_server(args.config, overrides=servers)
+    cache_values, server_values = _overrides(args.set)
+    effective, origins = config.load(args.config, overrides=cache_values)
+    serving, serving_origins = config.load_server(args.config, overrides=server_values)
     values: dict[str, Any] = {name: getattr(effective, name) for name in origins}
     values["tiers"] = [without_secrets(spec.url) for spec in effective.all_tiers]
     values["shares"] = " ".join(map(str, effective.shares))
@@ -168,14 +168,14 @@ def _config(args: Namespace) -> int:
     tiers = [_described(spec) for spec in effective.all_tiers]
     token, token_origin = _token(serving.token_file, os.environ)
     if args.json:
-        shown: dict[str, Any] = {
+        result: dict[str, Any] = {
             name: {"value": value, "origin": origins[name]} for name, value in values.items()
         }
-        shown["serve"] = {
+        result["serve"] = {
             name: {"value": value, "origin": serving_origins[name]} for name, value in serve.items()
         }
-        shown["serve"]["token"] = {"value": token, "origin": token_origin}
-        say(json.dumps(shown, indent=2))
+        result["serve"]["token"] = {"value": token, "origin": token_origin}
+        say(json.dumps(result, indent=2))
         return 0
     urls = values.pop("tiers")
     rows = [(name, _written(value), origins[name]) for name, value in values.items()]
@@ -201,17 +201,17 @@ def _written(value: object) -> str:
 
 def _overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of --set: for a cache, and for its server."""
-    ours: dict[str, Any] = {}
-    servers: dict[str, Any] = {}
+    cache_values: dict[str, Any] = {}
+    server_values: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ConfigError(f"--set {excerpt(pair)}: write it as name=value")
         if name.startswith("serve."):
-            servers[name.removeprefix("serve.")] = value
+            server_values[name.removeprefix("serve.")] = value
         else:
-            ours[name] = value
-    return ours, servers
+            cache_values[name] = value
+    return cache_values, server_values
 
 
 def _described(spec: config.TierSpec) -> Sequence[str]:

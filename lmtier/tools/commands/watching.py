@@ -114,8 +114,8 @@ def _top(args: Namespace) -> int:
         return 0
     watched = WatchedServer(address)
     with suppress(KeyboardInterrupt):
-        for look in _looks(args.times):
-            if look:
+        for round_number in _looks(args.times):
+            if round_number:
                 watched.ask()
             say(plain(watched.now, watched.line))
     watched.close()
@@ -138,10 +138,10 @@ def _fleet(addresses: list[ServerAddress], times: int | None) -> int:
 
 
 def _looks(times: int | None) -> Iterator[int]:
-    for look in islice(count(), times):
-        if look:
+    for round_number in islice(count(), times):
+        if round_number:
             time.sleep(_EVERY)
-        yield look
+        yield round_number
 
 
 # ---- explain
@@ -221,23 +221,23 @@ def _clear(args: Namespace) -> int:
 def _moment(text: str, now: datetime) -> datetime:
     """A time in the past: a date, a time of day, or how long ago; by this machine's time zone."""
     try:
-        if (ago := re.fullmatch(r"(\d+)([smhd])", text)) is not None:
-            unit = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}[ago[2]]
-            return now - timedelta(**{unit: int(ago[1])})
+        if (age_match := re.fullmatch(r"(\d+)([smhd])", text)) is not None:
+            unit = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}[age_match[2]]
+            return now - timedelta(**{unit: int(age_match[1])})
         if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
             # The offset is that of this zone at that time: clocks may have changed since.
             today = datetime.combine(now.date(), clock_time.fromisoformat(text.zfill(5)))
-            then = today.astimezone()
-            return then if then <= now else (today - timedelta(days=1)).astimezone()
-        then = datetime.fromisoformat(text)
-        then = then if then.tzinfo is not None else then.astimezone()
+            moment = today.astimezone()
+            return moment if moment <= now else (today - timedelta(days=1)).astimezone()
+        moment = datetime.fromisoformat(text)
+        moment = moment if moment.tzinfo is not None else moment.astimezone()
     except (ValueError, OverflowError):
         raise ConfigError(
             f"--since {excerpt(text)} is not a time: write it like 2026-11-24T09:30, 09:30, 90m, 12h or 3d"
         ) from None
-    if then > now:
+    if moment > now:
         raise ConfigError(f"--since {excerpt(text)} is in the future")
-    return then
+    return moment
 
 
 # ---- set

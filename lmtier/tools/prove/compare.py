@@ -33,22 +33,22 @@ Choice = Sequence[Position]
 def distance(reference: Choice, other: Choice) -> float:
     """The largest move of a log-probability; infinite: other tokens, and no log-probabilities."""
     largest = 0.0
-    for mine, theirs in zip(reference, other, strict=False):
-        if mine.likeliest and theirs.likeliest:
-            largest = max(largest, _move(mine.likeliest, theirs.likeliest))
-        elif mine.token != theirs.token:
+    for reference_position, other_position in zip(reference, other, strict=False):
+        if reference_position.likeliest and other_position.likeliest:
+            largest = max(largest, _move(reference_position.likeliest, other_position.likeliest))
+        elif reference_position.token != other_position.token:
             return inf
-        if mine.token != theirs.token:
+        if reference_position.token != other_position.token:
             return largest
     return inf if len(reference) != len(other) else largest
 
 
-def _move(mine: dict[str, float], theirs: dict[str, float]) -> float:
-    leaders = sorted(mine, key=lambda token: -mine[token])[:_LEADERS]
-    lowest = min(theirs.values())
+def _move(reference: dict[str, float], other: dict[str, float]) -> float:
+    leaders = sorted(reference, key=lambda token: -reference[token])[:_LEADERS]
+    lowest = min(other.values())
     # A token that the other does not list is at most as likely there as the last that it lists.
     return max(
-        abs(mine[each] - theirs[each]) if each in theirs else max(0.0, mine[each] - lowest)
+        abs(reference[each] - other[each]) if each in other else max(0.0, reference[each] - lowest)
         for each in leaders
     )
 

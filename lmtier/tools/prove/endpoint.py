@@ -95,18 +95,18 @@ class Endpoint:
 
     def connect(self) -> None:
         try:
-            listed = json.loads(self._get("/v1/models"))["data"]
+            model_list = json.loads(self._get("/v1/models"))["data"]
         except (*_BROKEN, ValueError, KeyError) as error:
             raise TierError(f"{self.url}/v1/models does not answer as an OpenAI API does: {error}") from None
         models = [
-            ServedModel(each["id"], each.get("parent") or "", each.get("max_model_len") or 0)
-            for each in listed
+            ServedModel(entry["id"], entry.get("parent") or "", entry.get("max_model_len") or 0)
+            for entry in model_list
         ]
-        roots = [each for each in models if not each.parent and self.name in ("", each.name)]
+        roots = [entry for entry in models if not entry.parent and self.name in ("", entry.name)]
         if not roots:
             raise ConfigError(f"{self.url} does not serve a model {self.name!r}")
         self.model = roots[0]
-        self.adapters = tuple(each for each in models if each.parent == self.model.name)
+        self.adapters = tuple(entry for entry in models if entry.parent == self.model.name)
         with suppress(*_BROKEN):
             self.offers_salts = b'"cache_salt"' in self._get("/openapi.json")
         self.capacity = self._kv_tokens()
@@ -139,11 +139,11 @@ class Endpoint:
         began = time.monotonic()
         self.asked += 1
         with self._open(question) as reply:
-            for part in _parts(reply, began + self.limit):
-                if usage := part.get("usage"):
+            for event in _parts(reply, began + self.limit):
+                if usage := event.get("usage"):
                     answer.prompt_tokens = usage.get("prompt_tokens", 0)
                     answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                for choice in part.get("choices", ()):
+                for choice in event.get("choices", ()):
                     if positions := _positions(choice):
                         answer.first_token_seconds = answer.first_token_seconds or time.monotonic() - began
                         answer.choices[choice["index"]] += positions
@@ -214,16 +214,16 @@ class Endpoint:
 
     def restart(self, command: str) -> None:
         """Run the user's command, and wait until the engine answers again."""
-        done = subprocess.run(command, shell=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            raise ConfigError(f"--restart: `{command}` ended with status {done.returncode}")
-        end = time.monotonic() + self.limit
+        process = subprocess.run(command, shell=True, check=False, stdin=subprocess.DEVNULL)
+        if process.returncode:
+            raise ConfigError(f"--restart: `{command}` ended with status {process.returncode}")
+        deadline = time.monotonic() + self.limit
         while True:
             try:
                 self._get("/v1/models")
                 return
             except (*_BROKEN, ValueError) as error:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise TierError(f"--restart: {self.url} does not answer again: {error}") from None
                 time.sleep(_PAUSE)
 
@@ -264,16 +264,16 @@ def _parts(reply: Any, end: float) -> Iterator[dict[str, Any]]:
 
 def _positions(choice: dict[str, Any]) -> list[Position]:
     """Of a part of a completion, or of a chat."""
-    found = choice.get("logprobs")
-    if not found:
+    logprobs = choice.get("logprobs")
+    if not logprobs:
         text = choice.get("text") or (choice.get("delta") or {}).get("content")
         return [Position(text, {})] if text else []
-    if (content := found.get("content")) is not None:
+    if (content := logprobs.get("content")) is not None:
         return [
             Position(each["token"], {top["token"]: top["logprob"] for top in each.get("top_logprobs", ())})
             for each in content
         ]
     return [
         Position(token, dict(likeliest or {}))
-        for token, likeliest in zip(found["tokens"], found["top_logprobs"], strict=True)
+        for token, likeliest in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
     ]

@@ -68,18 +68,18 @@ class PromptWriter:
             f" {choose(_NOUNS)}."
         )
 
-    def with_one_change(self, made: PlantedPrompt, at: float) -> Prompt:
+    def with_one_change(self, planted: PlantedPrompt, at: float) -> Prompt:
         """The same prompt with one word or token changed, so far from its beginning (0 to 1)."""
-        parts = _split(made.prompt)
-        place = max(2, int(at * len(parts)))
-        other = "nineteen" if isinstance(made.prompt, str) else (int(parts[place]) + 7) % 900 + 10
-        return _joined(made.prompt, [*parts[:place], other, *parts[place + 1 :]])
+        parts = _split(planted.prompt)
+        index = max(2, int(at * len(parts)))
+        replacement = "nineteen" if isinstance(planted.prompt, str) else (int(parts[index]) + 7) % 900 + 10
+        return _joined(planted.prompt, [*parts[:index], replacement, *parts[index + 1 :]])
 
-    def diverging_after(self, made: PlantedPrompt, after: int) -> Prompt:
+    def diverging_after(self, planted: PlantedPrompt, after: int) -> Prompt:
         """A prompt of the same length that has the first `after` words or tokens of it, and then others."""
-        parts = _split(made.prompt)
-        rest = _split(self.prompt(2 * len(parts)).prompt)[2 : 2 + len(parts) - after]
-        return _joined(made.prompt, [*parts[:after], *rest])
+        parts = _split(planted.prompt)
+        tail = _split(self.prompt(2 * len(parts)).prompt)[2 : 2 + len(parts) - after]
+        return _joined(planted.prompt, [*parts[:after], *tail])
 
 
 def _split(prompt: Prompt) -> list[str] | list[int]:

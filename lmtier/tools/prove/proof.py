@@ -138,7 +138,7 @@ class Proof:
 
     @property
     def findings(self) -> list[Difference]:
-        return [each for stage in self.stages for each in stage.findings]
+        return [finding for stage in self.stages for finding in stage.findings]
 
     @property
     def wrong(self) -> list[Difference]:
@@ -307,11 +307,11 @@ class Proof:
         if not self._resets_by_flooding:
             return self.engine.post(self._reset)
         size = self._length(1.0)
-        others = [
+        flooding_queries = [
             Query(self.author.prompt(size).prompt, salt=self._salt(), tokens=1)
             for _ in range(1 + self.engine.capacity * 5 // 4 // size)
         ]
-        self._ask_all(others, 4)
+        self._ask_all(flooding_queries, 4)
         return True
 
     # ---- stages
@@ -364,13 +364,13 @@ class Proof:
             self._stage.note = f"it moves the answer by {self.sensitivity:.2g} at least"
 
     def _moves(self) -> list[float]:
-        found = []
+        distances = []
         for case in self._cases[:4]:
-            other = self.author.with_one_change(PlantedPrompt(case.question.prompt), 0.15)
-            answer = self._ask(replace(case.question, prompt=other, salt=self._salt()))
+            altered_prompt = self.author.with_one_change(PlantedPrompt(case.question.prompt), 0.15)
+            answer = self._ask(replace(case.question, prompt=altered_prompt, salt=self._salt()))
             if answer is not None:
-                found.append(distance(case.reference.choice, answer.choice))
-        return found
+                distances.append(distance(case.reference.choice, answer.choice))
+        return distances
 
     def _again(self) -> None:
         """First without a salt, then at once again."""
@@ -412,18 +412,18 @@ class Proof:
     def _partings(self) -> None:
         """One prompt is stored; then others that have its first words, up to each of these places."""
         base = self.author.prompt(self._length(0.6))
-        whole = length(base.prompt)
-        places = {16, 17, 31, 255, 256, 257, 511, 513, whole // 2, whole - 2}
-        places = {each for each in places if 2 < each < whole - 1}
-        while len(places) < min(self.effort.partings, whole - 4):
-            places.add(self._dice.randrange(3, whole - 1))
-        chosen = self._dice.sample(sorted(places), min(self.effort.partings, len(places)))
+        total = length(base.prompt)
+        branch_points = {16, 17, 31, 255, 256, 257, 511, 513, total // 2, total - 2}
+        branch_points = {point for point in branch_points if 2 < point < total - 1}
+        while len(branch_points) < min(self.effort.partings, total - 4):
+            branch_points.add(self._dice.randrange(3, total - 1))
+        chosen = self._dice.sample(sorted(branch_points), min(self.effort.partings, len(branch_points)))
         if not self.engine.offers_salts:
             self._skip("the engine has no salts, so such prompts have no reference")
             return
-        others = [self.author.diverging_after(base, place) for place in sorted(chosen)]
-        others.append(self.author.with_one_change(base, 0.15))  # most of its chunks have the same tokens
-        cases = [case for each in others if (case := self._case(PlantedPrompt(each))) is not None]
+        branches = [self.author.diverging_after(base, place) for place in sorted(chosen)]
+        branches.append(self.author.with_one_change(base, 0.15))  # most of its chunks have the same tokens
+        cases = [case for prompt in branches if (case := self._case(PlantedPrompt(prompt))) is not None]
         self._ask(Query(base.prompt))
         for _ in range(2):  # at first from what the base has stored, then from what each has added to it
             if self._can_reset:
@@ -501,16 +501,16 @@ class Proof:
 
     def _storm(self) -> None:
         """Streams that are cut at any moment; afterwards all is as before."""
-        took = statistics.median([each.reference.took for each in self._cases] or [1.0])
-        known = self._questions()
+        usual_seconds = statistics.median([each.reference.took for each in self._cases] or [1.0])
+        case_queries = self._questions()
         questions = [
-            self._dice.choice(known)
-            if known and number % 2
+            self._dice.choice(case_queries)
+            if case_queries and number % 2
             else Query(self.author.prompt(self._length(0.8)).prompt, tokens=64)
             for number in range(self.effort.aborted)
         ]
-        moments = [self._dice.uniform(0, 1.5 * took) for _ in questions]
-        cuts = list(zip(questions, moments, strict=True))
+        hang_up_times = [self._dice.uniform(0, 1.5 * usual_seconds) for _ in questions]
+        cuts = list(zip(questions, hang_up_times, strict=True))
         together(lambda each: self.engine.cut(*each), cuts, 16)
         if self._can_reset:
             self._reset_engine_cache()

@@ -98,15 +98,15 @@ def text(proof: Proof) -> str:
     engine = proof.engine
     lines = [f"{engine.url}, model {printable(engine.model.name)}", ""]
     lines += [table(_HEADERS, map(_cells, proof.stages)), ""]
-    for each in proof.findings[:_SHOWN]:
-        moved = f" (moved by {number_text(each.moved)})" if each.moved else ""
-        lines.append(f"{each.stage}: {printable(each.what)}{moved}")
-        if each.prompt:
-            lines.append(f"    {printable(each.prompt)}")
-        if each.wanted:
-            lines += [f"    wanted  {printable(each.wanted)}", f"    got     {printable(each.got)}"]
-    if more := len(proof.findings) - _SHOWN:
-        lines += [f"    and {more} more: see --json or --html"] if more > 0 else []
+    for finding in proof.findings[:_SHOWN]:
+        moved = f" (moved by {number_text(finding.moved)})" if finding.moved else ""
+        lines.append(f"{finding.stage}: {printable(finding.what)}{moved}")
+        if finding.prompt:
+            lines.append(f"    {printable(finding.prompt)}")
+        if finding.wanted:
+            lines += [f"    wanted  {printable(finding.wanted)}", f"    got     {printable(finding.got)}"]
+    if hidden_count := len(proof.findings) - _SHOWN:
+        lines += [f"    and {hidden_count} more: see --json or --html"] if hidden_count > 0 else []
     lines += ["", *confidence(proof), "", verdict(proof)]
     return "\n".join(lines)
 
@@ -142,31 +142,31 @@ def _finite(value: Any) -> Any:
 def html(proof: Proof) -> str:
     good = {RIGHT: "good", WRONG: "bad"}.get(status(proof), "grey")
     rows = "\n".join(_row(stage) for stage in proof.stages)
-    heads = "".join(
+    header_cells = "".join(
         f'<th class="{"n" if 0 < place < 6 else ""}">{escape(head)}</th>'
         for place, head in enumerate(_HEADERS)
     )
-    found = "\n".join(
-        f"<h3>{escape(each.stage)}: {escape(each.what)}</h3><p class=grey>{escape(each.prompt)}</p>"
+    finding_blocks = "\n".join(
+        f"<h3>{escape(finding.stage)}: {escape(finding.what)}</h3><p class=grey>{escape(finding.prompt)}</p>"
         + (
-            f"<p>Moved by {number_text(each.moved)}.</p><pre>wanted  {escape(each.wanted)}\n"
-            f"got     {escape(each.got)}</pre>"
-            if each.wanted
+            f"<p>Moved by {number_text(finding.moved)}.</p><pre>wanted  {escape(finding.wanted)}\n"
+            f"got     {escape(finding.got)}</pre>"
+            if finding.wanted
             else ""
         )
-        for each in proof.findings
+        for finding in proof.findings
     )
-    said = "".join(f"<li>{escape(line)}</li>" for line in confidence(proof))
+    confidence_items = "".join(f"<li>{escape(line)}</li>" for line in confidence(proof))
     return f"""<!doctype html>
 <html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
 <title>Proof of {escape(proof.engine.model.name)}</title><style>{_STYLE}</style>
 <h1 class={good}>{escape(verdict(proof))}</h1>
 <p>{escape(proof.engine.url)}, model <b>{escape(proof.engine.model.name)}</b>, lmtier {__version__}</p>
-<table><tr>{heads}</tr>
+<table><tr>{header_cells}</tr>
 {rows}
 </table>
-<h2>What this rests on</h2><ul>{said}</ul>
-{"<h2>What differed</h2>" if found else ""}{found}
+<h2>What this rests on</h2><ul>{confidence_items}</ul>
+{"<h2>What differed</h2>" if finding_blocks else ""}{finding_blocks}
 </html>
 """
 

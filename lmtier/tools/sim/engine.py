@@ -33,17 +33,17 @@ class EngineMemory:
         if self._resets_every and now >= self._due:
             self._own.clear()
             self._due = now - now % self._resets_every + self._resets_every
-        return next((at for at, key in enumerate(keys) if key not in self._own), len(keys))
+        return next((index for index, key in enumerate(keys) if key not in self._own), len(keys))
 
     def load(self, match: Match, own: int, form: ChunkForm) -> list[str]:
         """Where each chunk of a match comes from, if the engine has the first `own` itself."""
         sources = [ENGINE] * own + match.sources[own:]
         if self._copies is not None and own < len(match.run):
-            places = self._copies.load(match.run[own:], form)
-            for at, place in enumerate(places.by_chunk, start=own):
+            gpu_places = self._copies.load(match.run[own:], form)
+            for index, place in enumerate(gpu_places.by_chunk, start=own):
                 if place is not None and place.is_filled:
-                    sources[at] = GPU
-            self._copies.release(places)
+                    sources[index] = GPU
+            self._copies.release(gpu_places)
         return sources
 
     def keep(self, keys: Sequence[bytes]) -> None:

@@ -146,29 +146,29 @@ def replay(
     bytes of the engine's own prefix cache. `engine_resets_every`: seconds until it empties that; 0: never.
     """
     hardware = hardware or Hardware()
-    nbytes = round(chunk_tokens * bytes_per_token)
+    chunk_bytes = round(chunk_tokens * bytes_per_token)
     layout = Layout((LayerShape(1, PAGE, 0),), "u8", chunk_tokens, chunk_tokens, "simulated")
     form = form_of(layout, [layout.whole])
-    given = Config(tiers=urls)
-    specs, gpu = given.cache_tiers, given.gpu
+    requested_config = Config(tiers=urls)
+    specs, gpu = requested_config.cache_tiers, requested_config.gpu
     tiers = [InstantTier(layout) for _ in specs[1:]]
     config = Config(
         chunk_tokens=chunk_tokens,
-        tiers=[_in_chunks(number, spec, nbytes) for number, spec in enumerate(specs)],
+        tiers=[_in_chunks(number, spec, chunk_bytes) for number, spec in enumerate(specs)],
         hugepages=False,
         prefault=False,
         queue_length=1 << 40,  # no limit: a trace does not show when chunks come faster than a disk writes
     )
     copies = None
     if gpu is not None:
-        copies = GpuCopies(_chunks_of(gpu, padded(nbytes)) * PAGE, gpu.policy)
-    memory = EngineMemory(engine // nbytes, engine_resets_every, copies)
-    outcome = ReplayResult(given.all_tiers, trace.seconds, bytes_per_token)
-    opened = dict(zip(config.tiers[1:], tiers, strict=True))
+        copies = GpuCopies(_chunks_of(gpu, padded(chunk_bytes)) * PAGE, gpu.policy)
+    memory = EngineMemory(engine // chunk_bytes, engine_resets_every, copies)
+    outcome = ReplayResult(requested_config.all_tiers, trace.seconds, bytes_per_token)
+    tiers_by_url = dict(zip(config.tiers[1:], tiers, strict=True))
     now = 0.0
-    with collector_paused(), Cache(config, metrics=_quiet(), tiers=opened, clock=lambda: now) as cache:
-        near = [ENGINE] * (engine > 0) + [GPU] * (gpu is not None)
-        outcome.hits = dict.fromkeys([*near, CPU, *(below.label for below in cache.lower)], 0)
+    with collector_paused(), Cache(config, metrics=_quiet(), tiers=tiers_by_url, clock=lambda: now) as cache:
+        engine_labels = [ENGINE] * (engine > 0) + [GPU] * (gpu is not None)
+        outcome.hits = dict.fromkeys([*engine_labels, CPU, *(below.label for below in cache.lower)], 0)
         for label in {**hardware.bandwidth, **hardware.latency}:
             if label not in outcome.hits:
                 raise ConfigError(
@@ -176,18 +176,18 @@ def replay(
                 )
         for request, keys in zip(trace.requests, trace.keys(chunk_tokens, partial=partial), strict=True):
             now = request.at
-            own = memory.has(keys, now)
+            cached_prefix = memory.has(keys, now)
             match = cache.match(keys, form, session=request.session, parent=request.parent)
-            cache.prefetch(match, has=own * chunk_tokens)
+            cache.prefetch(match, has=cached_prefix * chunk_tokens)
             _finish(cache)
-            sources = memory.load(match, own, form)
+            sources = memory.load(match, cached_prefix, form)
             hits = {label: sources.count(label) * chunk_tokens for label in set(sources)}
             cache.release(match)
             reservation = cache.reserve(keys, form)
             cache.commit(reservation)
             memory.keep(keys)
             outcomes = cache.hint(request.hints, session=request.session) if request.hints else ()
-            outcome.executed += sum(each.result == DONE for each in outcomes)
+            outcome.executed += sum(hint_result.result == DONE for hint_result in outcomes)
             _finish(cache)
             outcome.requests += 1
             outcome.chunks += len(keys)
@@ -199,8 +199,8 @@ def replay(
             outcome.ttft.append(hardware.seconds(missed, hits, bytes_per_token))
             heard(cache, hits)
         for below, tier in zip(cache.lower, tiers, strict=True):
-            outcome.read[below.label] = tier.loaded * stored_size(nbytes)
-            outcome.written[below.label] = tier.stored * stored_size(nbytes)
+            outcome.read[below.label] = tier.loaded * stored_size(chunk_bytes)
+            outcome.written[below.label] = tier.stored * stored_size(chunk_bytes)
     outcome.ttft.sort()
     return outcome
 

@@ -29,10 +29,10 @@ def variants(urls: Sequence[str], policies: str = "", writes: str = "") -> list[
     """
     choices: list[list[str]] = []
     for url in urls:
-        head, mark, query = url.partition("?")
+        head, separator, query = url.partition("?")
         options = [option.partition("=") for option in query.split("&") if option]
         each = [[f"{name}{equals}{value}" for value in text.split(",")] for name, equals, text in options]
-        choices.append([f"{head}{mark}{'&'.join(chosen)}" for chosen in product(*each)])
+        choices.append([f"{head}{separator}{'&'.join(chosen)}" for chosen in product(*each)])
     for_all = [_words("policy", policies), _words("write", writes)]
     return [
         [_with(url, policy, "" if url.startswith(("cpu:", "gpu:")) else write) for url in chosen]
@@ -119,13 +119,13 @@ def comparison_text(outcomes: Sequence[ReplayResult], hardware: Hardware, price:
     if price:
         rows = []
         for outcome in outcomes:
-            each = saved(outcome, hardware, price)
+            saved_cost = saved(outcome, hardware, price)
             more = next_gib_of(outcome, outcomes, hardware, price)
             rows.append(
                 (
                     described(outcome.specs) + (f", {outcome.hinted}" if outcome.hinted != "trace" else ""),
-                    number_text(each.gpu_hours),
-                    f"{each.money:,.2f}",
+                    number_text(saved_cost.gpu_hours),
+                    f"{saved_cost.money:,.2f}",
                     "-" if more is None else f"{more.money:,.2f}",
                 )
             )
@@ -142,12 +142,12 @@ def next_gib_of(
     outcome: ReplayResult, outcomes: Sequence[ReplayResult], hardware: Hardware, price: float
 ) -> GpuSavings | None:
     """What one more GiB saves in a day, by the next larger variant of the same rules; None: there is none."""
-    larger = [each for each in outcomes if _is_larger(each, outcome)]
+    larger = [candidate for candidate in outcomes if _is_larger(candidate, outcome)]
     if not larger or not outcome.seconds:
         return None
-    other = min(larger, key=_capacity)
+    next_larger = min(larger, key=_capacity)
     return next_gib(
-        *(outcome.hit_ratio, other.hit_ratio, _capacity(other) - _capacity(outcome)),
+        *(outcome.hit_ratio, next_larger.hit_ratio, _capacity(next_larger) - _capacity(outcome)),
         asked=outcome.tokens,
         seconds=outcome.seconds,
         token=1 / hardware.prefill,
@@ -155,11 +155,11 @@ def next_gib_of(
     )
 
 
-def _is_larger(one: ReplayResult, other: ReplayResult) -> bool:
+def _is_larger(candidate: ReplayResult, base: ReplayResult) -> bool:
     """Whether they differ in the capacity of a single tier, and in nothing else."""
-    if one.hinted != other.hinted or _names(one.specs) != _names(other.specs):
+    if candidate.hinted != base.hinted or _names(candidate.specs) != _names(base.specs):
         return False
-    pairs = [(a.capacity, b.capacity) for a, b in zip(one.specs, other.specs, strict=True)]
+    pairs = [(a.capacity, b.capacity) for a, b in zip(candidate.specs, base.specs, strict=True)]
     differing = [(a, b) for a, b in pairs if a != b]
     return len(differing) == 1 and all(a is not None and b is not None and a > b for a, b in differing)
 
@@ -267,9 +267,9 @@ def svg(title: str, found: Sequence[PlotLine]) -> str:
     width, height, left, top, right, bottom = 760, 440, 60, 48, 20, 52
     sizes = sorted({capacity for curve in found for capacity, _ in curve.points})
     low, high = log2(sizes[0]) - 0.2, log2(sizes[-1]) + 0.2
-    most = max(0.05, *(share for curve in found for _, share in curve.points))
-    step = next(each for each in (0.01, 0.02, 0.05, 0.1, 0.2) if most / each <= 6)
-    ceiling = step * (int(most / step) + 1)
+    highest_share = max(0.05, *(share for curve in found for _, share in curve.points))
+    step = next(each for each in (0.01, 0.02, 0.05, 0.1, 0.2) if highest_share / each <= 6)
+    ceiling = step * (int(highest_share / step) + 1)
 
     def x(capacity: float) -> float:
         return left + (log2(capacity) - low) / (high - low) * (width - left - right)

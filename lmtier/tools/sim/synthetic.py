@@ -116,22 +116,22 @@ def make(shape: str, *, requests: int, seed: int) -> Trace:
     """A trace of `requests` requests. Sessions begin at random."""
     world = World(random.Random(f"{shape} {seed}"))
     session = SHAPES[shape](world)
-    known: dict[tuple[tuple[int, int, int], ...], int] = {}
+    block_ids: dict[tuple[tuple[int, int, int], ...], int] = {}
     length = _mean_length(shape)
-    waiting: list[tuple[float, int, Iterator[Visit], Visit]] = []
+    next_turns: list[tuple[float, int, Iterator[Visit], Visit]] = []
     order = count()
     made: list[TraceRequest] = []
-    begins = 0.0
+    session_start = 0.0
     while len(made) < requests:
-        while not waiting or begins <= waiting[0][0]:
+        while not next_turns or session_start <= next_turns[0][0]:
             visits = session()
-            heapq.heappush(waiting, (begins, next(order), visits, next(visits)))
-            begins += world.chance.expovariate(_RATE / length)
-        at, _, visits, (_, prompt, answer) = heapq.heappop(waiting)
+            heapq.heappush(next_turns, (session_start, next(order), visits, next(visits)))
+            session_start += world.chance.expovariate(_RATE / length)
+        at, _, visits, (_, prompt, answer) = heapq.heappop(next_turns)
         tokens = sum(size for _, size in prompt)
-        made.append(TraceRequest(at, tokens, answer, _blocks(prompt, known)))
-        if (following := next(visits, None)) is not None:
-            heapq.heappush(waiting, (at + following[0], next(order), visits, following))
+        made.append(TraceRequest(at, tokens, answer, _blocks(prompt, block_ids)))
+        if (next_turn := next(visits, None)) is not None:
+            heapq.heappush(next_turns, (at + next_turn[0], next(order), visits, next_turn))
     return Trace(f"{shape} traffic, seed {seed}", BLOCK_TOKENS, made)
 
 
@@ -141,21 +141,21 @@ def _mean_length(shape: str) -> float:
     return sum(1 for _ in range(200) for _ in session()) / 200
 
 
-def _blocks(prompt: Prompt, known: dict[tuple[tuple[int, int, int], ...], int]) -> list[int]:
+def _blocks(prompt: Prompt, block_ids: dict[tuple[tuple[int, int, int], ...], int]) -> list[int]:
     """A number for each block. Blocks with the same parts of the same texts have equal numbers."""
     blocks: list[int] = []
     parts: list[tuple[int, int, int]] = []
-    room = BLOCK_TOKENS
+    block_space = BLOCK_TOKENS
     for text, tokens in prompt:
-        at = 0
-        while at < tokens:
-            end = min(tokens, at + room)
-            parts.append((text, at, end))
-            room -= end - at
-            at = end
-            if not room:
-                blocks.append(known.setdefault(tuple(parts), len(known)))
-                parts, room = [], BLOCK_TOKENS
+        offset = 0
+        while offset < tokens:
+            end = min(tokens, offset + block_space)
+            parts.append((text, offset, end))
+            block_space -= end - offset
+            offset = end
+            if not block_space:
+                blocks.append(block_ids.setdefault(tuple(parts), len(block_ids)))
+                parts, block_space = [], BLOCK_TOKENS
     if parts:
-        blocks.append(known.setdefault(tuple(parts), len(known)))
+        blocks.append(block_ids.setdefault(tuple(parts), len(block_ids)))
     return blocks

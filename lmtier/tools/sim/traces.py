@@ -74,26 +74,26 @@ class Trace:
             return replace(
                 self, requests=[each._replace(session="", parent="", hints=()) for each in self.requests]
             )
-        following: dict[str, float] = {}
-        made: list[TraceRequest] = []
+        next_arrival: dict[str, float] = {}
+        requests: list[TraceRequest] = []
         for number, each in reversed([*enumerate(self.requests)]):
             hints: list[Action] = []
             if each.session:
-                then = following.get(each.session)
-                if then is None:
+                next_time = next_arrival.get(each.session)
+                if next_time is None:
                     hints.append(Action(f"{number}", END))
-                elif what == "waits" and then - each.at > person_after:
+                elif what == "waits" and next_time - each.at > person_after:
                     hints.append(Action(f"{number}", WAIT))
-                following[each.session] = each.at
-            made.append(each._replace(hints=tuple(hints)))
-        return replace(self, requests=made[::-1])
+                next_arrival[each.session] = each.at
+            requests.append(each._replace(hints=tuple(hints)))
+        return replace(self, requests=requests[::-1])
 
     def keys(self, chunk_tokens: int, *, partial: bool = False) -> Iterator[list[bytes]]:
         """The keys of each request's whole chunks. They are chained, so each covers all chunks before it.
 
         A chunk is some blocks, or an even part of one. `partial` counts a last part as a whole chunk too.
         """
-        per, parts = chunk_tokens // self.block_tokens, self.block_tokens // chunk_tokens
+        blocks_per_chunk, parts = chunk_tokens // self.block_tokens, self.block_tokens // chunk_tokens
         if chunk_tokens % self.block_tokens and self.block_tokens % chunk_tokens:
             raise ConfigError(
                 f"chunk_tokens={chunk_tokens}: the trace has blocks of {self.block_tokens} tokens; take a"
@@ -103,19 +103,19 @@ class Trace:
         for number, request in enumerate(self.requests):
             tokens, blocks = request.tokens, request.blocks
             keys: list[bytes] = []
-            above = b"" if blocks else b"%d" % number
+            parent = b"" if blocks else b"%d" % number
             for i in range(-(-tokens // chunk_tokens) if partial else tokens // chunk_tokens):
                 if not blocks:
                     content: tuple[Hashable, ...] = ()
-                elif per:
-                    content = tuple(blocks[i * per : i * per + per])
+                elif blocks_per_chunk:
+                    content = tuple(blocks[i * blocks_per_chunk : i * blocks_per_chunk + blocks_per_chunk])
                 else:
                     content = blocks[i // parts], i % parts
-                link = (above, content)
+                link = (parent, content)
                 if (found := known.get(link)) is None:
                     digest = hashlib.blake2b(b"%b%r" % link, digest_size=KEY_BYTES - NAMESPACE_BYTES).digest()
                     found = known[link] = _SPACE + digest, _SPACE + NO_TENANT + digest[len(NO_TENANT) :]
-                above, key = found
+                parent, key = found
                 keys.append(key)
             yield keys
 
@@ -134,8 +134,8 @@ def read(path: Path, *, block_tokens: int | None = None) -> Trace:
     try:
         requests.extend((_jsonl if is_json else _azure)(text.splitlines()))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError(f"trace {path}, not a request in any known format: {what}") from None
+        message = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(f"trace {path}, not a request in any known format: {message}") from None
     if not requests:
         raise ConfigError(f"trace {path}: no requests")
     tokens = block_tokens or (_block_tokens(path, requests) if is_json else 1)
@@ -152,20 +152,20 @@ def read(path: Path, *, block_tokens: int | None = None) -> Trace:
 def _jsonl(lines: Iterable[str]) -> Iterator[TraceRequest]:
     for number, line in enumerate(lines):
         if line.strip():
-            each: dict[str, Any] = json.loads(line)
-            unit = 1 if "chat_id" in each else 1000
-            at = float(each["timestamp"]) / unit
+            fields: dict[str, Any] = json.loads(line)
+            time_divisor = 1 if "chat_id" in fields else 1000
+            at = float(fields["timestamp"]) / time_divisor
             hints = [
                 Action(f"{number}/{n}", str(hint["action_type"]), payload=dict(hint.get("payload", {})))
-                for n, hint in enumerate(each.get("hints", ()))
+                for n, hint in enumerate(fields.get("hints", ()))
             ]
             yield TraceRequest(
                 at,
-                int(each["input_length"]),
-                int(each["output_length"]),
-                tuple(each["hash_ids"]),
-                str(each.get("session_id", "")),
-                str(each.get("parent_session_id", "")),
+                int(fields["input_length"]),
+                int(fields["output_length"]),
+                tuple(fields["hash_ids"]),
+                str(fields.get("session_id", "")),
+                str(fields.get("parent_session_id", "")),
                 tuple(hints),
             )
 
