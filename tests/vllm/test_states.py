@@ -24,7 +24,7 @@ from tests.vllm.conftest import (
     transfer,
 )
 from tests.vllm.engine import Engine, EngineDied, Output
-from tests.vllm.test_engine import is_idle
+from tests.vllm.test_engine import RECOVERY, is_idle
 
 BLOCK = STATE_BLOCK
 MODEL: dict[str, Any] = {"dtype": "bfloat16", "block_size": 32}
@@ -74,7 +74,7 @@ class Running:
 
     def hears(self) -> None:
         """Until the engine finds something in a server that has started anew."""
-        until(lambda: self.ask(PROMPTS[-1:])[0].cached > 0)
+        until(lambda: self.ask(PROMPTS[-1:])[0].cached > 0, RECOVERY)
 
     def close(self) -> None:
         self.engine.stop()
