@@ -82,7 +82,7 @@ class WriteDeferral(Enum):
     LATER = auto()
     """Room is being made. This chunk waits, and so do those behind it."""
     SKIPPED = auto()
-    """This chunk waits, or is not written at all. The next one may get a spot."""
+    """This chunk waits, or is not written at all. The next one may be written."""
 
 
 class LowerTier(ABC):
