@@ -49,13 +49,18 @@ _AT_ONCE = 64  # the most entries that leave together because a place became sma
 
 
 def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
-    """Evict what is above the target of `index`, in parts, until a time.monotonic() or until it is done."""
-    while (surplus := index.surplus) > 0 and time.monotonic() < until:
+    """Evict what is above the target of `index`, in parts, until a time.monotonic() or until it is done.
+
+    One part is evicted also when that time has passed, because a step that was interrupted must progress.
+    """
+    while (surplus := index.surplus) > 0:
         largest_bytes = max((entry.nbytes for entry in islice(index.entries_now(), _AT_ONCE)), default=0)
         victims = index.evict(min(surplus, _AT_ONCE * largest_bytes)) or index.evict(1)
         if not victims:  # what is left has children that are in use
             break
         yield victims
+        if time.monotonic() >= until:
+            break
     index.come_down()
 
 

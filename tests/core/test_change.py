@@ -113,8 +113,10 @@ def test_a_step_evicts_only_for_a_few_milliseconds(memory, monkeypatch):
     store(memory, keys(64))
     changed(memory, capacity=str(ROOM))
     monkeypatch.setattr("lmtier.core.cache._COMING_DOWN", 0.0)
-    memory.step()
-    assert memory.index.used == 64 * ROOM, "no time, no eviction"
+    monkeypatch.setattr("lmtier.core.index._AT_ONCE", 8)
+    for step in range(1, 4):
+        memory.step()
+        assert memory.index.used == (64 - 8 * step) * ROOM, "one part, however late it is"
     monkeypatch.undo()
     memory.step()
     assert memory.index.used == ROOM
