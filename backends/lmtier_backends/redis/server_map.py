@@ -175,21 +175,23 @@ class Cluster(_DiscoveredServers):
         if not isinstance(reply, list) or not reply:
             return False
         slots: list[Address | None] = [None] * SLOTS
+        nodes: set[Address] = set()
         unassigned = SLOTS
         for slot_range in reply:
             match slot_range:
                 case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
                     node_host = host if isinstance(host, bytes) and host not in (b"", b"?") else source[0]
                     slot_count = last + 1 - first
-                    slots[first : last + 1] = [_address(node_host, b"%d" % port)] * slot_count
+                    node = _address(node_host, b"%d" % port)
+                    slots[first : last + 1] = [node] * slot_count
+                    nodes.add(node)
                     unassigned -= slot_count
                 case _:
                     raise BadReply(f"not a run of slots: {printable_excerpt(slot_range)}")
             if unassigned < 0:
                 raise BadReply("slots are on several nodes")
-        nodes = {address for address in slots if address is not None}
-        if len(nodes) > MOST_NODES:
-            raise BadReply(f"a cluster of {len(nodes)} nodes")
+            if len(nodes) > MOST_NODES:
+                raise BadReply(f"a cluster of more than {MOST_NODES} nodes")
         self._slots = slots
         self._known_to = [*nodes, *(seed for seed in self._seeds if seed not in nodes)]
         self._keep_only(nodes)  # a seed may be one of them with another name
