@@ -649,12 +649,12 @@ def test_a_call_of_the_system_that_fails_in_a_command_is_its_answer():
         dispatch = Dispatch(cache, values, transactions, {**transactions.table(), **commands})
         ours, theirs = socket.socketpair()
         connection = ServerSide(dispatch, ours, Caller(1, "here", role=Role.ADMIN))
-        with theirs:
+        with theirs, contextlib.closing(connection):
 
             def said(*words: bytes) -> bytes:
                 theirs.send(b"".join(encode_command(word) for word in words))
                 connection.read_and_run()
-                while connection.is_waiting:
+                while connection.is_waiting or connection.needs_turn:
                     transactions.turn()
                     connection.run_and_send()
                 return theirs.recv(1 << 16)
@@ -662,7 +662,6 @@ def test_a_call_of_the_system_that_fails_in_a_command_is_its_answer():
             refused = b"-ERR Too many open files\r\n"
             assert said(b"TIME") == said(b"DBSIZE") == refused
             assert said(b"MULTI", b"TIME", b"DBSIZE", b"EXEC").endswith(b"*2\r\n" + 2 * refused)
-        connection.close()
 
 
 # ---- a server that is killed

@@ -268,7 +268,7 @@ class Within:
             began = time.monotonic()
             assert began - moved < PATIENCE, "it reads no more"
             self._turn(connection)
-            while connection.is_waiting and chance.random() < 0.95:
+            while self._goes_on(connection) or (connection.is_waiting and chance.random() < 0.95):
                 select.select([], [], [], 0.0002)
                 self._turn(connection)
                 assert time.monotonic() - began < PATIENCE, "it hangs"
@@ -280,6 +280,11 @@ class Within:
         if connection.is_open:  # it waits for a tier: epoll would say that its client is gone
             connection.close()
             self.server._update_events(connection)
+
+    @staticmethod
+    def _goes_on(connection: Connection) -> bool:
+        """Whether its turn was cut, and nothing it waits for."""
+        return connection.is_open and connection.needs_turn and not connection.is_waiting
 
     def _turn(self, connection: Connection) -> None:
         self.server._event(connection.fd, select.EPOLLIN)
