@@ -24,7 +24,7 @@ ROUTERS_INSTALLED := $(VENV)/routers/installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/installed
 # Beside the version of that environment, these, which share all else with it: 0.5 GB each.
-VLLM_OTHERS := 0.29.0 0.30.0 0.31.0
+VLLM_OTHERS := 0.30.0 0.31.0
 VLLM_FOLDERS := $(VLLM_OTHERS:%=$(VLLM)/versions/%)
 
 # A real SGLang on CPU, and what the environment above lacks of its imports: 0.3 GB.

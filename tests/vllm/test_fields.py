@@ -23,10 +23,9 @@ from tests.vllm.fields import entries
 
 NEWEST = "0.32.0"
 OLDER = {
-    *("AttentionConfig.use_fp4_indexer_cache", "CacheConfig.enable_mamba_fine_grained_prefix_cache"),
-    "CacheConfig.user_specified_mamba_block_size",
+    *("CacheConfig.enable_mamba_fine_grained_prefix_cache", "CacheConfig.user_specified_mamba_block_size"),
     *("KVTransferConfig.kv_buffer_size", "KVTransferConfig.kv_ip", "KVTransferConfig.kv_parallel_size"),
-    *("KVTransferConfig.kv_rank", "KernelConfig.enable_bf16x3_router_gemm", "ParallelConfig.sd_worker_cls"),
+    *("KVTransferConfig.kv_rank", "ParallelConfig.sd_worker_cls"),
     "ModelConfig.enable_return_routed_experts",
 }
 """Fields that versions before the newest have."""

@@ -64,7 +64,7 @@ def test_a_model_that_keeps_nothing_is_declined_in_one_sentence():
     config: Any = SimpleNamespace(model_config=SimpleNamespace(model="some model"))
     nothing = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     with pytest.raises(LayoutError, match="some model keeps neither KV nor a state"):
-        check_states(config, nothing, learns_failed_loads=True)
+        check_states(config, nothing)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_states_in_parts_of_a_prompt_are_declined_in_one_sentence(parallel, need
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
     if not need:
-        check_states(config, cache, learns_failed_loads=True)
+        check_states(config, cache)
         return
     with pytest.raises(LayoutError, match=f"some model has layers that keep a state .* lmtier needs {need}"):
-        check_states(config, cache, learns_failed_loads=True)
+        check_states(config, cache)

@@ -19,15 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmtier.errors import LayoutError
-from lmtier_integrations.vllm.identity import keeps_states
 from lmtier_integrations.vllm.kv import state_groups, window_of
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.messages import Plan, RankReport
-from lmtier_integrations.vllm.places import is_on_gpu, is_second_runner
+from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.scheduler import Scheduler
 from lmtier_integrations.vllm.settings import ANY, BLHNC, Settings
 from lmtier_integrations.vllm.states import check_states
@@ -35,21 +36,12 @@ from lmtier_integrations.vllm.stats import Prometheus, Stats
 from lmtier_integrations.vllm.worker import Worker
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
-except ImportError:  # before 0.30, with several block tables, a load cannot fail
-    KVConnectorTransferResults = None
-
-    class SupportsHMA:  # type: ignore[no-redef]  # only one of the two is defined
-        """A stand-in. Without its own class vLLM keeps one block table, and windows as full attention."""
-
-
-try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # before 0.32
     CacheHitSource = None
 
 # Returned in most steps. vLLM does not change it.
-_NOTHING_ARRIVED = KVConnectorTransferResults() if KVConnectorTransferResults is not None else None
+_NOTHING_ARRIVED = KVConnectorTransferResults()
 
 NAME = "LMTierConnector"
 
@@ -65,7 +57,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_states(vllm_config, kv_cache_config, learns_failed_loads=KVConnectorTransferResults is not None)
+        check_states(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.of(
             transfer.kv_connector_extra_config,
@@ -73,19 +65,6 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
             window_of(kv_cache_config),
             has_states=bool(state_groups(kv_cache_config)),
         )
-        if KVConnectorTransferResults is None and window_of(kv_cache_config):
-            raise LayoutError(
-                f"lmtier serves {vllm_config.model_config.model}, which has sliding windows only, "
-                "from vLLM 0.30 on"
-            )
-        if KVConnectorTransferResults is None and is_on_gpu(vllm_config):
-            raise LayoutError("lmtier serves engines on GPUs from vLLM 0.30 on")
-        if KVConnectorTransferResults is None and vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise LayoutError("lmtier serves pipelines of several stages from vLLM 0.30 on")
-        if KVConnectorTransferResults is None and is_second_runner(vllm_config):
-            raise LayoutError(
-                "lmtier serves Model Runner V2 from vLLM 0.30 on: set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
         if is_on_gpu(vllm_config) and kv_cache_config.needs_kv_cache_zeroing:
             # Model Runner V2 zeroes them before it asks whether a copy of those is under way.
             raise LayoutError(
@@ -114,16 +93,11 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM takes an order that its backend supports. This is its first call, so models that lmtier cannot
         serve are declined here.
         """
-        model = vllm_config.model_config
-        if model is not None and keeps_states(model) and KVConnectorTransferResults is None:
+        if vllm_config.diffusion_config is not None:
             raise LayoutError(
-                f"{model.model} has layers that keep a state instead of KV; for those lmtier needs vLLM 0.30 "
-                "or later"
-            )
-        if getattr(vllm_config, "diffusion_config", None) is not None:  # from 0.31 on
-            raise LayoutError(
-                f"lmtier serves models whose tokens only see earlier tokens, but {model.model} computes "
-                "several tokens at once: start it without this connector"
+                "lmtier serves models whose tokens only see earlier tokens, but "
+                f"{vllm_config.model_config.model} computes several tokens at once: start it without this "
+                "connector"
             )
         asked = vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout", BLHNC)
         return None if asked == ANY or not is_on_gpu(vllm_config) else BLHNC
@@ -226,7 +200,7 @@ class LMTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.events()
 
     def has_pending_push_work(self) -> bool:
-        # vLLM 0.29 to 0.32 ask this before they go idle, and run steps without tokens while it is True.
+        # vLLM 0.30 to 0.32 ask this before they go idle, and run steps without tokens while it is True.
         # Rejected: request_finished returns True until finished_sending. It also keeps a request's blocks.
         return self._scheduler.wants_a_step
 

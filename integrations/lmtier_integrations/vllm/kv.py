@@ -32,7 +32,7 @@ from lmtier.errors import LayoutError
 from lmtier.format.layout import LayerShape, Layout, Shard
 
 _PAIRS = {"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
-"""Backends that keep a token's K and V side by side, per head: [K | V], as vLLM 0.29 and later declare it."""
+"""Backends that keep a token's K and V side by side, per head: [K | V], as vLLM declares it."""
 _LATENTS = {
     "CPU_MLA",
     "TRITON_MLA",

@@ -86,7 +86,7 @@ def loading_began(config: VllmConfig) -> float:
 
 
 def adapter_of(request: Any, place: str) -> str:
-    """The digest of the adapter at this place. Empty: it is not there, or is loaded from elsewhere (0.29)."""
+    """The digest of the adapter at this place. Empty: it is not there, or is elsewhere (before 0.32)."""
     return "" if getattr(request, "tensorizer_config_dict", None) else adapter_in(place)
 
 

@@ -218,14 +218,6 @@ def is_on_gpu(config: VllmConfig) -> bool:
     return bool(config.device_config.device_type != "cpu")
 
 
-def is_second_runner(config: VllmConfig) -> bool:
-    """Whether vLLM's Model Runner V2 computes, also on a CPU.
-
-    After a failed load within a step it answers wrongly: it goes on from the old position (vLLM #49250).
-    """
-    return bool(config.use_v2_model_runner)
-
-
 def device_of(tensors: Sequence[Any]) -> PageLockingDevice | None:
     """The GPU of these tensors; None: they are in CPU memory."""
     found = {tensor.device for tensor in tensors}

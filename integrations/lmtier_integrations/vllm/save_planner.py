@@ -19,7 +19,6 @@ from lmtier.format.keys import state_key
 from lmtier_integrations.vllm.kv import tables_of_kv
 from lmtier_integrations.vllm.messages import NULL_BLOCK, Plan, SavePlan
 from lmtier_integrations.vllm.steps import (
-    SHOWS_TABLES,
     computed_before,
     entering_requests,
     states_of,
@@ -188,7 +187,7 @@ class SavePlanner:
     def _will_be_back(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether another step will probably compute this request in the same blocks."""
         last = tracked.request.num_prompt_tokens + tracked.request.max_tokens - 1
-        return SHOWS_TABLES and not self._has_windows and tokens < last
+        return not self._has_windows and tokens < last
 
     def _shows(self, tables: Sequence[Sequence[int]], first: int, end: int) -> bool:
         """Whether the request still has all blocks of these chunks."""

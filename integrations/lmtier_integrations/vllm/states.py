@@ -35,11 +35,8 @@ from lmtier_integrations.vllm.places import is_on_gpu
 ALIGN = "align"
 
 
-def check_states(config: VllmConfig, cache: KVCacheConfig, *, learns_failed_loads: bool) -> None:
-    """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve.
-
-    `learns_failed_loads`: the connector learns which requests' loads have failed.
-    """
+def check_states(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise LayoutError, in one sentence, if this engine has states that lmtier cannot serve."""
     if not cache.kv_cache_groups:
         raise LayoutError(
             f"{config.model_config.model} keeps neither KV nor a state between steps: start it without lmtier"
@@ -56,7 +53,6 @@ def check_states(config: VllmConfig, cache: KVCacheConfig, *, learns_failed_load
     )
     parallel = config.parallel_config
     requirements = {
-        "vLLM 0.30 or later": learns_failed_loads,
         "an engine on a CPU": not is_on_gpu(config),
         f"vLLM to keep states at ends of blocks: --enable-prefix-caching --mamba-cache-mode {ALIGN}": modes
         == {ALIGN},

@@ -6,24 +6,15 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from lmtier_integrations.vllm.messages import NULL_BLOCK, PrefillWork
-
-try:
-    _tables_of = KVConnectorBlockState.get_block_ids
-    SHOWS_TABLES = True
-except AttributeError:  # before 0.30, vLLM only shows the tables that this step extends
-    SHOWS_TABLES = False
-
-    def _tables_of(state: KVConnectorBlockState, req_id: str) -> tuple[list[int], ...] | None:
-        return state.block_ids.get(req_id)
 
 
 def tables_of(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[int]]:
     """A request's block tables; empty: this step does not show them."""
     state = output.kv_connector_block_state
-    return (_tables_of(state, request_id) if state is not None else None) or ()
+    return (state.get_block_ids(request_id) if state is not None else None) or ()
 
 
 def states_of(output: SchedulerOutput, request_id: str) -> Sequence[tuple[int, int, int]]:
