@@ -69,7 +69,7 @@ def main(save: Path | None = None) -> int:
     bench._quick = tiny
     gpu = Simulated()
     say(bench.header(None, gpu))
-    say(bench.report(bench.measure(quick=True, gpu=gpu, save=save)))
+    say("\n".join(map(bench.line, bench.measure(quick=True, gpu=gpu, save=save))))
     return 0
 
 

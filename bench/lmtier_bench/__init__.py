@@ -26,8 +26,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier._version import __version__
-from lmtier.errors import ConfigError
-from lmtier.tools.terminal import Progress, complain, number_text, table
+from lmtier.errors import ConfigError, LMTierError
+from lmtier.tools.terminal import Progress, complain, number_text
 from lmtier_bench import gpu_paths
 
 if TYPE_CHECKING:
@@ -169,11 +169,12 @@ def measure(
     quick: bool = False,
     gpu: Gpu | None = None,
     save: Path | None = None,
-) -> list[Row]:
-    """One row for each path whose name contains `only`; `repeat` multiplies the rounds.
+) -> Iterator[Row]:
+    """One row for each path whose name contains `only`, when it is known; `repeat` multiplies the rounds.
 
     After each round `save` gets the rows so far, so that a run which is cut off leaves what it measured.
-    The disk paths write about 6 GiB in a directory of their own under `directory`, which is removed.
+    What does not work here costs its own rows, and one line. The disk paths write about 6 GiB in a directory
+    of their own under `directory`, which is removed.
     """
     from lmtier_bench import copies, disk, load, lookups, mooncake, redis, s3, sealed, server, stub
 
@@ -214,25 +215,49 @@ def measure(
     wanted = [path for path in paths if only in path]
     if not wanted:
         raise ConfigError(f"no path contains {only!r}; they are:\n  " + "\n  ".join(paths))
-    chosen = [group for group, heads in groups.items() if any(path.startswith(heads) for path in wanted)]
+    chosen = {
+        group: [path for path in paths if path.startswith(heads)]
+        for group, heads in groups.items()
+        if any(path.startswith(heads) for path in wanted)
+    }
+    return _measured(chosen, wanted, directory, _quick if quick else partial(_full, repeat=repeat), save)
+
+
+def _measured(
+    groups: dict[Callable[[Scale], Samples], list[str]],
+    wanted: list[str],
+    directory: Path | None,
+    scale_in: Callable[[Path], Scale],
+    save: Path | None,
+) -> Iterator[Row]:
     samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-", dir=directory)))
-        scale = _quick(folder) if quick else _full(folder, repeat)
+        scale = scale_in(folder)
         progress = stack.enter_context(Progress())
-        for done, group in enumerate(chosen):
-            expected = scale.rounds * sum(path.startswith(groups[group]) for path in paths)
-            for received, (path, ours, limit) in enumerate(group(scale)):
-                progress.at(100 * done + min(99, 100 * received // expected), 100 * len(chosen), path)
-                if path in samples:
-                    samples[path].append((ours, limit))
-                    if save is not None:
-                        _write(save, _rows(samples))
-    for path, pairs in samples.items():
-        if not pairs:
-            reason = next((reason for word, reason in _MISSING.items() if word in path), _NO_SECOND_CORE)
-            complain(f"{path}: left out, {reason}")
-    return _rows(samples)
+        for done, (group, own) in enumerate(groups.items()):
+            failure = ""
+            try:
+                for received, (path, ours, limit) in enumerate(group(scale)):
+                    share = min(99, 100 * received // (scale.rounds * len(own)))
+                    progress.at(100 * done + share, 100 * len(groups), path)
+                    if path in samples:
+                        samples[path].append((ours, limit))
+                        if save is not None:
+                            _write(save, _rows(samples))
+            except (LMTierError, OSError, ImportError) as error:
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                failure = " ".join(dict.fromkeys((said[0], said[-1])))
+            for path in (path for path in own if path in samples):
+                if samples[path] and not failure:
+                    progress.clear()
+                    yield judge(path, samples[path])
+                else:
+                    complain(f"{path}: left out, {failure or _why_missing(path)}")
+
+
+def _why_missing(path: str) -> str:
+    return next((reason for word, reason in _MISSING.items() if word in path), _NO_SECOND_CORE)
 
 
 def _rows(samples: dict[str, list[tuple[float, float]]]) -> list[Row]:
@@ -291,26 +316,26 @@ def as_json(rows: list[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def report(rows: list[Row]) -> str:
-    """The table, and a line for each goal not reached."""
-    lines = [
-        table(
-            ("path", "ours", "limit", "unit", "ratio", "floor", "goal", ""),
-            [
-                (
-                    row.path,
-                    number_text(row.ours),
-                    number_text(row.limit),
-                    row.unit,
-                    number_text(row.ratio),
-                    _bound(row, row.floor),
-                    _bound(row, row.goal),
-                    "" if row.ok else "BELOW FLOOR",
-                )
-                for row in rows
-            ],
-        )
-    ]
+def heading() -> str:
+    """The names of the columns of `line`."""
+    return _columns("path", "ours", "limit", "unit", "ratio", "floor", "goal", "")
+
+
+def line(row: Row) -> str:
+    """A row of the table, of which no later row is known yet."""
+    figures = number_text(row.ours), number_text(row.limit), row.unit, number_text(row.ratio)
+    bounds = _bound(row, row.floor), _bound(row, row.goal)
+    return _columns(row.path, *figures, *bounds, "" if row.ok else "BELOW FLOOR")
+
+
+def _columns(path: str, ours: str, limit: str, unit: str, ratio: str, floor: str, goal: str, ok: str) -> str:
+    left = f"{path:{max(map(len, PATHS))}}  {ours:>8}  {limit:>8}  {unit:4}  {ratio:>6}"
+    return f"{left}  {floor:>6}  {goal:>6}  {ok}".rstrip()
+
+
+def goals(rows: list[Row]) -> str:
+    """A line for each goal not reached."""
+    lines = []
     for row in rows:
         if not row.reached:
             is_rate = _TARGETS[row.path].is_rate

@@ -6,6 +6,7 @@ once. It writes no header, takes no checksum and makes no copy.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ threading.Event().wait()
 def store_and_load(scale: Scale) -> Samples:
     if (program := installed("mooncake_master")) is None:
         return
+    os.environ.setdefault("GLOG_minloglevel", "3")  # what its library logs would be among the rows
     layout = large_layout(scale.large_layers)
     nbytes = layout.nbytes(layout.whole)
     total = BATCH * nbytes

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lmtier._version import __version__
-from lmtier.errors import ConfigError, InUseError, LMTierError, TierError
+from lmtier.config import suggest
+from lmtier.errors import ConfigError, InUseError, LMTierError, TierError, excerpt
 from lmtier.tools.commands import checking, forgetting, planning, prompts, serving, watching
-from lmtier.tools.terminal import complain
+from lmtier.tools.terminal import ReaderGone, complain, say
 
-_GROUPS = (serving, watching, forgetting, prompts, checking, planning)
+_COMMANDS = tuple(
+    command
+    for group in (serving, watching, forgetting, prompts, checking, planning)
+    for command in group.COMMANDS
+)
+_NAMES = [command.name for command in _COMMANDS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. The subcommand defines the exit statuses beside these:
 
-    2: misuse, or settings with which it can never work. 75, as in sysexits.h: worth to try again later.
+    2: misuse, or settings with which it can never work. 75, as in sysexits.h: worth to try again later. 141:
+    the reader of the output has gone, as `head` does.
     """
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = _parser().parse_args(argv)
+        parser = _parser()
+        if not arguments:
+            say(parser.format_help().rstrip())
+            return 2
+        if not arguments[0].startswith("-") and arguments[0] not in _NAMES:
+            raise ConfigError(f"there is no command {excerpt(arguments[0])}{suggest(arguments[0], _NAMES)}")
+        args = parser.parse_args(arguments)
         return int(args.run(args))
+    except ReaderGone:
+        return 128 + signal.SIGPIPE
     except LMTierError as error:
         complain(str(error))
         if isinstance(error, InUseError):
@@ -42,7 +60,7 @@ def _parser() -> ArgumentParser:
     parser = _Parser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
     parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (command for group in _GROUPS for command in group.COMMANDS):
+    for command in _COMMANDS:
         description = command.description or f"{command.help[:1].upper()}{command.help[1:]}."
         subparser = subparsers.add_parser(command.name, help=command.help, description=description)
         command.options(subparser)

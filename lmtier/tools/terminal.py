@@ -10,15 +10,25 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 _LONG = 1000  # letters of an error
 
 
+class ReaderGone(Exception):
+    """The reader of our output, such as `head`, has enough."""
+
+
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    """Print a text. Raises ReaderGone; after that nothing more is printed."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ReaderGone from None
 
 
 def complain(text: str) -> None:
@@ -88,16 +98,38 @@ def _is_number(text: str) -> bool:
     return not bare or bare == "-" or bare.replace(".", "", 1).isdigit()
 
 
+class Interruption:
+    """Ctrl-C, which ends a block of work and not the command: what is known by then is still shown."""
+
+    status = 130
+
+    def __init__(self) -> None:
+        self.came = False
+
+
+@contextmanager
+def until_interrupted() -> Iterator[Interruption]:
+    """The block runs until its end or until Ctrl-C."""
+    interruption = Interruption()
+    try:
+        yield interruption
+    except KeyboardInterrupt:
+        interruption.came = True
+        complain("interrupted: this is what was known by then")
+
+
 class Progress:
-    """A bar on stderr while the block runs, if stderr is a terminal; otherwise silent."""
+    """How far the block is, on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
 
     WIDTH = 24
+    EACH = 10.0
 
     def __init__(self, total: int = 1) -> None:
         self._total = total
         self._done = 0
         self._line = ""
         self._shown = sys.stderr.isatty()
+        self._next_line = time.monotonic() + self.EACH
 
     def step(self, what: str = "") -> None:
         self.at(self._done + 1, self._total, what)
@@ -109,7 +141,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of output above the bar."""
-        self._clear()
+        self.clear()
         say(text)
         self._draw()
 
@@ -118,8 +150,12 @@ class Progress:
             done = bar(self._done / self._total, self.WIDTH)
             room = shutil.get_terminal_size().columns - self.WIDTH - 2
             print(f"\r{done} {self._line[:room]}\x1b[K", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + self.EACH
+            complain(self._line.strip())
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Remove the bar until the next step, because a line follows."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -127,7 +163,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._clear()
+        self.clear()
 
 
 class Screen:

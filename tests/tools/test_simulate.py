@@ -501,3 +501,22 @@ def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():
         for each in (small, middle, large)
     ]
     assert [each and round(each.money, 6) for each in found] == [200.0, 100.0, None]
+
+
+def test_an_interrupted_simulation_shows_the_tiers_that_it_has_replayed(capsys, monkeypatch):
+    replayed: list[Any] = []
+
+    def until_the_second(*args: Any, **options: Any) -> ReplayResult:
+        if replayed:
+            raise KeyboardInterrupt
+        replayed.append(args)
+        return replay(*args, **options)
+
+    monkeypatch.setattr("lmtier.tools.sim.replay.replay", until_the_second)
+    tier = "cpu://?capacity=1GiB"
+    traffic = ["--synthetic", "rag", "--requests", "50"]
+    assert main(["simulate", *traffic, "--tier", tier, "--policy", "lru,auto"]) == 130
+    out, err = capsys.readouterr()
+    assert "cpu 1 GiB lru " in out
+    assert "cpu 1 GiB auto " not in out
+    assert err == "lmtier: interrupted: this is what was known by then\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from lmtier.config import first_line
 from lmtier.errors import ConfigError, TierError
 from lmtier.tools.commands.command import Subcommand, ensure_directory, json_option, seconds, whole_number
-from lmtier.tools.terminal import Progress, complain, say, size_text, table
+from lmtier.tools.terminal import Progress, complain, say, size_text, table, until_interrupted
 
 
 def _bench_options(parser: ArgumentParser) -> None:
@@ -40,14 +40,24 @@ def _bench(args: Namespace) -> int:
     folder = ensure_directory(args.dir)
     if args.save:
         _try_to_write("--save", args.save)
-    rows = bench.measure(
+    measured = bench.measure(
         only=args.only, directory=folder, repeat=args.repeat, quick=args.quick, gpu=gpu, save=args.save
     )
+    if not args.json:
+        say(bench.header(args.dir, gpu))
+        say(bench.heading())
+    rows = []
+    with until_interrupted() as interruption:
+        for row in measured:
+            rows.append(row)
+            if not args.json:
+                say(bench.line(row))
     if args.json:
         say(json.dumps(bench.as_json(rows), indent=2))
-    else:
-        say(bench.header(args.dir, gpu))
-        say(bench.report(rows))
+    elif goals := bench.goals(rows):
+        say(goals)
+    if interruption.came:
+        return interruption.status
     if args.quick:
         complain("a quick run is a smoke test: sizes are tiny, floors are not enforced")
         return 0
@@ -201,7 +211,7 @@ def _prove(args: Namespace) -> int:
         restart=args.restart,
         baseline=engines[1] if len(engines) > 1 else None,
     )
-    with Progress(proof.size) as progress:
+    with Progress(proof.size) as progress, until_interrupted() as interruption:
         try:
             proof.run(progress.step, first=args.first)
         except NoAnswer as error:
@@ -209,7 +219,7 @@ def _prove(args: Namespace) -> int:
     say(json.dumps(report.as_json(proof), indent=2) if args.json else report.text(proof))
     if args.html:
         _write(args.html, report.html(proof))
-    return report.status(proof)
+    return interruption.status if interruption.came else report.status(proof)
 
 
 COMMANDS = (

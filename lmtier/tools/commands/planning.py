@@ -12,7 +12,7 @@ from lmtier.config import suggest
 from lmtier.errors import ConfigError, excerpt
 from lmtier.format.compression import RAW
 from lmtier.tools.commands.command import Subcommand, json_option, nbytes, rate, seconds, whole_number
-from lmtier.tools.terminal import Progress, say
+from lmtier.tools.terminal import Progress, say, until_interrupted
 
 
 def _simulate_options(parser: ArgumentParser) -> None:
@@ -167,7 +167,7 @@ def _simulate(args: Namespace) -> int:
     if hints != ["trace"] and not any(request.session for request in trace.requests):
         raise ConfigError(f"--hints {args.hints}: the trace has no session_id, so there are no sessions")
     outcomes = []
-    with Progress(len(configurations) * len(hints)) as progress:
+    with Progress(len(configurations) * len(hints)) as progress, until_interrupted() as interruption:
         for hint_mode in hints:
             with_hints = trace.hinted(hint_mode, args.person_after)
             for urls in configurations:
@@ -194,7 +194,7 @@ def _simulate(args: Namespace) -> int:
             say(savings)
     if args.plot:
         report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
-    return 0
+    return interruption.status if interruption.came else 0
 
 
 def _by_tier(what: str, pairs: Sequence[str], read: Callable[[str], float]) -> dict[str, float]:
