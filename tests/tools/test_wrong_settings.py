@@ -165,7 +165,7 @@ OPTIONS = {
     "size x --cpu 9000PiB": "the largest is 8 EiB",
     "size x --tp 99999999999": "argument --tp",
     "size x --gpu-hour inf": "argument --gpu-hour: 'inf' is not a number",
-    "what": "argument COMMAND: invalid choice: 'what'",
+    "what": "there is no command 'what'; known: bench, clear, config",
 }
 
 
