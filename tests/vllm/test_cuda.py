@@ -482,7 +482,7 @@ def test_the_order_of_blocks_is_a_wish_that_can_be_left_out(monkeypatch):
 
     def asked(**extra: str) -> str | None:
         transfer = SimpleNamespace(kv_connector_extra_config=extra)
-        config: Any = SimpleNamespace(model_config=None, kv_transfer_config=transfer)
+        config: Any = SimpleNamespace(diffusion_config=None, kv_transfer_config=transfer)
         return LMTierConnector.get_required_kvcache_layout(config)
 
     assert [asked(), asked(layout="BLHNC"), asked(layout="any")] == ["BLHNC", "BLHNC", None]
