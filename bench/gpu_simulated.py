@@ -69,7 +69,8 @@ def main(save: Path | None = None) -> int:
     bench._quick = tiny
     gpu = Simulated()
     say(bench.header(None, gpu))
-    say("\n".join(map(bench.line, bench.measure(quick=True, gpu=gpu, save=save))))
+    rows = list(bench.measure(quick=True, gpu=gpu, save=save))
+    say("\n".join([bench.heading(), *map(bench.line, rows), bench.goals(rows)]))
     return 0
 
 

@@ -26,7 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier._version import __version__
-from lmtier.errors import ConfigError, LMTierError
+from lmtier.errors import ConfigError, LMTierError, TierError
 from lmtier.tools.terminal import Progress, complain, number_text
 from lmtier_bench import gpu_paths
 
@@ -92,10 +92,10 @@ PATHS = {
     "scatter, 32 MiB objects": Target("GB/s", 0.90, 0.95),
     "save to cpu, 32 MiB objects": Target("GB/s", 0.80, 0.90),
     "load from cpu, 32 MiB objects": Target("GB/s", 0.88, 0.95),
-    "save to cpu, 1 MiB objects": Target("GB/s", 0.62, 0.75),
-    "load from cpu, 1 MiB objects": Target("GB/s", 0.68, 0.80),
     "save to cpu, 32 MiB objects, 2 cores": Target("GB/s", 1.2, 1.4),
     "load from cpu, 32 MiB objects, 2 cores": Target("GB/s", 1.2, 1.4),
+    "save to cpu, 1 MiB objects": Target("GB/s", 0.62, 0.75),
+    "load from cpu, 1 MiB objects": Target("GB/s", 0.68, 0.80),
     "store to disk, 32 MiB objects": Target("GB/s", 0.80, 0.95),
     "load from disk, 32 MiB objects": Target("GB/s", 0.85, 0.97),
     "sealed store to disk, against unsealed": Target("GB/s", 0.80, 0.95),
@@ -126,6 +126,7 @@ PATHS = {
     "SET, 32 MiB values, against redis": Target("GB/s", 1.0, 1.5),
     "GET, 32 MiB values, against redis": Target("GB/s", 1.0, 1.5),
     "look up 512 keys over a Unix socket": Target("ms", 0.5, 0.2),
+    "bytes on the Unix socket to save and load a 32 MiB chunk": Target("B", 4096, 1024),
     "one server, four engines: of its core for a chunk": Target("µs", 8.0, 4.0),
     "look up 512 keys beside saves of 2,000 chunks, p99": Target("ms", 40.0, 3.0),
     **{
@@ -133,7 +134,6 @@ PATHS = {
         for many, what in product(("1M", "4M"), ("a chunk", "p99 of lookups"))
     },
     "new engine, 24 MiB from disk: beyond a hit and a bare read": Target("ms", 30.0, 8.0),
-    "bytes on the Unix socket to save and load a 32 MiB chunk": Target("B", 4096, 1024),
     **STUB_PATHS,
 }
 
@@ -173,15 +173,13 @@ def measure(
     """One row for each path whose name contains `only`, when it is known; `repeat` multiplies the rounds.
 
     After each round `save` gets the rows so far, so that a run which is cut off leaves what it measured.
-    What does not work here costs its own rows, and one line. The disk paths write about 6 GiB in a directory
-    of their own under `directory`, which is removed.
+    What does not work here costs its own rows and one line, and TierError follows the last row. The disk
+    paths write about 6 GiB in a directory of their own under `directory`, which is removed.
     """
     from lmtier_bench import copies, disk, load, lookups, mooncake, redis, s3, sealed, server, stub
 
     paths = PATHS if gpu is None else GPU_PATHS
     groups: dict[Callable[[Scale], Samples], tuple[str, ...]] = {
-        lookups.index: ("index",),
-        lookups.match: ("match", "added"),
         copies.alone: ("gather", "scatter"),
         copies.large: ("save to cpu, 32 MiB", "load from cpu, 32 MiB"),
         copies.small: ("save to cpu, 1 MiB", "load from cpu, 1 MiB"),
@@ -192,6 +190,8 @@ def measure(
         s3.store_and_load: ("store to s3", "load from s3"),
         s3.lookups: ("look up 512 keys in s3",),
         mooncake.store_and_load: ("store to mooncake", "load from mooncake"),
+        lookups.match: ("match", "added"),
+        lookups.index: ("index",),
         server.values: ("SET", "GET"),
         server.engines: ("look up 512 keys over", "bytes"),
         load.engines: ("one server,", "look up 512 keys beside"),
@@ -231,6 +231,7 @@ def _measured(
     save: Path | None,
 ) -> Iterator[Row]:
     samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
+    failed: list[str] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-", dir=directory)))
         scale = scale_in(folder)
@@ -254,6 +255,9 @@ def _measured(
                     yield judge(path, samples[path])
                 else:
                     complain(f"{path}: left out, {failure or _why_missing(path)}")
+                    failed += [path] * bool(failure)
+    if failed:
+        raise TierError(f"{len(failed)} paths failed and were not measured: the lines above say why")
 
 
 def _why_missing(path: str) -> str:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ from tests.s3_process import BUCKET, KEY, SECRET
 from tests.server.process import served, until
 from tests.stopwatch import Stopwatch
 
-for module in ("s3.tier", "redis.tier", "redis.source"):  # a start is measured without the first import
-    import_module(f"lmtier_backends.{module}")
 pytestmark = [pytest.mark.alone, pytest.mark.unsealed]
 
 DEADLINE = 0.3

@@ -283,7 +283,7 @@ class Within:
 
     @staticmethod
     def _goes_on(connection: Connection) -> bool:
-        """Whether its turn was cut, and nothing it waits for."""
+        """Whether its turn was cut, and it waits for nothing."""
         return connection.is_open and connection.needs_turn and not connection.is_waiting
 
     def _turn(self, connection: Connection) -> None:

@@ -47,15 +47,17 @@ def _bench(args: Namespace) -> int:
         say(bench.header(args.dir, gpu))
         say(bench.heading())
     rows = []
-    with until_interrupted() as interruption:
-        for row in measured:
-            rows.append(row)
-            if not args.json:
-                say(bench.line(row))
-    if args.json:
-        say(json.dumps(bench.as_json(rows), indent=2))
-    elif goals := bench.goals(rows):
-        say(goals)
+    try:
+        with until_interrupted() as interruption:
+            for row in measured:
+                rows.append(row)
+                if not args.json:
+                    say(bench.line(row))
+    finally:
+        if args.json:
+            say(json.dumps(bench.as_json(rows), indent=2))
+        elif goals := bench.goals(rows):
+            say(goals)
     if interruption.came:
         return interruption.status
     if args.quick:
