@@ -387,6 +387,21 @@ def test_an_engine_that_dies_where_nothing_is_reused_is_wrong():
     assert report.status(proof) == report.WRONG
 
 
+def test_an_interrupted_proof_shows_its_stages_and_proves_nothing(capsys, tmp_path, monkeypatch):
+    page = tmp_path / "report.html"
+    monkeypatch.setattr(Proof, "_convoy", interrupt)
+    status, said = prove(ToyEngine(), capsys, "--html", str(page))
+    assert status == 130
+    assert "asked again at once" in said
+    assert "NOT PROVEN: interrupted in stage 12, after" in said
+    assert "RIGHT" not in said
+    assert "NOT PROVEN: interrupted" in page.read_text()
+
+
+def interrupt(proof: Proof) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_baseline_is_asked_as_the_engine_is(capsys):
     baseline = ToyEngine()
     with running(baseline) as url:

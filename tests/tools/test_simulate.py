@@ -503,7 +503,7 @@ def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():
     assert [each and round(each.money, 6) for each in found] == [200.0, 100.0, None]
 
 
-def test_an_interrupted_simulation_shows_the_tiers_that_it_has_replayed(capsys, monkeypatch):
+def test_an_interrupted_simulation_shows_the_tiers_that_it_has_replayed(capsys, monkeypatch, tmp_path):
     replayed: list[Any] = []
 
     def until_the_second(*args: Any, **options: Any) -> ReplayResult:
@@ -520,3 +520,6 @@ def test_an_interrupted_simulation_shows_the_tiers_that_it_has_replayed(capsys, 
     assert "cpu 1 GiB lru " in out
     assert "cpu 1 GiB auto " not in out
     assert err == "lmtier: interrupted: this is what was known by then\n"
+    plot = tmp_path / "hits.svg"
+    assert main(["simulate", *traffic, "--tier", tier, "--plot", str(plot)]) == 130, "before the first one"
+    assert not plot.exists()

@@ -192,7 +192,7 @@ def _simulate(args: Namespace) -> int:
         if savings := report.comparison_text(outcomes, hardware, args.gpu_hour):
             say()
             say(savings)
-    if args.plot:
+    if args.plot and outcomes:
         report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
     return interruption.status if interruption.came else 0
 

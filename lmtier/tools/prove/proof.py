@@ -127,6 +127,8 @@ class Proof:
         """Facts that were asked for, found in references, and found again."""
         self.throughput: dict[str, float] = {}
         self.stages: list[Stage] = []
+        self.is_whole = False
+        """Whether all stages have run: it was not interrupted, and did not end with the first finding."""
         self._stage = Stage("")
         self._cases: list[Case] = []
         self._run = secrets.token_hex(8)
@@ -167,6 +169,7 @@ class Proof:
             stage()
             self._stage.seconds = time.monotonic() - began
             self._stage.asked = self.engine.asked - asked
+        self.is_whole = True
 
     @property
     def _table(self) -> list[tuple[str, Callable[[], None]]]:

@@ -28,7 +28,7 @@ def status(proof: Proof) -> int:
     """Of the command: 0 right, 1 wrong, 3 nothing is proven: see `verdict`."""
     if proof.wrong:
         return WRONG
-    is_right = proof.reusing and proof.noise.is_known and not proof.findings
+    is_right = proof.is_whole and proof.reusing and proof.noise.is_known and not proof.findings
     return RIGHT if is_right else UNPROVEN
 
 
@@ -39,6 +39,8 @@ def verdict(proof: Proof) -> str:
             return f"RIGHT: {compared} answers agree with their references, {proof.reusing} on reused KV."
         case 1:
             return f"WRONG: {len(proof.wrong)} findings in {compared} comparisons."
+        case _ if not proof.is_whole:
+            return f"NOT PROVEN: interrupted in stage {len(proof.stages)}, after {compared} comparisons."
         case _ if proof.findings:
             return f"NOT PROVEN: {len(proof.findings)} answers differ, perhaps by the engine's own rounding."
         case _ if proof.reusing:
