@@ -1,4 +1,8 @@
-"""Seconds that are the fault of who is measured: while others have the cores, they do not count."""
+"""Seconds that are the fault of who is measured: while others have the cores, they do not count.
+
+To read the tables of the kernel takes some hundred calls of the system, each of which waits for the GIL: .2 s
+beside a thread that computes. So the seconds begin after the first reading and end before the last one.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,14 @@ class Stopwatch:
 
     def __init__(self, *pids: int) -> None:
         self._pids = os.getpid(), *pids
-        self._began, self._queued, self._stolen = time.monotonic(), self._without_a_core(), stolen()
+        self._queued, self._stolen = self._without_a_core(), stolen()
+        self._began = time.monotonic()
 
     def seconds(self) -> float:
+        passed = time.monotonic() - self._began
         queued = max(0.0, self._without_a_core() - self._queued)  # threads that have ended count no more
         of_one_core = max(now - before for now, before in zip(stolen(), self._stolen, strict=True))
-        return max(0.0, time.monotonic() - self._began - queued - of_one_core)
+        return max(0.0, passed - queued - of_one_core)
 
     def _without_a_core(self) -> float:
         """For how long threads of these processes were ready to run while others ran."""

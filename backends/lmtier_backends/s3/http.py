@@ -20,6 +20,8 @@ MOST = 8 << 20
 SMALL = 64 << 10
 """The most bytes of a body that says one thing: an error, or keys."""
 _INTERIM = 8  # "100 Continue" and its like before one reply
+_LINE = 4096
+"""The most bytes of a line between chunks, its end included."""
 _SIZE = re.compile(b"[0-9a-fA-F]{1,8}")
 _NO_BODY = {204, 304}
 _REFUSAL = 1.0  # seconds for a refusal that should be there already
@@ -148,7 +150,6 @@ class HttpSocket(TimedSocket):
     def _chunks(self, until: float, most: int) -> bytes:
         body = bytearray()
         while True:
-            seconds_left(until)  # thousands of chunks may be here already
             size = self._line(until).partition(b";")[0].strip()
             chunk_length = int(size, 16) if _SIZE.fullmatch(size) else most + 1
             if chunk_length > most - len(body):
@@ -164,18 +165,15 @@ class HttpSocket(TimedSocket):
                 raise BadReply("a chunk is longer than it says")
 
     def _line(self, until: float) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\r\n"):
-            if len(line) > 4096:
-                raise BadReply("a line of more than 4096 bytes")
-            line += self._byte(until)
-        return bytes(line[:-2])
-
-    def _byte(self, until: float) -> bytes:
-        if not self._ahead:
+        seconds_left(until)  # thousands of lines may be here already
+        before, line = 0, bytes(self._ahead[:_LINE])
+        while (end := line.find(b"\r\n")) < 0:
+            if len(line) >= _LINE:
+                raise BadReply(f"a line of {_LINE} bytes and more")
             self._ahead = self._head[: self.receive(self._head, until)]
-        byte, self._ahead = bytes(self._ahead[:1]), self._ahead[1:]
-        return byte
+            before, line = len(line), line + bytes(self._ahead[: _LINE - len(line)])
+        self._ahead = self._ahead[end + 2 - before :]
+        return line[:end]
 
     def _rest(self, until: float, most: int) -> bytes:
         body = bytearray(self._ahead)
