@@ -577,7 +577,6 @@ def __getattr__(name: str) -> Any:
     """`FailingConnector`, where vLLM asks this file for a connector: ours, whose loads fail when told."""
     if name != "FailingConnector":
         raise AttributeError(name)
-    from lmtier.core.match import Match
     from lmtier_integrations.vllm import LMTierConnector
     from lmtier_integrations.vllm.rank import RankLoads
 
@@ -592,7 +591,7 @@ def __getattr__(name: str) -> Any:
             with open(os.environ[FAILS_BY], "ab") as tally:
                 tally.write(b".")
             self._fail(plan)
-            return self._end(plan, Match.from_placement(plan.id, plan.placement))
+            return self._end(plan)
 
         RankLoads._prepare_as_ever = as_ever  # type: ignore[attr-defined]  # a patch
         RankLoads.prepare = prepare  # type: ignore[method-assign]  # a patch

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from lmtier.copy.mover import Mover
     from lmtier.copy.paging import PagedKV
     from lmtier.core.cache import Cache
-    from lmtier.core.match import Match, Reservation
+    from lmtier.core.grant import Grant
+    from lmtier.core.match import Match
     from lmtier.errors import ConfigError, LayoutError, LMTierError, MisuseError, TierError
     from lmtier.format.keys import Extra, Identity, KeyChain, weights_digest
     from lmtier.format.layout import LayerShape, Layout, Name, Shard
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "Done",
     "Extra",
+    "Grant",
     "Header",
     "Identity",
     "Item",
@@ -45,7 +47,6 @@ __all__ = [
     "Origin",
     "PagedKV",
     "Reason",
-    "Reservation",
     "Shard",
     "Stat",
     "Tier",
@@ -60,7 +61,8 @@ _WHERE = {
     "copy.mover": ("Mover",),
     "copy.paging": ("PagedKV",),
     "core.cache": ("Cache",),
-    "core.match": ("Match", "Reservation"),
+    "core.grant": ("Grant",),
+    "core.match": ("Match",),
     "errors": ("ConfigError", "LMTierError", "LayoutError", "MisuseError", "TierError"),
     "format.keys": ("Extra", "Identity", "KeyChain", "weights_digest"),
     "format.layout": ("LayerShape", "Layout", "Name", "Shard"),

@@ -112,10 +112,10 @@ def test_an_integration_decides_nothing(path):
     seen = {"errors", "forks", "threads", "format", "rules", "observe", "config", "copy", "wire", "client"}
     of_core = {name.split(".")[2] for name in imported(tree(path)) if name.startswith("lmtier.core.")}
     if path.name == "vllm_tier.py":  # it has a tier
-        assert of_core <= {"match", "placement", "index", "lower", "lower_tiers"}
+        assert of_core <= {"match", "index", "lower", "lower_tiers"}
         seen |= {"tiers"}
     else:
-        assert of_core <= {"match", "placement"}
+        assert of_core <= {"grant", "match"}
     if path.name == "demo.py":  # for people
         seen |= {"tools"}
     assert parts(path) - {"core"} <= seen
@@ -170,7 +170,7 @@ def test_a_worker_on_a_gpu_gets_matches_without_tiers_and_metrics():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = set(out.stdout.split())
     of_core = {name for name in loaded if name.startswith("lmtier.core.")}
-    assert of_core == {"lmtier.core.match", "lmtier.core.placement"}
+    assert of_core == {"lmtier.core.grant", "lmtier.core.match", "lmtier.core.placement"}
     assert not {name for name in loaded if name.startswith(("lmtier.tiers", "lmtier.observe", "prometheus"))}
 
 

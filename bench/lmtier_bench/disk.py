@@ -23,7 +23,7 @@ from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.copy.copy_threads import CopyThreads
 from lmtier.core.cache import Cache
-from lmtier.core.match import Entry, Match
+from lmtier.core.match import Match
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.format.layout import PAGE, ChunkForm, form_of, stored_size
 from lmtier_bench import Samples, Scale
@@ -137,9 +137,9 @@ class ChunkSets:
         self._sets += 1
         keys = _keys(str(self._sets), self._chunks)
         reservation = cache.reserve(keys, self._form)
-        assert len(reservation.entries) == self._chunks, "the slab had no room"
+        assert len(reservation.chunks) == self._chunks, "the slab had no room"
 
-        self.extents = self._extents(reservation.entries.values())
+        self.extents = self._extents(reservation.placement.offsets)
 
         def work() -> None:
             cache.commit(reservation)
@@ -163,12 +163,12 @@ class ChunkSets:
         assert matches[0].sources == ["disk"] * self._chunks, (
             f"{matches[0]!r} came from {matches[0].sources}, {matches[0].cut_reason}"
         )
-        self.extents = self._extents(matches[0].run)
+        self.extents = self._extents(matches[0].placement.offsets)
         cache.release(matches[0])
         return took
 
-    def _extents(self, entries: Iterable[Entry]) -> list[memoryview]:
-        return [self._cache.slab.view(entry.offsets[0], self._form.slab_bytes) for entry in entries]
+    def _extents(self, offsets: Iterable[tuple[int, ...]]) -> list[memoryview]:
+        return [self._cache.slab.view(first, self._form.slab_bytes) for first, *_ in offsets]
 
 
 class BareFiles:

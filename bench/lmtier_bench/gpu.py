@@ -185,7 +185,7 @@ class Rig:
     def save(self, prompt: KeyChain, ids: list[int], *, by_layer: bool = False) -> Callable[[], None]:
         """What enqueues it; room for it is reserved here."""
         reservation = self.cache.reserve(prompt.keys, self.mover.form)
-        assert len(reservation.entries) == self.chunks, "the tier had no room"
+        assert len(reservation.chunks) == self.chunks, "the tier had no room"
 
         def enqueue() -> None:
             blocks = self.mover.blocks_of(ids, 0, self.chunks)

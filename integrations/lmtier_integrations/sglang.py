@@ -395,20 +395,18 @@ class LMTierHiCache(HiCacheStorage):
             until = time.monotonic() + client.config.load_deadline
             while True:
                 unserved = client.unserved
-                reservation = client.reserve(page_keys, _form(client, pool), first=first)
+                grant = client.reserve(page_keys, _form(client, pool), first=first)
                 try:
-                    for number, entry in reservation.entries.items():
-                        _copy(client, entry.offsets[0], pages[handled + number - first], is_load=False)
+                    for number, offsets in zip(grant.chunks, grant.placement.offsets, strict=True):
+                        _copy(client, offsets[0], pages[handled + number - first], is_load=False)
                 except BaseException:
-                    client.abort(reservation)
+                    client.abort(grant)
                     raise
-                client.commit(reservation)
+                client.commit(grant)
                 if client.unserved > unserved:
                     break
-                stored = (
-                    max([reservation.leading_stored, *(number + 1 for number in reservation.entries)]) - first
-                )
-                handled = handled + stored if reservation.dropped else len(keys)
+                stored = max([grant.leading_stored, *(number + 1 for number in grant.chunks)]) - first
+                handled = handled + stored if grant.dropped else len(keys)
                 seconds_left = until - time.monotonic()
                 if handled == len(keys) or seconds_left < 0 or not client.flush(seconds_left):
                     break

@@ -25,7 +25,9 @@ from lmtier import forks
 from lmtier.client.link import Argument, Link, MappedSlab, PendingReply
 from lmtier.client.remote import RemoteServer
 from lmtier.config import Config
-from lmtier.core.match import Entry, EntryState, Match, Reservation, unplaced
+from lmtier.core.grant import Grant
+from lmtier.core.match import Entry, EntryState, Match, unplaced
+from lmtier.core.placement import Placement
 from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
@@ -88,6 +90,8 @@ class Client:
         hello = [word for pair in options.items() if pair[1] for word in pair]
         self._server = RemoteServer(address, hello, token, timeout)
         self._waits = waits
+        self._unready: list[Match] = []
+        """Matches of which something is still to come, and some that have ended since."""
         self._withdrawn = float("-inf")
         """When a reservation was given up last, before its reply had come."""
         self._read_to: tuple[int, int] | None = None
@@ -99,7 +103,7 @@ class Client:
     def __repr__(self) -> str:
         server = self._server
         state = "closed" if server.is_closed else "no server" if server.outage else "connected"
-        return f"<Client of {server.address}, {state}, {len(server.grants)} matches and reservations>"
+        return f"<Client of {server.address}, {state}, {len(server.held)} grants>"
 
     def __enter__(self) -> Client:
         return self
@@ -188,8 +192,13 @@ class Client:
 
             reply = self._server.call(*request, link=link, undo=self._server.unmatch, meanwhile=meanwhile)
             if self._update_match(match, reply, entries):
-                self._server.grants[match.id] = match
+                self._hold(match)
         return match
+
+    def _hold(self, match: Match) -> None:
+        self._server.held[match.id] = set()
+        if not match.is_ready:
+            self._unready.append(match)
 
     def costs(self, cost: Cost) -> None:
         """Set the cost of computing for this engine's matches from now on. Never waits or connects."""
@@ -225,9 +234,8 @@ class Client:
 
     def step(self) -> int:
         """Update the matches that are not ready. Returns how many have changed."""
-        unready = [
-            grant for grant in self._server.grants.values() if isinstance(grant, Match) and not grant.is_ready
-        ]
+        held = self._server.held
+        unready = self._unready = [each for each in self._unready if each.id in held and not each.is_ready]
         progress_before = [_progress_of(match) for match in unready]
         replies = self._server.call_all([("LMTIER.POLL", match.id) for match in unready])
         for match, reply in zip(unready, replies, strict=True):
@@ -241,7 +249,7 @@ class Client:
             return
         match.released = True
         match.run = []
-        if self._server.grants.pop(match.id, None) is not None:
+        if self._server.held.pop(match.id, None) is not None:
             self._server.end("LMTIER.RELEASE", match.id)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -265,19 +273,19 @@ class Client:
             self._server.post("LMTIER.TELL", origin_json, parent, b"".join(batch_keys), token_bytes)
             parent = batch_keys[-1]
 
-    def trace(self, thing: Match | Reservation, headers: Mapping[str, str] | None) -> None:
-        """Send the trace of `thing`, from the request's W3C headers, if the server traces. Does not wait."""
+    def trace(self, held: Match | Grant, headers: Mapping[str, str] | None) -> None:
+        """Send the trace of `held`, from the request's W3C headers, if the server traces. Does not wait."""
         if not headers or not self._server.link.traces or "traceparent" not in headers:
             return
-        if thing.id in self._server.grants:
+        if held.id in self._server.held:
             parts = [headers[name] for name in ("traceparent", "tracestate") if name in headers]
-            self._server.post("LMTIER.TRACE", thing.id, *parts)
+            self._server.post("LMTIER.TRACE", held.id, *parts)
 
     # ---- save
 
     def reserve(
         self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
-    ) -> Reservation:
+    ) -> Grant:
         """As Cache.reserve; everything is dropped if no server answers."""
         return self.finish_reserve(self.begin_reserve(keys, form, first=first, ttl=ttl))
 
@@ -296,21 +304,22 @@ class Client:
             self._server.post("LMTIER.RESERVE", *request, then=asked.answer)
         return asked
 
-    def finish_reserve(self, asked: PendingReservation) -> Reservation:
+    def finish_reserve(self, asked: PendingReservation) -> Grant:
         """The result of `reserve`. Everything is dropped also if the server was restarted meanwhile."""
-        reply = reservation = None
+        reply = grant = None
         if asked.link is not None and asked.answer is not None:
             reply = self._server.wait_for_reply(asked.link, asked.answer, "LMTIER.RESERVE")
         if reply is not None:
-            reservation = self._server.parse_reply(
+            grant = self._server.parse_reply(
                 lambda: read_reservation(read_fields(reply), asked.keys, asked.form)
             )
-        if reservation is None:
-            known_chunks = min(asked.first, len(asked.keys))
-            return Reservation(0, asked.form, {}, known_chunks, len(asked.keys) - known_chunks, set())
-        if reservation.entries:
-            self._server.grants[reservation.id] = reservation
-        return reservation
+        if grant is None:
+            skipped = min(asked.first, len(asked.keys))
+            nothing = Placement(asked.form, (), ())
+            return Grant(0, (), nothing, None, skipped, len(asked.keys) - skipped)
+        if grant.chunks:
+            self._server.held[grant.id] = set(grant.form.shards)
+        return grant
 
     @property
     def is_server_alive(self) -> bool:
@@ -345,41 +354,35 @@ class Client:
         return "TTL" in link.options
 
     def commit(
-        self,
-        reservation: Reservation,
-        shard: Shard | None = None,
-        marks: Mapping[int, bytes] | None = None,
+        self, grant: Grant, shard: Shard | None = None, marks: Mapping[int, bytes] | None = None
     ) -> None:
         """As Cache.commit. With no server, nothing becomes visible."""
-        if reservation.entries:
-            done = self._finish(reservation, shard)
+        if grant.chunks:
+            done = self._finish(grant, shard)
             pairs = [word for chunk, mark in (marks or {}).items() for word in (chunk, mark.hex())]
-            self._end(reservation, "LMTIER.COMMIT", reservation.id, str(done), *pairs)
+            self._end(grant, "LMTIER.COMMIT", grant.id, str(done), *pairs)
 
-    def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
+    def abort(self, grant: Grant, shard: Shard | None = None) -> None:
         """As Cache.abort."""
-        if reservation.entries:
-            done = self._finish(reservation, shard)
-            reservation.aborted = True
-            self._end(reservation, "LMTIER.ABORT", reservation.id, str(done))
+        if grant.chunks:
+            self._end(grant, "LMTIER.ABORT", grant.id, str(self._finish(grant, shard)))
 
-    def _finish(self, reservation: Reservation, shard: Shard | None) -> Shard:
-        if shard is None:
-            if len(reservation.form.shards) != 1:
-                raise MisuseError(
-                    f"this reservation has {len(reservation.form.shards)} shards: pass the one that is done"
-                )
-            shard = reservation.form.shards[0]
-        if shard not in reservation.pending_shards:
-            raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
-        if reservation.id not in self._server.grants:
+    def unfinished(self, grant: Grant) -> list[Shard]:
+        """The shards that this process has to commit or abort."""
+        return sorted(self._server.held.get(grant.id, ()))
+
+    def _finish(self, grant: Grant, shard: Shard | None) -> Shard:
+        done = grant.shard(shard)
+        pending = self._server.held.get(grant.id, set())
+        if done not in pending:
             raise MisuseError(
-                f"{reservation!r} was made by another process: adopt it before you use its extents"
+                f"shard {done} of {grant!r} was committed or aborted before, or another process made the "
+                "grant: adopt it before you use its extents"
             )
-        reservation.pending_shards.remove(shard)
-        return shard
+        pending.remove(done)
+        return done
 
-    def _end(self, reservation: Reservation, *request: Argument) -> None:
+    def _end(self, grant: Grant, *request: Argument) -> None:
         server, link = self._server, self._server.link
         answer = PendingReply()
         try:
@@ -389,26 +392,25 @@ class Client:
             if not is_late:
                 server.wait_for_reply(link, answer, request[0])
         finally:
-            if (
-                not reservation.pending_shards
-            ):  # only now: while it is held, no other connection can get this call
-                del self._server.grants[reservation.id]
+            # Only now: while it is held, no other connection can get this call.
+            if not server.held[grant.id]:
+                del server.held[grant.id]
 
-    # ---- matches and reservations of other processes of this engine
+    # ---- grants of other processes of this engine
 
-    def adopt(self, thing: Match | Reservation) -> bool:
-        """Use what another process of this session holds. False: its slab is not mapped here.
+    def adopt(self, grant: Grant, *shards: Shard) -> bool:
+        """Use what another process of this session holds, and commit or abort these shards of it.
 
-        A release counts for all processes. Call `disown` instead if others still use it.
+        False: its slab is not mapped here. If others still use it at the end, call `disown`.
         """
-        if self._server.reach() is None or thing.id >> RUN_SHIFT != self._server.link.run_id:
+        if self._server.reach() is None or grant.id >> RUN_SHIFT != self._server.link.run_id:
             return False
-        self._server.grants[thing.id] = thing
+        self._server.held[grant.id] = set(shards)
         return True
 
-    def disown(self, thing: Match | Reservation) -> None:
+    def disown(self, grant: Grant) -> None:
         """This process stops using its extents. Others finish it; it does not end by this."""
-        self._server.grants.pop(thing.id, None)
+        self._server.held.pop(grant.id, None)
 
     # ---- lifetimes
 
@@ -421,7 +423,7 @@ class Client:
             request: list[Argument] = [number, milliseconds, *pack_keys(match.keys)]
             reply = self._server.call("LMTIER.BRING", *request, link=link, undo=self._server.unmatch)
             if self._update_match(match, reply):
-                self._server.grants[match.id] = match
+                self._hold(match)
         return match
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
@@ -471,8 +473,9 @@ class Client:
         self._server.compared += chunks
         self._server.differing += differing
 
-    def discard(self, entry: Entry) -> None:
-        self.delete([entry.key])
+    def discard(self, key: bytes, *forms: ChunkForm) -> None:
+        """As Cache.discard; the server knows the forms of this session."""
+        self.delete([key])
 
     def delete(self, keys: Sequence[bytes]) -> bool:
         """Delete these chunks in every tier. False: the server has not confirmed all of it."""
@@ -552,7 +555,7 @@ class Client:
 
     def _call_for(self, match: Match, *request: Argument, seconds: float = 0.0) -> Any:
         """A call about a match. Only the server that made it knows it."""
-        return self._server.call(*request, seconds=seconds) if match.id in self._server.grants else None
+        return self._server.call(*request, seconds=seconds) if match.id in self._server.held else None
 
     def _update_match(self, match: Match, reply: Any, entries: list[Entry] | None = None) -> bool:
         """Update a match from the server's reply. False: the reply does not contain it."""

@@ -12,10 +12,9 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 from lmtier.client.link import Argument, Link, PendingReply, ReplyCallback, ignore
-from lmtier.core.match import Match, Reservation
 from lmtier.errors import LMTierError, MisuseError, TierError, log
 from lmtier.format.keys import Identity
-from lmtier.format.layout import ChunkForm
+from lmtier.format.layout import ChunkForm, Shard
 from lmtier.wire.resp import Error, ProtocolError
 from lmtier.wire.verbs import MAX_MODELS, read_fields
 
@@ -33,10 +32,10 @@ class RemoteServer:
 
     def __init__(self, address: str, hello: Sequence[str], token: str | None, timeout: float) -> None:
         self.address, self.timeout = address, timeout
-        self.grants: dict[int, Match | Reservation] = {}
-        """Matches and reservations of this connection.
+        self.held: dict[int, set[Shard]] = {}
+        """What this process holds of the server, and the shards of it that it has to commit or abort.
 
-        While there are any, it does not connect to another run.
+        While there is any, it does not connect to another run.
         """
         self.lost = 0
         self.unserved = 0
@@ -88,7 +87,7 @@ class RemoteServer:
                 return None
             except (OSError, ProtocolError) as error:
                 self.lose(link, error)
-        if not self.grants and time.monotonic() >= self._try_after and self._connect():
+        if not self.held and time.monotonic() >= self._try_after and self._connect():
             return self.link
         self.unserved += 1
         return None
@@ -123,7 +122,7 @@ class RemoteServer:
 
     def forked(self) -> None:
         """A child needs its own connection and holds nothing of its parent's."""
-        self.grants.clear()
+        self.held.clear()
         self._ending.clear()
         self.link.close()
         self.link.is_stalled = False
@@ -131,7 +130,7 @@ class RemoteServer:
 
     def close(self) -> None:
         self.is_closed = True
-        self.grants.clear()
+        self.held.clear()
         self.link.close()
 
     # ---- calls

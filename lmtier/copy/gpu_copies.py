@@ -18,14 +18,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lmtier.core.index import Index
 from lmtier.core.match import Entry, EntryState
+from lmtier.core.placement import Placement
 from lmtier.core.slab import Extents
 from lmtier.errors import MisuseError
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.rules.policy import make_policy
+
+Fingerprints: TypeAlias = "tuple[bytes, ...]"
+"""Of each shard of a chunk."""
 
 
 class GpuSlot(NamedTuple):
@@ -42,8 +46,8 @@ class GpuSlots:
 
     by_chunk: tuple[GpuSlot | None, ...]
     """The place of each chunk, in order."""
-    held: list[tuple[Entry, Entry]]
-    """Pairs (our entry, the slab's entry) of the chunks that have a place. Our entry is leased."""
+    held: list[tuple[Entry, Fingerprints]]
+    """Of the chunks that have a place: our entry, which is leased, and the fingerprints in the slab."""
 
     @property
     def filled(self) -> int:
@@ -62,9 +66,13 @@ class GpuCopies:
     def __repr__(self) -> str:
         return f"<GpuCopies {self.index!r} in use by {len(self._open)}>"
 
-    def load(self, run: Sequence[Entry], form: ChunkForm) -> GpuSlots:
-        """Places for these chunks of a match, head first, as payloads of `form`, the reader's form."""
-        ready = [self._ready(source, form) for source in run]
+    def load(self, placement: Placement, form: ChunkForm, first: int = 0) -> GpuSlots:
+        """Places for the chunks of a match from `first` on, as payloads of `form`, the reader's form."""
+        run = [
+            (key, placement.marks.get(chunk, ()))
+            for chunk, key in enumerate(placement.keys[first:], start=first)
+        ]
+        ready = [self._ready(key, marks, form) for key, marks in run]
         for copy in ready:
             if copy is not None:
                 self.index.lease(copy)  # before room is made for others
@@ -80,9 +88,9 @@ class GpuCopies:
         if places not in self._open:
             raise MisuseError("these places were given back before")
         self._open.remove(places)
-        for copy, source in places.held:
+        for copy, marks in places.held:
             if is_verified and copy.state is EntryState.FILLING:
-                copy.marks = source.marks
+                copy.marks = marks
                 self.index.make_ready(copy)
                 continue
             if not is_verified and copy.state is not EntryState.GONE:
@@ -100,27 +108,29 @@ class GpuCopies:
     def clear(self) -> None:
         self.forget([copy.key for copy in self.index.entries()])
 
-    def _ready(self, source: Entry, form: ChunkForm) -> Entry | None:
-        copy = self.index.get(source.key)
+    def _ready(self, key: bytes, marks: Fingerprints, form: ChunkForm) -> Entry | None:
+        copy = self.index.get(key)
         if copy is None or copy.state is not EntryState.READY:
             return None
         # Other marks: the chunk was computed again, by another engine. The KV is the same except for its last
         # bits.
-        if copy.form is form and _marks(copy) == _marks(source):
+        if copy.form is form and _given(copy.marks) == _given(marks):
             return copy
-        self.forget([copy.key])
+        self.forget([key])
         return None
 
-    def _give(self, run: Sequence[Entry], ready: Sequence[Entry | None], form: ChunkForm) -> GpuSlots:
+    def _give(
+        self, run: Sequence[tuple[bytes, Fingerprints]], ready: Sequence[Entry | None], form: ChunkForm
+    ) -> GpuSlots:
         gpu_slots: list[GpuSlot | None] = []
-        leased_pairs: list[tuple[Entry, Entry]] = []
+        leased_pairs: list[tuple[Entry, Fingerprints]] = []
         parent: Entry | None = None
-        for source, filled_copy in zip(run, ready, strict=True):
-            copy = filled_copy or self._put(source.key, form)
+        for (key, marks), filled_copy in zip(run, ready, strict=True):
+            copy = filled_copy or self._put(key, form)
             gpu_slots.append(None if copy is None else GpuSlot(copy.offsets[0], filled_copy is not None))
             if copy is not None:
-                leased_pairs.append((copy, source))
-            entry = self.index.get(source.key)
+                leased_pairs.append((copy, marks))
+            entry = self.index.get(key)
             if entry is not None:
                 if parent is not None:
                     self.index.link(entry, parent)
@@ -163,6 +173,6 @@ class GpuCopies:
         assert self.extents.used == self.index.used == held, "the extents and the index differ"
 
 
-def _marks(entry: Entry) -> tuple[bytes, ...]:
-    """Its fingerprints, if it has any."""
-    return entry.marks if any(entry.marks) else ()
+def _given(marks: Fingerprints) -> Fingerprints:
+    """Empty, if its writer took none."""
+    return marks if any(marks) else ()

@@ -17,7 +17,8 @@ import numpy as np
 
 from lmtier.copy.blocks import BlockIds
 from lmtier.copy.store import Store
-from lmtier.core.match import Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import Match
 from lmtier.errors import CanaryError, LayoutError, MisuseError, log
 from lmtier.format.keys import Extra, Identity, KeyChain, check_skip, seed
 from lmtier.format.layout import ChunkForm, Layout, Shard, cover, form_of, padded
@@ -103,15 +104,17 @@ class Mover:
         The match's leases end with the load, or here if it cannot begin.
         """
         try:
-            return self.begin(match, block_ids, computed_tokens=computed_tokens)
+            load = self.begin(granted(match), block_ids, computed_tokens=computed_tokens)
         except BaseException:
             self.cache.release(match)
             raise
+        load.match = match
+        return load
 
-    def begin(self, match: Match, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
-        """Like `load`, but the caller ends the match's leases, after this load is `done`."""
-        self._need(match.form)
-        return Load(self, match, block_ids, computed_tokens)
+    def begin(self, grant: Grant, block_ids: Blocks, *, computed_tokens: int = 0) -> Load:
+        """Like `load`, but the caller ends the leases, after this load is `done`."""
+        self._need(grant.form)
+        return Load(self, grant, block_ids, computed_tokens)
 
     def save(
         self,
@@ -119,26 +122,26 @@ class Mover:
         block_ids: Blocks,
         *,
         skip_leading_tokens: int = 0,
-        reservation: Reservation | None = None,
+        grant: Grant | None = None,
     ) -> Save:
         """Begin to save the full chunks of `chain` that are not stored yet.
 
         The blocks of the first `skip_leading_tokens` are never read. If several ranks store one form, one
         caller reserves with `cache.reserve(chain.keys, mover.form)`, and each rank saves its shard of that
-        `reservation`.
+        `grant`.
         """
         self._need_proof()
-        if reservation is None and len(self.form.shards) > 1:
-            raise MisuseError("several ranks store this form: reserve once, pass it to each as reservation=")
+        if grant is None and len(self.form.shards) > 1:
+            raise MisuseError("several ranks store this form: reserve once, pass it to each as grant=")
         first = check_skip(skip_leading_tokens, self.cache.chunk_tokens)
         # Every argument is checked before anything is reserved, so a bad call leaves nothing behind.
         blocks = dict(enumerate(self.blocks_of(block_ids, first, len(chain.keys)), start=first))
-        made = reservation or self.cache.reserve(chain.keys, self.form, first=first)
+        reserved = grant or self.cache.reserve(chain.keys, self.form, first=first)
         try:
-            save = self.fill(made, blocks)
+            save = self.fill(reserved, blocks)
         except BaseException:
-            if reservation is None:
-                self.cache.abort(made, self.kv.shard)
+            if grant is None:
+                self.cache.abort(reserved, self.kv.shard)
             raise
         log.info(
             "Storing KV cache for %d out of %d tokens (skip_leading_tokens=%d)",
@@ -148,13 +151,13 @@ class Mover:
         )
         return save
 
-    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> Save:
-        """Begin to save this rank's shard of a scheduler's reservation.
+    def fill(self, grant: Grant, blocks: Mapping[int, BlockIds]) -> Save:
+        """Begin to save this rank's shard of what a scheduler has reserved.
 
         `blocks` has the blocks of each chunk.
         """
-        self._need(reservation.form)
-        return Save(self, reservation, blocks)
+        self._need(grant.form)
+        return Save(self, grant, blocks)
 
     @property
     def under_way(self) -> int:
@@ -237,10 +240,10 @@ class Mover:
         self._proven = True
 
     def _need(self, form: ChunkForm) -> None:
-        """Raise if a match or reservation has another form: its extents have other sizes."""
+        """Raise if a grant has another form: its extents have other sizes."""
         self._need_proof()
         if form is not self.form:
-            raise MisuseError(f"this mover is for {self.form}, but the match or reservation is for {form}")
+            raise MisuseError(f"this mover is for {self.form}, but the grant is for {form}")
 
     def _need_proof(self) -> None:
         if not self._proven:
@@ -263,25 +266,23 @@ class Load:
     """The time that the device needed, once `done`. None: this thread copied during the calls."""
     from_copies: Sequence[int] = ()
     """The chunks that come from copies in GPU memory which the mover manages."""
+    match: Match | None = None
+    """The match whose leases end with this load; None: the caller ends them."""
 
-    def __init__(self, mover: Mover, match: Match, block_ids: Blocks, computed_tokens: int) -> None:
-        if match.released or not match.is_ready:
-            state = "was released" if match.released else "is not ready: wait for it"
-            raise MisuseError(f"load of a match that {state}")
+    def __init__(self, mover: Mover, grant: Grant, block_ids: Blocks, computed_tokens: int) -> None:
         kv, size = mover.kv, mover.cache.chunk_tokens
         if computed_tokens % kv.layout.block_tokens:
             raise LayoutError(
                 f"computed_tokens={computed_tokens} is not whole blocks of {kv.layout.block_tokens}"
             )
         self._mover = mover
-        self._match = match
-        self.tokens = len(match.run) * size
+        self.tokens = len(grant.chunks) * size
         """The number of leading tokens whose KV is in the engine when the load is finished."""
         first, tokens_in_chunk = divmod(computed_tokens, size)
         self._finished = False
         self._missing = set(kv.layers)
-        self._placed, self._run = match.placement, match.run
-        blocks = enumerate(mover.blocks_of(block_ids, first, len(match.run)), start=first)
+        self._placed = grant.placement
+        blocks = enumerate(mover.blocks_of(block_ids, first, len(grant.chunks)), start=first)
         skipped = tokens_in_chunk // kv.layout.block_tokens
         self._chunks = [(chunk, ids, skipped if chunk == first else 0) for chunk, ids in blocks]
         """For each chunk: its number, its blocks, and how many of these are computed already."""
@@ -353,7 +354,7 @@ class Load:
                 key.hex()[:16],
                 chunk * cache.chunk_tokens,
             )
-            cache.discard(self._run[chunk])
+            cache.discard(key, self._placed.form_of(chunk))
             self.tokens = min(self.tokens, chunk * cache.chunk_tokens)
         return self.tokens
 
@@ -383,7 +384,11 @@ class Load:
             if kind is None:
                 self.finish()
         finally:
-            self._mover.cache.release(self._match)
+            self._end_leases()
+
+    def _end_leases(self) -> None:
+        if self.match is not None:
+            self._mover.cache.release(self.match)
 
 
 class Save:
@@ -396,22 +401,22 @@ class Save:
     done = True
     """Whether all of its copies have ended, after commit or abort."""
 
-    def __init__(self, mover: Mover, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> None:
+    def __init__(self, mover: Mover, grant: Grant, blocks: Mapping[int, BlockIds]) -> None:
         cache = mover.cache
         self._mover = mover
-        self.reservation = reservation
-        placed, number = reservation.placement, mover.number
-        self._chunks = [(chunk, blocks[chunk]) for chunk in reservation.entries]
+        self.grant = grant
+        placed, number = grant.placement, mover.number
+        self._chunks = [(chunk, blocks[chunk]) for chunk in grant.chunks]
         places = zip(self._chunks, placed.offsets, strict=True)
         own = [(ids, offsets[number], 0) for (_, ids), offsets in places]
         self._bound = mover.kv.bind_all(own, cache.slab.view)
         self.tokens = len(self._chunks) * cache.chunk_tokens
         """The number of tokens that are being stored."""
-        self.skip_leading_tokens = self.reservation.leading_stored * cache.chunk_tokens
+        self.skip_leading_tokens = grant.leading_stored * cache.chunk_tokens
         self._missing = set(mover.kv.layers)
         sampled = mover.sampled(placed.keys)
         self._fingerprints: dict[int, dict[int, bytes]] = {
-            chunk: {} for chunk, is_sampled in zip(reservation.entries, sampled, strict=True) if is_sampled
+            chunk: {} for chunk, is_sampled in zip(grant.chunks, sampled, strict=True) if is_sampled
         }
         """Maps chunk -> layer -> fingerprint."""
 
@@ -447,10 +452,10 @@ class Save:
             chunk: kv.raw_tag + kv.fold([layer_fingerprints[layer] for layer in sorted(layer_fingerprints)])
             for chunk, layer_fingerprints in self._fingerprints.items()
         }
-        self._mover.cache.commit(self.reservation, kv.shard, marks)
+        self._mover.cache.commit(self.grant, kv.shard, marks)
 
     def abort(self) -> None:
-        self._mover.cache.abort(self.reservation, self._mover.kv.shard)
+        self._mover.cache.abort(self.grant, self._mover.kv.shard)
 
     def __enter__(self) -> Save:
         return self
@@ -464,6 +469,14 @@ class Save:
         except BaseException:
             self.abort()
             raise
+
+
+def granted(match: Match) -> Grant:
+    """What a match that is ready grants. Raises MisuseError if it is not."""
+    if match.released or not match.is_ready:
+        state = "was released" if match.released else "is not ready: wait for it"
+        raise MisuseError(f"load of a match that {state}")
+    return match.grant
 
 
 def fill_identity(identity: Identity, layout: Layout, approximation: str) -> Identity:

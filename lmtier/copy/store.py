@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lmtier.config import Config
-from lmtier.core.match import Entry, Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import Match
 from lmtier.format.layout import ChunkForm, Shard
 
 
@@ -46,17 +47,14 @@ class Store(Protocol):
 
     def reserve(
         self, keys: Sequence[bytes], form: ChunkForm, *, first: int = 0, ttl: float | None = None
-    ) -> Reservation: ...
+    ) -> Grant: ...
 
     def commit(
-        self,
-        reservation: Reservation,
-        shard: Shard | None = None,
-        marks: Mapping[int, bytes] | None = None,
+        self, grant: Grant, shard: Shard | None = None, marks: Mapping[int, bytes] | None = None
     ) -> None: ...
 
-    def abort(self, reservation: Reservation, shard: Shard | None = None) -> None: ...
+    def abort(self, grant: Grant, shard: Shard | None = None) -> None: ...
 
-    def discard(self, entry: Entry) -> None: ...
+    def discard(self, key: bytes, *forms: ChunkForm) -> None: ...
 
     def compared(self, chunks: int, differing: int) -> None: ...

@@ -17,13 +17,14 @@ from lmtier.config import Config, TierSpec
 from lmtier.core import memory_limits
 from lmtier.core.cache_metrics import CacheMetrics, bounded_tiers
 from lmtier.core.forgetting import ForgottenTenants
+from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover
 from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.load_decider import LoadDecider
 from lmtier.core.lower import CacheContext, LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, EntryState, Match, Reservation, check_chain
+from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, EntryState, Match, check_chain
 from lmtier.core.matches import Matches
 from lmtier.core.memory import MemoryPlace
 from lmtier.core.owned import OwnedTier
@@ -123,7 +124,7 @@ class Cache:
         self.lower.open(lower_specs, tiers or {}, self._woken, context, locks, has_index_of)
         self.indexes |= {tier.label: tier.index for tier in self.lower.owned}
         shared_parts = self.memory, self.lower, self._gauges, self.followers
-        self._reservations = Reservations(*shared_parts)
+        self.reservations = Reservations(*shared_parts)
         weighing = LoadDecider(config.worth, self.chunk_tokens, self.lower, self.metrics)
         self.forgotten_tenants = ForgottenTenants(self)
         self._matches = Matches(*shared_parts, weighing, self.forgotten_tenants.covers)
@@ -274,7 +275,7 @@ class Cache:
         ttl: float | None = None,
         by: str = "",
         most: int | None = None,
-    ) -> Generator[None, None, Reservation]:
+    ) -> Generator[None, None, Grant]:
         """Reserve extents for those chunks of `keys`, from number `first` on, that no tier holds or receives.
 
         A chunk gets all its extents or none, and chunks get them in order. If room ends, or `most` chunks
@@ -289,31 +290,32 @@ class Cache:
         """
         self._need_open()
         end = len(keys) if most is None else most
-        reservation = yield from self._reservations.reserving(keys, form, first, seconds_of(ttl), by, end)
+        grant = yield from self.reservations.reserving(keys, form, first, seconds_of(ttl), by, end)
         self.lower.pending_touches.append(tuple(keys))
         self.sessions.reserves(keys)
-        return reservation
+        return grant
 
     reserve = at_once(reserve_in_steps)
 
     def commit(
-        self,
-        reservation: Reservation,
-        shard: Shard | None = None,
-        marks: Mapping[int, bytes] | None = None,
+        self, grant: Grant, shard: Shard | None = None, marks: Mapping[int, bytes] | None = None
     ) -> None:
         """The bytes of `shard` (None: the only one) are in place. With the last shard chunks become visible.
 
         `marks` maps chunk numbers to the fingerprint of this shard.
         """
-        self._reservations.commit(reservation, shard, marks)
+        self.reservations.commit(grant, shard, marks)
 
-    def abort(self, reservation: Reservation, shard: Shard | None = None) -> None:
+    def abort(self, grant: Grant, shard: Shard | None = None) -> None:
         """`shard` will not be written. Its chunks never become visible.
 
         Their room is freed when no shard is being written.
         """
-        self._reservations.abort(reservation, shard)
+        self.reservations.abort(grant, shard)
+
+    def unfinished(self, grant: Grant) -> list[Shard]:
+        """The shards of it that were neither committed nor aborted."""
+        return self.reservations.unfinished(grant)
 
     # ---- changes while it runs
 
@@ -464,19 +466,17 @@ class Cache:
         self.metrics.verified.inc(chunks)
         self.metrics.verify_failures.inc(differing)
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, key: bytes, *forms: ChunkForm) -> None:
         """Delete a chunk in every tier, because its content cannot be trusted. Leases on it stay.
 
-        What was stored under its key since then is deleted too: a server and lower tiers know only the key.
+        `forms`: those in which tiers that must be asked may have it.
         """
-        current = self.index.get(entry.key)
-        if entry.state is not EntryState.GONE and current is not entry:
-            raise MisuseError(f"discard of {entry!r}, which belongs to another cache")
-        if current is not None:
-            self.memory.take_out(current, DIFFERED)
-        forms = {entry.form} if current is None else {entry.form, current.form}
+        entry = self.index.get(key)
+        if entry is not None:
+            self.memory.take_out(entry, DIFFERED)
+            forms = (*forms, entry.form)
         for tier in self.lower:
-            tier.discard(entry.key, forms, DIFFERED)
+            tier.discard(key, dict.fromkeys(forms), DIFFERED)
 
     # ---- lifetimes
 
@@ -535,17 +535,21 @@ class Cache:
         for tier in self.lower.owned:  # shared tiers never got it
             tier.discard(key, (form,))
 
-    def commit_value(self, reservation: Reservation, key: bytes, mark: bytes) -> None:
-        """Commit the one chunk of `reservation`, which was made under a temporary key, under `key`.
+    def commit_value(self, grant: Grant, key: bytes, mark: bytes) -> None:
+        """Commit the one chunk of `grant`, which was reserved under a temporary key, under `key`.
 
         A tier overwrites the old value in its time. After a kill a restart finds either, or one between.
         """
-        (entry,) = reservation.entries.values()
+        (entry,) = self.reservations.open[grant.id].entries.values()
+        if entry.state is EntryState.GONE:  # a clear with `force`: as if it had been stored before that
+            self.delete_value(key, grant.form)
+            self.commit(grant)
+            return
         if (old_entry := self.index.get(key)) is not None:
             self.memory.take_out(old_entry)
         with self.lower.replacing(key):
             self.index.rekey(entry, key)
-            self.commit(reservation, marks={0: mark})
+            self.commit(grant, marks={0: mark})
 
     def is_behind(self, nbytes: int) -> bool:
         """Whether a new value should wait: it could not be written now, but a little later it could."""
@@ -589,12 +593,9 @@ class Cache:
             return "chunks of a tenant that was forgotten are still in use"
         return next((why for tier in self.lower if (why := tier.why_busy())), "")
 
-    def restore(self, thing: Match | Reservation) -> None:
-        """An engine holds this since a time when another process owned the slab."""
-        if isinstance(thing, Match):
-            self._matches.restore(thing)
-        else:
-            self._reservations.restore(thing)
+    def restore(self, match: Match) -> None:
+        """An engine holds it since a time when another process owned the slab."""
+        self._matches.restore(match)
 
     def complete_takeover(self) -> None:
         """This process owns the handover now. Before, the other one may still need all of it unchanged."""
@@ -642,7 +643,7 @@ class Cache:
         for match in self._matches.open.values():
             for entry in match.run:
                 expected[entry] = expected.get(entry, 0) + 1
-        for reservation in self._reservations.open.values():
+        for reservation in self.reservations.open.values():
             for entry in reservation.entries.values():
                 expected[entry] = expected.get(entry, 0) + len(reservation.pending_shards)
         for entry in (*self.index.pinned, *(entry for tier in self.lower for entry in tier.leased)):

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmtier.core.grant import Grant
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, EntryState, Match, Reservation
+from lmtier.core.match import Entry, EntryState, Match, placement_of
 from lmtier.core.owned import OwnedTier
 from lmtier.core.placement import keys_of, read_form, write_form
 from lmtier.format.handover_file import HandoverFile, HandoverFileError
@@ -70,11 +71,11 @@ class HandoverWriter:
         self._entries: list[Entry] = []
         self._cache = cache
 
-    def write_cache(self, held: Sequence[Match | Reservation]) -> None:
-        """Tell the slab, and what of it `held` needs. Chunks that none of them fills are left out."""
-        index = self._cache.index
-        leased_entries = [entry for grant in held for entry in _entries_of(grant)]
-        filling = {entry for grant in held if isinstance(grant, Reservation) for entry in _entries_of(grant)}
+    def write_cache(self, matches: Sequence[Match], saves: Sequence[Grant]) -> None:
+        """Tell the slab, and what of it engines hold. Chunks that none of `saves` fills are left out."""
+        index, open_ones = self._cache.index, self._cache.reservations.open
+        filling = dict.fromkeys(each for grant in saves for each in open_ones[grant.id].entries.values())
+        leased_entries = [entry for match in matches for entry in _entries_of(match)] + [*filling]
         order = dict.fromkeys(each for each in index.order() if each.state is not EntryState.GONE)
         order |= dict.fromkeys(index.entries_now())
         handed_entries = [each for each in order if each.state is EntryState.READY or each in filling]
@@ -139,23 +140,22 @@ class HandoverWriter:
         record["states"] = list(match.states.items())
         return record
 
-    def reservation(self, reservation: Reservation) -> dict[str, Any]:
+    def reservation(self, grant: Grant) -> dict[str, Any]:
+        reservation = self._cache.reservations.open[grant.id]
         return {
-            "form": self.forms.number(reservation.form),
+            "form": self.forms.number(grant.form),
             "entries": [[chunk, self._numbers[entry]] for chunk, entry in reservation.entries.items()],
-            "known": reservation.leading_stored,
-            "dropped": reservation.dropped,
+            "known": grant.leading_stored,
+            "dropped": grant.dropped,
             "left": [str(shard) for shard in reservation.pending_shards],
             "prints": [[n, [mark.hex() for mark in marks]] for n, marks in reservation.marks.items()],
-            "aborted": reservation.aborted,
+            "aborted": reservation.is_aborted,
             "ttl": reservation.ttl,
         }
 
 
-def _entries_of(grant: Match | Reservation) -> list[Entry]:
-    if isinstance(grant, Reservation):
-        return list(grant.entries.values())
-    return grant.run if grant.state_match is None else [*grant.run, *grant.state_match.run]
+def _entries_of(match: Match) -> list[Entry]:
+    return match.run if match.state_match is None else [*match.run, *match.state_match.run]
 
 
 # ---- beginning from them
@@ -285,23 +285,17 @@ class Handover:
         cache.restore(match)
         return match
 
-    def reservation(self, dumped: Mapping[str, Any], cache: Cache) -> Reservation:
+    def reservation(self, dumped: Mapping[str, Any], cache: Cache) -> Grant:
         """A reservation that an engine fills: it is still its own."""
         entries = {chunk: self._entries[number] for chunk, number in dumped["entries"]}
         pending_shards = {shard for text in dumped["left"] if (shard := Shard.parse(text)) is not None}
-        reservation = Reservation(
-            0,
-            self.forms[dumped["form"]],
-            entries,
-            dumped["known"],
-            dumped["dropped"],
-            pending_shards,
-            ttl=dumped["ttl"],
-        )
+        form = self.forms[dumped["form"]]
+        places = placement_of(form, entries.values())
+        grant = Grant(0, tuple(entries), places, None, dumped["known"], dumped["dropped"])
+        reservation = cache.reservations.restore(grant, entries, pending_shards)
         reservation.marks = {n: [bytes.fromhex(mark) for mark in marks] for n, marks in dumped["prints"]}
-        reservation.aborted = dumped["aborted"]
-        cache.restore(reservation)
-        return reservation
+        reservation.is_aborted, reservation.ttl = dumped["aborted"], dumped["ttl"]
+        return reservation.grant
 
 
 def _keys(text: str) -> tuple[bytes, ...]:

@@ -1,17 +1,17 @@
-"""The objects that users of a cache hold: entries, matches and reservations. They decide nothing."""
+"""Entries and matches: what a cache knows of its chunks and of prompts. They decide nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import repeat
 
+from lmtier.core.grant import Grant
 from lmtier.core.placement import Placement
 from lmtier.errors import MisuseError
-from lmtier.format.layout import ChunkForm, Shard
+from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import UNKNOWN_PROVENANCE
-from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.sessions import Agent
 from lmtier.rules.worth import Cost
 
@@ -78,6 +78,17 @@ def ancestry(entry: Entry | None) -> list[Entry]:
         run.append(entry)
         entry = entry.parent
     return run[::-1]
+
+
+def placement_of(form: ChunkForm, entries: Collection[Entry]) -> Placement:
+    """Where these chunks lie, for a reader or a writer of `form`."""
+    return Placement(
+        form,
+        tuple(entry.key for entry in entries),
+        [entry.offsets for entry in entries],
+        {chunk: entry.marks for chunk, entry in enumerate(entries) if entry.marks},
+        {chunk: entry.form for chunk, entry in enumerate(entries) if entry.form is not form},
+    )
 
 
 def entries_from_placement(
@@ -166,23 +177,16 @@ class Match:
     def __post_init__(self) -> None:
         self.limit = self.deadline
 
-    @classmethod
-    def from_placement(cls, number: int, placement: Placement) -> Match:
-        """A match that another process of this engine holds, with all that a copy needs."""
-        run = entries_from_placement(placement, EntryState.READY)
-        return cls(number, placement.keys, placement.form, 0, 0.0, run=run, sources=[""] * len(run))
-
     @property
     def placement(self) -> Placement:
         """The placement of `run`."""
-        form, run = self.form, self.run
-        return Placement(
-            form,
-            self.keys[: len(run)],
-            [entry.offsets for entry in run],
-            {chunk: entry.marks for chunk, entry in enumerate(run) if entry.marks},
-            {chunk: entry.form for chunk, entry in enumerate(run) if entry.form is not form},
-        )
+        return placement_of(self.form, self.run)
+
+    @property
+    def grant(self) -> Grant:
+        """What a mover needs to load `run`, and the state that follows it."""
+        state = None if self.state_match is None else self.state_match.grant
+        return Grant(self.id, tuple(range(len(self.run))), self.placement, state)
 
     @property
     def chunks(self) -> int:
@@ -216,45 +220,6 @@ class Match:
     def __repr__(self) -> str:
         state = "asking" if self.pending_lookups else "ready" if self.is_ready else "found"
         return f"<Match {self.chunks} of {len(self.keys)} chunks, {len(self.run)} in the slab, {state}>"
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    """Extents for chunks that are not stored yet. Commit or abort each shard exactly once."""
-
-    id: int
-    form: ChunkForm
-    entries: dict[int, Entry]
-    """Maps a chunk's number to its entry, which is FILLING. Shard n goes to `entry.offsets[n]`."""
-    leading_stored: int
-    """The number of leading chunks that are stored, or that the caller skipped (skip_leading_tokens)."""
-    dropped: int
-    """The number of chunks that are neither stored nor in `entries`."""
-    pending_shards: set[Shard]
-    marks: dict[int, list[bytes]] = field(default_factory=dict)
-    aborted: bool = False
-    ttl: float = FOREVER
-    """Seconds for which its chunks may be used, from the commit of the last shard."""
-
-    @classmethod
-    def elsewhere(
-        cls, number: int, chunks: Sequence[int], placement: Placement, left: set[Shard]
-    ) -> Reservation:
-        """A reservation that another process of this engine holds, with all that a copy needs."""
-        entries = dict(zip(chunks, entries_from_placement(placement, EntryState.FILLING), strict=True))
-        return cls(number, placement.form, entries, 0, 0, left)
-
-    @property
-    def placement(self) -> Placement:
-        """The placement of `entries`, in their order."""
-        entries = self.entries.values()
-        return Placement(
-            self.form, tuple(entry.key for entry in entries), [entry.offsets for entry in entries]
-        )
-
-    def __repr__(self) -> str:
-        pending = len(self.pending_shards)
-        return f"<Reservation {sorted(self.entries)} leading_stored={self.leading_stored} pending={pending}>"
 
 
 def check_chain(keys: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -28,10 +28,13 @@ class Placement:
     other_forms: Mapping[int, ChunkForm] = field(default_factory=dict)
     """Maps a chunk to its form, if it is stored in a form other than `form`."""
 
+    def form_of(self, chunk: int) -> ChunkForm:
+        return self.other_forms.get(chunk, self.form)
+
     @property
     def forms(self) -> list[ChunkForm]:
         """The form of each chunk."""
-        return [self.other_forms.get(chunk, self.form) for chunk in range(len(self.keys))]
+        return [*map(self.form_of, range(len(self.keys)))]
 
     def fields(self) -> dict[str, Any]:
         """The placement as a few fields that are cheap to write and to read, without `form` and `keys`."""

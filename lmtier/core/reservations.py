@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import count
 from typing import ParamSpec, TypeVar
 
 from lmtier.core.cache_metrics import CacheMetrics
+from lmtier.core.grant import Grant
 from lmtier.core.lower import LowerTier
-from lmtier.core.match import CPU, Entry, EntryState, Reservation, check_chain
+from lmtier.core.match import CPU, Entry, EntryState, check_chain, placement_of
 from lmtier.core.memory import MemoryPlace
+from lmtier.core.placement import Placement
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm, Shard
 from lmtier.format.objects import NO_MARK, Provenance, mark_room, now_ms
 from lmtier.observe.follower import CacheObservers
+from lmtier.rules.lifetimes import FOREVER
 
 _STEP = 128
 """New chunks for which others wait: less than a millisecond."""
@@ -41,6 +45,25 @@ def at_once(in_steps: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
     return work
 
 
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Chunks whose extents are being filled."""
+
+    grant: Grant
+    """What its writers hold."""
+    entries: dict[int, Entry]
+    """Maps a chunk's number to its entry, which is FILLING. Shard n goes to `entry.offsets[n]`."""
+    pending_shards: set[Shard]
+    marks: dict[int, list[bytes]] = field(default_factory=dict)
+    is_aborted: bool = False
+    ttl: float = FOREVER
+    """Seconds for which its chunks may be used, from the commit of the last shard."""
+
+    @property
+    def form(self) -> ChunkForm:
+        return self.grant.form
+
+
 class Reservations:
     def __init__(
         self, room: MemoryPlace, lower: Sequence[LowerTier], gauges: CacheMetrics, followers: CacheObservers
@@ -52,17 +75,22 @@ class Reservations:
         self._followers = followers
         self._ids = count(1)
 
-    def restore(self, reservation: Reservation) -> None:
-        """A reservation of another process goes on here, with a lease for each shard that is to come."""
-        reservation.id = next(self._ids)
-        self.open[reservation.id] = reservation
-        for entry in reservation.entries.values():
-            for _ in reservation.pending_shards:
+    def restore(self, grant: Grant, entries: dict[int, Entry], shards: set[Shard]) -> Reservation:
+        """What another process granted goes on here, with a lease for each shard that is to come."""
+        reservation = Reservation(replace(grant, id=next(self._ids)), entries, shards)
+        self.open[reservation.grant.id] = reservation
+        for entry in entries.values():
+            for _ in shards:
                 self._index.lease(entry)
+        return reservation
+
+    def unfinished(self, grant: Grant) -> list[Shard]:
+        """The shards that were neither committed nor aborted."""
+        return sorted(self.open[grant.id].pending_shards) if grant.id in self.open else []
 
     def reserving(
         self, keys: Sequence[bytes], form: ChunkForm, first: int, ttl: float, by: str, most: int
-    ) -> Generator[None, None, Reservation]:
+    ) -> Generator[None, None, Grant]:
         """Reserve extents for at most `most` missing chunks, from number `first` on, in small steps.
 
         They live `ttl` seconds. If it is closed before its end, nothing stays reserved.
@@ -81,8 +109,9 @@ class Reservations:
             ]
         missing = min(sum(wanted), most)
         new: dict[int, Entry] = {}
-        reservation = Reservation(next(self._ids), form, new, 0, 0, set(form.shards), ttl=ttl)
-        self.open[reservation.id] = reservation
+        number = next(self._ids)
+        reservation = Reservation(Grant(number, (), Placement(form, (), ())), new, set(form.shards), ttl=ttl)
+        self.open[number] = reservation
         run: list[Entry] = []
         leading_stored = 0
         dropped_keys: list[bytes] = []
@@ -120,7 +149,8 @@ class Reservations:
                         yield
                     except GeneratorExit:
                         for shard in form.shards:
-                            self.abort(reservation, shard)
+                            reservation.pending_shards.remove(shard)
+                            self._abort(reservation)
                         raise
                     end = next_chunk  # others may have stored the next ones meanwhile
                     if added_entries[-1].state is EntryState.GONE:  # by a clear with `force`
@@ -140,11 +170,16 @@ class Reservations:
         if not (keys and is_state(keys[-1])):
             self._gauges.skip(len(keys) - len(dropped_keys) - len(new))
         self._drop(dropped_keys, drop_reason, form)
-        reservation.leading_stored, reservation.dropped = leading_stored, len(dropped_keys)
         if not new:
-            reservation.pending_shards.clear()
-            del self.open[reservation.id]
-        return reservation
+            del self.open[number]
+        grant = reservation.grant = Grant(
+            number if new else 0,
+            tuple(new),
+            placement_of(form, new.values()),
+            leading_stored=leading_stored,
+            dropped=len(dropped_keys),
+        )
+        return grant
 
     def _add(self, keys: Sequence[bytes], form: ChunkForm, parent: Entry | None) -> list[Entry]:
         """Add as many of these missing chunks as find room at once, in their order."""
@@ -157,26 +192,30 @@ class Reservations:
             entry.offsets = chunk_offsets
         return run
 
-    def commit(
-        self, reservation: Reservation, shard: Shard | None, prints: Mapping[int, bytes] | None
-    ) -> None:
-        layout = reservation.form.layout
+    def commit(self, grant: Grant, shard: Shard | None, prints: Mapping[int, bytes] | None) -> None:
+        if not grant.chunks:
+            return
+        layout = grant.form.layout
         longest = max(map(len, (prints or {}).values()), default=0)
         # A tier that seals has the least room: there each store would fail, as if the storage did.
         if layout is not None and longest > (room := mark_room(layout, is_sealed=True)):
             raise MisuseError(
                 f"a mark has {longest} bytes, but a header with this layout has room for {room}; shorten it"
             )
-        shard_number = self._finish(reservation, shard)
+        reservation, shard_number = self._finish(grant, shard)
         for chunk, mark in (prints or {}).items():
-            marks = reservation.marks.setdefault(chunk, [NO_MARK] * len(reservation.form.shards))
+            marks = reservation.marks.setdefault(chunk, [NO_MARK] * len(grant.form.shards))
             marks[shard_number] = mark
         self._close_if_finished(reservation)
 
-    def abort(self, reservation: Reservation, shard: Shard | None) -> None:
-        self._finish(reservation, shard)
-        if not reservation.aborted:
-            reservation.aborted = True
+    def abort(self, grant: Grant, shard: Shard | None) -> None:
+        if grant.chunks:
+            self._abort(self._finish(grant, shard)[0])
+
+    def _abort(self, reservation: Reservation) -> None:
+        """One of its shards will not come."""
+        if not reservation.is_aborted:
+            reservation.is_aborted = True
             for entry in reservation.entries.values():
                 if entry.state is not EntryState.GONE:
                     self._room.take_out(entry)
@@ -190,31 +229,24 @@ class Reservations:
             for notify in self._followers.not_stored:
                 notify(CPU, keys, why)
 
-    def _finish(self, reservation: Reservation, shard: Shard | None) -> int:
-        shards = reservation.form.shards
-        if shard is None:
-            if len(shards) != 1:
-                raise MisuseError(f"this reservation has {len(shards)} shards: pass the one that is done")
-            shard = shards[0]
-        if not reservation.entries:
-            return 0
-        if shard not in reservation.pending_shards:
-            raise MisuseError(f"shard {shard} was committed or aborted before, or is not of this reservation")
-        if self.open.get(reservation.id) is not reservation:
-            raise MisuseError("commit or abort of a reservation that another cache made")
+    def _finish(self, grant: Grant, shard: Shard | None) -> tuple[Reservation, int]:
+        """The reservation of a grant with chunks, without this shard; and the shard's number."""
+        reservation, shard = self.open.get(grant.id), grant.shard(shard)
+        if reservation is None or reservation.grant is not grant or shard not in reservation.pending_shards:
+            raise MisuseError(
+                f"shard {shard} was committed or aborted before, or another cache made this grant"
+            )
         reservation.pending_shards.remove(shard)
-        return shards.index(shard)
+        return reservation, grant.form.shards.index(shard)
 
     def _close_if_finished(self, reservation: Reservation) -> None:
         """Each entry was leased once per shard; end one of them, and with the last one make it visible."""
-        if not reservation.entries:
-            return
-        if reservation.pending_shards or reservation.aborted:
+        if reservation.pending_shards or reservation.is_aborted:
             self._room.release(*reservation.entries.values())
         else:
             self._publish(reservation)
         if not reservation.pending_shards:
-            del self.open[reservation.id]
+            del self.open[reservation.grant.id]
 
     def _publish(self, reservation: Reservation) -> None:
         form = reservation.form

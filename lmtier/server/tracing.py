@@ -21,7 +21,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from lmtier._version import __version__
-from lmtier.core.match import CPU, Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import CPU, Match
 from lmtier.errors import log
 from lmtier.threads import start_thread
 
@@ -74,6 +75,7 @@ class _Times:
     arrived: int = 0
     below: int = 0
     """The number of chunks to load from lower tiers."""
+    is_aborted: bool = False
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -137,12 +139,17 @@ class Tracing:
     def reserved(self, number: int, began: int, engine: str) -> None:
         self._open[number] = _Times(engine, began)
 
-    def stored(self, number: int, reservation: Reservation) -> None:
-        """The last shard of the reservation was committed or aborted."""
+    def aborted(self, number: int) -> None:
+        """One of its shards was aborted."""
+        if (times := self._open.get(number)) is not None:
+            times.is_aborted = True
+
+    def stored(self, number: int, grant: Grant) -> None:
+        """The last of its shards was committed or aborted."""
         if (times := self._open.pop(number, None)) is not None:
-            nbytes = sum(entry.form.stored_bytes for entry in reservation.entries.values())
-            facts = {"lmtier.chunks": len(reservation.entries), "lmtier.bytes": nbytes}
-            if reservation.aborted:
+            chunks = len(grant.chunks)
+            facts = {"lmtier.chunks": chunks, "lmtier.bytes": chunks * grant.form.stored_bytes}
+            if times.is_aborted:
                 facts["lmtier.aborted"] = True
             self._span("store", times, times.began, time.time_ns(), facts)
 

@@ -23,7 +23,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from lmtier.core.cache import Cache
-from lmtier.core.match import EntryState, Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import EntryState, Match
 from lmtier.errors import MisuseError
 from lmtier.format.keys import KEY_BYTES, VALUES, value_key
 from lmtier.format.layout import ChunkForm, LayerShape, Layout, Shard, form_of
@@ -68,7 +69,7 @@ class ValueInfo(NamedTuple):
 class Draft:
     """Room for a value that is being received."""
 
-    reservation: Reservation
+    grant: Grant
     view: memoryview
 
 
@@ -154,11 +155,10 @@ class Values:
         max_draft_bytes = cache.index.capacity * _DRAFT_SHARE
         if self._drafting + form.slab_bytes <= max_draft_bytes:
             key = VALUES + next(self._drafts).to_bytes(KEY_BYTES - len(VALUES), "little")
-            reservation = cache.reserve([key], form)
-            if reservation.entries:
+            grant = cache.reserve([key], form)
+            if grant.chunks:
                 self._drafting += form.slab_bytes
-                (entry,) = reservation.entries.values()
-                return Draft(reservation, cache.slab.view(entry.offsets[0], nbytes))
+                return Draft(grant, cache.slab.view(grant.placement.offsets[0][0], nbytes))
         if form.slab_bytes <= max_draft_bytes:  # for a value that never fits, other clients need not hurry
             self.no_room_at = time.monotonic()
         self._count.labels("refused").inc()
@@ -166,8 +166,8 @@ class Values:
 
     def discard_draft(self, draft: Draft) -> None:
         """Give up a draft that will not be completed."""
-        self._drafting -= draft.reservation.form.slab_bytes
-        self._cache.abort(draft.reservation)
+        self._drafting -= draft.grant.form.slab_bytes
+        self._cache.abort(draft.grant)
 
     def put(self, draft: Draft, name: bytes, expires: int = 0) -> Waiting[None]:
         """Give a complete draft its name, and replace an older value.
@@ -177,20 +177,14 @@ class Values:
         """
         cache, key = self._cache, value_key(name)
         try:
-            nbytes = draft.reservation.form.slab_bytes
+            nbytes = draft.grant.form.slab_bytes
             while cache.is_behind(nbytes):  # acknowledge it only when there is room in a tier's queue
                 yield None
         except GeneratorExit:
             self.discard_draft(draft)
             raise
-        self._drafting -= draft.reservation.form.slab_bytes
-        (entry,) = draft.reservation.entries.values()
-        # A clear with force removed it: as if it had been stored before the clear.
-        if entry.state is EntryState.GONE:
-            cache.delete_value(key, ANY)
-            cache.commit(draft.reservation)
-        else:
-            cache.commit_value(draft.reservation, key, ValueInfo(expires, len(draft.view), name).pack())
+        self._drafting -= draft.grant.form.slab_bytes
+        cache.commit_value(draft.grant, key, ValueInfo(expires, len(draft.view), name).pack())
         self._changed(key)
         if expires:
             self._will_expire(expires, key)
@@ -362,7 +356,7 @@ class Values:
                 if first:
                     yield PAUSE
                 np.copyto(target[first : first + _PIECE], source[first : first + _PIECE])
-            while self._cache.is_behind(draft.reservation.form.slab_bytes):
+            while self._cache.is_behind(draft.grant.form.slab_bytes):
                 yield None
         except GeneratorExit:
             self.discard_draft(draft)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from lmtier.core.match import Entry, EntryState, Match, Reservation, entries_from_placement
+from lmtier.core.grant import Grant
+from lmtier.core.match import Entry, EntryState, Match, entries_from_placement
 from lmtier.core.placement import Placement, keys_of, read_ranges, read_runs, write_ranges, write_runs
 from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm
@@ -83,23 +84,23 @@ def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = 
     return match
 
 
-def write_reservation(number: int, reservation: Reservation) -> dict[str, Any]:
+def write_reservation(number: int, grant: Grant) -> dict[str, Any]:
     return {
         "id": number,
-        "known": reservation.leading_stored,
-        "dropped": reservation.dropped,
-        "chunks": write_ranges(reservation.entries),
-        **reservation.placement.fields(),
+        "known": grant.leading_stored,
+        "dropped": grant.dropped,
+        "chunks": write_ranges(grant.chunks),
+        **grant.placement.fields(),
     }
 
 
-def read_reservation(fields: dict[str, Any], keys: Sequence[bytes], form: ChunkForm) -> Reservation:
+def read_reservation(fields: dict[str, Any], keys: Sequence[bytes], form: ChunkForm) -> Grant:
     """The inverse. `keys` are the requested ones."""
     chunks = read_ranges(fields["chunks"])
     placement = Placement.of(form, tuple(keys[chunk] for chunk in chunks), fields)
-    reservation = Reservation.elsewhere(fields["id"], chunks, placement, set(form.shards if chunks else ()))
-    reservation.leading_stored, reservation.dropped = fields["known"], fields["dropped"]
-    return reservation
+    if len(placement.keys) < len(chunks):
+        raise ValueError(f"there are places for {len(placement.keys)} chunks, but {len(chunks)} were named")
+    return Grant(fields["id"], tuple(chunks), placement, None, fields["known"], fields["dropped"])
 
 
 def write_changes(end: int, changes: Iterable[Change]) -> list[Any]:

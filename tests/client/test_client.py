@@ -25,7 +25,8 @@ from lmtier.client import link as link_module
 from lmtier.client.client import Client
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
-from lmtier.core.match import Entry, EntryState, Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import EntryState, Match
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import Identity, namespace, state_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, form_of, padded, stored_size
@@ -63,19 +64,19 @@ def content(key: bytes, shard: Shard) -> bytes:
     return (hashlib.sha256(key + str(shard).encode()).digest() * (size // 32 + 1))[:size]
 
 
-def write(client: Client, reservation: Reservation, *shards: Shard) -> None:
-    for entry in reservation.entries.values():
-        for shard in shards or entry.form.shards:
-            data = content(entry.key, shard)
-            client.slab.view(entry.offsets[entry.form.shards.index(shard)], len(data))[:] = data
+def write(client: Client, reservation: Grant, *shards: Shard) -> None:
+    for key, offsets in reservation.places:
+        for shard in shards or reservation.form.shards:
+            data = content(key, shard)
+            client.slab.view(offsets[reservation.form.shards.index(shard)], len(data))[:] = data
 
 
 def store(client: Client, names: list[bytes], form=ONE) -> int:
     reservation = client.reserve(names, form)
     write(client, reservation)
-    for shard in form.shards if reservation.entries else ():
+    for shard in form.shards if reservation.chunks else ():
         client.commit(reservation, shard)
-    return len(reservation.entries)
+    return len(reservation.chunks)
 
 
 def is_right(client: Client, match: Match) -> bool:
@@ -186,16 +187,15 @@ def test_a_reservation_is_a_caches(serve):
     with Client(serve(chunks=6).path) as client:
         assert store(client, keys(2)) == 2
         reservation = client.reserve(keys(9), ONE)
-        assert (list(reservation.entries), reservation.leading_stored, reservation.dropped) == (
+        assert (list(reservation.chunks), reservation.leading_stored, reservation.dropped) == (
             [2, 3, 4, 5],
             2,
             3,
         )
-        assert all(entry.state is EntryState.FILLING for entry in reservation.entries.values())
         client.abort(reservation)
         assert used(client) == 2 * ROOM
         skipping = client.reserve(keys(4), ONE, first=3)
-        assert (list(skipping.entries), skipping.leading_stored) == ([3], 3)
+        assert (list(skipping.chunks), skipping.leading_stored) == ([3], 3)
 
 
 def test_chunks_of_another_engines_layout_say_so(serve):
@@ -260,7 +260,7 @@ def test_everything_can_be_cleared_and_discarded(serve):
         store(client, keys(3))
         store(client, keys(2, "b"))
         match = client.match(keys(3), ONE)
-        client.discard(match.run[2])
+        client.discard(match.run[2].key)
         client.release(match)
         assert look(client, keys(3)) == ["cpu"] * 2
         client.clear(namespace("a"))
@@ -350,7 +350,7 @@ def test_a_client_killed_while_it_saves_gives_everything_back(serve):
         client = Client(server.path)
         client.match(keys(2), ONE)
         reservation = client.reserve(keys(7, "b"), ONE)
-        client.slab.view(reservation.entries[0].offsets[0], 100)[:] = b"x" * 100
+        client.slab.view(reservation.placement.offsets[0][0], 100)[:] = b"x" * 100
         pipe.send("half-way")
         signal.pause()
 
@@ -368,22 +368,11 @@ def rank(pipe: Connection, address: str, shard: Shard) -> None:
     """Writes its shard of what the scheduler has reserved, when it is told to."""
     client = Client(address, engine=secret("e"), shard=shard)
     while True:
-        number, places = pipe.recv()
-        entries = {
-            chunk: Entry(key, TWO, TWO.slab_bytes, EntryState.FILLING) for chunk, (key, _) in places.items()
-        }
-        for chunk, (_, offsets) in places.items():
-            entries[chunk].offsets = offsets
-        reservation = Reservation(number, TWO, entries, 0, 0, {shard})
-        assert client.adopt(reservation)
-        write(client, reservation, shard)
-        client.commit(reservation, shard)
+        grant = pipe.recv()
+        assert client.adopt(grant, shard)
+        write(client, grant, shard)
+        client.commit(grant, shard)
         pipe.send("done")
-
-
-def plan(reservation: Reservation) -> tuple[int, dict[int, tuple[bytes, tuple[int, ...]]]]:
-    places = {chunk: (entry.key, entry.offsets) for chunk, entry in reservation.entries.items()}
-    return reservation.id, places
 
 
 def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_shard(serve):
@@ -398,7 +387,7 @@ def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_
         for reservation, ranks in ((whole, (left, right)), (half, (right,))):
             scheduler.disown(reservation)
             for pipe in ranks:
-                pipe.send(plan(reservation))
+                pipe.send(reservation)
                 assert heard(pipe) == "done"
         assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
         assert used(scheduler) == 6 * ROOM
@@ -440,7 +429,7 @@ def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
         for _ in range(3):
             assert client.match(keys(3), ONE).chunks == 0
         reservation = client.reserve(keys(5), ONE, first=1)
-        assert (reservation.entries, reservation.leading_stored, reservation.dropped) == ({}, 1, 4)
+        assert (reservation.chunks, reservation.leading_stored, reservation.dropped) == ((), 1, 4)
         client.commit(reservation)
         client.commit(unready)
         client.touch(keys(2))
@@ -448,7 +437,7 @@ def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
         client.check()
         assert (client.step(), client.flush(), client.stats()) == (0, False, {})
         assert is_right(client, held), "nobody writes what a dead server had"
-        client.discard(held.run[0])
+        client.discard(held.run[0].key)
         client.release(held)
         assert client.lost == 1
         assert client.unserved >= 5
@@ -469,7 +458,7 @@ def test_a_server_that_comes_back_is_used_again_once_nothing_of_the_old_one_is_h
             store(other, keys(5, "other"))
         assert is_right(client, held)
         client.release(held)
-        assert client.reserve(keys(3), ONE).entries == {}, "the reservation is still held"
+        assert client.reserve(keys(3), ONE).chunks == (), "the reservation is still held"
         write(client, waiting)
         client.commit(waiting)
         assert (client.run_id, client.slab) == (before, window)
@@ -635,7 +624,7 @@ def test_what_is_asked_for_ahead_is_read_later(serve):
         server.thaw()
         until(lambda: used(client) == 4 * ROOM)  # other calls read the reply in passing
         reservation = client.finish_reserve(asked)
-        assert (reservation.leading_stored, list(reservation.entries)) == (2, [2, 3, 4])
+        assert (reservation.leading_stored, list(reservation.chunks)) == (2, [2, 3, 4])
         write(client, reservation)
         assert used(client) == 4 * ROOM
 
@@ -668,10 +657,10 @@ def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in
             asked = client.begin_reserve(keys(2), ONE)
             assert client.traffic == before
         assert client.traffic > before
-        assert list(client.finish_reserve(asked).entries) == [0, 1]
+        assert client.finish_reserve(asked).chunks == (0, 1)
         with client.batched():
             asked = client.begin_reserve(keys(2, "b"), ONE)
-            assert list(client.finish_reserve(asked).entries) == [0, 1]
+            assert client.finish_reserve(asked).chunks == (0, 1)
         server.kill()
         with client.batched():
             client.touch(keys(1, "form"))
@@ -1150,8 +1139,7 @@ def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(
         store(client, names)
         assert client.match(names, ONE, state_form=state).chunks == 0
         reservation = client.reserve([names[2], end], state, first=1)
-        (entry,) = reservation.entries.values()
-        client.slab.view(entry.offsets[0], 5000)[:] = b"s" * 5000
+        client.slab.view(reservation.placement.offsets[0][0], 5000)[:] = b"s" * 5000
         client.commit(reservation)
         assert client.flush()
     server.kill()

@@ -251,8 +251,8 @@ def seen(cache: Cache, device: SimulatedDevice) -> None:
     commit, free = cache.commit, cache.slab.free
 
     def noted_commit(reservation, shard=None, marks=None):
-        for entry in reservation.entries.values():
-            device.host("commit", reads=[span(view(entry.offsets[0]))])
+        for _, offsets in reservation.places:
+            device.host("commit", reads=[span(view(offsets[0]))])
         commit(reservation, shard, marks)
 
     def noted_free(offsets):
@@ -473,7 +473,7 @@ def test_a_caller_that_takes_no_context_finishes_and_releases_by_itself(cache):
     engine.prefill(range(16), engine.take(16))
     engine.settle()
     match = engine.mover.match(engine.mover.chain(range(17)))
-    load = CudaLoad(engine.mover, match, engine.take(16), 0)
+    load = CudaLoad(engine.mover, match.grant, engine.take(16), 0)
     engine.mover.drain()
     assert load.done
     assert not match.released
@@ -562,7 +562,7 @@ def test_shards_of_other_ranks_are_put_together(cache, layout):
     chain = movers[0].chain(range(16))
     reservation = cache.reserve(chain.keys, movers[0].form)
     for mover in movers:
-        with mover.save(chain, [7, 5, 3, 1], reservation=reservation) as save:
+        with mover.save(chain, [7, 5, 3, 1], grant=reservation) as save:
             save.all()
     engine = Engine(cache, layout=layout)
     blocks = engine.take(16)
@@ -716,7 +716,7 @@ def test_places_may_be_decided_elsewhere(cache):
     mover.drain()
     for computed, copied in ((0, 0), (0, 3), (8, 2)):
         match = mover.match(mover.chain([*tokens, 0]))
-        places = gpu_copies.load(match.run[computed // C :], mover.form)
+        places = gpu_copies.load(match.placement, mover.form, computed // C)
         assert [place is None for place in places.by_chunk] == [False] * (3 - computed // C) + [True]
         assert places.filled == copied
         others = engine.take(32)
@@ -795,5 +795,5 @@ def test_a_save_that_cannot_begin_reserves_nothing(cache):
     with pytest.raises(LayoutError, match="left a sliding window"):
         engine.mover.save(chain, [[0, 1], [-1, 2]])
     again = cache.reserve(chain.keys, engine.mover.form)
-    assert len(again.entries) == 1
+    assert len(again.chunks) == 1
     cache.abort(again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmtier.copy.gpu_copies import GpuCopies, GpuSlot, GpuSlots
-from lmtier.core.match import Entry, EntryState
+from lmtier.core.match import EntryState
+from lmtier.core.placement import Placement
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Shard, form_of
 from lmtier.rules.policy import POLICIES
@@ -31,12 +33,10 @@ def key(name: object) -> bytes:
     return hashlib.sha256(f"{name}".encode()).digest()
 
 
-def promised(*names: object, form: ChunkForm = WHOLE, mark: bytes = b"") -> list[Entry]:
+def promised(*names: object, form: ChunkForm = WHOLE, mark: bytes = b"") -> Placement:
     """What a match has of the slab."""
-    run = [Entry(key(name), form, form.slab_bytes, EntryState.READY) for name in names]
-    for entry in run:
-        entry.marks = (mark,) * len(form.shards) if mark else ()
-    return run
+    marks = dict.fromkeys(range(len(names) if mark else 0), (mark,) * len(form.shards))
+    return Placement(form, tuple(map(key, names)), [(0,) * len(form.shards)] * len(names), marks)
 
 
 def there(places: GpuSlots) -> list[bool | None]:
@@ -44,7 +44,7 @@ def there(places: GpuSlots) -> list[bool | None]:
     return [None if place is None else place.is_filled for place in places.by_chunk]
 
 
-def put(copies: GpuCopies, run: list[Entry], form: ChunkForm = WHOLE) -> GpuSlots:
+def put(copies: GpuCopies, run: Placement, form: ChunkForm = WHOLE) -> GpuSlots:
     places = copies.load(run, form)
     copies.release(places)
     copies.check()
@@ -76,7 +76,7 @@ def test_what_was_not_believed_is_not_there():
     copies, run = GpuCopies(8 * PAGE), promised("a", "b")
     copies.release(copies.load(run, WHOLE), is_verified=False)
     assert copies.extents.used == 0
-    put(copies, run[:1])
+    put(copies, promised("a"))
     copies.release(copies.load(run, WHOLE), is_verified=False)
     assert copies.extents.used == 0
     assert there(copies.load(run, WHOLE)) == [False, False]
@@ -112,7 +112,7 @@ def test_the_extent_of_a_copy_that_is_read_is_nobody_elses_before_that_is_done()
 
 def test_cleared_with_transfers_under_way_the_room_returns_when_the_last_is_done():
     copies, run = GpuCopies(8 * PAGE), promised("a", "b")
-    put(copies, run[:1])
+    put(copies, promised("a"))
     one, other = copies.load(run, WHOLE), copies.load(run, WHOLE)
     copies.clear()
     copies.check()
@@ -162,9 +162,8 @@ def test_a_chunk_that_was_computed_anew_is_not_read_from_its_old_copy():
 def test_chunks_without_a_fingerprint_are_those_whose_fingerprints_are_empty():
     copies = GpuCopies(8 * PAGE)
     put(copies, promised("a", form=SPLIT), SPLIT)
-    (entry,) = promised("a", form=SPLIT)
-    entry.marks = (b"", b"")
-    assert there(copies.load([entry], SPLIT)) == [True]
+    empty = replace(promised("a", form=SPLIT), marks={0: (b"", b"")})
+    assert there(copies.load(empty, SPLIT)) == [True]
 
 
 def test_a_chunk_takes_what_the_largest_shard_does():
@@ -228,33 +227,32 @@ class Transfers(RuleBasedStateMachine):
         self.memory: list[object] = [None] * pages
         self.readable: dict[bytes, object] = {}
         self.version = dict.fromkeys((key(n) for n in range(8)), 0)
-        self.open: list[tuple[GpuSlots, list[Entry], int, dict[int, object]]] = []
+        self.open: list[tuple[GpuSlots, Placement, int, dict[int, object]]] = []
 
-    def run_of(self, first: int, length: int, form: ChunkForm) -> list[Entry]:
+    def run_of(self, first: int, length: int, form: ChunkForm) -> Placement:
         run = promised(*range(first, first + length), form=form)
-        for entry in run:
-            if version := self.version[entry.key]:
-                entry.marks = (b"%d" % version,) * len(form.shards)
-        return run
+        versions = enumerate(self.version[name] for name in run.keys)
+        marks = {chunk: (b"%d" % version,) * len(form.shards) for chunk, version in versions if version}
+        return replace(run, marks=marks)
 
-    def content(self, entry: Entry, form: ChunkForm) -> object:
-        return entry.key, self.version[entry.key], form
+    def content(self, name: bytes, form: ChunkForm) -> object:
+        return name, self.version[name], form
 
-    def started(self, places: GpuSlots, run: list[Entry], form: ChunkForm) -> None:
+    def started(self, places: GpuSlots, run: Placement, form: ChunkForm) -> None:
         """It begins at once: reads are right from now to the end, and what is to be filled holds rubbish."""
         pages = max(form.sizes) // PAGE
         contents = {}
-        for number, (entry, place) in enumerate(zip(run, places.by_chunk, strict=True)):
+        for number, (name, place) in enumerate(zip(run.keys, places.by_chunk, strict=True)):
             if place is None:
                 continue
             at = place.offset // PAGE
             if place.is_filled:
-                assert self.memory[at : at + pages] == [self.readable[entry.key]] * pages
-                assert self.readable[entry.key] == self.content(entry, form)
+                assert self.memory[at : at + pages] == [self.readable[name]] * pages
+                assert self.readable[name] == self.content(name, form)
             else:
-                self.readable.pop(entry.key, None)
+                self.readable.pop(name, None)
                 self.memory[at : at + pages] = [object()] * pages
-            contents[number] = self.content(entry, form)
+            contents[number] = self.content(name, form)
         self.open.append((places, run, pages, contents))
 
     @rule(first=chunks[0], length=chunks[1], form=forms)
@@ -281,7 +279,7 @@ class Transfers(RuleBasedStateMachine):
         which = data.draw(st.integers(0, len(self.open) - 1))
         places, run, pages, contents = self.open.pop(which)
         still = {copy.key for copy, _ in places.held if copy.state is not EntryState.GONE}
-        for number, (entry, place) in enumerate(zip(run, places.by_chunk, strict=True)):
+        for number, (name, place) in enumerate(zip(run.keys, places.by_chunk, strict=True)):
             if place is None:
                 continue
             at = place.offset // PAGE
@@ -290,9 +288,9 @@ class Transfers(RuleBasedStateMachine):
             else:
                 self.memory[at : at + pages] = [contents[number]] * pages
             if not believed:
-                self.readable.pop(entry.key, None) if entry.key in still else None
-            elif entry.key in still and not place.is_filled:
-                self.readable[entry.key] = contents[number]
+                self.readable.pop(name, None) if name in still else None
+            elif name in still and not place.is_filled:
+                self.readable[name] = contents[number]
         self.copies.release(places, is_verified=believed)
 
     @invariant()

@@ -14,7 +14,7 @@ from lmtier.config import Config
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.cache import Cache
-from lmtier.core.match import Reservation
+from lmtier.core.grant import Grant
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Layout, Name, Shard
 from lmtier.testing import MemoryTier
@@ -64,11 +64,11 @@ class Engine:
         for layer in self.layers:
             layer[blocks] = torch.randn(len(blocks), H, N, 2 * D).bfloat16()
 
-    def save(self, tokens, blocks: list[int]) -> Reservation:
+    def save(self, tokens, blocks: list[int]) -> Grant:
         chain = self.mover.chain(tokens)
         reservation = self.cache.reserve(chain.keys, self.mover.form)
         for mover in self.movers:
-            with mover.save(chain, blocks, reservation=reservation) as saving:
+            with mover.save(chain, blocks, grant=reservation) as saving:
                 for layer in range(mover.kv.shard.first_layer, mover.kv.shard.end_layer):
                     saving.layer(layer)
         return reservation
@@ -230,7 +230,7 @@ def test_a_chunk_that_one_rank_lost_is_lost_for_all(place, lost, rank):
         two, alone = Engine(cache, 1, RANKS), Engine(cache, 2)
         assert two.matched(range(41)) == [lost, lost]
         assert alone.matched(range(41)) == [lost], "nor is half of it of use to a rank that wants both"
-        assert two.save(range(40), blocks).entries.keys() == {lost}, "it alone is stored again"
+        assert two.save(range(40), blocks).chunks == (lost,), "it alone is stored again"
         assert two.matched(range(41)) == [5, 5]
         target = alone.blocks(41)
         assert alone.load(range(41), target) == 40
@@ -257,11 +257,11 @@ def test_what_comes_after_a_gap_is_kept_and_not_matched(cache):
     engine.save(range(40), blocks)
     gap = cache.index.get(engine.mover.chain(range(40)).keys[2])
     assert gap is not None
-    cache.discard(gap)
+    cache.discard(gap.key, gap.form)
     cache.flush()
     assert engine.matched(range(41)) == [2]
     assert cache.metrics.value("lmtier_missed_tokens_total", reason="behind_a_gap") == 2 * C
-    assert engine.save(range(40), blocks).entries.keys() == {2}
+    assert engine.save(range(40), blocks).chunks == (2,)
     assert engine.matched(range(41)) == [5]
 
 
@@ -305,8 +305,8 @@ def test_a_preempted_request_is_saved_from_the_blocks_it_has_after_it(cache, pla
 
     resumed = engine.blocks(32)
     new = engine.save(range(32), resumed)
-    assert sorted(new.entries) == list(range(done_before // C, 4))
-    assert not engine.save(range(32), resumed).entries
+    assert sorted(new.chunks) == list(range(done_before // C, 4))
+    assert not engine.save(range(32), resumed).chunks
     assert cache.metrics.value("lmtier_stored_tokens_total", tier="cpu") - stored == 32 - done_before
     assert cache.flush()
     assert cache.stats()["cpu"]["chunks"] == cache.stats()["disk"]["chunks"] == len(place.files()) == 4

@@ -289,7 +289,7 @@ def test_a_load_that_lacks_a_layer_is_not_confirmed(cache):
     loading.layer(0)
     with pytest.raises(MisuseError, match=r"lacks layers \[1, 2\]"):
         loading.finish()
-    cache.release(loading._match)
+    cache.release(loading.match)
 
 
 def test_a_with_block_that_forgets_a_layer_leaves_nothing_behind(cache):
@@ -355,7 +355,7 @@ def test_ranks_save_one_reservation_together(cache):
         movers[0].save(chain, range(4))
     reservation = cache.reserve(chain.keys, movers[0].form)
     for mover in movers:
-        with mover.save(chain, range(4), reservation=reservation) as saving:
+        with mover.save(chain, range(4), grant=reservation) as saving:
             saving.all()
     match = movers[1].match(chain.extend([99]))
     assert match.chunks == 2
@@ -373,8 +373,8 @@ def test_what_was_matched_or_reserved_for_another_model_is_refused(cache):
     chain = engine.mover.chain(range(16))
     theirs = cache.reserve(chain.keys, other.form)
     with pytest.raises(MisuseError, match="this mover is for"):
-        engine.mover.save(chain, engine.blocks(16), reservation=theirs)
-    with other.save(chain, range(4), reservation=theirs) as saving:
+        engine.mover.save(chain, engine.blocks(16), grant=theirs)
+    with other.save(chain, range(4), grant=theirs) as saving:
         saving.all()
     match = other.match(chain.extend([99]))
     with pytest.raises(MisuseError, match="this mover is for"):
@@ -522,8 +522,8 @@ def test_what_two_ranks_saved_one_rank_loads_and_back(cache):
     chain = movers[0].chain(range(24))
     reservation = cache.reserve(chain.keys, movers[0].form)
     for mover in movers:
-        for number, entry in reservation.entries.items():
-            view = cache.slab.view(entry.offsets[mover.number], mover.kv.nbytes)
+        for number, (_, offsets) in zip(reservation.chunks, reservation.places, strict=True):
+            view = cache.slab.view(offsets[mover.number], mover.kv.nbytes)
             mover.kv.gather(None, blocks[2 * number : 2 * number + 2], view)
         cache.commit(reservation, mover.kv.shard)
 

@@ -47,13 +47,13 @@ def content(key: bytes, shard: Shard) -> bytes:
 def store(cache: Cache, names: list[bytes], form=ONE, by: str = "") -> int:
     """Save what is not stored yet; the number of chunks that were."""
     reservation = cache.reserve(names, form, by=by)
-    for entry in reservation.entries.values():
-        for offset, shard in zip(entry.offsets, form.shards, strict=True):
-            data = content(entry.key, shard)
+    for key, offsets in reservation.places:
+        for offset, shard in zip(offsets, form.shards, strict=True):
+            data = content(key, shard)
             cache.slab.view(offset, len(data))[:] = data
-    for shard in sorted(reservation.pending_shards):
+    for shard in reservation.form.shards if reservation.chunks else ():
         cache.commit(reservation, shard)
-    return len(reservation.entries)
+    return len(reservation.chunks)
 
 
 def holds_right_bytes(cache: Cache, match: Match) -> bool:
@@ -115,13 +115,13 @@ def pieces(make, *tiers: str) -> tuple[Cache, list[bytes]]:
 
 def fill(cache: Cache, name: bytes, form: ChunkForm) -> int:
     reservation = cache.reserve([name], form)
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], form.sizes[0])[:32] = name
-        cache.slab.view(entry.offsets[0], form.sizes[0])[-32:] = name
-    if reservation.entries:
+    for _, offsets in reservation.places:
+        cache.slab.view(offsets[0], form.sizes[0])[:32] = name
+        cache.slab.view(offsets[0], form.sizes[0])[-32:] = name
+    if reservation.chunks:
         cache.commit(reservation)
     cache.step()
-    return len(reservation.entries)
+    return len(reservation.chunks)
 
 
 def is_right(cache: Cache, name: bytes, form: ChunkForm) -> bool:
@@ -201,8 +201,8 @@ def test_two_writers_of_one_prefix_keep_one_copy(make):
     cache = make(cpu(20))
     first = cache.reserve(keys(3), ONE)
     second = cache.reserve(keys(4), ONE)
-    assert sorted(first.entries) == [0, 1, 2]
-    assert sorted(second.entries) == [3]
+    assert sorted(first.chunks) == [0, 1, 2]
+    assert sorted(second.chunks) == [3]
     cache.commit(second)
     assert look(cache, keys(4)) == [], "its head is not there yet"
     cache.commit(first)
@@ -580,7 +580,7 @@ def test_what_was_discarded_is_gone_from_every_tier(make):
     cache.flush()
     entry = cache.index.get(keys(2)[1])
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     cache.flush()
     assert look(cache, keys(2)) == ["cpu"]
     assert len(objects) == 1
@@ -592,10 +592,10 @@ def test_what_was_stored_since_a_chunk_was_discarded_goes_with_the_next_discard(
     store(cache, keys(1))
     entry = cache.index.get(keys(1)[0])
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     store(cache, keys(1))
     assert look(cache, keys(1)) == ["cpu"]
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     assert look(cache, keys(1)) == []
 
 
@@ -729,7 +729,8 @@ def test_evicted_and_never_stored_are_different_misses(make):
 def test_an_entry_shows_its_state_in_its_repr(make):
     cache = make(cpu(4))
     reservation = cache.reserve(keys(1), ONE)
-    (entry,) = reservation.entries.values()
+    entry = cache.index.get(keys(1)[0])
+    assert entry is not None
     assert repr(entry).endswith("FILLING leases=1 kids=0>")
     cache.commit(reservation)
     assert entry.state is EntryState.READY
@@ -845,7 +846,6 @@ def test_what_another_cache_made_costs_an_error_and_changes_nothing():
         for wrong in (
             lambda: one.release(theirs),
             lambda: one.prefetch(theirs),
-            lambda: one.discard(theirs.run[0]),
             lambda: one.commit(filling),
             lambda: one.abort(filling),
         ):

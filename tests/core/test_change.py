@@ -24,7 +24,7 @@ def keys(count, name="a"):
 def store(cache, names):
     for name in names:
         reservation = cache.reserve([name], FORM)
-        if reservation.entries:
+        if reservation.chunks:
             cache.commit(reservation)
 
 

@@ -45,8 +45,8 @@ def content(key: bytes) -> bytes:
 
 def save(cache: Cache, names: list[bytes], *, flushed: bool = True) -> None:
     reservation = cache.reserve(names, FORM, by="engine")
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = content(entry.key)
+    for key, offsets in reservation.places:
+        cache.slab.view(offsets[0], FORM.slab_bytes)[:] = content(key)
     cache.commit(reservation)
     if flushed:
         assert cache.flush()
@@ -396,7 +396,7 @@ def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_ta
         save(before, keys(A, 2))
         save(before, keys(B, 2))
         writer = HandoverWriter(before)
-        writer.write_cache(())
+        writer.write_cache((), ())
         writer.file.facts["forms"] = writer.forms.dump()
         assert before.slab.fd is not None
         keyring(1, tenants=tenants).tenants.forget(A)  # type: ignore[union-attr]  # it has some

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover, HandoverWriter
-from lmtier.core.match import Match, Reservation
+from lmtier.core.match import Match
 from lmtier.errors import MisuseError, TierError
 from lmtier.format.handover_file import HandoverFile, HandoverFileError
 from lmtier.format.layout import Layout, form_of
@@ -37,9 +38,11 @@ def keys(prompt: int) -> list[bytes]:
     return [hashlib.sha256(b"%d/%d" % (prompt, n)).digest() for n in range(3)]
 
 
-def dumped(cache: Cache, *held: Match | Reservation) -> tuple[HandoverFile, list[dict[str, object]]]:
+def dumped(cache: Cache, *held: Match | Grant) -> tuple[HandoverFile, list[dict[str, object]]]:
     writer = HandoverWriter(cache)
-    writer.write_cache(held)
+    writer.write_cache(
+        [each for each in held if isinstance(each, Match)], [each for each in held if isinstance(each, Grant)]
+    )
     notes = [writer.match(each) if isinstance(each, Match) else writer.reservation(each) for each in held]
     writer.file.facts["forms"] = writer.forms.dump()
     return HandoverFile.unpack(b"".join(writer.file.pack())), notes
@@ -65,7 +68,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.sampled_from(("lru", "auto")))
 @example([("hint", 7), ("halves", 0), ("save", 7), ("pin", 0)], "lru")  # a hint's pin that came first
 def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, int]], policy: str):
-    held: list[Match | Reservation] = []
+    held: list[Match | Grant] = []
     with Cache(config(policy), shared=True) as cache:
         for what, prompt in operations:
             if what == "find":
@@ -76,14 +79,14 @@ def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, 
                 with suppress(MisuseError):  # they have a quarter
                     cache.pinning.pin(f"hint {prompt % 2}", keys(prompt), 60.0, hinted=True)
             elif what == "discard" and (entry := cache.index.get(keys(prompt)[1])) is not None:
-                cache.discard(entry)
+                cache.discard(entry.key, entry.form)
             elif what in ("save", "begin", "ttl", "halves"):
                 form = HALVES if what == "halves" else FORM
                 saving = cache.reserve(keys(prompt), form, ttl=1000 if what == "ttl" else None)
-                if what == "begin" and saving.entries:
+                if what == "begin" and saving.chunks:
                     held.append(saving)
                 else:
-                    for shard in form.shards if saving.entries else ():
+                    for shard in form.shards if saving.chunks else ():
                         cache.commit(saving, shard)
         file, notes = dumped(cache, *held)
         after, handover = following(cache, file, config(policy))
@@ -132,7 +135,7 @@ def test_damaged_books_are_refused_wherever_the_damage_is(at: int):
     with Cache(config(), shared=True) as cache:
         cache.commit(cache.reserve(keys(1), FORM))
         writer = HandoverWriter(cache)
-        writer.write_cache([])
+        writer.write_cache([], [])
         writer.file.facts["forms"] = writer.forms.dump()
         changed = bytearray(b"".join(writer.file.pack()))
         changed[at * (len(changed) - 1) // 60] ^= 4
@@ -167,7 +170,7 @@ def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
         after.close()
         assert bytes(cache.presence._counts) == before
         for entry in cache.index.entries():  # the one before goes on
-            cache.discard(entry)
+            cache.discard(entry.key, entry.form)
 
 
 def with_disk(root: Path) -> Config:

@@ -72,8 +72,8 @@ class Place:
 
     def store(self, names: list[bytes]) -> None:
         reservation = self.cache.reserve(names, FORM)
-        for entry in reservation.entries.values():
-            self.cache.slab.view(entry.offsets[0], ROOM)[:] = entry.key * (ROOM // len(entry.key))
+        for key, offsets in reservation.places:
+            self.cache.slab.view(offsets[0], ROOM)[:] = key * (ROOM // len(key))
         self.cache.commit(reservation)
 
     def ask(self, cost: Cost | None) -> Match:

@@ -286,7 +286,7 @@ def test_of_two_tiers_that_differ_after_a_kill_the_one_that_was_read_counts(open
 def handed_over(cache: Cache, *, is_known: bool = True) -> Handover:
     """`is_known`: the handover file lists what the first tier below holds."""
     writer = HandoverWriter(cache)
-    writer.write_cache([])
+    writer.write_cache([], [])
     writer.file.facts["forms"] = writer.forms.dump()
     file = HandoverFile.unpack(b"".join(writer.file.pack()))
     assert cache.slab.fd is not None

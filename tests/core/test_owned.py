@@ -312,7 +312,7 @@ def test_what_is_discarded_during_a_scan_goes_in_every_form_that_the_scan_finds(
     store(cache, chain, now)
     entry = cache.index.get(chain[2])
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     late.gate.open()
     assert cache.flush()
     assert late.keys() == set(chain[:2]), "the next start would serve it"

@@ -55,11 +55,11 @@ def cpu(chunks: int, query: str = "") -> str:
 
 def store(cache: Cache, names: list[bytes], ttl: float | None = None) -> int:
     reservation = cache.reserve(names, ONE, ttl=ttl)
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], ROOM)[:] = bytes(ROOM)
-    if reservation.entries:
+    for _, offsets in reservation.places:
+        cache.slab.view(offsets[0], ROOM)[:] = bytes(ROOM)
+    if reservation.chunks:
         cache.commit(reservation)
-    return len(reservation.entries)
+    return len(reservation.chunks)
 
 
 def look(cache: Cache, names: list[bytes]) -> list[str]:
@@ -243,7 +243,7 @@ def test_a_pinned_chunk_that_is_discarded_gives_its_room_back(make):
     cache.pin("p", keys(2))
     entry = cache.index.get(keys(2)[1])
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     assert entry.state is EntryState.GONE
     assert cache.slab.used == ROOM
     cache.check()

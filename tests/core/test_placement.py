@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.core.match import EntryState, Match, Reservation
+from lmtier.core.match import EntryState, entries_from_placement, placement_of
 from lmtier.core.placement import Placement, read_ranges, read_runs, write_ranges, write_runs
 from lmtier.format.layout import PAGE, Layout, form_of
 
@@ -50,21 +50,8 @@ def test_texts_and_pickles_say_it_all(placement):
 
 
 @given(placements())
-def test_what_another_process_sees_has_the_same_placement(placement):
-    match = Match.from_placement(7, placement)
-    assert match.is_ready
-    assert match.placement == placement
-    assert {entry.state for entry in match.run} <= {EntryState.READY}
-
-
-def test_a_reservation_elsewhere_has_chunks_by_their_numbers():
-    placement = Placement(HALVES, (b"a" * 32, b"b" * 32), [(0, PAGE), (8 * PAGE, 4 * PAGE)])
-    reservation = Reservation.elsewhere(7, [3, 5], placement, set(HALVES.shards))
-    assert (reservation.leading_stored, reservation.dropped) == (0, 0)
-    assert list(reservation.entries) == [3, 5]
-    assert reservation.entries[5].offsets == (8 * PAGE, 4 * PAGE)
-    assert reservation.entries[5].nbytes == HALVES.slab_bytes
-    assert reservation.placement == placement
+def test_entries_made_from_a_placement_have_that_placement(placement):
+    assert placement_of(placement.form, entries_from_placement(placement, EntryState.READY)) == placement
 
 
 @pytest.mark.parametrize(

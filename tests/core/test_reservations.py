@@ -10,9 +10,10 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.cache_metrics import CacheMetrics
+from lmtier.core.grant import Grant
 from lmtier.core.index import Index
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, EntryState, Reservation
+from lmtier.core.match import CPU, EntryState
 from lmtier.core.memory import MemoryPlace
 from lmtier.core.reservations import Reservations, at_once
 from lmtier.core.slab import Slab
@@ -39,7 +40,7 @@ class Made(Reservations):
         self.room = MemoryPlace(slab, index, self.metrics, gauges.evict, lambda: 0.0, FOREVER)
         super().__init__(self.room, [], gauges, CacheObservers())
 
-    def save(self, keys, form=ONE, *, first=0, most=99) -> Reservation:
+    def save(self, keys, form=ONE, *, first=0, most=99) -> Grant:
         return at_once(self.reserving)(keys, form, first, FOREVER, "", most)
 
     def tokens(self, name: str, **labels: str) -> float:
@@ -58,24 +59,24 @@ def made():
 def test_only_what_is_missing_gets_extents_and_what_is_there_is_skipped(made):
     made.commit(made.save(KEYS[:2]), None, None)
     reservation = made.save(KEYS[:4])
-    assert (sorted(reservation.entries), reservation.leading_stored, reservation.dropped) == ([2, 3], 2, 0)
+    assert (sorted(reservation.chunks), reservation.leading_stored, reservation.dropped) == ([2, 3], 2, 0)
     made.commit(reservation, None, {2: b"mark"})
     assert made.room.index.get(KEYS[2]).marks == (b"mark",)
     assert {made.room.index.get(key).state for key in KEYS[:4]} == {EntryState.READY}
     assert (made.tokens("skipped"), made.tokens("stored", tier=CPU)) == (2, 4)
-    assert not made.save(KEYS[:4]).entries
+    assert not made.save(KEYS[:4]).chunks
 
 
 def test_a_prefix_is_reserved_and_never_a_hole(made):
     reservation = made.save(KEYS)
-    assert (sorted(reservation.entries), reservation.dropped) == ([*range(PAGES)], PAGES)
+    assert (sorted(reservation.chunks), reservation.dropped) == ([*range(PAGES)], PAGES)
     made.commit(reservation, None, None)
     assert made.tokens("dropped", tier=CPU, reason="no_room") == PAGES
 
 
 def test_no_more_are_reserved_than_the_caller_takes_and_none_before_the_first(made):
     reservation = made.save(KEYS[:6], first=1, most=2)
-    assert sorted(reservation.entries) == [1, 2]
+    assert sorted(reservation.chunks) == [1, 2]
     assert reservation.dropped == 3
     assert made.tokens("dropped", tier=CPU, reason="too_many") == 3
     made.abort(reservation, None)
@@ -94,12 +95,13 @@ def test_chunks_are_found_with_the_last_shard_and_each_shard_comes_once(made):
     with pytest.raises(MisuseError, match="2 shards: pass the one"):
         made.commit(reservation, None, None)
     made.commit(reservation, parts[1], None)
-    assert reservation.entries[0].state is EntryState.FILLING
+    entry = made.room.index.get(KEYS[0])
+    assert entry.state is EntryState.FILLING
     with pytest.raises(MisuseError, match="committed or aborted before"):
         made.commit(reservation, parts[1], None)
     made.commit(reservation, parts[0], None)
     assert made.room.index.get(KEYS[0]).state is EntryState.READY
-    assert not reservation.entries[0].leases
+    assert not entry.leases
 
 
 def test_room_comes_back_when_the_last_shard_of_an_aborted_one_has_ended(made):
@@ -118,7 +120,7 @@ def test_room_comes_back_when_the_last_shard_of_an_aborted_one_has_ended(made):
 
 def test_what_is_cleared_by_force_while_it_is_written_never_shows(made):
     reservation = made.save(KEYS[:2])
-    made.room.take_out(reservation.entries[0])
+    made.room.take_out(made.room.index.get(KEYS[0]))
     made.commit(reservation, None, None)
     assert [key in made.room.index for key in KEYS[:2]] == [False, True]
     assert made.tokens("dropped", tier=CPU, reason="cleared") == 1
@@ -160,9 +162,9 @@ def test_others_reserve_between_the_steps_of_a_large_one(cache):
     next(steps)
     cache.check()
     other = cache.reserve(MANY[:200], ONE)
-    assert (other.leading_stored, sorted(other.entries)) == (128, [*range(128, 200)])
+    assert (other.leading_stored, sorted(other.chunks)) == (128, [*range(128, 200)])
     large = at_once(lambda: steps)()
-    assert sorted(large.entries) == [*range(128), *range(200, 300)]
+    assert sorted(large.chunks) == [*range(128), *range(200, 300)]
     cache.commit(large)
     assert cache.match(MANY, ONE).chunks == 128
     cache.commit(other)
@@ -173,9 +175,9 @@ def test_others_reserve_in_the_middle_of_what_a_large_one_still_lacks(cache):
     steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     other = cache.reserve(MANY[:201], ONE, first=200)
-    assert [*other.entries] == [200]
+    assert [*other.chunks] == [200]
     large = at_once(lambda: steps)()
-    assert sorted(large.entries) == [*range(200), *range(201, 300)]
+    assert sorted(large.chunks) == [*range(200), *range(201, 300)]
     cache.commit(other)
     cache.commit(large)
     assert cache.match(MANY, ONE).chunks == 300
@@ -187,9 +189,9 @@ def test_what_leaves_between_the_steps_is_stored_again(cache):
     next(steps)
     entry = cache.index.get(MANY[250])
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     large = at_once(lambda: steps)()
-    assert (sorted(large.entries), large.dropped) == ([*range(300)], 0)
+    assert (sorted(large.chunks), large.dropped) == ([*range(300)], 0)
     cache.commit(large)
     assert cache.match(MANY, ONE).chunks == 300
 
@@ -227,5 +229,5 @@ def test_a_large_one_makes_room_as_it_goes_and_keeps_its_own_head(cache):
 def test_a_capacity_that_was_lowered_bounds_what_is_reserved(cache):
     cache.change(replace(cache.config, tiers=(f"cpu://?capacity={100 * PAGE}",)))
     reservation = cache.reserve(MANY, ONE)
-    assert (sorted(reservation.entries), reservation.dropped) == ([*range(100)], 200)
+    assert (sorted(reservation.chunks), reservation.dropped) == ([*range(100)], 200)
     cache.check()

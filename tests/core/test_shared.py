@@ -304,7 +304,7 @@ def test_what_is_discarded_while_it_goes_down_is_deleted_when_it_is_there(cache,
     assert [job.op for job in tier.waiting] == [Op.STORE] * 2
     entry = cache.index.get(of(M, 2)[1])
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     cache.step()
     while len(tier.waiting) > 1:  # whatever was submitted last ends first
         finish(cache, tier, -1)
@@ -327,7 +327,7 @@ def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, 
     match = cache.match(of(M, 2), ONE)
     assert finish(cache, tier) is Op.LOOKUP
     for _ in range(2):
-        cache.discard(entry)
+        cache.discard(entry.key, entry.form)
     assert [job.op for job in tier.waiting] == [Op.DELETE]
     cache.prefetch(match)
     assert [job.op for job in tier.waiting] == [Op.DELETE, Op.LOAD]
@@ -445,7 +445,7 @@ def test_what_is_deleted_there_is_sent_when_it_is_stored_again(cache, tier):
     store(cache, of(M, 2))
     settle(cache, tier)
     for delete in (
-        lambda: cache.discard(cache.index.get(of(M, 2)[1])),
+        lambda: cache.discard(of(M, 2)[1]),
         lambda: cache.purge(Suspect()),
         cache.clear,
     ):

@@ -35,10 +35,10 @@ def content(key: bytes) -> bytes:
 def store_state(cache: Cache, names: list[bytes]) -> bool:
     """Save the state after these chunks, if it is not stored."""
     reservation = cache.reserve([names[-1], state_of(names[-1])], STATE, first=1)
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], STATE.sizes[0])[:] = content(entry.key)
+    for key, offsets in reservation.places:
+        cache.slab.view(offsets[0], STATE.sizes[0])[:] = content(key)
     cache.commit(reservation)
-    return bool(reservation.entries)
+    return bool(reservation.chunks)
 
 
 def look(cache: Cache, names: list[bytes]) -> Match:
@@ -469,7 +469,7 @@ def test_whatever_happens_a_match_has_its_state_or_nothing(seed):
                         tier.finish(dice.randrange(len(tier.waiting)))
                     tier.fault = None
                 case 6 if dice.random() < 0.1 and (entries := cache.index.entries()):
-                    cache.discard(dice.choice(entries))
+                    cache.discard(dice.choice(entries).key, STATE)
                 case _:
                     cache.step()
             for each in held:

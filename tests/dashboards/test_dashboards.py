@@ -77,7 +77,7 @@ class Load:
                 client.release(match)
                 if match.chunks < len(keys):
                     reservation = client.reserve(keys, FORM)
-                    if reservation.entries:
+                    if reservation.chunks:
                         client.commit(reservation)
 
     def stop(self) -> None:

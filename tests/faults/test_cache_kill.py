@@ -53,8 +53,8 @@ def serve(root: str, seed: int, said: Connection) -> None:
                     said.send("wrong")
             cache.release(match)
             reservation = cache.reserve(chain, FORM)
-            for entry in reservation.entries.values():
-                cache.slab.view(entry.offsets[0], SIZE)[:] = content(entry.key)
+            for key, offsets in reservation.places:
+                cache.slab.view(offsets[0], SIZE)[:] = content(key)
             cache.commit(reservation)
             cache.step()
             said.send("served")

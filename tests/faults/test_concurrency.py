@@ -48,13 +48,13 @@ def content(key: bytes, shard: Shard) -> bytes:
 
 def store(cache: Cache, names: list[bytes], form: ChunkForm = ONE) -> int:
     reservation = cache.reserve(names, form)
-    for entry in reservation.entries.values():
-        for offset, shard in zip(entry.offsets, form.shards, strict=True):
-            data = content(entry.key, shard)
+    for key, offsets in reservation.places:
+        for offset, shard in zip(offsets, form.shards, strict=True):
+            data = content(key, shard)
             cache.slab.view(offset, len(data))[:] = data
-    for shard in sorted(reservation.pending_shards):
+    for shard in reservation.form.shards if reservation.chunks else ():
         cache.commit(reservation, shard)
-    return len(reservation.entries)
+    return len(reservation.chunks)
 
 
 def look(cache: Cache, names: list[bytes], form: ChunkForm = ONE) -> list[str]:
@@ -157,16 +157,16 @@ def test_what_a_dead_writer_staged_was_never_visible_stayed_put_and_is_reclaimed
     *done, last = form.shards
     for shard in done:
         cache.commit(dead, shard)
-    for entry in dead.entries.values():
-        for offset in entry.offsets:
+    for _, offsets in dead.places:
+        for offset in offsets:
             cache.slab.view(offset, PAGE)[:] = b"\xa5" * PAGE
     assert store(cache, keys(4, "b")) == 1, "what is staged does not leave for others"
     cache.clear()
     assert look(cache, keys(3), form) == []
     assert cache.metrics.value("lmtier_missed_tokens_total", reason="being_filled") == 3 * C
     assert cache.slab.used == 3 * ROOM
-    for entry in dead.entries.values():
-        for offset in entry.offsets:
+    for _, offsets in dead.places:
+        for offset in offsets:
             assert bytes(cache.slab.view(offset, PAGE)) == b"\xa5" * PAGE
     cache.abort(dead, last)  # its owner saw it die
     assert (cache.slab.used, cache.index.leased_bytes) == (0, 0)
@@ -372,7 +372,7 @@ def test_an_answer_that_comes_too_late_ends_no_lease(asked):
     cache.commit(cache.reserve(keys(4, "near"), ONE))
     match = cache.wait(cache.match(keys(4, "near") + keys(1, "far"), ONE, deadline=0))
     run = list(match.run)
-    cache.discard(run[1])  # another request's verification failed
+    cache.discard(run[1].key, run[1].form)  # another request's verification failed
     gate.open()
     step_until(cache, lambda: not cache.lower[0].has_jobs)
     assert [entry.leases for entry in run] == [1, 1, 1, 1]
@@ -453,7 +453,8 @@ def test_what_is_said_to_be_used_is_what_the_files_take(make, tmp_path, seed):
         elif action == "look":
             look(cache, names, form)
         elif action == "discard" and (entries := cache.index.entries()):
-            cache.discard(chance.choice(entries))
+            entry = chance.choice(entries)
+            cache.discard(entry.key, entry.form)
         elif action == "clear":
             cache.clear(force=chance.random() < 0.5)
         elif action == "restart":

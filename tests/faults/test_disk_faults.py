@@ -177,9 +177,9 @@ def tiers_of(root: Path) -> list[str]:
 def save(cache: Cache, name: str, count: int) -> list[bytes]:
     keys = [sha256(f"{name}{i}".encode()).digest() for i in range(count)]
     reservation = cache.reserve(keys, FORM)
-    assert len(reservation.entries) == count
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], 32)[:] = entry.key
+    assert len(reservation.chunks) == count
+    for key, offsets in reservation.places:
+        cache.slab.view(offsets[0], 32)[:] = key
     cache.commit(reservation)
     return keys
 

@@ -74,8 +74,8 @@ for number, chain in enumerate(CHAINS * 4):
     match = cache.match(chain, FORM)
     cache.prefetch(match)
     reservation = cache.reserve(chain, FORM)
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], SIZE)[:] = content(entry.key)
+    for key, offsets in reservation.places:
+        cache.slab.view(offsets[0], SIZE)[:] = content(key)
     cache.commit(reservation)
     cache.step()
     if number % 3:

@@ -235,7 +235,7 @@ def test_what_a_killed_engine_held_is_free_whatever_child_lives_on(tmp_path: Pat
     script = (
         "import sys\nfrom lmtier.client.client import Client\nfrom tests.core.test_cache import ONE, keys\n"
         "client = Client(sys.argv[1])\n"
-        "reservation = client.reserve(keys(4), ONE)\nassert len(reservation.entries) == 4"
+        "reservation = client.reserve(keys(4), ONE)\nassert len(reservation.chunks) == 4"
     )
     settings = {"chunk_tokens": C}
     with served(tmp_path, config=settings, unix=str(tmp_path / "socket")) as server:

@@ -918,8 +918,8 @@ def keys_of(first: int, count: int) -> list[bytes]:
 
 def save(cache: Cache, keys: list[bytes]) -> None:
     reservation = cache.reserve(keys, FORM)
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = content(entry.key)
+    for key, offsets in reservation.places:
+        cache.slab.view(offsets[0], FORM.slab_bytes)[:] = content(key)
     cache.commit(reservation)
 
 

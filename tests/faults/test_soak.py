@@ -11,7 +11,8 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import EntryState, Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import EntryState, Match
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Shard, form_of
 from lmtier_backends.disk import DiskTier
 
@@ -44,7 +45,7 @@ def test_after_any_history_all_room_comes_back(policy):
     chains = {(form, name): chain(form, name, 8) for form in range(len(FORMS)) for name in range(12)}
     config = Config(tiers=[f"cpu://?capacity={120 * PAGE}&policy={policy}"], chunk_tokens=C, prefault=False)
     matches: list[Match] = []
-    saves: list[tuple[Reservation, list[Shard]]] = []
+    saves: list[tuple[Grant, list[Shard]]] = []
     began = time.process_time()
     with Cache(config) as cache:
         for event in range(EVENTS):
@@ -53,7 +54,7 @@ def test_after_any_history_all_room_comes_back(policy):
             action = chance.random()
             if action < 0.3 and len(saves) < 4:
                 reservation = cache.reserve(names, FORMS[form], first=chance.choice((0, 0, 0, 2)))
-                if reservation.entries:
+                if reservation.chunks:
                     saves.append((reservation, list(FORMS[form].shards)))
             elif action < 0.55 and saves:
                 reservation, left = saves[which := chance.randrange(len(saves))]
@@ -70,7 +71,7 @@ def test_after_any_history_all_room_comes_back(policy):
             elif matches and (run := matches[-1].run):
                 entry = run[-1]
                 if entry.state is EntryState.READY:
-                    cache.discard(entry)
+                    cache.discard(entry.key, entry.form)
             elif event % 50 == 0:
                 cache.clear(force=chance.random() < 0.3)
             if event % 1000 == 0:

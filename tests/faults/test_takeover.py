@@ -85,8 +85,8 @@ def content(key):
 
 def end_save():
     prompt, saving = filling.pop(0)
-    for entry in saving.entries.values():
-        client.slab.view(entry.offsets[0] + size // 2, size // 2)[:] = content(entry.key)[size // 2 :]
+    for key, offsets in saving.places:
+        client.slab.view(offsets[0] + size // 2, size // 2)[:] = content(key)[size // 2 :]
     client.commit(saving)
     stored.add(prompt)
 
@@ -109,8 +109,8 @@ while True:
             end_load()
     elif all(prompt != each for each, _ in filling):
         saving = client.reserve(keys(prompt), form)
-        for entry in saving.entries.values():
-            client.slab.view(entry.offsets[0], size // 2)[:] = content(entry.key)[: size // 2]
+        for key, offsets in saving.places:
+            client.slab.view(offsets[0], size // 2)[:] = content(key)[: size // 2]
         filling.append((prompt, saving))
         if len(filling) > 4:
             end_save()

@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import EntryState, Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import EntryState, Match
 from lmtier.format.layout import PAGE, Shard
 from tests.model.hand import CHAINS, FORMS, LENGTH, content, key
 from tests.server.process import Served
@@ -46,25 +47,26 @@ class Hand:
     def __init__(self, store: Cache | Client) -> None:
         self.store = store
         self.matches: dict[int, Match] = {}
-        self.saves: dict[int, Reservation] = {}
+        self.saves: dict[int, Grant] = {}
 
     def reserve(self, number: int, chain: int, length: int, form: str, first: int) -> object:
         reservation = self.store.reserve(keys(chain, length), FORMS[form], first=first)
-        for entry in reservation.entries.values():
-            for offset, shard in zip(entry.offsets, entry.form.shards, strict=True):
-                data = content(entry.key, shard)
+        for name, offsets in reservation.places:
+            for offset, shard in zip(offsets, reservation.form.shards, strict=True):
+                data = content(name, shard)
                 self.store.slab.view(offset, len(data))[:] = data
         self.saves[number] = reservation
-        return list(reservation.entries), reservation.leading_stored, reservation.dropped
+        return list(reservation.chunks), reservation.leading_stored, reservation.dropped
 
     def finish(self, number: int, shard: Shard, aborts: bool) -> object:
         reservation = self.saves[number]
         if aborts:
             self.store.abort(reservation, shard)
         else:
-            marks = {chunk: entry.key[:16] for chunk, entry in reservation.entries.items() if chunk % 2}
+            named = zip(reservation.chunks, reservation.placement.keys, strict=True)
+            marks = {chunk: name[:16] for chunk, name in named if chunk % 2}
             self.store.commit(reservation, shard, marks)
-        return sorted(reservation.pending_shards), reservation.aborted
+        return self.store.unfinished(reservation)
 
     def match(self, number: int, chain: int, length: int, form: str) -> object:
         match = self.store.match(keys(chain, length), FORMS[form], tokens=2 * length + 1)
@@ -115,7 +117,7 @@ class Hand:
     def discard(self, number: int) -> None:
         run = self.matches[number].run
         if run:
-            self.store.discard(run[-1])
+            self.store.discard(run[-1].key, run[-1].form)
 
     def clear(self) -> None:
         self.store.clear()

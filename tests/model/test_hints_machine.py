@@ -86,7 +86,7 @@ class Hints(RuleBasedStateMachine):
         match = self.cache.wait(self.cache.match(chain, ONE, session=name, parent=parent or ""))
         self.cache.release(match)
         reservation = self.cache.reserve(chain, ONE)
-        if reservation.entries:
+        if reservation.chunks:
             self.cache.commit(reservation)
         who = salt, name
         self.over.discard(who)

@@ -29,8 +29,10 @@ from unittest.mock import patch
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.core.grant import Grant
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, EntryState, Match, Reservation
+from lmtier.core.match import Entry, EntryState, Match
+from lmtier.core.reservations import Reservation
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, Name, Shard, form_of
 from lmtier.format.objects import Header, Provenance, Suspect
@@ -96,8 +98,8 @@ class Walk:
         """What the slab kept for pins after the last step, and when its time is over."""
         self.pinned: set[str] = set()
         self.matches: list[Match] = []
-        self.saves: list[tuple[Reservation, list[Shard]]] = []
-        self.old: tuple[Cache, list[Match], list[Reservation]] | None = None
+        self.saves: list[tuple[Grant, list[Shard]]] = []
+        self.old: tuple[Cache, list[Match], list[Grant]] | None = None
         """A cache that was closed or killed, and what its callers still hold."""
 
         chance = self.chance
@@ -205,13 +207,14 @@ class Walk:
         self.matches_hold_the_right_bytes()
         found = match.sources[:]
         self.release_it(match)
-        reservation = self.cache.reserve(keys, FORMS[form])
-        self.fill(reservation)
-        stored = [entry.key for entry in reservation.entries.values()]
-        for shard in sorted(reservation.pending_shards):
-            self.cache.commit(reservation, shard)
-        self.was_committed(reservation)
-        return f"chain {chain}, {length} chunks, {form}: found in {found}, {len(stored)} stored"
+        grant = self.cache.reserve(keys, FORMS[form])
+        self.fill(grant)
+        if grant.chunks:
+            reservation = self.cache.reservations.open[grant.id]
+            for shard in grant.form.shards:
+                self.cache.commit(grant, shard)
+            self.was_committed(reservation)
+        return f"chain {chain}, {length} chunks, {form}: found in {found}, {len(grant.chunks)} stored"
 
     def reserve(self, chance: random.Random) -> str:
         chain, length = chance.randrange(CHAINS), chance.randint(0, LENGTH)
@@ -219,34 +222,34 @@ class Walk:
         first = chance.choice((0, 0, 0, 1, 3))
         keys = [key(chain, i) for i in range(length)]
         reservation = self.cache.reserve(keys, FORMS[form], first=first, ttl=ttl or None)
-        numbers = list(reservation.entries)
+        numbers = list(reservation.chunks)
         assert numbers == sorted(numbers), "chunks are reserved in order"
         if reservation.dropped:
             assert all(i < length - reservation.dropped for i in numbers), "a hole before what was kept"
-        if reservation.entries:
+        if reservation.chunks:
             self.saves.append((reservation, list(reservation.form.shards)))
         self.fill(reservation)
         return f"chain {chain}, {length} chunks, {form}, ttl={ttl}, first={first}: {numbers}"
 
-    def fill(self, reservation: Reservation) -> None:
-        for entry in reservation.entries.values():
-            if entry.state is EntryState.FILLING:
-                for offset, shard in zip(entry.offsets, reservation.form.shards, strict=True):
-                    data = content(entry.key, shard, self.ages[entry.key])
-                    self.cache.slab.view(offset, len(data))[:] = data
+    def fill(self, grant: Grant) -> None:
+        for name, offsets in grant.places:
+            for offset, shard in zip(offsets, grant.form.shards, strict=True):
+                data = content(name, shard, self.ages[name])
+                self.cache.slab.view(offset, len(data))[:] = data
 
     def finish_a_rank(self, chance: random.Random) -> str:
         if not self.saves:
             return ""
-        reservation, left = chance.choice(self.saves)
+        grant, left = chance.choice(self.saves)
+        reservation = self.cache.reservations.open[grant.id]
         shard = left.pop(chance.randrange(len(left)))
         aborts = chance.random() < 0.15
-        (self.cache.abort if aborts else self.cache.commit)(reservation, shard)
+        (self.cache.abort if aborts else self.cache.commit)(grant, shard)
         if not left:
-            self.saves = [save for save in self.saves if save[0] is not reservation]
-            if not reservation.aborted:
+            self.saves = [save for save in self.saves if save[0] is not grant]
+            if not reservation.is_aborted:
                 self.was_committed(reservation)
-        return f"{'abort' if aborts else 'commit'} {shard} of reservation {reservation.id}"
+        return f"{'abort' if aborts else 'commit'} {shard} of reservation {grant.id}"
 
     def was_committed(self, reservation: Reservation) -> None:
         end = self.clock.now + min(reservation.ttl, self.ttl)
@@ -411,7 +414,7 @@ class Walk:
         entry = chance.choice(chance.choice(matches).run)
         self.stays.pop(entry.key, None)
         stood = entry.state is not EntryState.GONE
-        self.cache.discard(entry)
+        self.cache.discard(entry.key, entry.form)
         if stood:  # otherwise what the slab has of it now is another one
             # Cut another way it is another object in a tier that must be asked: nobody doubts that one.
             others = {name for name in self.far_kept if name.shard not in entry.form.shards}
@@ -468,7 +471,7 @@ class Walk:
             if Name(entry.key, shard) in self.near_kept  # otherwise a load has just found out
         }
 
-    def come_back(self, matches: list[Match], saves: list[Reservation], sure: Iterable[bytes] = ()) -> str:
+    def come_back(self, matches: list[Match], saves: list[Grant], sure: Iterable[bytes] = ()) -> str:
         self.every_token_is_counted_once()
         self.old = self.cache, matches, saves
         self.matches, self.saves = [], []
@@ -529,10 +532,8 @@ class Walk:
             for match in [match for match in matches if not match.released][:1]:
                 calls["prefetch of another cache's match"] = partial(cache.prefetch, match)
                 calls["release of another cache's match"] = partial(cache.release, match)
-                if match.run and match.run[0].state is not EntryState.GONE:
-                    calls["discard of another cache's chunk"] = partial(cache.discard, match.run[0])
-            for other in [other for other in saves if other.pending_shards][:1]:
-                shard = min(other.pending_shards)
+            for other in saves[:1]:
+                shard = other.form.shards[0]
                 calls["commit of another cache's"] = partial(cache.commit, other, shard)
                 calls["abort of another cache's"] = partial(cache.abort, other, shard)
         return calls
@@ -660,7 +661,7 @@ class Walk:
         cache.close(timeout=1)
         matches = cache._matches
         coming, loading = matches.weighing.loading_tier, matches.loading
-        left = matches.open, cache._reservations.open, matches.waiters, coming, loading
+        left = matches.open, cache.reservations.open, matches.waiters, coming, loading
         assert not any(left), f"left behind: {left}"
 
 

@@ -22,7 +22,7 @@ def keys(model, salt, count):
 def look(cache, names):
     cache.release(cache.wait(cache.match(names, FORM)))
     reservation = cache.reserve(names, FORM)
-    if reservation.entries:
+    if reservation.chunks:
         cache.commit(reservation)
 
 

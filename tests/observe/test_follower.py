@@ -104,7 +104,7 @@ def test_a_follower_hears_all_that_happens_in_a_cache():
         heard.news()
         entry = cache.index.get(KEYS[9])
         assert entry is not None
-        cache.discard(entry)
+        cache.discard(entry.key, entry.form)
         assert heard.news() == [
             *(("cpu", False, KEYS[9:], "differed"), ("near", False, KEYS[9:], "differed")),
             ("far", False, KEYS[9:]),

@@ -114,7 +114,7 @@ class World:
 
     def save(self, keys, first, commits):
         reservation = self.cache.reserve(keys, FORM, first=first)
-        fresh, dropped = len(reservation.entries), reservation.dropped
+        fresh, dropped = len(reservation.chunks), reservation.dropped
         self.now["skipped_tokens_total",] += len(keys) - fresh - dropped
         self.now["dropped_tokens_total", "cpu", "no_room"] += dropped
         if commits:
@@ -166,7 +166,7 @@ class World:
 
     def forget(self, key):
         if (entry := self.cache.index.get(key)) is not None:
-            self.cache.discard(entry)
+            self.cache.discard(entry.key, entry.form)
         self.settle_down()
 
     def harm(self, dice):

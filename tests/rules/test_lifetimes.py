@@ -60,11 +60,11 @@ def cpu(chunks: int, query: str = "") -> str:
 
 def store(cache: Cache, names: list[bytes], ttl: float | None = None) -> int:
     reservation = cache.reserve(names, ONE, ttl=ttl)
-    for entry in reservation.entries.values():
-        cache.slab.view(entry.offsets[0], ROOM)[:] = bytes(ROOM)
-    if reservation.entries:
+    for _, offsets in reservation.places:
+        cache.slab.view(offsets[0], ROOM)[:] = bytes(ROOM)
+    if reservation.chunks:
         cache.commit(reservation)
-    return len(reservation.entries)
+    return len(reservation.chunks)
 
 
 def look(cache: Cache, names: list[bytes]) -> list[str]:

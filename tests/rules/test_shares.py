@@ -386,7 +386,7 @@ def test_nobody_walks_through_what_others_keep_or_use():
 
 def save(cache: Cache, keys: list[bytes]) -> int:
     reservation = cache.reserve(keys, FORM)
-    if reservation.entries:
+    if reservation.chunks:
         cache.commit(reservation)
     return len(keys) - reservation.dropped
 

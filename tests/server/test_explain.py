@@ -58,7 +58,7 @@ class Engine:
     def store(self, tokens: list[int], **origin: Any) -> list[bytes]:
         keys = self.keys(tokens, **origin)
         reservation = self.cache.reserve(keys, FORM)
-        if reservation.entries:
+        if reservation.chunks:
             self.cache.commit(reservation)
         self.cache.flush()
         return keys
@@ -216,7 +216,7 @@ def test_without_tokens_what_cannot_be_known_is_said(start):
 def test_a_chunk_that_differed_from_what_was_saved_says_so(start):
     engine, clock = start()
     first = engine.store(PROMPT)[0]
-    engine.cache.discard(engine.cache.index.get(first))
+    engine.cache.discard(first)
     clock.now += 2
     engine.look(PROMPT)
     assert engine.why()["why"].startswith(

@@ -30,11 +30,9 @@ def keys(who: bytes, count: int) -> list[bytes]:
 
 def store(client: Client, names: list[bytes]) -> None:
     reservation = client.reserve(names, FORM)
-    assert len(reservation.entries) == len(names)
-    for entry in reservation.entries.values():
-        client.slab.view(entry.offsets[0], FORM.slab_bytes)[:] = (entry.key * FORM.slab_bytes)[
-            : FORM.slab_bytes
-        ]
+    assert len(reservation.chunks) == len(names)
+    for key, offsets in reservation.places:
+        client.slab.view(offsets[0], FORM.slab_bytes)[:] = (key * FORM.slab_bytes)[: FORM.slab_bytes]
     client.commit(reservation)
     assert client.flush(20)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmtier.client.client import Client
-from lmtier.core.match import Reservation
+from lmtier.core.grant import Grant
 from lmtier.errors import TierError
 from lmtier.wire.resp import Error
 from tests.client.test_client import (
@@ -93,7 +93,7 @@ def guesses(number: int) -> range:
     return range(max(1, number - 3), number + 4)
 
 
-def finish(wire: Wire, reservation: Reservation) -> None:
+def finish(wire: Wire, reservation: Grant) -> None:
     for verb in ("COMMIT", "ABORT"):
         for number in guesses(reservation.id):
             for shard in ("*", *map(str, reservation.form.shards)):

@@ -243,7 +243,7 @@ class Owner:
 
     def store(self, names: list[bytes]) -> None:
         reservation = self.cache.reserve(names, ONE)
-        if reservation.entries:
+        if reservation.chunks:
             self.cache.commit(reservation)
         self.cache.flush()
         self.publisher.turn()
@@ -296,7 +296,7 @@ def test_what_came_before_its_parent_is_told_again_after_it(tmp_path):
         owner.store(chain)
         entry = owner.cache.index.get(chain[1])
         assert entry is not None
-        owner.cache.discard(entry)
+        owner.cache.discard(entry.key, entry.form)
         owner.store(chain)
         owner.router.until(lambda: len(owner.router.stored) == 2)
         again = owner.router.stored[1]

@@ -51,7 +51,7 @@ def test_a_tier_that_fails_is_a_warning_and_that_it_works_again_is_none(caplog):
 
         def store(number):
             reservation = cache.reserve([number.to_bytes(32, "big")], FORM)
-            if reservation.entries:
+            if reservation.chunks:
                 cache.commit(reservation)
             cache.flush(0.5)
 

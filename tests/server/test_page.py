@@ -93,7 +93,7 @@ class Server:
             for prompt in prompts:
                 match = self.cache.wait(self.cache.match(prompt, FORM, tokens=len(prompt) + 1))
                 reservation = self.cache.reserve(prompt, FORM)
-                if reservation.entries:
+                if reservation.chunks:
                     self.cache.commit(reservation)
                 self.cache.release(match)
                 self.cache.flush()

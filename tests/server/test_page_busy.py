@@ -37,7 +37,7 @@ def serve_prompt(client: Client, tokens: list[int], salt: str = "") -> None:
     client.wait(match)
     client.release(match)
     reservation = client.reserve(keys, FORM, first=match.chunks)
-    if reservation.entries:
+    if reservation.chunks:
         client.commit(reservation)
 
 

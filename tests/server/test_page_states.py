@@ -129,7 +129,7 @@ def ask(client: Client, tokens: list[int], identity: Identity) -> None:
     client.wait(match)
     client.release(match)
     reservation = client.reserve(keys, FORM, first=match.chunks)
-    if reservation.entries:
+    if reservation.chunks:
         client.commit(reservation)
 
 

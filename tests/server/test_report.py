@@ -25,7 +25,7 @@ def keys(count, name="a"):
 
 def store(cache, names):
     reservation = cache.reserve(names, FORM)
-    if reservation.entries:
+    if reservation.chunks:
         cache.commit(reservation)
 
 
@@ -163,7 +163,7 @@ def test_what_is_to_be_deleted_does_not_fill_the_queue_of_writes(make):
     cache.flush()
     gate.hold()
     for key in keys(4):
-        cache.discard(cache.index.get(key))
+        cache.discard(key)
     cache.step()
     snapshot = report_of(cache).snapshot()
     assert snapshot["tiers"][1]["queue"] == 4

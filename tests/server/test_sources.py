@@ -192,7 +192,7 @@ def test_a_chunk_that_leaves_while_its_checksum_is_made_is_not_sent():
     next(sending)
     entry = cache.index.get(key)
     assert entry is not None
-    cache.discard(entry)
+    cache.discard(entry.key, entry.form)
     with pytest.raises(StopIteration) as end:
         next(sending)
     assert end.value.value is None

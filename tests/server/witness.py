@@ -50,8 +50,8 @@ class Witness:
             self.chunks += 1
         client.release(match)
         reservation = client.reserve(names, FORM)
-        for entry in reservation.entries.values():
-            client.slab.view(entry.offsets[0], SIZE)[:] = content(entry.key, SIZE)
+        for key, offsets in reservation.places:
+            client.slab.view(offsets[0], SIZE)[:] = content(key, SIZE)
         client.commit(reservation)
         name = b"witness %d" % chance.randrange(20)
         value = self.wire.ask("GET", name)

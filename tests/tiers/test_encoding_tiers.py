@@ -169,10 +169,10 @@ def test_a_disk_with_codecs_is_verified_also_without_their_library(tmp_path):
 
 def fill(cache: Cache, names: list[bytes], form=ONE, *, fits: bool = True) -> None:
     reservation = cache.reserve(names, form)
-    for entry in reservation.entries.values():
-        for offset, shard in zip(entry.offsets, form.shards, strict=True):
-            cache.slab.view(offset, LAYOUT.nbytes(shard))[:] = content(entry.key, shard)
-    for shard in sorted(reservation.pending_shards):
+    for key, offsets in reservation.places:
+        for offset, shard in zip(offsets, form.shards, strict=True):
+            cache.slab.view(offset, LAYOUT.nbytes(shard))[:] = content(key, shard)
+    for shard in reservation.form.shards if reservation.chunks else ():
         cache.commit(reservation, shard)
     assert cache.flush() or not fits
 

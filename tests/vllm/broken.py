@@ -87,7 +87,7 @@ def _start_and_spoil(self: RankLoads, *, calls_hooks: bool) -> None:
     tensors, size = rank.declared.tensors, rank.block_tokens
     loaded = []
     for each in loads:
-        end = len(each.plan.placement.keys) * rank.client.chunk_tokens // size
+        end = len(each.plan.grant.chunks) * rank.client.chunk_tokens // size
         (blocks,) = each.plan.block_ids
         loaded.append(blocks[each.plan.computed_tokens // size : end])
     before = [[tensor[blocks].clone() for tensor in tensors] for blocks in loaded]

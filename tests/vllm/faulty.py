@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vllm.v1.request import Request
 
-from lmtier.core.match import Match
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm.messages import LoadPlan
 from lmtier_integrations.vllm.rank import RankLoads
@@ -22,7 +21,7 @@ def _prepare_or_fail(self: RankLoads, plan: LoadPlan) -> None:
     if self._rank.number == int(os.environ["LMTIER_TEST_RANK"]) and flag.exists():
         flag.unlink()
         self._fail(plan)
-        self._end(plan, Match.from_placement(plan.id, plan.placement))
+        self._end(plan)
     else:
         _prepare(self, plan)
 

@@ -242,11 +242,11 @@ class ChunkBuffer:
             first, first_column = row.saved, row.end - start
             block_ids = range(next_block, next_block := next_block + full_chunks - first)
             blocks = dict(enumerate(self.mover.kv.check(block_ids), start=first))
-            reservation = self._cache.reserve(row.chain.keys[:full_chunks], self.mover.form, first=first)
+            grant = self._cache.reserve(row.chain.keys[:full_chunks], self.mover.form, first=first)
             columns = slice(first_column, first_column + (full_chunks - first) * size)
-            save = self.mover.fill(reservation, blocks)
+            save = self.mover.fill(grant, blocks)
             self._fillings.append(_Filling(save, number, columns, slice(block_ids.start, block_ids.stop)))
-            row.saved = full_chunks - reservation.dropped
+            row.saved = full_chunks - grant.dropped
 
     def save(self, number: int, keys: Tensor, values: Tensor) -> None:
         for filling in self._fillings:

@@ -88,11 +88,9 @@ class StateStore:
         if _kinds_of(states) != self._kinds:
             raise MisuseError("the model keeps other states than when this was opened: open another")
         pair = [key, state_key(key, self._named)]
-        reservation = self._cache.reserve(pair, self.mover.form, first=1)
-        with self.mover.fill(
-            reservation, dict.fromkeys(reservation.entries, self.mover.kv.check([0])[0])
-        ) as save:
-            if reservation.entries:
+        grant = self._cache.reserve(pair, self.mover.form, first=1)
+        with self.mover.fill(grant, dict.fromkeys(grant.chunks, self.mover.kv.check([0])[0])) as save:
+            if grant.chunks:
                 for part, state in zip(self._parts(), states.values(), strict=True):
                     part.copy_(state.contiguous().view(-1).view(torch.uint8))
                 save.all()
@@ -101,7 +99,7 @@ class StateStore:
     def load(self, end: Match) -> States | None:
         """The state that a match ends with. None: it differs from what was saved. The caller ends its
         leases."""
-        load = self.mover.begin(end, [0])
+        load = self.mover.begin(end.grant, [0])
         load.all()
         if load.finish() != self._cache.chunk_tokens:
             return None

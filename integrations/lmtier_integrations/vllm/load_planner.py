@@ -235,10 +235,10 @@ class LoadPlanner:
             self._stats.add("gpu_hit_tokens", filled * self._chunk_tokens)
             waits = request_id if tracked.waits else ""
             kv_tables = tables_of_kv(tables, self._kv_groups)
-            load = LoadPlan(match.id, match.placement, kv_tables, computed, waits, gpu_slots, tracked.adapter)
-            if match.state_match is not None:
+            grant = match.grant
+            load = LoadPlan(grant, kv_tables, computed, waits, gpu_slots, tracked.adapter)
+            if grant.state is not None:
                 last_block = match.chunks * self._chunk_blocks - 1
-                load.state_placement = match.state_match.placement
                 load.state_block_ids = [[tables[group][last_block]] for group in self._state_groups]
             plan.loads.append(load)
         return loaded_from

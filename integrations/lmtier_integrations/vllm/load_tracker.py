@@ -50,7 +50,7 @@ class LoadTracker:
         copy = self._loads[match.id] = _TrackedLoad(match, self._ranks, is_in_step=is_in_step)
         if self._gpu is None:
             return None, 0
-        copy.places = self._gpu.load(match.run[first:], match.form)
+        copy.places = self._gpu.load(match.placement, match.form, first)
         return _slots_of(copy.places), copy.places.filled
 
     def learn(self, report: RankReport) -> list[Match]:

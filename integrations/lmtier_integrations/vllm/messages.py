@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmtier.core.match import Reservation
-from lmtier.core.placement import Placement
+from lmtier.core.grant import Grant
 from lmtier.format.layout import Shard
 
 NULL_BLOCK = 0
@@ -59,8 +58,7 @@ class RankFacts:
 class LoadPlan:
     """A match to copy into a request's blocks."""
 
-    id: int
-    placement: Placement
+    grant: Grant
     block_ids: list[list[int]]
     """For each block table."""
     computed_tokens: int
@@ -70,19 +68,15 @@ class LoadPlan:
     """For the chunks that the engine has not computed completely."""
     adapter: Adapter | None = None
     """That the keys say it was computed with."""
-    state_placement: Placement | None = None
-    """The state after its last chunk, if it ends with one."""
     state_block_ids: list[list[int]] = field(default_factory=list)
-    """Of that state: its block in each block table."""
+    """The block in each block table of the state that it ends with, if it ends with one."""
 
 
 @dataclass
 class SavePlan:
     """Reserved extents to fill from a request's blocks."""
 
-    id: int
-    chunks: list[int]
-    placement: Placement
+    grant: Grant
     block_ids: list[list[int]]
     """Of these chunks, one after the other, by table."""
     since: int = 0
@@ -94,21 +88,18 @@ class SavePlan:
     @classmethod
     def of(
         cls,
-        reservation: Reservation,
+        grant: Grant,
         tables: Sequence[Sequence[int]],
         blocks_a_chunk: int,
         since: int = 0,
         adapter: Adapter | None = None,
     ) -> SavePlan:
-        chunks = list(reservation.entries)
         return cls(
-            reservation.id,
-            chunks,
-            reservation.placement,
+            grant,
             [
                 [
                     block
-                    for chunk in chunks
+                    for chunk in grant.chunks
                     for block in table[chunk * blocks_a_chunk : (chunk + 1) * blocks_a_chunk]
                 ]
                 for table in tables

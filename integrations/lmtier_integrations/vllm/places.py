@@ -24,7 +24,7 @@ from lmtier.copy.cuda.paging import CudaKV
 from lmtier.copy.cuda.streams import Event
 from lmtier.copy.mover import Blocks, Load, Mover
 from lmtier.copy.paging import PagedKV
-from lmtier.core.match import Match, Reservation
+from lmtier.core.grant import Grant
 from lmtier.errors import ConfigError, LayoutError
 from lmtier.format.keys import Identity
 from lmtier_integrations.vllm.kv import DeclaredKV
@@ -78,12 +78,12 @@ class OnCpu:
             yield self._work, time.perf_counter() - self._began - copying
 
     def load(
-        self, match: Match, blocks: Blocks, computed_tokens: int, gpu_slots: SlotOfEachChunk | None
+        self, grant: Grant, blocks: Blocks, computed_tokens: int, gpu_slots: SlotOfEachChunk | None
     ) -> Load:
         """Begin a load. The caller ends its leases."""
-        return self.mover.begin(match, blocks, computed_tokens=computed_tokens)
+        return self.mover.begin(grant, blocks, computed_tokens=computed_tokens)
 
-    def can_save(self, reservation: Reservation) -> bool:
+    def can_save(self, grant: Grant) -> bool:
         """Whether a save does not delay the engine."""
         return True
 
@@ -165,14 +165,14 @@ class OnGpu:
             yield work, ended.since(began)
 
     def load(
-        self, match: Match, blocks: Blocks, computed_tokens: int, gpu_slots: SlotOfEachChunk | None
+        self, grant: Grant, blocks: Blocks, computed_tokens: int, gpu_slots: SlotOfEachChunk | None
     ) -> Load:
-        return self.mover.begin(match, blocks, computed_tokens=computed_tokens, gpu_slots=gpu_slots)
+        return self.mover.begin(grant, blocks, computed_tokens=computed_tokens, gpu_slots=gpu_slots)
 
-    def can_save(self, reservation: Reservation) -> bool:
+    def can_save(self, grant: Grant) -> bool:
         """Whether the memory is page-locked. A copy to other memory would block the engine's thread."""
         shard_number, nbytes = self.mover.number, self.mover.kv.nbytes
-        last_offset = max((entry.offsets[shard_number] for entry in reservation.entries.values()), default=0)
+        last_offset = max((offsets[shard_number] for offsets in grant.placement.offsets), default=0)
         return self._page_lock is not None and self._page_lock.covers(last_offset + nbytes)
 
     def follow(self, client: Client) -> None:

@@ -16,9 +16,9 @@ from vllm.config import VllmConfig
 
 from lmtier.client.client import Client
 from lmtier.copy.mover import Load, Mover, Save
-from lmtier.core.match import Match, Reservation
-from lmtier.core.placement import Placement
+from lmtier.core.grant import Grant
 from lmtier.errors import DeviceError, LayoutError, MisuseError
+from lmtier.format.layout import Shard
 from lmtier.rules.worth import EngineCosts
 from lmtier.wire.verbs import RUN_SHIFT
 from lmtier_integrations.vllm.kv import DeclaredKV
@@ -89,9 +89,9 @@ class Rank:
 
     # ---- copies
 
-    def adopt(self, thing: Match | Reservation) -> bool:
+    def adopt(self, grant: Grant, *shards: Shard) -> bool:
         """Use it in this process. The slab may change, but only while nothing of the old one is in use."""
-        is_adopted = self.client.adopt(thing)
+        is_adopted = self.client.adopt(grant, *shards)
         self.place.follow(self.client)
         return is_adopted
 
@@ -155,7 +155,6 @@ class Rank:
 @dataclass(eq=False, slots=True)
 class _Loading:
     plan: LoadPlan
-    match: Match
     load: Load
     weights_version: int
     """Of the plan: what the model was called by."""
@@ -212,29 +211,28 @@ class RankLoads:
 
     def prepare(self, plan: LoadPlan) -> None:
         rank = self._rank
-        match = Match.from_placement(plan.id, plan.placement)
         # It is adopted first: a load is bound to a slab.
-        if not rank.adopt(match) or not rank.keys_match_weights(rank.plan.weights_version, plan.adapter):
+        if not rank.adopt(plan.grant) or not rank.keys_match_weights(rank.plan.weights_version, plan.adapter):
             self._fail(plan)
-            self._end(plan, match)
+            self._end(plan)
             return
         blocks = rank.kernel_blocks(plan.block_ids)
         try:
-            load = rank.place.load(match, blocks, plan.computed_tokens, plan.gpu_slots)
-            end = self._end_of(plan, plan.state_placement) if plan.state_placement is not None else None
+            load = rank.place.load(plan.grant, blocks, plan.computed_tokens, plan.gpu_slots)
+            end = self._end_of(plan, plan.grant.state) if plan.grant.state is not None else None
         except (LayoutError, DeviceError) as error:
             log.error("lmtier: a load could not begin, and is computed instead: %s", error)
             self._fail(plan)
-            self._end(plan, match)
+            self._end(plan)
             return
-        self.of_step.append(_Loading(plan, match, load, rank.plan.weights_version, end))
+        self.of_step.append(_Loading(plan, load, rank.plan.weights_version, end))
 
-    def _end_of(self, plan: LoadPlan, placement: Placement) -> Load:
+    def _end_of(self, plan: LoadPlan, state: Grant) -> Load:
         """The load of the state; its leases are those of the match."""
         states = self._rank.place.states
         if states is None or any(NULL_BLOCK in table for table in plan.state_block_ids):
             raise LayoutError("the engine has no block for the state at the end of what is loaded")
-        return states.begin(Match.from_placement(plan.id, placement), plan.state_block_ids)
+        return states.begin(state, plan.state_block_ids)
 
     def start(self, *, calls_hooks: bool) -> None:
         """Start the loads that requests wait for; for the others, load the layers without reliable hooks."""
@@ -307,7 +305,7 @@ class RankLoads:
                 self._fail(plan, verified)
             copied = expected_tokens - plan.computed_tokens
             rank.stats.add(
-                "load_bytes", rank.nbytes(copied) + rank.state_bytes * (plan.state_placement is not None)
+                "load_bytes", rank.nbytes(copied) + rank.state_bytes * (plan.grant.state is not None)
             )
             if load.seconds is None:
                 self.copied += copied
@@ -316,27 +314,27 @@ class RankLoads:
                 rank.report.load_tokens += copied
                 rank.report.load_seconds += load.seconds
                 self._prefill.learn_copy(copied, load.seconds)
-        self._end(plan, loading.match)
+        self._end(plan)
 
-    def _end(self, plan: LoadPlan, match: Match) -> None:
+    def _end(self, plan: LoadPlan) -> None:
         """The load has no unfinished copy, so its leases may end."""
-        self._rank.report.loaded[plan.id] = 1
+        self._rank.report.loaded[plan.grant.id] = 1
         if plan.request:
             self._arrived.add(plan.request)
-        self._rank.client.disown(match)
+        self._rank.client.disown(plan.grant)
 
     def _fail(self, plan: LoadPlan, verified: int = 0) -> None:
         """The engine must compute these tokens. Nothing that was computed from them is stored."""
         rank = self._rank
         rank.stats.add("load_failures")
-        rank.report.failed.add(plan.id)
+        rank.report.failed.add(plan.grant.id)
         if plan.request:  # nothing was computed from it: the request still waits, and starts again
             self._lost.add(plan.request)
             return
         rank.epoch = max(rank.epoch, rank.plan.failed_loads) + 1
         block_tokens = rank.block_tokens
         first = max(verified, plan.computed_tokens) // block_tokens
-        end = len(plan.placement.keys) * rank.client.chunk_tokens // block_tokens
+        end = len(plan.grant.chunks) * rank.client.chunk_tokens // block_tokens
         (blocks,) = plan.block_ids
         self._failed_blocks.update(blocks[first:end])
 
@@ -363,48 +361,47 @@ class RankSaves:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.of_step: list[tuple[SavePlan, Save]] = []
-        self.left_over: list[Reservation] = []
-        """Reservations that could not be ended, because the server did not answer."""
+        self.left_over: list[tuple[Grant, Shard]] = []
+        """What could not be ended, because the server did not answer; and the shard of this rank."""
 
     def prepare(self, plan: SavePlan) -> None:
         rank = self._rank
         mover = rank.mover_of(plan)
-        reservation = Reservation.elsewhere(plan.id, plan.chunks, plan.placement, {mover.kv.shard})
-        if not rank.adopt(reservation):
+        if not rank.adopt(plan.grant, mover.kv.shard):
             rank.stats.add("save_failures")
-            self.left_over.append(reservation)
+            self.left_over.append((plan.grant, mover.kv.shard))
         elif rank.plan.failed_loads < rank.epoch or not rank.keys_match_weights(
             rank.plan.weights_version, plan.adapter, plan.since
         ):
-            self._drop(plan, reservation)
-        elif not rank.place.can_save(reservation):
-            self._drop(plan, reservation, "unpinned_saves")
+            self._drop(plan)
+        elif not rank.place.can_save(plan.grant):
+            self._drop(plan, "unpinned_saves")
         else:
             try:
                 tables = plan.block_ids if plan.is_state else rank.kernel_blocks(plan.block_ids)
-                blocks = dict(zip(plan.chunks, mover.kv.check(tables), strict=True))
-                save = mover.fill(reservation, blocks)
+                blocks = dict(zip(plan.grant.chunks, mover.kv.check(tables), strict=True))
+                save = mover.fill(plan.grant, blocks)
             except (LayoutError, DeviceError) as error:
                 log.error("lmtier: a save could not begin: %s", error)
-                self._drop(plan, reservation)
+                self._drop(plan)
                 return
             self.of_step.append((plan, save))
 
-    def _drop(self, plan: SavePlan, reservation: Reservation, why: str = "save_failures") -> None:
+    def _drop(self, plan: SavePlan, why: str = "save_failures") -> None:
         """Abort a save before its first copy."""
         self._rank.stats.add(why)
-        self._rank.client.abort(reservation, self._rank.mover_of(plan).kv.shard)
+        self._rank.client.abort(plan.grant, self._rank.mover_of(plan).kv.shard)
 
     def end_left_over(self) -> None:
         """End the reservations that were made while the server stalled. Other runs do not know them."""
         client = self._rank.client
         unended, self.left_over = self.left_over, []
-        for reservation in unended:
-            if client.adopt(reservation):
+        for grant, shard in unended:
+            if client.adopt(grant, shard):
                 with suppress(MisuseError):  # given up already, if the connection was lost in between
-                    client.abort(reservation, *reservation.pending_shards)
-            elif reservation.id >> RUN_SHIFT == client.run_id:
-                self.left_over.append(reservation)
+                    client.abort(grant, shard)
+            elif grant.id >> RUN_SHIFT == client.run_id:
+                self.left_over.append((grant, shard))
 
     def layer(self, number: int) -> None:
         began = time.perf_counter()

@@ -116,13 +116,11 @@ class SavePlanner:
         key = tracked.keys(chunks * self._chunk_tokens).keys[chunks - 1]
         # The chunk before it is its parent: that does not leave before the state does.
         pair = [key, state_key(key, ends.layout.to_json())]
-        reservation = self._client.reserve(pair, ends, first=1, ttl=tracked.said.ttl)
-        if reservation.entries:
-            places, since, adapter = reservation.placement, tracked.since, tracked.adapter
-            save = SavePlan(reservation.id, [1], places, blocks, since, adapter, is_state=True)
-            plan.saves.append(save)
+        grant = self._client.reserve(pair, ends, first=1, ttl=tracked.said.ttl)
+        if grant.chunks:
+            plan.saves.append(SavePlan(grant, blocks, tracked.since, tracked.adapter, is_state=True))
             self._stats.add("saved_states")
-            self._client.disown(reservation)
+            self._client.disown(grant)
 
     def _tokens(self, tracked: TrackedRequest, tokens_after: int) -> int:
         """How many tokens have KV after the step and may be stored. Speculative ones may be taken back."""
@@ -180,9 +178,9 @@ class SavePlanner:
         """
         pending = tracked.take_pending_reservation()
         assert pending is not None
-        reservation = self._client.finish_reserve(pending)
-        for shard in tuple(reservation.pending_shards):
-            self._client.abort(reservation, shard)
+        grant = self._client.finish_reserve(pending)
+        for shard in self._client.unfinished(grant):
+            self._client.abort(grant, shard)
 
     def _will_be_back(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether another step will probably compute this request in the same blocks."""
@@ -207,14 +205,12 @@ class SavePlanner:
         """Save into the room that was asked for."""
         pending = tracked.take_pending_reservation()
         assert pending is not None
-        reservation = self._client.finish_reserve(pending)
-        self._stored_to(tracked, len(pending.keys), len(pending.keys) - reservation.dropped)
+        grant = self._client.finish_reserve(pending)
+        self._stored_to(tracked, len(pending.keys), len(pending.keys) - grant.dropped)
         if self._events is not None:
             self._events.note_prompt(tracked.request, tracked.keys(), ())
-        if reservation.entries:
-            self._client.trace(reservation, tracked.said.trace)
-            plan.saves.append(
-                SavePlan.of(reservation, tables, self._chunk_blocks, tracked.since, tracked.adapter)
-            )
-            self._stats.add("saved_tokens", len(reservation.entries) * self._chunk_tokens)
-            self._client.disown(reservation)
+        if grant.chunks:
+            self._client.trace(grant, tracked.said.trace)
+            plan.saves.append(SavePlan.of(grant, tables, self._chunk_blocks, tracked.since, tracked.adapter))
+            self._stats.add("saved_tokens", len(grant.chunks) * self._chunk_tokens)
+            self._client.disown(grant)

@@ -87,8 +87,9 @@ class WeightChecks:
     def planned(self, plan: Plan) -> None:
         """Remember what the plan stores. Now and then all ranks compare in one step, before it computes."""
         if plan.saves:
-            self._count += sum(len(save.placement.keys) for save in plan.saves)
-            self._unchecked.append((self.step, [key for save in plan.saves for key in save.placement.keys]))
+            keys = [key for save in plan.saves for key in save.grant.placement.keys]
+            self._count += len(keys)
+            self._unchecked.append((self.step, keys))
         if self._count > _MOST:  # also without a period: this list must not grow for ever
             plan.checks_weights, self._count = True, 0
         if self._period and (self._unchecked or plan.loads):

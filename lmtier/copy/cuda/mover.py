@@ -22,9 +22,10 @@ from lmtier.copy.cuda.chunks import Chunks, Fingerprints
 from lmtier.copy.cuda.paging import CudaKV, SlotOfEachChunk
 from lmtier.copy.cuda.streams import StreamPair, TransferOrder
 from lmtier.copy.gpu_copies import GpuCopies, GpuSlots
-from lmtier.copy.mover import Blocks, Load, Mover, Save
+from lmtier.copy.mover import Blocks, Load, Mover, Save, granted
 from lmtier.copy.store import Store
-from lmtier.core.match import Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import Match
 from lmtier.errors import MisuseError
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Array, Shard
@@ -66,25 +67,27 @@ class CudaMover(Mover):
     ) -> CudaLoad:
         """`gpu_slots` has a place, or None, for each chunk of the match that the engine lacks."""
         try:
-            return self.begin(match, block_ids, computed_tokens=computed_tokens, gpu_slots=gpu_slots)
+            load = self.begin(granted(match), block_ids, computed_tokens=computed_tokens, gpu_slots=gpu_slots)
         except BaseException:
             self.cache.release(match)
             raise
+        load.match = match
+        return load
 
     def begin(
         self,
-        match: Match,
+        grant: Grant,
         block_ids: Blocks,
         *,
         computed_tokens: int = 0,
         gpu_slots: SlotOfEachChunk | None = None,
     ) -> CudaLoad:
-        self._need(match.form)
-        return CudaLoad(self, match, block_ids, computed_tokens, gpu_slots)
+        self._need(grant.form)
+        return CudaLoad(self, grant, block_ids, computed_tokens, gpu_slots)
 
-    def fill(self, reservation: Reservation, blocks: Mapping[int, BlockIds]) -> CudaSave:
-        self._need(reservation.form)
-        return CudaSave(self, reservation, blocks)
+    def fill(self, grant: Grant, blocks: Mapping[int, BlockIds]) -> CudaSave:
+        self._need(grant.form)
+        return CudaSave(self, grant, blocks)
 
     @property
     def under_way(self) -> int:
@@ -122,10 +125,10 @@ class CudaSave(Save):
     def __init__(
         self,
         mover: CudaMover,
-        reservation: Reservation,
+        grant: Grant,
         blocks: Mapping[int, BlockIds],
     ) -> None:
-        super().__init__(mover, reservation, blocks)
+        super().__init__(mover, grant, blocks)
         self._kv = mover.kv
         self._bound.check_whole()
         self._groups: list[range] = []
@@ -213,12 +216,12 @@ class CudaLoad(Load):
     def __init__(
         self,
         mover: CudaMover,
-        match: Match,
+        grant: Grant,
         block_ids: Blocks,
         computed_tokens: int,
         gpu_slots: SlotOfEachChunk | None = None,
     ) -> None:
-        super().__init__(mover, match, block_ids, computed_tokens)
+        super().__init__(mover, grant, block_ids, computed_tokens)
         self._kv, self._cuda = mover.kv, mover
         self.done = False
         """Whether the last `poll` found all copies done."""
@@ -232,9 +235,8 @@ class CudaLoad(Load):
         self._fingerprints: dict[int, bytes] = {}
         self._places: GpuSlots | None = None
         if gpu_slots is None and mover.gpu_copies is not None:
-            self._places = mover.gpu_copies.load(
-                [self._run[chunk] for chunk, _, _ in self._chunks], mover.form
-            )
+            first = len(grant.chunks) - len(self._chunks)
+            self._places = mover.gpu_copies.load(grant.placement, mover.form, first)
             gpu_slots = self._places.by_chunk
             self.from_copies = [
                 chunk
@@ -359,7 +361,7 @@ class CudaLoad(Load):
         try:
             self.finish()
         finally:
-            self._mover.cache.release(self._match)
+            self._end_leases()
 
     def __enter__(self) -> CudaLoad:
         return self

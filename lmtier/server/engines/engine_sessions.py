@@ -19,8 +19,9 @@ from typing import Any
 
 from lmtier._version import __version__
 from lmtier.core.cache import Cache
+from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover, HandoverWriter
-from lmtier.core.match import Match, Reservation
+from lmtier.core.match import Match
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
@@ -46,7 +47,7 @@ class EngineSession:
     matches: dict[int, Match] = field(default_factory=dict)
     held_keys: int = 0
     """The number of keys of its matches."""
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reservations: dict[int, Grant] = field(default_factory=dict)
     cost: Cost | None = None
     """Its cost of computing, once it has sent it."""
     lost_at_flush: int = 0
@@ -200,9 +201,8 @@ class EngineSessions:
     # ---- to and from another process
 
     def dump(self, sessions: Sequence[EngineSession], teller: HandoverWriter) -> dict[str, Any]:
-        grants: list[Match | Reservation] = [match for each in sessions for match in each.matches.values()]
-        grants += [thing for each in sessions for thing in each.reservations.values()]
-        teller.write_cache(grants)
+        matches = [match for each in sessions for match in each.matches.values()]
+        teller.write_cache(matches, [grant for each in sessions for grant in each.reservations.values()])
         return {
             "run": self._run,
             "next": next(self.ids),
@@ -212,7 +212,7 @@ class EngineSessions:
                     "forms": [teller.forms.number(form) for form in each.forms],
                     "matches": [[number, teller.match(match)] for number, match in each.matches.items()],
                     "reservations": [
-                        [number, teller.reservation(thing)] for number, thing in each.reservations.items()
+                        [number, teller.reservation(grant)] for number, grant in each.reservations.items()
                     ],
                     "cost": None if each.cost is None else list(each.cost),
                     "lost": self._cache.lost - each.lost_at_flush,
@@ -251,18 +251,19 @@ class EngineSessions:
             self._cache.release(match)
 
     def abort(self, session: EngineSession, number: int, shards: Sequence[Shard]) -> None:
-        reservation = session.reservations[number]
         for shard in shards:
-            self._cache.abort(reservation, shard)
+            self._cache.abort(session.reservations[number], shard)
+        if self._tracing is not None:
+            self._tracing.aborted(number)
         self.finish(session, number)
 
     def finish(self, session: EngineSession, number: int) -> None:
         """End a reservation when no shard of it is left."""
-        reservation = session.reservations[number]
-        if not reservation.pending_shards:
+        grant = session.reservations[number]
+        if not self._cache.unfinished(grant):
             del session.reservations[number]
             if self._tracing is not None:
-                self._tracing.stored(number, reservation)
+                self._tracing.stored(number, grant)
 
     def on_disconnect(self, caller: Caller) -> None:
         """A connection was closed."""
@@ -274,8 +275,8 @@ class EngineSessions:
         if not session.members:
             self._end(session)
         elif shard is not None:
-            for number, reservation in list(session.reservations.items()):
-                if shard in reservation.pending_shards:
+            for number, grant in list(session.reservations.items()):
+                if shard in self._cache.unfinished(grant):
                     self.abort(session, number, [shard])
 
     def _end(self, session: EngineSession) -> None:
@@ -283,8 +284,8 @@ class EngineSessions:
             del self._shared[session.secret]
         for number in list(session.matches):
             self.release(session, number)
-        for number, reservation in list(session.reservations.items()):
-            self.abort(session, number, list(reservation.pending_shards))
+        for number, grant in list(session.reservations.items()):
+            self.abort(session, number, self._cache.unfinished(grant))
 
 
 def engine_session_of(caller: Caller) -> EngineSession:

@@ -13,7 +13,8 @@ from contextlib import closing
 from typing import Any
 
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match, Reservation
+from lmtier.core.grant import Grant
+from lmtier.core.match import Match
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import OK, PAUSE, Argument, Caller, PendingAnswer, Refused
@@ -179,11 +180,7 @@ class TransferVerbs:
 
     def _discarding(self, keys: list[bytes], forms: Sequence[ChunkForm]) -> PendingAnswer:
         for key in keys:
-            entry = self._cache.index.get(key)
-            if entry is not None:
-                self._cache.discard(entry)
-            for tier in self._cache.lower if entry is None else ():
-                tier.discard(key, forms)
+            self._cache.discard(key, *forms)
             yield PAUSE
         return OK
 
@@ -206,7 +203,7 @@ class TransferVerbs:
         return self._reserving(caller, session, steps, began)
 
     def _reserving(
-        self, caller: Caller, session: EngineSession, steps: Generator[None, None, Reservation], began: int
+        self, caller: Caller, session: EngineSession, steps: Generator[None, None, Grant], began: int
     ) -> PendingAnswer:
         with closing(steps):
             while True:
@@ -216,17 +213,17 @@ class TransferVerbs:
                 except StopIteration as end:
                     return self._reserved(caller, session, end.value, began)
 
-    def _reserved(self, caller: Caller, session: EngineSession, reservation: Reservation, began: int) -> Any:
+    def _reserved(self, caller: Caller, session: EngineSession, grant: Grant, began: int) -> Any:
         number = 0
-        if reservation.entries:
+        if grant.chunks:
             number = next(self._sessions.ids)
-            session.reservations[number] = reservation
+            session.reservations[number] = grant
             if self._tracing is not None:
                 self._tracing.reserved(number, began, caller.name)
-        return write_reservation(number, reservation)
+        return write_reservation(number, grant)
 
     def commit(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session, reservation_id, reservation = _reserved(caller, arguments[1])
+        session, reservation_id, grant = _reserved(caller, arguments[1])
         chunk_fingerprints = arguments[3:]
         if len(chunk_fingerprints) % 2:
             raise Refused("ERR LMTIER.COMMIT takes marks in pairs: chunk hex")
@@ -236,14 +233,14 @@ class TransferVerbs:
                 raise Refused(f"ERR a mark has at most {MARK_ROOM} bytes")
             fingerprints[read_number(chunk, "a chunk")] = read_hex(fingerprint)
         shard = read_text(arguments[2])
-        self._cache.commit(reservation, None if shard == "*" else read_shard(shard), fingerprints)
+        self._cache.commit(grant, None if shard == "*" else read_shard(shard), fingerprints)
         self._sessions.finish(session, reservation_id)
         return OK
 
     def abort(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session, reservation_id, reservation = _reserved(caller, arguments[1])
+        session, reservation_id, grant = _reserved(caller, arguments[1])
         shard = read_text(arguments[2])
-        shards = list(reservation.pending_shards) if shard == "*" else [read_shard(shard)]
+        shards = self._cache.unfinished(grant) if shard == "*" else [read_shard(shard)]
         self._sessions.abort(session, reservation_id, shards)
         return OK
 
@@ -256,9 +253,9 @@ def _held(caller: Caller, argument: Argument) -> tuple[int, Match]:
     return number, match
 
 
-def _reserved(caller: Caller, argument: Argument) -> tuple[EngineSession, int, Reservation]:
+def _reserved(caller: Caller, argument: Argument) -> tuple[EngineSession, int, Grant]:
     session, number = engine_session_of(caller), read_number(argument, "a reservation")
-    reservation = session.reservations.get(number)
-    if reservation is None:
+    grant = session.reservations.get(number)
+    if grant is None:
         raise Refused(f"NOSUCH reservation {number}: it is finished, or belongs to another engine")
-    return session, number, reservation
+    return session, number, grant

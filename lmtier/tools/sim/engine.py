@@ -39,7 +39,7 @@ class EngineMemory:
         """Where each chunk of a match comes from, if the engine has the first `own` itself."""
         sources = [ENGINE] * own + match.sources[own:]
         if self._copies is not None and own < len(match.run):
-            gpu_places = self._copies.load(match.run[own:], form)
+            gpu_places = self._copies.load(match.placement, form, own)
             for index, place in enumerate(gpu_places.by_chunk, start=own):
                 if place is not None and place.is_filled:
                     sources[index] = GPU

@@ -183,8 +183,8 @@ def replay(
             sources = memory.load(match, cached_prefix, form)
             hits = {label: sources.count(label) * chunk_tokens for label in set(sources)}
             cache.release(match)
-            reservation = cache.reserve(keys, form)
-            cache.commit(reservation)
+            grant = cache.reserve(keys, form)
+            cache.commit(grant)
             memory.keep(keys)
             outcomes = cache.hint(request.hints, session=request.session) if request.hints else ()
             outcome.executed += sum(hint_result.result == DONE for hint_result in outcomes)
@@ -192,7 +192,7 @@ def replay(
             outcome.requests += 1
             outcome.chunks += len(keys)
             outcome.tokens += max(request.tokens, len(keys) * chunk_tokens)
-            outcome.saved += len(reservation.entries) * chunk_tokens
+            outcome.saved += len(grant.chunks) * chunk_tokens
             for label, tokens in hits.items():
                 outcome.hits[label] += tokens
             missed = request.tokens - sum(hits.values())
