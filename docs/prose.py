@@ -43,6 +43,7 @@ WORDS = {
     "blazing": "give a figure",
 }
 _WORD = re.compile(rf"\b({'|'.join(map(re.escape, WORDS))})\b", re.IGNORECASE)
+_NO_NOUN = re.compile(r"(Of|Those) (?!which)")
 # These tell what happened, or are made by a program: their sentences may be long.
 RECORDS = {"LOG.md"}
 NO_COMMAND = {"LOG.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md"}
@@ -74,6 +75,8 @@ def _in_code(source: str) -> Iterator[str]:
                 yield from _words(line, number)
     for node in ast.walk(ast.parse(source)):  # a string that stands alone is a docstring
         if isinstance(node, ast.Expr) and isinstance(value := node.value, ast.Constant):
+            if found := _NO_NOUN.match(str(value.value)):
+                yield f"{value.lineno}: {found[0]!r} begins a docstring: begin with what it is"
             for paragraph in re.split(r"\n\s*\n", str(value.value)):
                 if not re.search(r"\S {3}|^ {4}", paragraph):  # no table, and no example
                     yield from _long([paragraph], value.lineno, "")

@@ -421,7 +421,7 @@ class _Checker:
         self._scratch = Scratch()
         self._header: Header | None = None
         self.key_id = b""
-        """Of the object that was checked last; empty if it is not sealed."""
+        """The key of the object that was checked last; empty if it is not sealed."""
 
     def check(self, path: str, name: Name, size: int) -> None:
         """Raise what a reader raises unless `path` holds `name`. Without keys a payload stays unchecked."""

@@ -565,7 +565,7 @@ class Client:
 
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
-    """Those of the words before the keys that are given, and that the server knows."""
+    """The words before the keys: the given ones that the server knows."""
     for name in (session, parent, source):
         if name and not is_name(name):
             raise MisuseError(f"{name!r:.40} is no name: it has 1 to {MAX_NAME} printable characters")

@@ -29,7 +29,7 @@ from lmtier.format.layout import ChunkForm, padded
 from lmtier.rules.policy import make_policy
 
 Fingerprints: TypeAlias = "tuple[bytes, ...]"
-"""Of each shard of a chunk."""
+"""The fingerprint of each shard of a chunk."""
 
 
 class GpuSlot(NamedTuple):
@@ -47,7 +47,7 @@ class GpuSlots:
     by_chunk: tuple[GpuSlot | None, ...]
     """The place of each chunk, in order."""
     held: list[tuple[Entry, Fingerprints]]
-    """Of the chunks that have a place: our entry, which is leased, and the fingerprints in the slab."""
+    """For each chunk with a place: our entry, which is leased, and the fingerprints in the slab."""
 
     @property
     def filled(self) -> int:

@@ -104,7 +104,7 @@ class Cache:
         )
         self.index.label, self.index.followers = CPU, self.followers
         self.indexes = {CPU: self.index}
-        """Of the slab and of owned tiers, by label."""
+        """The indexes of the slab and of owned tiers, by label."""
         self.lower = LowerTiers()
         self._gauges = CacheMetrics(self.metrics, self.indexes, self.lower, self.chunk_tokens)
         self.memory = MemoryPlace(self.slab, self.index, self.metrics, self._gauges.evict, clock, cpu.ttl)

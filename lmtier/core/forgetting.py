@@ -173,9 +173,9 @@ class ForgottenTenants:
         self._seen: list[Mapping[bytes, Tombstone]] = [{} for _ in stores]
         """The tombstones that `step` has seen: at first none, because some came after `dropped` was set."""
         self._waiting: set[bytes] = set()
-        """Those who are still to leave."""
+        """Tenants who are still to leave."""
         self._in_hand: set[bytes] = set()
-        """Those whom `forgetting` takes care of."""
+        """Tenants whom `forgetting` takes care of."""
         self._steps: Generator[bool, None, None] | None = None
         self.hears_of_others = any(not _seals_by_tenant(tier) for tier in cache.lower.shared)
         """Whether a tier may give it what another server holds that has not read the tombstone yet."""

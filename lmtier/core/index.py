@@ -454,11 +454,11 @@ class Index:
         return self._ghosts.get(key, "")
 
     def gone(self, keys: Sequence[bytes]) -> dict[bytes, str]:
-        """Those of `keys` that `why_gone` knows, and why."""
+        """Maps those of `keys` that `why_gone` knows to the reason."""
         return {key: self._ghosts[key] for key in self._ghosts.keys() & keys} if self._ghosts else {}
 
     def among(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of `keys` that are here."""
+        """The part of `keys` that is here."""
         return self._entries.keys() & keys
 
     def order(self) -> list[Entry]:

@@ -46,7 +46,7 @@ class Jobs:
         self._is_excused = is_excused
         self.up, self.down, self.clearing, self.searching = Breaker(), Breaker(), Breaker(), Breaker()
         self.deleting_again = Breaker()
-        """Of deletions that failed before. Some objects can never go, which tells nothing of others."""
+        """The breaker of repeated deletions. Some objects never go, which tells nothing of others."""
         self._jobs = OrderedDict[int, _Unfinished]()
         """By number, the oldest first."""
         self.last = 0

@@ -113,7 +113,7 @@ class LowerTier(ABC):
         self.deleting_bytes = 0
         """Bytes of objects whose deletion has not been confirmed. They still take room."""
         self.undeletable = 0
-        """Those of them whose deletion has failed. They take room until it succeeds, perhaps for ever."""
+        """Bytes whose deletion has failed. They take room until it succeeds, perhaps for ever."""
         self._deletions = 0
         """Unfinished deletion jobs."""
         self._undeleted = deque[tuple[list[Name], int]]()

@@ -42,7 +42,7 @@ class Matches:
         """`is_forgotten`: these are of a tenant who was forgotten and has not left yet."""
         self.open: dict[int, Match] = {}
         self._pending: dict[Match, None] = {}
-        """Those that ask tiers or wait for loads, the first one first, and some that have ended since."""
+        """Matches that ask tiers or wait for loads, the first one first, and some that have ended since."""
         self.waiters: dict[Entry, list[Match]] = {}
         """The matches that wait for each chunk that is being loaded."""
         self.loading = 0

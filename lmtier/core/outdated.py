@@ -17,7 +17,7 @@ class Outdated:
         """The bytes of those that no job uses now."""
         self._entries: dict[bytes, Entry] = {}
         self._overwritten: dict[bytes, Entry] = {}
-        """Those whose newer value is being written now."""
+        """Copies whose newer value is being written now."""
 
     def __contains__(self, entry: Entry) -> bool:
         return self._entries.get(entry.key) is entry

@@ -33,7 +33,7 @@ class SessionNow(TypedDict):
     children: int
     requests: int
     tokens: int
-    """Of its last prompt, in whole chunks."""
+    """Tokens of its last prompt, in whole chunks."""
     asked: int
     saved: int
     age: float
@@ -185,11 +185,11 @@ class AgentSessions:
     # ---- display
 
     def top(self, most: int) -> list[Agent]:
-        """Those that saved most, the first the most."""
+        """The sessions that saved most, the first the most."""
         return nlargest(most, self.book, key=lambda agent: agent.saved)
 
     def recent(self, most: int) -> list[Agent]:
-        """Those that asked last, the youngest first."""
+        """The sessions that asked last, the youngest first."""
         return nlargest(most, self.book, key=lambda agent: agent.last_asked_at)
 
     def now(self, agent: Agent) -> SessionNow:

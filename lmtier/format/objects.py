@@ -170,7 +170,7 @@ class Seal(NamedTuple):
     key_id: bytes
     salt: bytes
     tag: bytes
-    """Of the payload."""
+    """The tag of the payload."""
     mark: bytes
     """The encrypted mark."""
     mark_tag: bytes

@@ -83,7 +83,7 @@ DROP_REASONS = {
 }
 """Why a token that should have been stored in a tier was not."""
 INTENDED_DROPS = {"write_budget", "expired", "cleared"}
-"""Those of the reasons that a setting or a user intends. The log and the verdicts pass over them."""
+"""The reasons that a setting or a user intends. The log and the verdicts pass over them."""
 
 LABELS = {
     "tier": "`cpu`, then the scheme of each tier below: `disk`, `redis`; a second one is `disk-2`",

@@ -20,7 +20,7 @@ from lmtier.rules.lifetimes import MAX_TTL
 PROTOCOL = "1"
 VERSION = "1"
 MAX_BYTES = 1 << 18
-"""Of an envelope."""
+"""The most bytes of an envelope."""
 MAX_ACTIONS = 64
 MAX_NAME = 128
 MAX_PIN = 86_400.0

@@ -13,7 +13,7 @@ class GpuSavings:
 
     gpu_hours: float
     price: float
-    """Of an hour of all GPUs of an engine; 0: not known."""
+    """The price of an hour of all GPUs of an engine; 0: not known."""
 
     @property
     def money(self) -> float:

@@ -356,7 +356,7 @@ class _Recent:
 
 
 _THREE_NUMBERS: Callable[[bytes, int], tuple[int, int, int]] = Struct("<IHH").unpack_from
-"""Of the end of a key. Keys are hashes, so no other hash is needed."""
+"""Reads the end of a key. Keys are hashes, so no other hash is needed."""
 
 
 def _number(key: bytes) -> int:

@@ -22,7 +22,7 @@ MAX_NAMELESS = 1024
 MAX_KEYS = 1 << 19
 """The most keys in the book: some 40 MB."""
 MAX_ANCESTORS = 8
-"""Of a session: each of its requests refreshes the prompts of all of them."""
+"""The most ancestors of a session: each of its requests refreshes the prompts of all of them."""
 _LOOK_BACK = 256
 """How many chunks a request can be longer than the one that it continues, if it has no name."""
 
@@ -58,7 +58,7 @@ class Agent:
     asked: int = 0
     """Tokens of all its prompts."""
     saved: int = 0
-    """Those of them that a tier supplied."""
+    """Tokens of these requests that a tier supplied."""
 
     def __repr__(self) -> str:
         return f"<Agent {self.label}: {self.state}, {len(self.chain)} chunks, {self.children} children>"

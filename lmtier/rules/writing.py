@@ -55,7 +55,7 @@ class Budget:
         self._reserved += nbytes
 
     def spend(self, reserved: int, written: int, now: float) -> None:
-        """Of `reserved` bytes, `written` were written, which is not more."""
+        """Count a write: `written` bytes of the `reserved` ones, which is not more."""
         self.left(now)
         self._reserved -= reserved
         self._left -= written

@@ -31,7 +31,7 @@ class ConnectionTable:
         self.unknown: set[int] = set()
         """The descriptors of those who came over TCP and have shown no token."""
         self._strangers: dict[int, Connection | HttpConnection] = {}
-        """Those who may do nothing yet, the first one first."""
+        """Connections that may do nothing yet, the first one first."""
         self.accepted = 0
         """All connections so far, including refused ones."""
         self._asked = 0  # by closed connections

@@ -105,7 +105,7 @@ class _Request(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of its body."""
+        """Bytes of its body."""
         return int(self.headers.get("content-length", "0"))
 
 

@@ -16,15 +16,15 @@ from collections.abc import Hashable
 MAX_CLIENT_BYTES = 256 << 20
 """The most bytes that are remembered for all clients."""
 MAX_SESSION_BYTES = MAX_CLIENT_BYTES // 2
-"""Those of one session. An engine on this host is refused more, because it cannot be closed."""
+"""The most bytes for one session. An engine on this host is refused more, as it cannot be closed."""
 KEY_OVERHEAD = 112
 """The bytes of a key in a match."""
 WATCHED_NAME_OVERHEAD = 512
-"""Those of a watched name, at least."""
+"""The bytes of a watched name, at least."""
 OBJECT_OVERHEAD = 1024
-"""Those of a match, of a form and of a session, without their keys."""
+"""The bytes of a match, of a form and of a session, without their keys."""
 PIECE_OVERHEAD = 320
-"""Those of a piece of an answer that waits to be sent, beside its own."""
+"""The bytes of a piece of an answer that waits to be sent, beside its own."""
 _LESS = (
     7 / 8
 )  # the part of the bound that is reached again by closing clients: to look for them takes a while

@@ -98,7 +98,7 @@ class TierNow(TypedDict):
     failures: int
     """Objects that it did not give or take, for any reason."""
     faults: int
-    """Those for which the tier is to blame: errors, and answers that came too late or never."""
+    """Failures for which the tier is to blame: errors, and answers that came too late or never."""
 
 
 class Named(TypedDict):
@@ -133,7 +133,7 @@ class SessionsNow(TypedDict):
     active: int
     waiting: int
     top: list[SessionNow]
-    """Those that saved most."""
+    """The sessions that saved most."""
 
 
 class Snapshot(TypedDict):
@@ -153,11 +153,11 @@ class Snapshot(TypedDict):
     models: list[Named]
     tenants: list[Named]
     values: dict[str, int]
-    """Of Redis clients, by event: hit, missed, set, …; `held` is how many the tier with most of them has."""
+    """Named values by event: hit, missed, set, …; `held` is how many the tier with most of them has."""
     leased_bytes: int
     tiers: list[TierNow]
     loads: dict[str, list[int]]
-    """Of each tier: how many loads took at most each of `metrics.SECONDS`, and at last all of them."""
+    """For each tier, how many loads took at most each of `metrics.SECONDS`, and at last all of them."""
     curve: dict[str, dict[str, float | None]]
     """The hit rate of each bounded tier if it were alone and so many times its size. None: not known."""
     savings: Savings
@@ -522,7 +522,7 @@ def _since(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
 
 
 def _named(sums: Mapping[str, float]) -> list[Named]:
-    """Of tokens by "name outcome". The most asked first."""
+    """Rows from tokens by "name outcome". The most asked first."""
     asked = {key.removesuffix(" asked"): int(n) for key, n in sums.items() if key.endswith(" asked")}
     order = sorted(asked.items(), key=lambda each: -each[1])
     return [{"name": name, "asked": n, "hit": int(sums.get(f"{name} hit", 0))} for name, n in order]

@@ -71,7 +71,7 @@ class TierFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Of the last `seconds`, unless it says otherwise."""
+    """What happened in the last `seconds`, unless it says otherwise."""
 
     seconds: float
     not_ready: str = ""
@@ -90,9 +90,9 @@ class Facts:
     """Chunks that differed in an engine from what was saved, since the start."""
     saved_seconds: float = 0.0
     price: str = ""
-    """Of an hour of an engine: 2.50 $."""
+    """The price of an hour of an engine: 2.50 $."""
     values: Mapping[str, int] = field(default_factory=dict)
-    """Of Redis clients, by event."""
+    """Named values, by event."""
     busy: float = 0.0
     """The part of the time in which the server's thread ran."""
     leased: float = 0.0

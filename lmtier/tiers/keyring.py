@@ -219,7 +219,7 @@ class _Wrapped(NamedTuple):
 class _File(NamedTuple):
     stamp: Stamp
     keys: tuple[_Wrapped, ...]
-    """Those of the tenant's generation."""
+    """The keys of the tenant's generation."""
     known: frozenset[bytes]
     """The ids of all wrapping keys when it was read: what a retired one wraps is not kept."""
 

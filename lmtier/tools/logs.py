@@ -39,7 +39,7 @@ class BackgroundLogHandler(logging.Handler):
         super().__init__()
         self.setFormatter(formatter)
         self._seen: dict[str, tuple[float, int]] = {}
-        """Of each message: the end of its present window, and how often it came within it."""
+        """Maps a message to the end of its present window, and how often it came within it."""
         self._lines: Queue[str | None] = Queue(_LINES)
         self._thread = start_thread("lmtier-log", self._write)
 

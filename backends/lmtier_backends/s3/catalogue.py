@@ -32,7 +32,7 @@ _MOST_LISTS = 256
 _MOST_NAMES = 1 << 20
 """In all lists, some 250 bytes each."""
 _MOST_PAGES = 4 * _MOST_NAMES // 1000
-"""Of one list: names that are not ours count too."""
+"""The most pages of one list: names that are not ours count too."""
 _SHARE = 9
 """After a list that took a second, the next one waits for so many: fetching takes a tenth of the time."""
 _MAX_PAGE_SECONDS = 0.1
@@ -77,7 +77,7 @@ class Catalogue:
         self._thread = start_thread("lmtier-s3-list", self._work)
 
     def find(self, names: Sequence[Name]) -> Found:
-        """Those of `names` that are listed. Raises OSError if their list cannot be fetched."""
+        """The part of `names` that is listed. Raises OSError if their list cannot be fetched."""
         with self._changed:
             lists = {prefix: self._list(prefix) for prefix in {name.key[:_MODEL] for name in names}}
             self._wait_for([each for each in lists.values() if not each.is_fetched])

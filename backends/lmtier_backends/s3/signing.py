@@ -27,7 +27,7 @@ class AccessKey:
     id: str
     secret: str
     token: str = ""
-    """Of temporary credentials."""
+    """The token of temporary credentials."""
     expires: float = float("inf")
     """In time.time()."""
 

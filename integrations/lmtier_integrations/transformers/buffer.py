@@ -58,7 +58,7 @@ class _Filling:
     row: int
     columns: slice
     blocks: slice
-    """Of the buffer."""
+    """Its blocks in the buffer."""
 
 
 class ChunkBuffer:

@@ -206,7 +206,7 @@ def state_groups(cache: KVCacheConfig) -> list[int]:
 
 
 def tables_of_layers(cache: KVCacheConfig, groups: Sequence[int]) -> dict[str, int]:
-    """Of the layers of these groups: the number of its table, counted among them."""
+    """Maps each layer of these groups to the number of its table, counted among them."""
     return {
         name: table for table, group in enumerate(groups) for name in cache.kv_cache_groups[group].layer_names
     }

@@ -37,9 +37,9 @@ class KVNaming:
         """Its weights have no name until workers have said what they loaded."""
         self.media = Media(config, trusts_ids=settings.trust_media_ids)
         self.form: ChunkForm | None = None
-        """Of what this engine stores; None: workers have not said what they hold."""
+        """The form of what this engine stores; None: workers have not said what they hold."""
         self.state_form: ChunkForm | None = None
-        """Of the state that a prefix has to end with, if the model keeps any."""
+        """The form of the state that a prefix has to end with, if the model keeps any."""
         self.count = 0
         """How often the model's name has changed, as the ranks count it."""
         self._before_reset: str | None = None

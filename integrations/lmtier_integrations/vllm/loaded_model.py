@@ -96,7 +96,7 @@ def loaded_by(worker: Any) -> WeightsOrigin:
 
 
 def _loaded_by(worker: Any) -> tuple[WeightsOrigin, WeightsOrigin | None]:
-    """Of the model, and of its draft model if there is one."""
+    """The origin of the model's weights, and of its draft model's if there is one."""
     config, runner = worker.vllm_config, worker.model_runner
     # One rank reads all files for the digest.
     how: dict[str, Any] = {

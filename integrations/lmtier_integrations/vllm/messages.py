@@ -33,7 +33,7 @@ class WeightsOrigin(NamedTuple):
     files: str = ""
     """The files and their time stamps; empty: that is not known, or weights may change unseen."""
     digest: str = ""
-    """Of the files' names and contents, from the rank that computed it."""
+    """The digest of the files' names and contents, from the rank that computed it."""
     why: str = ""
     """Why the files cannot be known."""
 
@@ -78,7 +78,7 @@ class SavePlan:
 
     grant: Grant
     block_ids: list[list[int]]
-    """Of these chunks, one after the other, by table."""
+    """For each block table, the blocks of these chunks, one after the other."""
     since: int = 0
     """The first step that may have computed any of it."""
     adapter: Adapter | None = None
@@ -157,7 +157,7 @@ class RankReport(KVConnectorWorkerMetadata):
     loaded: dict[int, int] = field(default_factory=dict)
     """Matches whose copies have ended or failed, with the number of ranks."""
     failed: set[int] = field(default_factory=set)
-    """Those of them that failed."""
+    """Matches whose copies failed."""
     failed_loads: int = 0
     weights_version: int = 0
     """The new `Plan.weights_version`, because weights have changed; 0: they have not."""

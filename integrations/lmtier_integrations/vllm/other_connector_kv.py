@@ -18,7 +18,7 @@ class OtherConnectorKV:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._looked_up: dict[str, tuple[int, int]] = {}
-        """Of requests that have not begun: the tokens that the engine had, and those that it has after
+        """For requests that have not begun: the tokens that the engine had, and those that it has after
         lmtier's load."""
         self._requests: set[str] = set()
         """The running requests that have foreign blocks."""

@@ -157,9 +157,9 @@ class _Loading:
     plan: LoadPlan
     load: Load
     weights_version: int
-    """Of the plan: what the model was called by."""
+    """The version of the model's name in the plan."""
     state_load: Load | None = None
-    """Of the state after its last chunk, which comes with all of it or with nothing."""
+    """The load of the state after its last chunk, which comes with all of it or with nothing."""
     has_failed: bool = False
 
     @property

@@ -32,7 +32,7 @@ class RequestHints(NamedTuple):
     why_not: str
     """Why it is not cached; empty: nothing that it says is against that. One of a few sentences."""
     tokens: Tokens
-    """Of its prompt."""
+    """The tokens of its prompt."""
     salt: str
     ttl: float | None
     """Seconds for which its chunks are kept."""

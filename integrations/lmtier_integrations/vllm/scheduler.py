@@ -352,7 +352,7 @@ class Scheduler:
         return plan
 
     def _blocks_lent(self, output: SchedulerOutput) -> list[int]:
-        """Those of requests that have got blocks and are not computed yet: another connector loads them."""
+        """Blocks of requests that are not computed yet: another connector loads them."""
         lent, self._lent = self._lent, {}
         waiting = lent.keys() - output.num_scheduled_tokens.keys() if lent else ()
         blocks = {block for each in waiting for table in lent[each] for block in table}

@@ -90,7 +90,7 @@ class Prometheus(KVConnectorPromMetrics):
         self._counters = self._labelled(self._counter_cls, COUNTERS)
         self._gauges = self._labelled(self._gauge_cls, GAUGES, multiprocess_mode="sum")
         self._sums: dict[tuple[str, int], float] = {}
-        """Of gauges: not all kinds of them can be added to."""
+        """The sums of gauges: not all kinds of them can be added to."""
 
     def _labelled(self, kind: Any, named: Mapping[str, str], **more: str) -> dict[str, dict[int, Any]]:
         series = {

@@ -53,7 +53,7 @@ def requests_with_new_blocks(output: SchedulerOutput) -> Iterator[RequestBlocks]
 
 
 def entering_requests(output: SchedulerOutput) -> Iterator[RequestBlocks]:
-    """Those that begin in this step, or go on after they were preempted."""
+    """Requests that begin in this step, or go on after they were preempted."""
     for request in output.scheduled_new_reqs:
         yield RequestBlocks(request.req_id, request.num_computed_tokens, request.block_ids)
     cached = output.scheduled_cached_reqs

@@ -39,10 +39,10 @@ class _Unknown(Exception):
 @dataclass(frozen=True, slots=True)
 class _Source:
     prefix: str
-    """Of the tensors' names in the model."""
+    """The prefix of the tensors' names in the model."""
     files: WeightFiles
     commit: str
-    """Of a hub, which stands for the files' content; or empty."""
+    """The commit of a hub, which stands for the files' content; or empty."""
 
     @property
     def named(self) -> list[str]:

@@ -34,7 +34,7 @@ class NoAnswer(Exception):
 class ServedModel:
     name: str
     parent: str
-    """Of an adapter; empty: a model."""
+    """The model of an adapter; empty: it is a model itself."""
     longest: int
     """In tokens; 0: it does not say."""
 
@@ -75,7 +75,7 @@ class Endpoint:
     url: str
     token: str = ""
     name: str = ""
-    """Of the model; empty: the first one that the engine lists."""
+    """The name of the model; empty: the first one that the engine lists."""
     limit: float = 300.0
     """Seconds for one answer."""
     model: ServedModel = field(init=False)
@@ -243,7 +243,7 @@ class Endpoint:
 
 
 def _parts(reply: Any, end: float) -> Iterator[dict[str, Any]]:
-    """Of a stream of server-sent events, until it says that it is done."""
+    """The parts of a stream of server-sent events, until it says that it is done."""
     try:
         for line in reply:
             if time.monotonic() > end:
@@ -263,7 +263,7 @@ def _parts(reply: Any, end: float) -> Iterator[dict[str, Any]]:
 
 
 def _positions(choice: dict[str, Any]) -> list[Position]:
-    """Of a part of a completion, or of a chat."""
+    """The positions in a part of a completion, or of a chat."""
     logprobs = choice.get("logprobs")
     if not logprobs:
         text = choice.get("text") or (choice.get("delta") or {}).get("content")

@@ -212,7 +212,7 @@ class Proof:
         self._can_reset |= self._resets_by_flooding
 
     def _length(self, share: float) -> int:
-        """Of a prompt, as a share of the longest that this plan or the engine takes."""
+        """The length of a prompt: a share of the longest that this plan or the engine takes."""
         longest = self.engine.model.longest or self.effort.longest * 2
         return max(64, int(share * min(self.effort.longest, longest * 0.7)))
 

@@ -25,7 +25,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding
 
 
 def status(proof: Proof) -> int:
-    """Of the command: 0 right, 1 wrong, 3 nothing is proven: see `verdict`."""
+    """The exit code of the command: 0 right, 1 wrong, 3 nothing is proven: see `verdict`."""
     if proof.wrong:
         return WRONG
     is_right = proof.is_whole and proof.reusing and proof.noise.is_known and not proof.findings
