@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
-from lmtier.errors import ConfigError, excerpt, without_secrets
+from lmtier.errors import ConfigError, excerpt, log, without_secrets
 from lmtier.format.compression import CODECS, RAW, WORDS
 from lmtier.format.layout import PAGE
 from lmtier.format.sealing import SEALS
@@ -111,6 +111,8 @@ def read_text(what: str, file: str | os.PathLike[str], *, is_secret: bool = Fals
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISDIR(mode):
                 raise ConfigError(f"{what}: it is a directory, not a file")
+            if is_secret and stat.S_ISREG(mode):
+                check_privacy(what, mode)
             if (is_pipe := stat.S_ISFIFO(mode)) and not is_secret:
                 raise ConfigError(f"{what}: it is a pipe, not a file")
             while len(data) <= _MOST_BYTES and not (is_secret and b"\n" in data):
@@ -128,6 +130,17 @@ def read_text(what: str, file: str | os.PathLike[str], *, is_secret: bool = Fals
         raise ConfigError(f"{what}: {error.strerror}") from None
     except ValueError:  # or a NUL in the name, which is no file's
         raise ConfigError(f"{what}: it is not text in UTF-8") from None
+
+
+def check_privacy(what: str, mode: int) -> None:
+    """Refuse the file of a secret that others may change, and warn of one that every user may read.
+
+    Containers get secrets as files that every user may read, so that is no reason to refuse.
+    """
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{what}: other users may write to it; chmod 600 it")
+    if mode & stat.S_IROTH:
+        log.warning("lmtier: %s: other users may read it; chmod 600 it", what)
 
 
 def with_option(url: str, name: str, value: str) -> str:
@@ -217,6 +230,8 @@ class TierSpec:
             *(("write", "always", WRITES), ("policy", "auto", POLICIES)),
             *(("codec", RAW, WORDS), ("seal", "", SEALS)),
         )
+        if empty := [name for name in ("seal", "key", "tenants") if options.get(name) == ""]:
+            raise ConfigError(f"{tier}: {empty[0]}= is empty; write its value, or leave it out")
         for name, default, allowed in choices:
             rules.append(value := options.pop(name, default))
             if value not in allowed:
@@ -337,6 +352,15 @@ class Config:
                 )
             if spec.scheme in ("cpu", "gpu"):
                 _check_memory(spec)
+        disks = [
+            os.path.realpath(os.path.expanduser(spec.location))
+            for spec in specs
+            if spec.scheme == "disk" and spec.location
+        ]
+        if twice := [place for place in disks if disks.count(place) > 1]:
+            raise ConfigError(
+                f"tiers: two disk tiers have the directory {twice[0]}; give each its own, or remove one"
+            )
         gpu, (cpu, *_) = self.gpu, self.cache_tiers
         if gpu is not None and (gpu.capacity or 0) > (cpu.capacity or 0):
             raise ConfigError(

@@ -370,7 +370,7 @@ def verify(
     try:
         root_fd = os.open(root, _DIRECTORY)
     except OSError as error:
-        raise _unusable(root, error) from error
+        raise TierError(f"{root}: {error.strerror}; give the directory of a disk tier") from error
     try:
         if _foreign_entries(root_fd):  # before the lock of another program is taken
             raise TierError(f"disk tier: {root} is not the directory of a disk tier")

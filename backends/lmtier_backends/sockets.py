@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from lmtier import forks
-from lmtier.errors import TierError
 from lmtier.format.sealing import Buffer
+from lmtier.wire.certificates import client_context
 
 Address: TypeAlias = "tuple[str, int] | str"
 """Host and port, or the path of a Unix socket."""
@@ -109,14 +109,8 @@ def _connect(address: Address, until: float) -> socket.socket:
 
 
 def tls_context(scheme: str, ca: str, cert: str, key: str, check_hostname: bool) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=ca or None)
-        context.check_hostname = check_hostname
-        if cert or key:
-            context.load_cert_chain(cert, key or None)
-    except (OSError, ssl.SSLError) as error:
-        files = " ".join(filter(None, (ca, cert, key)))
-        raise TierError(f"{scheme} tier: certificates {files}: {error}") from None
+    context = client_context(f"{scheme} tier: TLS with", ca, cert, key)
+    context.check_hostname = check_hostname
     return context
 
 

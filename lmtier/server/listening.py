@@ -18,6 +18,7 @@ from lmtier.config import ServerConfig, host_and_port
 from lmtier.errors import ConfigError, InUseError, log
 from lmtier.server.access import RoleTokens
 from lmtier.server.peers import why_foreign
+from lmtier.wire.certificates import server_context
 
 
 class Listener(NamedTuple):
@@ -134,19 +135,7 @@ def _is_loopback(host: str) -> bool:
 def _tls(serving: ServerConfig) -> ssl.SSLContext | None:
     if not serving.tls_cert:
         return None
-    for file in (serving.tls_cert, serving.tls_key, serving.tls_ca):
-        if os.path.exists(file) and not os.path.isfile(file):  # OpenSSL would read a device for ever
-            raise ConfigError(f"serve: TLS with {file}: it is not a file")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(serving.tls_cert, serving.tls_key)
-        if serving.tls_ca:
-            context.load_verify_locations(serving.tls_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"serve: TLS with {serving.tls_cert}, {serving.tls_key}: {error}") from None
-    return context
+    return server_context("serve: TLS with", serving.tls_ca, serving.tls_cert, serving.tls_key)
 
 
 def _tcp(address: str) -> socket.socket:

@@ -19,6 +19,7 @@ from lmtier.errors import ConfigError, LMTierError
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot, TierNow, Tokens
 from lmtier.tools.terminal import printable
+from lmtier.wire.certificates import client_context
 from lmtier.wire.reply_reader import ReplyReader
 from lmtier.wire.resp import INCOMPLETE, Error, ProtocolError, encode_command
 
@@ -287,13 +288,7 @@ class ConsoleConnection:
 
 
 def _context(address: ServerAddress) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=address.ca or None)
-        if address.cert:
-            context.load_cert_chain(address.cert, address.key or None)
-    except (OSError, ssl.SSLError) as error:
-        files = ", ".join(filter(None, (address.ca, address.cert, address.key)))
-        raise ConfigError(f"TLS with {files}: {error}") from None
+    context = client_context("TLS with", address.ca, address.cert, address.key)
     if address.is_pinned:
         context.check_hostname = False
         context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN

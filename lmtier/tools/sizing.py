@@ -96,6 +96,10 @@ def read(path: Path, kv_dtype: str = "auto") -> Model:
         raise ConfigError(f"model {file}: not a model's configuration")
     try:
         return model_of(fields, kv_dtype, name=str(fields.get("_name_or_path") or file.parent.name))
+    except KeyError as error:
+        raise ConfigError(
+            f"model {file}: not a configuration of a language model: it has no {error}"
+        ) from None
     except (LookupError, TypeError, ArithmeticError, ValueError) as error:
         raise ConfigError(f"model {file}: not a configuration of a language model: {error}") from None
 
@@ -105,12 +109,12 @@ def model_of(outer: Mapping[str, Any], kv_dtype: str = "auto", *, name: str = ""
     names = ("text_config", "llm_config", "language_config")
     nested: Mapping[str, Any] = next((outer[key] for key in names if key in outer), {})
     config = {**outer, **nested}
-    heads = config.get("num_attention_heads") or config["n_head"]
+    heads = config.get("n_head") or config["num_attention_heads"]
     latent = config.get("kv_lora_rank")
     if latent:
         shape = LayerShape(1, latent + config["qk_rope_head_dim"], 0)
     else:
-        dim = config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // heads
+        dim = config.get("head_dim") or (config.get("n_embd") or config["hidden_size"]) // heads
         shape = LayerShape(_kv_heads(config, heads), dim, dim)
     full, windowed, kvless = _layers(config)
     if not full + windowed:

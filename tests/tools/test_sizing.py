@@ -319,7 +319,7 @@ def test_the_simulator_takes_a_model(config, capsys):
     [
         ("[]", [], "not a model's configuration"),
         ("{", [], "not JSON"),
-        ("{}", [], "not a configuration of a language model: 'n_head'"),
+        ("{}", [], "of a language model: it has no 'num_attention_heads'"),
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--tp", "3"], "does not split 8 KV heads evenly"),
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--kv-dtype", "fp7"], "--kv-dtype fp7: unknown"),
         (json.dumps(MODELS["Llama-3-8B"][0]), ["--tp", "0"], "must be more than 0"),

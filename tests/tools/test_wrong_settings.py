@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from lmtier.config import first_line
+from tests.certificates import certify
 from tests.server.process import PATIENCE
 
 # Each case in one process: what ends one with a traceback, or never, ends all.
@@ -165,16 +167,93 @@ OPTIONS = {
     "size x --cpu 9000PiB": "the largest is 8 EiB",
     "size x --tp 99999999999": "argument --tp",
     "size x --gpu-hour inf": "argument --gpu-hour: 'inf' is not a number",
+    "config --set serve.grace=-1": "is not a time; write it like 200ms, 30s or 7d, or as seconds",
+    "config --set load_deadline=-1": "is not a time; write it like 200ms, 30s or 7d, or as seconds",
+    "config --set chunk_tokens=100000000": "must be 1 to 1048576",
+    "size x --chunk-tokens 100000000": "must be 1 to 1048576",
+    "simulate x -t cpu://?capacity=1MiB --chunk-tokens 100000000": "must be 1 to 1048576",
+    "serve -t cpu://?capacity=1MiB -t disk:///x?capacity=1MiB&seal=": "seal= is empty; write its value, or",
+    "serve -t cpu://?capacity=1MiB -t disk:///x?capacity=1MiB&key=": "key= is empty; write its value, or",
+    "verify /nosuch": "/nosuch: No such file or directory; give the directory of a disk tier",
+    "size x": "it has no 'num_attention_heads'",
+    "prove http://127.0.0.1:9": "does not answer as an OpenAI API does: Connection refused; is that",
     "what": "there is no command 'what'; known: bench, clear, config",
 }
 
 
 def test_an_option_that_cannot_be_is_one_sentence(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x").write_text("[]")
+    (tmp_path / "x").write_text("{}")
     said = run([(words.split(" "), {}) for words in OPTIONS])
     need_sentences(said, list(OPTIONS.values()))
     assert not Path("/x").exists()
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("pem")
+    for name in ("own", "other"):
+        certify(folder / f"{name}.crt", folder / f"{name}.key")
+    encrypt = ["openssl", "ec", "-in", str(folder / "own.key"), "-aes256", "-passout", "pass:x", "-out"]
+    subprocess.run([*encrypt, str(folder / "locked.key")], check=True, capture_output=True)
+    (folder / "junk").write_text("junk")
+    return folder
+
+
+TLS = {
+    ("junk", "own.key", ""): "junk: it has no certificate in PEM",
+    ("own.crt", "junk", ""): "junk: it has no key in PEM without a passphrase",
+    ("own.crt", "own.crt", ""): "own.crt: it has no key in PEM",
+    ("own.crt", "locked.key", ""): "locked.key: it has no key in PEM without a passphrase",
+    ("own.crt", "other.key", ""): "other.key: it is not the key of ",
+    ("own.crt", "nosuch", ""): "nosuch: No such file or directory",
+    ("own.crt", "own.key", "junk"): "junk: it has no certificate in PEM",
+    ("own.crt", "own.key", "nosuch"): "nosuch: No such file or directory",
+}
+
+
+def test_of_the_files_of_tls_the_wrong_one_is_named(pem: Path):
+    """By the server, by a command that asks one, and by a tier."""
+    cases: list[list[str]] = []
+    for cert, key, ca in TLS:
+        files = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
+        settings = [f"serve.{name}={pem / file}" for name, file in files.items() if file]
+        cases.append(["serve", "--tier", CPU, "--listen", "127.0.0.1:0", "--http", ""])
+        cases[-1] += [word for setting in settings for word in ("--set", setting)]
+        files = {"--cert": cert, "--key": key, "--ca": ca}
+        options = [word for name, file in files.items() if file for word in (name, str(pem / file))]
+        cases.append(["ping", "rediss://127.0.0.1:9", *options])
+        files = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": ca}
+        query = "&".join(f"{name}={pem / file}" for name, file in files.items() if file)
+        cases.append(["serve", "--tier", CPU, "--listen", "127.0.0.1:0", "--http", ""])
+        cases[-1] += ["--tier", f"rediss://127.0.0.1:9?{query}"]
+    need_sentences(run([(argv, {}) for argv in cases]), [words for words in TLS.values() for _ in range(3)])
+
+
+def test_a_token_that_others_may_change_is_refused_and_one_they_may_read_is_said(tmp_path: Path, caplog):
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o646)
+    said = run([(["serve", "--tier", CPU, "--listen", "127.0.0.1:0", "--token-file", token], {})])
+    need_sentences(said, [f"token_file {token}: other users may write to it; chmod 600 it"])
+    for mode in (0o600, 0o440, 0o644):
+        token.chmod(mode)
+        assert first_line("serve: token_file", token) == "secret"
+        may_read = f"token_file {token}: other users may read it; chmod 600 it" in caplog.text
+        assert may_read == (mode == 0o644)
+
+
+def test_one_directory_for_two_disk_tiers_is_one_sentence(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    cases = [
+        [
+            *("serve", "--tier", CPU, "--tier", f"disk://{tmp_path}/kv?capacity=1MiB"),
+            *("--tier", f"disk://{tmp_path}/{other}?capacity=2MiB&write=reused"),
+        ]
+        for other in ("kv", "./kv", "x/../kv", "link")
+    ]
+    words = f"two disk tiers have the directory {tmp_path}/kv; give each its own, or remove one"
+    need_sentences(run([(argv, {}) for argv in cases]), [words] * len(cases))
 
 
 def test_a_variable_that_cannot_be_is_one_sentence():

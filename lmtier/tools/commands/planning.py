@@ -140,8 +140,9 @@ def _simulate(args: Namespace) -> int:
 
     configurations = report.variants(args.tier, args.policy, args.write)
     for urls in configurations:
-        config.Config(tiers=urls)  # report errors before the work begins
-    for name in ("requests", "prefill", "chunk_tokens", "block_tokens"):
+        # Report errors before the work begins.
+        config.Config(tiers=urls, chunk_tokens=256 if args.chunk_tokens is None else args.chunk_tokens)
+    for name in ("requests", "prefill", "block_tokens"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
     hints = args.hints.split(",") if args.hints else ["trace"]
@@ -254,12 +255,10 @@ def _size(args: Namespace) -> int:
     lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
     options = {"cpu": args.cpu, "disk": args.disk}
     capacities = {tier: capacity for tier, capacity in options.items() if capacity is not None}
-    for name, values in (
-        *(("tp", [args.tp]), ("chunk-tokens", [args.chunk_tokens])),
-        *(("length", lengths), ("prefill", prefills)),
-    ):
+    for name, values in (*(("tp", [args.tp]), ("length", lengths), ("prefill", prefills)),):
         if min(values) <= 0:
             raise ConfigError(f"--{name} {min(values)}: must be more than 0")
+    config.Config(chunk_tokens=args.chunk_tokens)  # it is as large as a cache allows
     for tier, capacity in capacities.items():
         if capacity <= 0:
             raise ConfigError(f"--{tier} {capacity}: must be more than 0")

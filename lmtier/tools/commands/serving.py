@@ -116,7 +116,7 @@ def _settings(args: Namespace) -> tuple[config.Config, config.ServerConfig, bool
 
 def _screen(server: Server, has_default_tiers: bool) -> str:
     """The text that a new server prints: its tiers and addresses."""
-    from lmtier.server.access import Role, RoleTokens
+    from lmtier.server.access import Role
 
     serving = server.serving
     scheme = "https" if serving.tls_cert else "http"
@@ -134,7 +134,7 @@ def _screen(server: Server, has_default_tiers: bool) -> str:
         else:
             rows += [(what, address, _FOR[what])]
     lines += [table(("listens", "address", "for"), rows), ""]
-    tokens = RoleTokens.read(serving)
+    tokens = server.tokens
     token = "Clients must send the token" if tokens.needs_token else "Clients need no token"
     if not (tokens.needs_token or serving.tls_ca or serving.insecure):
         token = "Clients of this user and of root need no token, and others are not served"

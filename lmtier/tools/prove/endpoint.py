@@ -96,8 +96,11 @@ class Endpoint:
     def connect(self) -> None:
         try:
             model_list = json.loads(self._get("/v1/models"))["data"]
-        except (*_BROKEN, ValueError, KeyError) as error:
-            raise TierError(f"{self.url}/v1/models does not answer as an OpenAI API does: {error}") from None
+        except (*_BROKEN, ValueError, LookupError, TypeError) as error:
+            raise TierError(
+                f"{self.url}/v1/models does not answer as an OpenAI API does: {_why(error)}; "
+                "is that the URL of an engine that runs?"
+            ) from None
         models = [
             ServedModel(entry["id"], entry.get("parent") or "", entry.get("max_model_len") or 0)
             for entry in model_list
@@ -199,7 +202,7 @@ class Endpoint:
             text = " ".join(said.decode(errors="replace").split())
             raise NoAnswer(f"HTTP {error.code}: {text[:200]}") from None
         except _BROKEN as error:
-            raise NoAnswer(f"no connection: {error}") from None
+            raise NoAnswer(f"no connection: {_why(error)}") from None
 
     # ---- its life
 
@@ -224,7 +227,7 @@ class Endpoint:
                 return
             except (*_BROKEN, ValueError) as error:
                 if time.monotonic() > deadline:
-                    raise TierError(f"--restart: {self.url} does not answer again: {error}") from None
+                    raise TierError(f"--restart: {self.url} does not answer again: {_why(error)}") from None
                 time.sleep(_PAUSE)
 
     def _get(self, path: str) -> bytes:
@@ -240,6 +243,15 @@ class Endpoint:
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         return urllib.request.Request(self.url + path, data, headers)
+
+
+def _why(error: Exception) -> str:
+    """The error of a connection in the system's words."""
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
+        error = error.reason
+    if isinstance(error, LookupError | TypeError | json.JSONDecodeError):
+        return "it answered something else"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _parts(reply: Any, end: float) -> Iterator[dict[str, Any]]:
@@ -258,7 +270,7 @@ def _parts(reply: Any, end: float) -> Iterator[dict[str, Any]]:
                 raise NoAnswer(f"it failed: {str(part['error'])[:200]}")
             yield part
     except (*_BROKEN, ValueError) as error:
-        raise NoAnswer(f"the answer broke off: {error}") from None
+        raise NoAnswer(f"the answer broke off: {_why(error)}") from None
     raise NoAnswer("the answer broke off before its end")
 
 
