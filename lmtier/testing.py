@@ -666,8 +666,8 @@ class TierSuite(SeamSuite):
         tier.close()
         with closing(self.make(tmp_path)) as tier:
             if tier.keeps:
-                found = scan(tier)
-                oldest_first = sorted(found, key=lambda name: found[name].used)
+                oldest_first = [name for name, _ in sorted(scan(tier).items(), key=lambda each: each[1].used)]
+                assert oldest_first[0] != objects[4].name, "`touch` records nothing that `scan` returns"
                 assert oldest_first == [objects[i].name for i in (2, 1, 4, 0, 3)]
 
     def test_one_object_may_be_loaded_twice_at_once(self, tmp_path: Path) -> None:

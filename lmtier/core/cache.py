@@ -58,7 +58,7 @@ _CLEARED_AT_ONCE = 1024  # chunks
 class Cache:
     def __init__(
         self,
-        config: Config,
+        config: Config | Sequence[str],
         *,
         metrics: Metrics | None = None,
         tiers: Mapping[str, Tier] | None = None,
@@ -69,7 +69,7 @@ class Cache:
         is_record: Callable[[bytes], bool] = no_record,
         handover: Handover | None = None,
     ) -> None:
-        """Open the tiers of `config`. `tiers` maps some of its URLs to tiers that are already open.
+        """Open the tiers of `config`, or these. `tiers` maps some URLs to tiers that are already open.
 
         `shared` makes a slab that other processes can map. `wake` is called, from any thread, when `step`
         would find something to do. `is_record` tells the keys of records from the keys of KV. `handover` is
@@ -78,7 +78,7 @@ class Cache:
         Returns when the lower tiers know what they hold, unless `wait_until_warm` is false. It waits for at
         most a minute; a tier that takes longer, or fails, is used as soon as it is ready.
         """
-        self.config = config
+        self.config = config = config if isinstance(config, Config) else Config(tiers=config)
         self.chunk_tokens = config.chunk_tokens
         self.approximation = config.approximation
         self.metrics = metrics or Metrics()

@@ -39,6 +39,14 @@ DTYPE_BYTES = {
     "int8": 1,
     "u8": 1,
 }
+OTHER_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+}
+"""What torch, numpy and models call them."""
 KNOWN_PACKINGS = ("token", "planes", "latent", "cpu-vec")
 
 PAGE = 4096
@@ -146,7 +154,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise LayoutError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+            ours = next((ours for theirs, ours in OTHER_NAMES.items() if theirs in str(self.dtype)), "")
+            hint = f"write {ours!r}" if ours else f"known: {', '.join(DTYPE_BYTES)}"
+            raise LayoutError(f"unknown dtype {self.dtype!r}; {hint}")
         if not 0 < len(self.layers) <= MAX_LAYERS:
             raise LayoutError(
                 f"a layout needs at least one layer, and at most {MAX_LAYERS}: not {len(self.layers)}"
@@ -160,8 +170,10 @@ class Layout:
         for number, (heads, k, v) in enumerate(self.layers):
             one_plane = self.is_opaque or self.packing == "latent"
             if heads <= 0 or k <= 0 or v < 0 or (one_plane and v) or not (one_plane or v):
+                hint = f", which is none of {', '.join(KNOWN_PACKINGS)}, so opaque, without V"
                 raise LayoutError(
                     f"layer {number}: heads={heads}, k={k}, v={v} does not fit packing {self.packing!r}"
+                    f"{hint if self.is_opaque and v else ''}"
                 )
         if self.nbytes(self.whole) > MAX_CHUNK:
             raise LayoutError(f"a chunk of this layout takes more than {MAX_CHUNK} bytes")

@@ -47,6 +47,9 @@ def load_tier(scheme: str) -> type[Tier]:
         raise TierError(f"tier {scheme}:// needs a package that is not installed: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, Tier)):
         raise ConfigError(f"tier {scheme}://: {target} is not a subclass of lmtier.Tier")
+    if inspect.isabstract(cls):
+        lacks = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"tier {scheme}://: {target} has no {lacks}; write what its base class asks for")
     return cls
 
 
@@ -58,15 +61,15 @@ def open_tier(spec: TierSpec, lock: int | None = None) -> Tier:
     cls = load_tier(spec.scheme)
     parameters = inspect.signature(cls.__init__).parameters.values()
     hints = typing.get_type_hints(cls.__init__)
-    options = {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-    options.discard(_LOCK)
+    options = {each.name: each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    options.pop(_LOCK, None)
     values: dict[str, object] = {} if lock is None else {_LOCK: lock}
     for name, text in spec.options.items():
         if name not in options:
-            known = options | {"capacity", "write", "policy", "codec", "ttl", "seal", "key", "tenants", *WEAR}
-            raise ConfigError(f"{spec}: unknown option {name!r}{suggest(name, known)}")
+            common = ("capacity", "write", "policy", "codec", "ttl", "seal", "key", "tenants", *WEAR)
+            raise ConfigError(f"{spec}: unknown option {name!r}{suggest(name, {*options, *common})}")
         try:
-            values[name] = _READERS[hints[name]](text)
+            values[name] = _READERS[hints.get(name, str)](text)
         except ConfigError as error:
             raise ConfigError(f"{spec}: {name}={error}") from None
         except KeyError:
@@ -76,6 +79,9 @@ def open_tier(spec: TierSpec, lock: int | None = None) -> Tier:
     keys = Keyring(spec.key, spec.tenants, str(spec)) if spec.seal else None
     if "ttl" in options:  # it is the cache's option, and this tier wants to know it
         values["ttl"] = spec.ttl
+    for name, option in options.items():
+        if option.default is inspect.Parameter.empty and name not in values:
+            raise ConfigError(f"{spec} needs the option {name}=")
     factory: Callable[..., Tier] = cls
     tier = factory(spec.location, **values)
     try:

@@ -15,11 +15,10 @@ from typing import Any
 
 from lmtier.config import read_text, suggest
 from lmtier.errors import ConfigError, excerpt
-from lmtier.format.layout import DTYPE_BYTES, ChunkForm, LayerShape, Layout, form_of
+from lmtier.format.layout import DTYPE_BYTES, OTHER_NAMES, ChunkForm, LayerShape, Layout, form_of
 from lmtier.rules.money import GIB, HOUR, GpuSavings
 from lmtier.tools.terminal import number_text, size_text, table
 
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _DTYPE_NAMES = {"fp8": "fp8_e4m3"}
 _PACKED_MLA = "fp8_ds_mla"
 _PACKED_MLA_BYTES = 512 + 4 * 4 + 64 * 2  # a token and layer: fp8 latent, its scales, bf16 rope part
@@ -185,7 +184,7 @@ def _kinds(config: Mapping[str, Any], count: int) -> Sequence[str]:
 
 def _dtype(config: Mapping[str, Any], asked: str, is_latent: bool) -> str:
     if asked == "auto":
-        return _DTYPES.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16")
+        return OTHER_NAMES.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16")
     dtype = _DTYPE_NAMES.get(asked, asked)
     if dtype not in DTYPE_BYTES and not (dtype == _PACKED_MLA and is_latent):
         raise ConfigError(f"--kv-dtype {asked}: unknown{suggest(asked, {*DTYPE_BYTES, 'auto', 'fp8'})}")

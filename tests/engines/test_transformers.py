@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lmtier.errors import LayoutError, MisuseError
+from lmtier.errors import ConfigError, LayoutError, MisuseError
 from lmtier_integrations.identity import checkpoint_in
 from lmtier_integrations.transformers import PrefixCache
 from tests.engines.conftest import C
@@ -598,6 +599,22 @@ def test_a_cache_serves_the_prompts_it_was_made_for_and_no_others(opened):
 def test_a_server_has_its_own_tiers():
     with pytest.raises(MisuseError, match="one or the other"):
         PrefixCache(model_of("llama"), "cpu://?capacity=1MiB", server="/nowhere")
+
+
+def test_tiers_are_urls_or_a_list_of_them_and_a_setting_is_known():
+    url = "cpu://?capacity=1MiB"
+    for tiers in ([url], [[url]], [(url, "null://")], [url, "null://"], [f"{url} null://"]):
+        with PrefixCache(model_of("llama"), *tiers, chunk_tokens=16) as store:
+            assert store.cache.config.tiers[0] == url
+    wrong_calls: list[tuple[Any, Any, str]] = [
+        ([None], {}, "expected a list of URLs, or one text with spaces"),
+        ([[url]], {"chunk": 3}, "unknown setting 'chunk' in arguments; known: chunk_tokens, "),
+        ([[url]], {"chunk_token": 3}, "did you mean 'chunk_tokens'?"),
+        ([[url]], {"chunk_tokens": 100_000_000}, "must be 1 to 1048576"),
+    ]
+    for wrong, settings, said in wrong_calls:
+        with pytest.raises(ConfigError, match=said):
+            PrefixCache(model_of("llama"), *wrong, **settings)
 
 
 def test_weights_that_are_not_where_they_are_said_to_be_are_no_weights(tmp_path):

@@ -35,3 +35,16 @@ class TestMyTier(TierSuite):
 @pytest.mark.sealed
 class TestMySealedTier(Sealed, TestMyTier):
     """It has no line for that."""
+
+
+def test_the_suite_says_that_touch_is_missing(tmp_path: Path):
+    class Forgetful(my_tier.SqliteTier):  # type: ignore[misc, name-defined]  # it is loaded by its path
+        def touch(self, items):
+            pass
+
+    class Suite(TestMyTier):
+        def make(self, tmp_path: Path):
+            return Forgetful(str(tmp_path / "file"))
+
+    with pytest.raises(AssertionError, match="`touch` records nothing that `scan` returns"):
+        Suite().test_the_order_of_use_survives_reopening(tmp_path)

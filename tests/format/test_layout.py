@@ -284,7 +284,16 @@ def test_opaque_bytes_have_no_elements():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"dtype": "float16"}, "unknown dtype 'float16'; known: fp32"),
+        ({"dtype": "fp61"}, "unknown dtype 'fp61'; known: fp32, fp16, bf16"),
+        ({"dtype": "float16"}, "unknown dtype 'float16'; write 'fp16'"),
+        ({"dtype": "torch.bfloat16"}, "unknown dtype 'torch.bfloat16'; write 'bf16'"),
+        ({"dtype": np.float16}, "write 'fp16'"),
+        ({"dtype": np.dtype("float32")}, r"unknown dtype dtype\('float32'\); write 'fp32'"),
+        ({"dtype": "float8_e4m3fn"}, "write 'fp8_e4m3'"),
+        (
+            {"packing": "tokens"},
+            "'tokens', which is none of token, planes, latent, cpu-vec, so opaque, without V",
+        ),
         ({"layers": ()}, "at least one layer"),
         ({"block_tokens": 0}, "whole blocks"),
         ({"block_tokens": -16}, "whole blocks"),

@@ -125,3 +125,20 @@ def test_tiers_may_be_one_text_as_in_the_environment():
 def test_a_wrong_setting_of_the_private_server_is_named_with_its_place():
     with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: load_deadline=.soon. from arguments"):
         Settings.of({"load_deadline": "soon"}, 256, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"server": "127.0.0.1:6380"}, "server='127.0.0.1:6380' is not the path of a Unix socket"),
+        ({"server": "redis://host:6380"}, "server='redis://host:6380' is not the path of a Unix socket"),
+        ({"server": "socket"}, "server='socket' is not the path of a Unix socket"),
+        ({"http": "x"}, "http='x' is not an address; write it like 127.0.0.1:"),
+        ({"http": "127.0.0.1:99999"}, "http='127.0.0.1:99999' is not an address"),
+        ({"chunk_tokens": 100_000_000}, "chunk_tokens=100000000: must be 1 to 1048576"),
+        ({"load_deadline": -1}, "load_deadline=-1 from arguments does not fit: it is not a time"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_anything_starts(settings, said):
+    with pytest.raises(ConfigError, match=f"^kv_connector_extra_config: {said}"):
+        Settings.of(settings, 256, 0)

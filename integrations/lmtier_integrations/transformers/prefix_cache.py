@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import lmtier
 from lmtier.client.client import Client
-from lmtier.config import Config
+from lmtier.config import load
 from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity
 from lmtier_integrations.identity import attention_of
@@ -38,6 +39,8 @@ from lmtier_integrations.transformers.stored_cache import (
 class PrefixCache:
     """One model's prompts, in tiers of this process or of the server at `server`. Called from one thread.
 
+    `tiers` are URLs, or one list of them.
+
     `settings` are those of `lmtier.config.Config`: `chunk_tokens`, `verify`, `load_deadline`, …; a server has
     its own. All bytes of the model's weights identify it. Other engines only see files: to share with them,
     set `weights` to the model's folder, and `name` to the name that they use. The model must be of the files
@@ -50,7 +53,7 @@ class PrefixCache:
     def __init__(
         self,
         model: PreTrainedModel,
-        *tiers: str,
+        *tiers: str | Sequence[str],
         server: str = "",
         name: str = "",
         weights: str = "",
@@ -68,7 +71,10 @@ class PrefixCache:
         if server:
             self.cache: lmtier.Cache | Client = Client(server, name="transformers")
         else:
-            self.cache = lmtier.Cache(Config(**{**settings, **({"tiers": tiers} if tiers else {})}))
+            if tiers:
+                settings["tiers"] = tiers[0] if len(tiers) == 1 else tiers
+            config, _ = load(env={}, overrides=settings)
+            self.cache = lmtier.Cache(config)
         try:
             states = StateStore(self.cache, self._kept.states) if self._kept.states else None
             self._packing = states.packing if states is not None else ""

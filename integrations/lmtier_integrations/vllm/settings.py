@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lmtier.config import Config, parse_seconds, suggest
+from lmtier.config import Config, host_and_port, parse_seconds, suggest
 from lmtier.errors import ConfigError
 
 log = logging.getLogger("vllm.lmtier")
@@ -80,6 +80,11 @@ class Settings:
                     config_values["tiers"] = [url, _ENDLESS]
             for name in sorted(server_only | ({"http"} & set(extra))):
                 raise _wrong(f"{name!r} is for a private server; the one at {server} has its own")
+            if not server.removeprefix("unix://").startswith("/"):
+                raise _wrong(
+                    f"server={server!r} is not the path of a Unix socket: an engine needs a server on its "
+                    "host; write it like /run/lmtier/socket, as `lmtier serve --unix` has it"
+                )
         if (mode := extra.get("mode")) not in (None, LAYERWISE, STEP):
             raise _wrong(f"unknown mode={mode!r}{suggest(mode, (LAYERWISE, STEP))}")
         if (layout := extra.get("layout", ANY)) not in (ANY, BLHNC):
@@ -91,6 +96,8 @@ class Settings:
         except ConfigError as error:
             raise _wrong(f"check_weights: {error}") from None
         try:
+            if http := extra.get("http"):
+                host_and_port(http, "http")
             config = Config(**config_values)
         except ConfigError as error:
             raise _wrong(str(error)) from None
