@@ -166,29 +166,42 @@ class DiskTier(BlockingTier):
     def __repr__(self) -> str:
         return f"<DiskTier {self.root} {'O_DIRECT' if self._direct else 'buffered'}>"
 
+    @contextmanager
+    def _naming_place(self) -> Iterator[None]:
+        """Errors name the place of a file, or the directory if it is a partial file, which nobody knows."""
+        try:
+            yield
+        except OSError as error:
+            path = error.filename if isinstance(error.filename, str) else ""
+            error.filename = str(self.root if path.startswith(PARTIAL) else self.root / path)
+            raise
+
     def read(self, item: Item, buffers: Sequence[memoryview]) -> int:
-        got = _read(self._root_fd, _path(item.name), self._direct, buffers, self._owners)
+        with self._naming_place():
+            got = _read(self._root_fd, _path(item.name), self._direct, buffers, self._owners)
         self.touch([item])
         return got
 
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
         root_fd, partial_path = self._root_fd, f"{PARTIAL}/{item.name}"
-        if item.replaces is not None:
-            # Existing blocks are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
-            with suppress(FileNotFoundError):
-                os.rename(_path(item.replaces), partial_path, src_dir_fd=root_fd, dst_dir_fd=root_fd)
-        try:
-            _write(root_fd, partial_path, self._direct, buffers, item.used or time.time_ns())
-            os.rename(partial_path, _path(item.name), src_dir_fd=root_fd, dst_dir_fd=root_fd)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(partial_path, dir_fd=root_fd)
-            raise
+        with self._naming_place():
+            if item.replaces is not None:
+                # Existing blocks are written faster than new ones, and an unlink of 32 MiB takes 10 ms.
+                with suppress(FileNotFoundError):
+                    os.rename(_path(item.replaces), partial_path, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+            try:
+                _write(root_fd, partial_path, self._direct, buffers, item.used or time.time_ns())
+                os.rename(partial_path, _path(item.name), src_dir_fd=root_fd, dst_dir_fd=root_fd)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(partial_path, dir_fd=root_fd)
+                raise
 
     def delete(self, names: Sequence[Name]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(_path(name), dir_fd=self._root_fd)
+        with self._naming_place():
+            for name in names:
+                with suppress(FileNotFoundError):
+                    os.unlink(_path(name), dir_fd=self._root_fd)
 
     def touch(self, items: Sequence[Item]) -> None:
         for item in items:

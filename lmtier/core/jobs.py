@@ -165,7 +165,7 @@ class Jobs:
     def _judge(self, job: _Unfinished, ok: bool, error: str) -> None:
         op, breaker = job.op, job.breaker
         was_open = breaker.is_open
-        breaker.record(ok, error)
+        breaker.record(ok, error, op.value)
         if breaker.is_open and not was_open:
             log.warning(
                 "lmtier: tier %s: %s keeps failing and is paused for now: %s", self._label, op.value, error

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,18 @@ from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import PAGE, Layout, Name, form_of
 from lmtier.rules.fullness import FULL_PAUSE
-from lmtier.testing import FaultyModule, Sample, delete, load, lookup, replace_start, sample, scan, store
+from lmtier.testing import (
+    FaultyModule,
+    Sample,
+    delete,
+    load,
+    lookup,
+    opaque_layout,
+    replace_start,
+    sample,
+    scan,
+    store,
+)
 from lmtier.tiers.base import Reason
 from lmtier.tiers.registry import open_tier
 from lmtier_backends import disk
@@ -380,6 +392,39 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 def test_no_threads_is_a_mistake(tmp_path: Path):
     with pytest.raises(ConfigError, match="readers=0"):
         DiskTier(tmp_path, readers=0)
+
+
+def test_a_directory_that_is_gone_is_named_and_is_one_outage(tmp_path: Path, caplog):
+    """What is deleted there succeeds, because nothing is there, and shows nothing."""
+    root, layout = tmp_path / "kv", opaque_layout(PAGE)
+    form, url = form_of(layout, (layout.whole,)), f"disk://{root}?capacity=16MiB"
+    keys = [sha256(bytes([number])).digest() for number in range(60)]
+
+    def save(cache: Cache, key: bytes) -> None:
+        cache.commit(cache.reserve([key], form))
+        cache.flush(timeout=0.05)
+
+    with Cache(Config(tiers=["cpu://?capacity=4MiB", url], chunk_tokens=1, prefault=False)) as cache:
+        (below,) = cache.lower
+        breaker = below.store_breaker
+        for key in keys[:10]:
+            save(cache, key)
+        assert cache.flush()
+        shutil.rmtree(root)
+        saved, deleted = iter(keys[10:]), iter(keys[:10])
+        while not breaker.is_open:
+            save(cache, next(saved))
+        began = breaker.outage.since
+        for key in deleted:
+            below.discard(key, ())
+            save(cache, next(saved))
+        assert breaker.is_open
+        assert breaker.outage == (began, None, f"No such file or directory: {root}")
+    said = [record.getMessage() for record in caplog.records if record.name == "lmtier"]
+    assert [line for line in said if "keeps failing" in line] == [
+        f"lmtier: tier disk: store keeps failing and is paused for now: No such file or directory: {root}"
+    ]
+    assert not [line for line in said if "works again" in line]
 
 
 # ---- what is in the directory

@@ -40,3 +40,25 @@ def test_only_a_failed_probe_makes_the_next_pause_longer():
     assert not breaker.allows()
     now[0] += Breaker.PAUSES[1] - Breaker.PAUSES[0]
     assert breaker.allows()
+
+
+def test_another_kind_of_job_does_not_end_an_outage():
+    """A disk without its directory deletes all day, and a Redis without room too."""
+    now = [100.0]
+    breaker = Breaker(lambda: now[0])
+    for _ in range(Breaker.FAILURES):
+        breaker.record(False, "no such directory", "store")
+        breaker.record(True, kind="delete")
+    assert breaker.is_open, "deletions that work hide no stores that fail"
+    for _ in range(3):
+        now[0] += 10.0
+        assert breaker.allows()
+        breaker.sent()
+        breaker.record(True, kind="delete")
+        assert breaker.allows(), "a store may be tried at once"
+        breaker.sent()
+        breaker.record(False, "no such directory", "store")
+    assert breaker.outage == Outage(100.0, None, "no such directory")
+    breaker.record(False, "refused", "delete")
+    breaker.record(True, kind="delete")
+    assert breaker.outage.until == 130.0, "what failed too shows that it works"
