@@ -168,7 +168,7 @@ class DiskTier(BlockingTier):
 
     @contextmanager
     def _naming_place(self) -> Iterator[None]:
-        """Errors name the place of a file, or the directory if it is a partial file, which nobody knows."""
+        """Errors name the place of a file, or the directory if it is a partial file."""
         try:
             yield
         except OSError as error:

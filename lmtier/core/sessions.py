@@ -64,12 +64,13 @@ class AgentSessions:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a person."""
-        return len(self._waiting)
+        """How many of those with a name wait for a person."""
+        return sum(bool(agent.name) for agent in self._waiting)
 
     @property
     def active(self) -> int:
-        return len(self.book) - len(self._waiting)
+        """How many of those with a name do not."""
+        return len(self.book.with_names) - self.waiting
 
     # ---- requests
 
@@ -185,8 +186,8 @@ class AgentSessions:
     # ---- display
 
     def top(self, most: int) -> list[Agent]:
-        """The sessions that saved most, the first the most."""
-        return nlargest(most, self.book, key=lambda agent: agent.saved)
+        """The sessions with a name that saved most, the first the most."""
+        return nlargest(most, self.book.with_names, key=lambda agent: agent.saved)
 
     def recent(self, most: int) -> list[Agent]:
         """The sessions that asked last, the youngest first."""

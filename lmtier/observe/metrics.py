@@ -98,7 +98,8 @@ LABELS = {
     "cause": "`capacity`: to make room. `capacity_unwritten`: and no tier below is known to have it. What a "
     "shared tier has is not known",
     "size_factor": "times the tier's capacity: 0.5, 1, 2, 4, 8",
-    "kind": "who is connected: `engine`, `redis`, `http`. Of wrong tokens: to which of them it was shown",
+    "kind": "who is connected: `engine`, `redis`, `http`, `console` (who asks for the report). Of wrong "
+    "tokens: to which of them it was shown",
     "rule": "of `write=auto`: `reused`, `evicted`",
     "codec": "the words of `codec=`; for `auto` the codec that it chose",
     "stage": "of a codec: `given` to the tier, and `stored` by it, header pages not included. "
@@ -243,7 +244,9 @@ class Metrics:
         self.leased_bytes = gauge(
             "leased_bytes", "Bytes in the slab that cannot leave now: leased, loading or being filled."
         )
-        self.sessions = gauge("sessions", "Agent sessions in the book, by what they do.", "state")
+        self.sessions = gauge(
+            "sessions", "Agent sessions in the book that have a name, by what they do.", "state"
+        )
         self.sessions_ended = counter("sessions_ended", "Agent sessions that were over.")
         self.sessions_forgotten = counter(
             "sessions_forgotten", "Agent sessions that the bounded book had no room for."

@@ -224,6 +224,8 @@ class MissCurves(CacheObserver):
         self._later: list[tuple[Sequence[bytes], float, int, int]] = []
         self._chunks = 0
         """The number of requested chunks; and their bytes."""
+        self.lookups = 0
+        """The number of lookups that it is made of."""
         self._in_slab = 0
         self._at_rest = 0
 
@@ -245,6 +247,7 @@ class MissCurves(CacheObserver):
         for keys, asked, in_slab, at_rest in later:
             self.curve.add_lookup(keys, asked)
             if asked:
+                self.lookups += 1
                 self._chunks += len(keys)
                 self._in_slab += in_slab * len(keys)
                 self._at_rest += at_rest * len(keys)

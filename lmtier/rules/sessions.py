@@ -11,7 +11,7 @@ forgets those first that asked least recently, and sessions without a name befor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmtier.format.keys import tenant_of
@@ -82,6 +82,11 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._named) + len(self._nameless)
+
+    @property
+    def with_names(self) -> Collection[Agent]:
+        """Those that requests name. Prompts without a name are plain traffic, of agents or not."""
+        return self._named.values()
 
     def __iter__(self) -> Iterator[Agent]:
         yield from self._named.values()

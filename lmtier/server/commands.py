@@ -94,7 +94,7 @@ class Caller:
     resp3: bool = False
     name: str = ""
     kind: str = "redis"
-    """The kind of client: redis or engine. Its commands decide."""
+    """The kind of client: redis, engine or console. Its commands decide."""
     engine_session: Any = None
     """The engine's session, if it has one."""
     drafts: list[Any] = field(default_factory=list)

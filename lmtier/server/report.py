@@ -99,6 +99,8 @@ class TierNow(TypedDict):
     """Objects that it did not give or take, for any reason."""
     faults: int
     """Failures for which the tier is to blame: errors, and answers that came too late or never."""
+    moves: int
+    """Chunks that it gave or took."""
 
 
 class Named(TypedDict):
@@ -128,7 +130,7 @@ class Savings(TypedDict):
 
 
 class SessionsNow(TypedDict):
-    """Agent sessions."""
+    """Agent sessions that have a name."""
 
     active: int
     waiting: int
@@ -137,6 +139,8 @@ class SessionsNow(TypedDict):
 
 
 class Snapshot(TypedDict):
+    name: str
+    """Its host and address."""
     version: str
     verdicts: list[Verdict]
     """Five lines that say what all of this means."""
@@ -183,14 +187,17 @@ class Report:
         *,
         most_clients: int = 0,
         gpu_hour: str = "",
+        name: str = "",
     ) -> None:
-        """`started` is the start of the server, by `clock`. `gpu_hour` is the price of an engine's hour."""
+        """`started` is the start of the server, by `clock`. `gpu_hour` is the price of an engine's hour, and
+        `name` says which server this is."""
         self._cache = cache
         self._clients = clients
         self._started = started
         self._clock = clock
         self._most_clients = most_clients
         self._gpu_hour = gpu_hour
+        self._name = name
         self.history = History(clock=clock)
         self.stopping = False
         """Set it when the server shuts down. From then on it is not ready for new work."""
@@ -228,6 +235,7 @@ class Report:
         transfer_bytes = whole(metrics.sums(metrics.transfer_bytes, *up_down))
         transfer_seconds = metrics.sums(metrics.transfer_seconds, *up_down)
         loads = metrics.buckets(metrics.transfer_seconds, "tier", direction="up")
+        stores = metrics.buckets(metrics.transfer_seconds, "tier", direction="down")
         evictions = whole(metrics.sums(metrics.evictions, "tier"))
         share_evictions = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
         failures = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
@@ -268,6 +276,7 @@ class Report:
                 "slowest": slowest(baseline["loads"].get(label, []), loads.get(label, [])),
                 "failures": sum(count for key, count in failures.items() if key.split()[0] == label),
                 "faults": sum(failures.get(f"{label} {reason}", 0) for reason in _FAULTS),
+                "moves": sum(counts[label][-1] for counts in (loads, stores) if label in counts),
             }
 
         labels = [(CPU, None), *((below.label, below) for below in cache.lower)]
@@ -276,6 +285,7 @@ class Report:
             len(each.records) for each in (cache.index, *(t.index for t in cache.lower.owned))
         )
         snapshot: Snapshot = {
+            "name": self._name,
             "version": __version__,
             "verdicts": [],
             "time": now,
@@ -347,6 +357,8 @@ class Report:
             not_ready=now["why_not_ready"],
             tiers=[self._tier_facts(tier, now, then) for tier in now["tiers"]],
             clients=kinds,
+            lookups=now["lookups"] - then["lookups"],
+            measured=self._cache.outlook.lookups,
             asked=tokens["asked"] - then["asked"],
             hit=sum(tokens["hit"].values()) - sum(then["hit"].values()),
             missed=_since(tokens["missed"], then["missed"]),
@@ -376,6 +388,8 @@ class Report:
             was_down=0.0 if ended_at is None or last_outage is None else ended_at - last_outage["since"],
             why=next((each["why"] for each in open_outages.values() if each["why"]), ""),
             faults=max(0, tier["faults"] - then["faults"].get(name, 0)),
+            moves=max(0, tier["moves"] - then["moves"].get(name, 0)),
+            stored=max(0, now["tokens"]["stored"].get(name, 0) - then["stored"].get(name, 0)),
             slowest=tier["slowest"],
             queue=min(1.0, waiting / self._cache.config.queue_length),  # records wait beside the others
             capacity=tier["capacity"],
@@ -473,14 +487,17 @@ class Counters(TypedDict):
     """The counters of a snapshot in the history."""
 
     time: float
+    lookups: int
     asked: int
     hit: dict[str, int]
     missed: dict[str, int]
+    stored: dict[str, int]
     dropped: dict[str, int]
     up: dict[str, int]
     down: dict[str, int]
     used: dict[str, int | None]
     faults: dict[str, int]
+    moves: dict[str, int]
     loads: dict[str, list[int]]
     values: dict[str, int]
     saved_seconds: float
@@ -492,7 +509,8 @@ def _start(time: float) -> Counters:
     """The counters at the start of the server."""
     nothing: dict[str, Any] = {name: {} for name in Counters.__annotations__}
     return cast(
-        Counters, nothing | {"time": time} | dict.fromkeys(("asked", "corrupt", "saved_seconds", "busy"), 0)
+        Counters,
+        nothing | {"time": time} | dict.fromkeys(("lookups", "asked", "corrupt", "saved_seconds", "busy"), 0),
     )
 
 
@@ -501,14 +519,17 @@ def row_of(snapshot: Snapshot) -> Counters:
     tokens, tiers = snapshot["tokens"], snapshot["tiers"]
     return {
         "time": round(snapshot["time"], 3),
+        "lookups": snapshot["lookups"],
         "asked": tokens["asked"],
         "hit": tokens["hit"],
         "missed": tokens["missed"],
+        "stored": tokens["stored"],
         "dropped": tokens["dropped"],
         "up": {tier["tier"]: tier["bytes_up"] for tier in tiers},
         "down": {tier["tier"]: tier["bytes_down"] for tier in tiers},
         "used": {tier["tier"]: tier["used"] for tier in tiers},
         "faults": {tier["tier"]: tier["faults"] for tier in tiers if tier["faults"]},
+        "moves": {tier["tier"]: tier["moves"] for tier in tiers if tier["moves"]},
         "loads": {name: counts for name, counts in snapshot["loads"].items() if counts[-1]},
         "values": snapshot["values"],
         "saved_seconds": round(snapshot["saved_seconds"], 3),

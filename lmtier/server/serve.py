@@ -29,7 +29,7 @@ from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
 from lmtier.server import takeover, tracing
 from lmtier.server.access import Role, WrongTokens
-from lmtier.server.commands import Caller, Command, Refused
+from lmtier.server.commands import Argument, Caller, Command, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.connection_table import ConnectionTable
 from lmtier.server.dispatch import Dispatch
@@ -149,7 +149,7 @@ class Server:
             **redis_table(self._values, service),
             **self._transactions.table(),
             **self._engines.table(),
-            b"LMTIER.REPORT": Command(lambda *_: json.dumps(self._report.snapshot()), 1),
+            b"LMTIER.REPORT": Command(self._tell_report, 1),
             b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1),
         }
         self._takeover_sender = TakeoverSender(
@@ -171,6 +171,7 @@ class Server:
             self._started,
             most_clients=serving.clients,
             gpu_hour=serving.gpu_hour,
+            name=self._name(),
         )
         self._http = Http(
             routes(self.cache, self._report, self._engines.explain),
@@ -183,8 +184,19 @@ class Server:
         if arrival is not None:
             self._restore_connections(arrival, sessions)
         metrics.clients_remember.set_function(lambda: self._ledger.total)
-        for kind in ("redis", "engine", "http"):
+        for kind in ("redis", "engine", "http", "console"):
             metrics.clients.labels(kind).set_function(partial(self._connections.of_kind, kind))
+
+    def _name(self) -> str:
+        """This host, and the address that a client would name."""
+        addresses = dict(reversed(self.addresses))  # the first one of each kind
+        where = next((addresses[kind] for kind in ("redis", "unix", "http") if kind in addresses), "")
+        return ", ".join(filter(None, (socket.gethostname(), where)))
+
+    def _tell_report(self, caller: Caller, command: list[Argument]) -> str:
+        if caller.kind == "redis":  # who watches a server is none of its clients
+            caller.kind = "console"
+        return json.dumps(self._report.snapshot())
 
     def _publish(self) -> None:
         serving = self.serving

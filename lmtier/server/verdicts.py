@@ -2,7 +2,7 @@
 memory large enough. Numbers in, words out; no I/O.
 
 The page, `lmtier stats` and `/api/stats` show the same words. A verdict has a state for its colour: `good`,
-`idle` (nothing to judge), `warn` or `bad`.
+`idle` (nothing to judge, or too little), `warn` or `bad`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ _NEAR, _LIMIT = 0.7, 0.9  # of a resource
 _SAVES = 0.02  # of the tokens asked: below that, a cache is not worth its memory
 _FITS, _SMALL = 0.01, 0.05  # points of the hit rate that twice the memory gives
 _FEW = 100  # loads: with fewer, one in a hundred has no meaning
+EARLY = "too early"
+EVIDENCE = 50
+"""Lookups that a verdict needs: one of so many is 2 %, the smallest share that changes a verdict."""
+LOST = 0.05
+"""The share of what a tier should take or give above which a loss is a loss, as for the alerts."""
 
 
 class Verdict(TypedDict):
@@ -57,6 +62,10 @@ class TierFacts:
     """Seconds for which it was down before."""
     faults: int = 0
     """Objects that the tier failed to give or take in the span."""
+    moves: int = 0
+    """Chunks that it gave or took in the span."""
+    stored: int = 0
+    """Tokens that it took in the span."""
     slowest: float | None = None
     """Seconds in which 99 of 100 loads of the span ended. None: there were too few."""
     queue: float = 0.0
@@ -80,6 +89,9 @@ class Facts:
     """All of them now, the memory first."""
     clients: Mapping[str, int] = field(default_factory=dict)
     """Connections by kind, now."""
+    lookups: int = 0
+    measured: int = 0
+    """Lookups that the curve of hit rates is made of, since the start."""
     asked: int = 0
     hit: int = 0
     missed: Mapping[str, int] = field(default_factory=dict)
@@ -128,7 +140,7 @@ def _working(facts: Facts) -> Verdict:
         return verdict(WARN, "not ready", facts.not_ready)
     troubles = list(_troubles(facts))
     if troubles:
-        more = f" and {len(troubles) - 1} more kinds of loss" if len(troubles) > 1 else ""
+        more = f" and {_plural(len(troubles) - 1, 'more kind')} of loss" if len(troubles) > 1 else ""
         return verdict(WARN, "with losses", f"{troubles[0]}{more} in {_last(facts)}")
     recovered = [tier for tier in facts.tiers if tier.back is not None]
     if recovered:
@@ -149,17 +161,25 @@ def _down(tier: TierFacts, named: bool) -> str:
 
 
 def _troubles(facts: Facts) -> Iterable[str]:
-    """What was lost. What a tier lost while it was down belongs to that."""
+    """What was lost. What a tier lost while it was down belongs to that, and a little is lost everywhere."""
     if facts.corrupt:
         yield f"{_plural(facts.corrupt, 'chunk')} damaged and deleted"
-    back = {tier.name for tier in facts.tiers if tier.back is not None}
     for tier in facts.tiers:
-        if tier.faults and tier.name not in back:
+        if tier.back is not None:
+            continue
+        if tier.faults > LOST * (tier.faults + tier.moves):
             yield f"{_plural(tier.faults, 'object')} failed in {tier.name}"
-    for name, tokens in facts.dropped.items():
-        tier_name, reason = name.split(" ")
-        if tokens and reason not in INTENDED_DROPS and tier_name not in back:
-            yield f"{_count(tokens)} tokens not stored in {tier_name} ({reason.replace('_', ' ')})"
+        reasons = {
+            reason: tokens
+            for name, tokens in facts.dropped.items()
+            for tier_name, reason in [name.split(" ")]
+            if tier_name == tier.name and tokens and reason not in INTENDED_DROPS
+        }
+        lost = sum(reasons.values())
+        if lost > LOST * (lost + tier.stored):
+            for reason, tokens in sorted(reasons.items(), key=lambda each: -each[1]):
+                why = f"{_percent(tokens / (lost + tier.stored))}, {reason.replace('_', ' ')}"
+                yield f"{_plural(tokens, 'token')} not stored in {tier.name} ({why})"
 
 
 def _clients(clients: Mapping[str, int]) -> str:
@@ -178,10 +198,14 @@ def _saves(facts: Facts) -> Verdict:
     if facts.asked:
         share = facts.hit / facts.asked
         text = f"{_count(facts.hit)} of {_count(facts.asked)} tokens were not computed again"
+        if facts.lookups < EVIDENCE:
+            return verdict(IDLE, EARLY, f"{text}, in {_some(facts.lookups)}")
         if facts.saved_seconds >= 0.1:
             text += f": {span(facts.saved_seconds)} of computing{_money(facts)}"
         return verdict(GOOD if share >= _SAVES else WARN, _percent(share), text)
     if gets:
+        if gets < EVIDENCE:
+            return verdict(IDLE, EARLY, f"{_plural(value_hits, 'value')} found, in {_some(gets)}")
         text = f"of {_plural(gets, 'value')} that Redis clients asked for; no engine asked"
         return verdict(GOOD if value_hits else WARN, _percent(value_hits / gets), text)
     if stored := facts.values.get("set", 0):
@@ -218,6 +242,8 @@ def _misses(facts: Facts) -> Verdict:
     share = sum(avoidable.values()) / facts.asked
     reasons = {reason: facts.missed[reason] for name in avoidable for reason in MISS_GROUPS[name][1]
                if facts.missed.get(reason)}  # fmt: skip
+    if facts.lookups < EVIDENCE:
+        return verdict(IDLE, EARLY, f"{_percent(share)} could have been hits, in {_some(facts.lookups)}")
     if not avoidable:
         return verdict(
             GOOD, "none", "that could have been hits: the rest is new text, or was not worth loading"
@@ -298,8 +324,10 @@ def slowest(before: Sequence[int], after: Sequence[int], part: float = 0.99) -> 
 def _memory(facts: Facts) -> Verdict:
     verdict = partial(_verdict, "memory")
     tiers = [tier for tier in facts.tiers if tier.at("1") is not None and tier.at("2") is not None]
-    if not tiers:
-        return verdict(IDLE, "not known yet", "too few prompts were looked up")
+    if facts.measured < EVIDENCE:
+        return verdict(IDLE, EARLY, _some(facts.measured))
+    if not any(hits for tier in tiers for hits in tier.curve.values()):
+        return verdict(IDLE, "no use yet", "no prompt came back, so memory of any size would hit nothing")
     # What a tier would hit alone, the tiers below it may hit already. The largest of them sets the hit rate.
     best_hit_ratio = max(tier.at("1") or 0.0 for tier in tiers)
     tier = max(tiers, key=lambda each: each.at("2") or 0.0)
@@ -329,6 +357,10 @@ def _points(gain: float) -> str:
 
 
 # ---- words
+
+
+def _some(lookups: int) -> str:
+    return f"{_count(lookups)} of the {EVIDENCE} lookups that a verdict needs"
 
 
 def _last(facts: Facts) -> str:
@@ -382,5 +414,5 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def _short(text: str, most: int = 60) -> str:
+def _short(text: str, most: int = 110) -> str:
     return text if len(text) <= most else f"{text[:most].rstrip()}…"

@@ -18,6 +18,7 @@ from lmtier.config import ServerConfig, host_and_port
 from lmtier.errors import ConfigError, LMTierError
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot, TierNow, Tokens
+from lmtier.server.verdicts import Verdict
 from lmtier.tools.terminal import printable
 from lmtier.wire.certificates import client_context
 from lmtier.wire.reply_reader import ReplyReader
@@ -162,6 +163,12 @@ class ConsoleConnection:
             and all(isinstance(tier, dict) and TierNow.__required_keys__ <= tier.keys() for tier in tiers)
             and isinstance(report["tokens"], dict)
             and Tokens.__required_keys__ <= report["tokens"].keys()
+            and isinstance(report["verdicts"], list)
+            and report["verdicts"]
+            and all(
+                isinstance(each, dict) and Verdict.__required_keys__ <= each.keys()
+                for each in report["verdicts"]
+            )
             and isinstance(report["curve"], dict)
             and all(isinstance(ratios, dict) for ratios in report["curve"].values())
         ):

@@ -13,7 +13,7 @@ from lmtier.threads import start_thread
 from lmtier.tools.console import ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, table
 from lmtier.tools.top import MINUTES, NOW, Totals, WatchedServer, counted_between, hit_rate, totals_before
-from lmtier.tools.views import percent
+from lmtier.tools.views import client_count, percent, working_text
 
 _PATIENCE = 2.0  # seconds in which a server has to answer
 
@@ -23,10 +23,9 @@ class ServerStatus(NamedTuple):
 
     name: str
     trouble: str = ""
+    state: str = "good"
+    """Of its verdict on whether it works: good, warn or bad; and the verdict, if it is not good."""
     verdict: str = ""
-    """Whether it works, in a word, if it does not."""
-    down: tuple[str, ...] = ()
-    """The tiers that are down."""
     recent: Totals | None = None
     """What was counted in the last seconds, and in the last minutes."""
     past: Totals | None = None
@@ -41,9 +40,9 @@ class ServerStatus(NamedTuple):
         return sum(self.past.hit.values()) / self.past.asked if self.past and self.past.asked else 1.0
 
     @property
-    def health_order(self) -> tuple[bool, int, bool, float]:
+    def health_order(self) -> tuple[bool, int, float]:
         """The smallest needs help most."""
-        return not self.trouble, -len(self.down), not self.verdict, self.hit_rate_15min
+        return not self.trouble, ("bad", "warn", "good").index(self.state), self.hit_rate_15min
 
 
 class FleetServer:
@@ -86,15 +85,13 @@ def status_of(name: str, watched: WatchedServer) -> ServerStatus:
     memory = now["tiers"][0]
     return ServerStatus(
         name,
-        verdict="" if working["state"] == "good" else working["word"],
-        down=tuple(
-            tier["tier"] for tier in now["tiers"] if "open" in (tier["breaker_up"], tier["breaker_down"])
-        ),
+        state=working["state"],
+        verdict="" if working["state"] == "good" else working_text(now),
         recent=recent,
         past=past,
         used=(memory["used"] or 0) / (memory["capacity"] or 1),
         busy=recent.busy / max(1e-3, recent.time),
-        clients=len(now["clients"]),
+        clients=client_count(now),
     )
 
 
@@ -115,8 +112,8 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
     parts = [f"{len(looks)} servers", f"hit rate of the last minutes {percent(hits, asked)}"]
     if unreachable_count := len(looks) - len(reachable):
         parts.append(f"{unreachable_count} not reached")
-    if down := sum(len(status.down) for status in reachable):
-        parts.append(f"{down} {'tier is' if down == 1 else 'tiers are'} down")
+    if broken_count := sum(status.state == "bad" for status in reachable):
+        parts.append(f"{broken_count} {'needs' if broken_count == 1 else 'need'} help")
     quits = "  q quits"
     title = ", ".join(parts)[: max(0, columns - len(quits))] + quits
     width = max(12, columns - 57)
@@ -128,7 +125,7 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
         else (
             name,
             *(hit_rate(status.recent), hit_rate(status.past), percent(status.used, 1), bar(status.used, 5)),
-            *(percent(status.busy, 1), f"{status.clients:,}", state(status)),
+            *(percent(status.busy, 1), f"{status.clients:,}", status.verdict or "works"),
         )
         for name, status in zip(names, looks, strict=True)
     ]
@@ -137,12 +134,6 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
     if len(lines) > room:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1:,} more, which fare better"]
     return [each[:columns] for each in (title, "", head, *lines)][:rows]
-
-
-def state(status: ServerStatus) -> str:
-    if status.down:
-        return f"down: {', '.join(status.down)}"
-    return status.verdict or "works"
 
 
 def fleet(addresses: Sequence[ServerAddress], every: float) -> None:

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from lmtier.server.report import Snapshot, row_of
 from lmtier.tools.console import TIMEOUT, ConsoleConnection, ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, duration_text, size_text, spark, table
-from lmtier.tools.views import breaker, clients_table, curve_table, headline, percent, size_or_dash
+from lmtier.tools.views import (
+    breaker,
+    client_count,
+    clients_table,
+    curve_table,
+    headline,
+    percent,
+    size_or_dash,
+    working_text,
+)
 
 MINUTES = 15.0
 """The minutes of history that a server remembers and `top` shows."""
@@ -79,13 +88,15 @@ def totals_before(line: Sequence[Totals], seconds: float) -> Totals:
 def frame(
     now: Snapshot, line: Sequence[Totals], name: str, columns: int, rows: int, trouble: str = ""
 ) -> list[str]:
-    """The screen of `top` on a terminal of this size. It answers five questions in a fixed order."""
+    """The screen of `top` on a terminal of this size. It answers six questions in a fixed order."""
     before_now, past, present = totals_before(line, NOW), totals_before(line, MINUTES * 60), line[-1]
     since = duration_text(present.time - past.time)
     quits = "  q quits"
     title = headline(now, name)[: max(0, columns - len(quits))] + quits
+    works = trouble or f"works?   {working_text(now)}"
     header = [
-        *(wrap(trouble, columns, max_lines=2) if trouble else [title]),
+        *([] if trouble else [title]),
+        *wrap(works, columns, max_lines=2, placeholder="…"),
         f"saves?   hit rate   now {hit_rate(counted_between(present, before_now))}   "
         f"last {since} {hit_rate(counted_between(present, past))}   "
         f"since the start {hit_rate(counted_between(present, line[0]))}",
@@ -203,7 +214,8 @@ def plain(now: Snapshot, line: Sequence[Totals]) -> str:
             f"{name} {percent(tier['used'], tier['capacity'])} full, up {size_text(round(up))}/s, down "
             f"{size_text(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
         )
-    return "; ".join([*parts, f"{len(now['clients']):,} clients"])
+    trouble = [] if now["verdicts"][0]["state"] == "good" else [working_text(now)]
+    return "; ".join([*parts, f"{client_count(now):,} clients", *trouble])
 
 
 class WatchedServer:

@@ -204,6 +204,17 @@ def headline(now: Snapshot, name: str) -> str:
     return f"lmtier {now['version']}, {ready}, up {duration_text(now['uptime'])}, at {name}"
 
 
+def working_text(now: Snapshot) -> str:
+    """Whether the server works, as it says itself."""
+    working = now["verdicts"][0]
+    return f"{working['word']}: {working['text']}"
+
+
+def client_count(now: Snapshot) -> int:
+    """Engines and Redis clients; not those who watch the server."""
+    return sum(client["kind"] in ("engine", "redis") for client in now["clients"])
+
+
 def verdicts_table(now: Snapshot) -> str:
     """Five lines that say what the numbers mean."""
     rows = [(each["name"], each["word"], each["text"]) for each in now["verdicts"]]

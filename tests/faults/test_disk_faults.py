@@ -414,6 +414,7 @@ def test_a_directory_that_is_gone_is_named_and_is_one_outage(tmp_path: Path, cap
         saved, deleted = iter(keys[10:]), iter(keys[:10])
         while not breaker.is_open:
             save(cache, next(saved))
+        assert breaker.outage is not None
         began = breaker.outage.since
         for key in deleted:
             below.discard(key, ())

@@ -50,6 +50,7 @@ from lmtier.tools.top import Totals, frame, timeline
 from lmtier.tools.views import stats
 from lmtier.wire.resp import Error, encode
 from tests.certificates import certify
+from tests.redis_process import RedisServer
 from tests.server.process import PATIENCE, Wire, until
 from tests.test_config import of_kubernetes
 
@@ -864,11 +865,49 @@ def test_the_view_says_what_happens_now_and_what_did_lately(now):
         {"time": start + 996, "asked": 2000, "hit": {"cpu": 1000}, "missed": {"evicted": 1000}, **moved},
     ]
     lines = frame(now, timeline(now, history), "here", 80, 24)
-    assert "hit rate   now 100 %   last 16 min 30 s 100 %   since the start 67 %" in lines[1]
+    assert "hit rate   now 100 %   last 16 min 30 s 100 %   since the start 67 %" in lines[2]
     text = "\n".join(lines)
     assert re.search(r"^from cpu +125 +1,500 +75 % +█", text, re.MULTILINE)
     assert re.search(r"^disk +open up .* 8 MiB +16 MiB/s", text, re.MULTILINE)
-    assert set(lines[2]) == {"·", "█"}
+    assert set(lines[3]) == {"·", "█"}
+
+
+def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_client(run, serve, tmp_path):
+    redis = RedisServer(tmp_path / "redis")
+    tier = f"redis://127.0.0.1:{redis.port}/0"
+    try:
+        server = serve(*ANY, "--set", "chunk_tokens=1", "--unix", tmp_path / "socket", "--tier", tier)
+        assert "cpu and redis work; no engine is connected" in run("stats", server.redis)[1]
+        redis.kill()
+        with (
+            Client(str(tmp_path / "socket"), name="the-engine") as client,
+            Wire(address_in(server.redis)) as wire,
+        ):
+            wire.expect("PONG", "PING")
+
+            def is_down() -> bool:
+                with ConsoleConnection(parse_address(server.redis)) as remote:
+                    found = remote.snapshot()
+                client.release(client.wait(client.match(names(str(found["time"]), 3), FORM)))
+                return found["verdicts"][0]["state"] == "bad"
+
+            until(is_down)
+            with ConsoleConnection(parse_address(server.redis)) as remote:
+                down = remote.snapshot()
+            said = re.compile(r"redis is down: loads have failed for \d+ s: Connection refused")
+            assert said.search("\n".join(frame(down, timeline(down, []), "here", 120, 24)[1:3]))
+            out = run("top", server.redis, "--times", "1")[1]
+            assert said.search(out)
+            assert "2 clients;" in out
+            out = run("top", server.redis, tmp_path / "socket", "--times", "1")[1]
+            assert "2 need help" in out
+            assert len(said.findall(out)) == 2
+            out = run("stats", server.redis)[1]
+            assert re.search(r"^working +redis is down +loads have failed", out, re.MULTILINE)
+            assert len(re.findall(r"^redis +- +127", out, re.MULTILINE)) == 1, "the one that said PING"
+            assert "agent sessions" not in out, "prompts without a session's name are plain traffic"
+    finally:
+        redis.kill()
 
 
 def test_three_tiers_fit_on_80_by_24_with_why_and_which_fails(now):
@@ -899,15 +938,16 @@ def test_a_busy_minute_has_no_gaps_in_its_line(now):
         {"time": start + t, "asked": 100 * t, "hit": {"cpu": 50 * t}, "missed": {"evicted": 50 * t}, **moved}
         for t in range(2, 60, 2)
     ]
-    assert set(frame(now, timeline(now, rows), "here", 80, 24)[2]) <= {"▄", "▅"}
-    assert "·" in frame(now, timeline(now, rows)[:1] * 2, "here", 80, 24)[2], "none were asked"
+    assert set(frame(now, timeline(now, rows), "here", 80, 24)[3]) <= {"▄", "▅"}
+    assert "·" in frame(now, timeline(now, rows)[:1] * 2, "here", 80, 24)[3], "none were asked"
 
 
-def test_the_view_answers_five_questions_in_their_order(now):
+def test_the_view_answers_six_questions_in_their_order(now):
     now["curve"] = {"cpu": {"0.5": 0.25, "1": 0.5, "2": 0.75, "4": 0.75, "8": None}}
     text = "\n".join(frame(now, timeline(now, []), "here", 100, 40))
     order = [
         r"^lmtier .* ready",
+        r"^works\?   yes: cpu and disk work; 1 engine connection$",
         r"^saves\? ",
         r"^why missed\?",
         r"^bottleneck\? ",
@@ -967,7 +1007,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             ),
         }
         | {"seconds_up": st.floats(0, 1e9), "seconds_down": st.floats(0, 1e9), "failures": whole}
-        | {"slowest": st.none() | st.floats(0, 10), "faults": whole, "outages": st.just([])}
+        | {"slowest": st.none() | st.floats(0, 10), "faults": whole, "moves": whole, "outages": st.just([])}
     )
     client = st.fixed_dictionaries(
         {"id": whole, "name": word, "kind": word, "address": word, "age": st.floats(0, 1e9)}
@@ -990,7 +1030,13 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
     worth = {"gpu_hours": amount, "money": amount}
     more = st.dictionaries(word, st.fixed_dictionaries(worth), max_size=3)
     return st.fixed_dictionaries(
-        {"version": word, "time": st.floats(1e9, 2e9), "uptime": st.floats(0, 1e8), "ready": st.booleans()}
+        {
+            "name": word,
+            "version": word,
+            "time": st.floats(1e9, 2e9),
+            "uptime": st.floats(0, 1e8),
+            "ready": st.booleans(),
+        }
         | {
             "why_not_ready": word,
             "chunk_tokens": whole,
@@ -1000,7 +1046,11 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
         | {"tokens": tokens, "leased_bytes": whole, "tiers": st.lists(tier, min_size=1, max_size=6)}
         | {"curve": st.dictionaries(word, ratios, max_size=6), "busy": st.floats(0, 1e8)}
         | {"lookup_seconds": st.floats(0, 1e8), "saved_seconds": st.floats(0, 1e8), "values": counts}
-        | {"verdicts": st.lists(verdict, max_size=5), "models": st.just([]), "tenants": st.just([])}
+        | {
+            "verdicts": st.lists(verdict, min_size=1, max_size=5),
+            "models": st.just([]),
+            "tenants": st.just([]),
+        }
         | {"loads": st.dictionaries(word, st.lists(whole, min_size=1, max_size=12), max_size=3)}
         | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
         | {"sessions": st.fixed_dictionaries({"active": whole, "waiting": whole, "top": st.just([])})}
@@ -1026,7 +1076,8 @@ def test_the_past_is_drawn_where_it_was():
     line = [Totals(0, 0, {}, {}, {}, {}, 0), Totals(450, 10, {"cpu": 0}, {}, {}, {}, 0)]
     line += [Totals(451, 10, {"cpu": 0}, {}, {}, {}, 0), Totals(900, 20, {"cpu": 10}, {}, {}, {}, 0)]
     now: Any = {"uptime": 900.0, "version": "1", "ready": True, "tiers": [], "clients": [], "curve": {}}
-    assert frame(now, line, "here", 80, 24)[2] == "·" * 39 + "▁" + "·" * 39 + "█"
+    now["verdicts"] = [{"name": "working", "state": "good", "word": "yes", "text": "cpu works"}]
+    assert frame(now, line, "here", 80, 24)[3] == "·" * 39 + "▁" + "·" * 39 + "█"
 
 
 ON_ITS_TERMINAL = """
@@ -1071,7 +1122,7 @@ class Terminal:
             for data in self.output.split(b"\x1b[H")[1:]:
                 text = data.decode(errors="replace")
                 lines = text.removesuffix("\x1b[J").replace("\x1b[K", "").split("\r\r\n")
-                is_whole = text.endswith("\x1b[J") and columns in map(len, lines[2:4])
+                is_whole = text.endswith("\x1b[J") and columns in map(len, lines[2:5])
                 if is_whole and re.search(pattern, "\n".join(lines)):
                     return lines
         pytest.fail(f"{pattern!r} was not shown; {self.output[-2000:]!r}")

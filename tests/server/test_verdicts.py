@@ -1,10 +1,14 @@
 """The five verdicts: the words and the colour follow from the numbers."""
 
+from pathlib import Path
+
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS, SECONDS
-from lmtier.server.verdicts import Facts, TierFacts, groups, judge, slowest
+from lmtier.server.verdicts import LOST, Facts, TierFacts, groups, judge, slowest
 
+ALERTS = Path(__file__).parents[2] / "dashboards" / "prometheus" / "alerts.yml"
 CPU = TierFacts(name="cpu", capacity=32 << 30)
 DISK = TierFacts(name="disk", capacity=500 << 30)
 REDIS = TierFacts(name="redis")
@@ -12,7 +16,7 @@ REDIS = TierFacts(name="redis")
 
 def said(name, **facts):
     """The state, and the whole line, of one verdict."""
-    facts = {"seconds": 300.0, "tiers": (CPU,), **facts}
+    facts = {"seconds": 300.0, "tiers": (CPU,), "lookups": 50, "measured": 50, **facts}
     (verdict,) = (each for each in judge(Facts(**facts)) if each["name"] == name)
     return verdict["state"], f"{verdict['word']}: {verdict['text']}"
 
@@ -29,6 +33,8 @@ def test_a_group_has_each_reason_for_a_miss_once():
     assert groups({"evicted": 3, "expired": 2, "never_stored": 1, "full": 0}) == {"new": 1, "left": 5}
 
 
+NEEDED = "of the 50 lookups that a verdict needs"
+USELESS = "no prompt came back, so memory of any size would hit nothing"
 DOWN = TierFacts(name="redis", loads_down=185.0)
 REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Connection refused")
 
@@ -62,17 +68,35 @@ REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Conne
         ),
         ({"corrupt": 2}, "warn", "with losses: 2 chunks damaged and deleted in the last 5 min"),
         (
-            {"dropped": {"disk queue_full": 20_000, "disk write_budget": 9}},
-            *("warn", "with losses: 20K tokens not stored in disk (queue full) in the last 5 min"),
+            {
+                "tiers": (CPU, TierFacts(name="disk", stored=360_000)),
+                "dropped": {"disk queue_full": 20_000, "disk write_budget": 9},
+            },
+            *("warn", "with losses: 20K tokens not stored in disk (5.3 %, queue full) in the last 5 min"),
         ),
         ({"dropped": {"disk write_budget": 9}}, "good", "yes: cpu works; no engine is connected"),
         (
-            {"tiers": (CPU, TierFacts(name="disk", faults=1))},
+            {"tiers": (CPU, TierFacts(name="disk", faults=1, moves=18))},
             *("warn", "with losses: 1 object failed in disk in the last 5 min"),
         ),
         (
+            {"tiers": (CPU, TierFacts(name="disk", faults=1, moves=19))},
+            *("good", "yes: cpu and disk work; no engine is connected"),
+        ),
+        (
+            {
+                "tiers": (CPU, TierFacts(name="disk", stored=5_000_000)),
+                "dropped": {"disk queue_full": 256},
+            },
+            *("good", "yes: cpu and disk work; no engine is connected"),
+        ),
+        (
             {"corrupt": 2, "tiers": (CPU, TierFacts(name="disk", faults=1))},
-            *("warn", "with losses: 2 chunks damaged and deleted and 1 more kinds of loss in the last 5 min"),
+            *("warn", "with losses: 2 chunks damaged and deleted and 1 more kind of loss in the last 5 min"),
+        ),
+        (
+            {"corrupt": 1, "tiers": (DISK,), "dropped": {"disk queue_full": 256, "disk error": 512}},
+            *("warn", "with losses: 1 chunk damaged and deleted and 2 more kinds of loss in the last 5 min"),
         ),
         (
             {
@@ -110,6 +134,16 @@ def test_whether_it_works(facts, state, line):
         ),
         ({"asked": 1000}, "warn", "0 %: 0 of 1,000 tokens were not computed again"),
         (
+            {"asked": 1000, "lookups": 49},
+            *("idle", f"too early: 0 of 1,000 tokens were not computed again, in 49 {NEEDED}"),
+        ),
+        ({"values": {"missed": 49}}, "idle", f"too early: 0 values found, in 49 {NEEDED}"),
+        (
+            {"values": {"missed": 50}},
+            "warn",
+            "0 %: of 50 values that Redis clients asked for; no engine asked",
+        ),
+        (
             {"values": {"hit": 9_000, "missed": 1_000}},
             *("good", "90 %: of 10K values that Redis clients asked for; no engine asked"),
         ),
@@ -136,6 +170,10 @@ def test_what_it_saves(facts, state, line):
         (
             {"asked": 1000, "missed": {"tier_down": 400}},
             *("bad", "40 %: could have been hits: 40 % in a tier that is down"),
+        ),
+        (
+            {"asked": 1000, "lookups": 1, "missed": {"evicted": 600}},
+            *("idle", f"too early: 60 % could have been hits, in 1 {NEEDED}"),
         ),
         ({"values": {"missed": 12}}, "idle", "12: values that Redis clients asked for were not here"),
     ],
@@ -178,8 +216,9 @@ def curve(half, now, twice):
 @pytest.mark.parametrize(
     ("tier", "state", "line"),
     [
-        (CPU, "idle", "not known yet: too few prompts were looked up"),
-        (curve(None, None, None), "idle", "not known yet: too few prompts were looked up"),
+        (CPU, "idle", f"no use yet: {USELESS}"),
+        (curve(None, None, None), "idle", f"no use yet: {USELESS}"),
+        (curve(0.0, 0.0, 0.0), "idle", f"no use yet: {USELESS}"),
         (
             curve(0.2, 0.5, 0.62),
             *("warn", "cpu is small: cpu × 2 (64 GiB) would give +12 points of hit rate"),
@@ -194,6 +233,13 @@ def curve(half, now, twice):
 )
 def test_whether_the_memory_is_large_enough(tier, state, line):
     assert said("memory", tiers=(tier,)) == (state, line)
+    assert said("memory", tiers=(tier,), measured=49) == ("idle", f"too early: 49 {NEEDED}")
+
+
+def test_a_loss_is_one_for_the_verdict_where_it_is_for_the_alert():
+    alerts = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    (drops,) = (each["expr"] for each in alerts if each["alert"] == "LmtierDrops")
+    assert drops.endswith(f" > {LOST}")
 
 
 def test_a_larger_memory_over_a_disk_that_holds_all_gives_no_more_hits():

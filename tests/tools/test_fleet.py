@@ -19,9 +19,9 @@ def totals(asked, hit):
 
 WELL = ServerStatus("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
 POOR = WELL._replace(name="gpu-2:6380", past=totals(1000, 100))
-DOWN = WELL._replace(name="gpu-3:6380", down=("redis",), verdict="redis is down")
+DOWN = WELL._replace(name="gpu-3:6380", state="bad", verdict="redis is down: loads have failed for 3 min")
 GONE = ServerStatus("gpu-4:6380", "is not there")
-STARTS = WELL._replace(name="gpu-5:6380", verdict="not ready")
+STARTS = WELL._replace(name="gpu-5:6380", state="warn", verdict="not ready: the scan of disk is not finished")
 
 
 def test_the_server_that_needs_help_most_is_first():
@@ -40,10 +40,10 @@ def test_it_fits_every_screen(columns, rows):
 
 def test_a_line_says_how_a_server_does_and_the_first_one_how_all_do():
     title, _, _, gone, down, poor, well = lines_of([GONE, DOWN, POOR, WELL], 120, 24)
-    assert title.startswith("4 servers, hit rate of the last minutes 63 %, 1 not reached, 1 tier is down")
+    assert title.startswith("4 servers, hit rate of the last minutes 63 %, 1 not reached, 1 needs help")
     assert gone.split()[0] == "gpu-4:6380"
     assert gone.endswith("is not there")
-    assert "down: redis" in down
+    assert "redis is down: loads" in down
     assert poor.split()[:5] == ["gpu-2:6380", "90", "%", "10", "%"]
     assert well.endswith("works")
 
