@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from lmtier.errors import ConfigError, LayoutError, LMTierError, MisuseError, TierError
     from lmtier.format.keys import Extra, Identity, KeyChain, weights_digest
     from lmtier.format.layout import LayerShape, Layout, Name, Shard
-    from lmtier.format.objects import Header
     from lmtier.observe.prompts import Origin
-    from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
+    from lmtier.tiers.base import Item, Stat
     from lmtier.tiers.blocking import BlockingTier
 
 __all__ = [
@@ -27,13 +26,10 @@ __all__ = [
     "Client",
     "Config",
     "ConfigError",
-    "Done",
     "Extra",
     "Grant",
-    "Header",
     "Identity",
     "Item",
-    "Job",
     "KeyChain",
     "LMTierError",
     "LayerShape",
@@ -43,13 +39,10 @@ __all__ = [
     "MisuseError",
     "Mover",
     "Name",
-    "Op",
     "Origin",
     "PagedKV",
-    "Reason",
     "Shard",
     "Stat",
-    "Tier",
     "TierError",
     "__version__",
     "weights_digest",
@@ -66,9 +59,8 @@ _WHERE = {
     "errors": ("ConfigError", "LMTierError", "LayoutError", "MisuseError", "TierError"),
     "format.keys": ("Extra", "Identity", "KeyChain", "weights_digest"),
     "format.layout": ("LayerShape", "Layout", "Name", "Shard"),
-    "format.objects": ("Header",),
     "observe.prompts": ("Origin",),
-    "tiers.base": ("Done", "Item", "Job", "Op", "Reason", "Stat", "Tier"),
+    "tiers.base": ("Item", "Stat"),
     "tiers.blocking": ("BlockingTier",),
 }
 _MODULE = {name: f"lmtier.{module}" for module, names in _WHERE.items() for name in names}

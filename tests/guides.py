@@ -9,12 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_FILE = re.compile(r"<!-- file (\S+) -->\n```python\n(.*?)```\n", re.DOTALL)
 _BLOCK = re.compile(r"<!-- (run[^>]*) -->\n```sh\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 
 
 def blocks(page: Path, mark: str = "run") -> list[tuple[str, str]]:
     """What is marked so: commands, and what they print."""
     return [(script, shown) for found, script, shown in _BLOCK.findall(page.read_text()) if found == mark]
+
+
+def files(page: Path) -> dict[str, str]:
+    """The programs of a page, by the names under which its commands run them."""
+    return dict(_FILE.findall(page.read_text()))
 
 
 def _pattern(line: str) -> str:

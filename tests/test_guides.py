@@ -1,14 +1,17 @@
 """Every block of a page that is marked with `<!-- run -->` runs, and prints what stands below it."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from lmtier.config import Config
 from lmtier.format import keys, objects
+from lmtier.format.layout import DTYPE_BYTES, KNOWN_PACKINGS
 from lmtier.observe.metrics import MISS_REASONS
 from lmtier.wire import verbs
-from tests.guides import blocks, check
+from tests.guides import blocks, check, files
 from tests.redis_process import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +23,8 @@ GUIDES = {path.stem: found for path in sorted(DOCS.glob("*.md")) if (found := bl
 @pytest.mark.parametrize("page", GUIDES)
 def test_a_guide_runs_and_prints_what_it_says(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, program in files(DOCS / f"{page}.md").items():
+        (tmp_path / name).write_text(program)
     redis, http, other = (free_port() for _ in range(3))
     defaults = {"LMTIER_SERVE_LISTEN": f"127.0.0.1:{redis}", "LMTIER_SERVE_HTTP": f"127.0.0.1:{http}"}
     ports = {"6379": str(other), "6380": str(redis), "9470": str(http)}
@@ -55,8 +60,15 @@ def test_the_page_about_stability_has_the_versions_of_all_formats():
     assert {name: rows[name] for name in now} == {name: str(version) for name, version in now.items()}
 
 
+def test_the_page_on_the_api_names_all_settings_packings_and_dtypes():
+    page = (DOCS / "API.md").read_text()
+    words = {*(each.name for each in fields(Config)), *KNOWN_PACKINGS, *DTYPE_BYTES}
+    assert {word for word in words if not re.search(rf'`"?{word}"?`', page)} == set()
+
+
 def test_every_guide_runs_something():
     guides = {
+        "API",
         "ONE_SERVER",
         "HOSTS",
         "HIT_RATE",

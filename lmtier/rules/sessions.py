@@ -85,7 +85,7 @@ class SessionTable:
 
     @property
     def with_names(self) -> Collection[Agent]:
-        """Those that requests name. Prompts without a name are plain traffic, of agents or not."""
+        """The sessions that requests name. Prompts without a name are plain traffic, of agents or not."""
         return self._named.values()
 
     def __iter__(self) -> Iterator[Agent]:

@@ -76,7 +76,7 @@ class Server:
         self.addresses = self._listeners.addresses
         """The kind and the address of each listener."""
         self.tokens = self._listeners.tokens
-        """Those of its start."""
+        """The tokens of its start."""
         self._max_connections = allow_files(serving.clients)
         self._tracing = tracing.start()
         self._started = time.monotonic()

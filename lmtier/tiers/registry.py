@@ -46,7 +46,7 @@ def load_tier(scheme: str) -> type[Tier]:
     except ImportError as error:
         raise TierError(f"tier {scheme}:// needs a package that is not installed: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, Tier)):
-        raise ConfigError(f"tier {scheme}://: {target} is not a subclass of lmtier.Tier")
+        raise ConfigError(f"tier {scheme}://: {target} is not a subclass of lmtier.BlockingTier")
     if inspect.isabstract(cls):
         lacks = ", ".join(sorted(cls.__abstractmethods__))
         raise ConfigError(f"tier {scheme}://: {target} has no {lacks}; write what its base class asks for")

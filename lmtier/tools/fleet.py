@@ -24,7 +24,7 @@ class ServerStatus(NamedTuple):
     name: str
     trouble: str = ""
     state: str = "good"
-    """Of its verdict on whether it works: good, warn or bad; and the verdict, if it is not good."""
+    """The state of its verdict on whether it works: good, warn or bad."""
     verdict: str = ""
     recent: Totals | None = None
     """What was counted in the last seconds, and in the last minutes."""
