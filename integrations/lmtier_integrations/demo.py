@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from lmtier.client.client import Client
 from lmtier.errors import ConfigError, TierError
-from lmtier.tools.terminal import Progress, number_text, say, table
+from lmtier.tools.terminal import Progress, number_text, say
 from lmtier_integrations.transformers import PrefixCache
 
 CHUNK_TOKENS = 64
@@ -264,6 +264,9 @@ def run(directory: Path | None, *, keep: bool) -> bool:
             server = ServerProcess(root, [*tiers, url] if url else tiers)
             ending.callback(server.stop)
             progress.say(f"its server, live while this runs: {server.page}")
+            progress.say(
+                f"{speaker.name}, prompts in chunks of {CHUNK_TOKENS} tokens; ms to the first token\n"
+            )
             play = Play(speaker, server, progress)
             play.part("the first time", (0, 1, 0))
             server.stop()
@@ -274,8 +277,7 @@ def run(directory: Path | None, *, keep: bool) -> bool:
                 shutil.rmtree(disk)
                 server.start()
                 play.part("the disk was lost: from Redis", (2, 1))
-        say(f"{speaker.name}, prompts in chunks of {CHUNK_TOKENS} tokens; ms to the first token\n")
-        say(table(HEADERS, play.rows) + "\n")
+        say()
         for line in play.said:
             say(line)
         if not play.is_same:
@@ -298,6 +300,14 @@ def run(directory: Path | None, *, keep: bool) -> bool:
 
 TIERS = ("cpu", "disk", "redis")
 HEADERS = ("prompt", "tokens", *(f"from {tier}" for tier in TIERS), "computed", "ms", "ms without", "same")
+WIDTHS = (16, *(max(len(header), 6) for header in HEADERS[1:]))
+
+
+def line_of(cells: Sequence[object]) -> str:
+    """A row of the table, which is printed before the next ones are known."""
+    name, *numbers, last = (str(cell) for cell in cells)
+    aligned = [text.rjust(width) for text, width in zip(numbers, WIDTHS[1:-1], strict=True)]
+    return "  ".join([name.ljust(WIDTHS[0]), *aligned, last])
 
 
 class Play:
@@ -310,15 +320,15 @@ class Play:
             User(f"user {number}", iter([*questions, "Tell me more."]), [opening])
             for number, questions in enumerate(QUESTIONS, start=1)
         ]
-        self.rows: list[tuple[object, ...]] = []
         self.said: list[str] = []
         self.is_same = True
         short = torch.arange(10, 10 + CHUNK_TOKENS)[None]
         speaker.answer(short, DynamicCache(config=speaker.model.config))  # the first use of all is slow
+        for line in HEADERS, ["-" * width for width in WIDTHS]:
+            progress.say(line_of(line))
 
     def part(self, title: str, users: Sequence[int]) -> None:
         self._progress.say(title)
-        self.rows.append((title, *[""] * (len(HEADERS) - 1)))
         with PrefixCache(self._speaker.model, server=str(self._server.path)) as store:
             for each in users:
                 self._turn(store, self._users[each])
@@ -344,7 +354,8 @@ class Play:
         tiers = [sum(n for name, n in loaded.items() if name.startswith(tier)) for tier in TIERS]
         times = number_text(looked_up + computing), number_text(without)
         tokens = ids.shape[1]
-        self.rows.append((name, tokens, *tiers, tokens - count, *times, "yes" if is_same else "NO"))
+        row = name, tokens, *tiers, tokens - count, *times, "yes" if is_same else "NO"
+        self._progress.say(line_of(row))
         text = self._speaker.text(ours)
         self.said.append(f"{user.name}: {question}\n    {' '.join(text.split())} …")
         user.history.append({"role": "assistant", "content": text})

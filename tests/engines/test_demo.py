@@ -29,10 +29,18 @@ def rows(out):
     return {row[0]: tuple(map(int, row[2:5])) for row in found}
 
 
-def test_every_tier_serves_and_every_answer_is_the_same(tmp_path, capsys):
-    level = logging.getLogger("lmtier").level
+def test_every_tier_serves_and_every_answer_is_the_same_and_is_shown_at_once(tmp_path, capsys, monkeypatch):
+    level, stop = logging.getLogger("lmtier").level, demo.ServerProcess.stop
+    shown = [""]
+
+    def stopped(server):
+        shown.append(capsys.readouterr().out)
+        stop(server)
+
+    monkeypatch.setattr(demo.ServerProcess, "stop", stopped)
     assert demo.run(tmp_path, keep=False)
-    out = capsys.readouterr().out
+    assert [len(rows(each)) for each in shown[:4]] == [0, 3, 3, 2], "before the next part begins"
+    out = "".join(shown) + capsys.readouterr().out
     came = rows(out)
     assert came["user 1, turn 1"] == (0, 0, 0)
     assert came["user 2, turn 1"][0] > 0  # of the document, which user 1 has brought
