@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
-from lmtier.errors import ConfigError, excerpt, log, without_secrets
+from lmtier.errors import ConfigError, excerpt, log, size_text, without_secrets
 from lmtier.format.compression import CODECS, RAW, WORDS
 from lmtier.format.layout import PAGE
 from lmtier.format.sealing import SEALS
@@ -408,7 +408,9 @@ def _check_memory(spec: TierSpec) -> None:
     if spec.location:
         raise ConfigError(f"{spec}: memory has no path; write {spec.scheme}://?capacity=32GiB")
     if spec.capacity is not None and spec.capacity < PAGE:
-        raise ConfigError(f"{spec}: capacity={spec.capacity} is less than a page of {PAGE} bytes")
+        raise ConfigError(
+            f"{spec}: a capacity of {size_text(spec.capacity)} is less than a page of {size_text(PAGE)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

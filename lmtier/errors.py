@@ -65,6 +65,15 @@ def excerpt(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
+def size_text(nbytes: float) -> str:
+    """In the largest unit that leaves a number of at least 1."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
 def without_secrets(url: str) -> str:
     """A tier's URL for people: the user, the password, and options with such names become ***.
 

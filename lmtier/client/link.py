@@ -138,7 +138,7 @@ class Link:
         self.post(answer, *request)
         self.wait_for_reply(answer, until - time.monotonic())
         if isinstance(answer.value, Error):
-            raise TierError(f"the server at {address} refused the connection: {answer.value}")
+            raise TierError(f"the server at {address} refused the connection: {answer.value.sentence}")
         return answer.value
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class RemoteServer:
         code, _, sentence = reply.partition(" ")
         if code == "MISUSE":
             raise MisuseError(sentence)
-        log.warning("lmtier: the server at %s refused %s: %s", self.address, verb, reply)
+        log.warning("lmtier: the server at %s refused %s: %s", self.address, verb, sentence)
         return None
 
     def call_all(self, requests: Sequence[tuple[Argument, ...]]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lmtier.core.lower import LowerTier
 from lmtier.core.match import CLEARED, EntryState
 from lmtier.core.shared import SharedTier
-from lmtier.errors import LMTierError, MisuseError, audit, log
+from lmtier.errors import LMTierError, MisuseError, audit, log, size_text
 from lmtier.format.keys import NO_TENANT, TENANT_BYTES, tenant_of
 from lmtier.format.sealing import TenantKeys, Tombstone
 from lmtier.tiers.blocking import LEARNED_WITHIN
@@ -334,8 +334,8 @@ def _wipe(cache: Cache, report: TenantReport) -> Generator[bool, None, None]:
 
 def _audit(report: TenantReport) -> None:
     audit.info(
-        "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %d bytes overwritten",
-        *(report.tenant, report.chunks, report.in_use, report.overwritten),
+        "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %s overwritten",
+        *(report.tenant, report.chunks, report.in_use, size_text(report.overwritten)),
     )
     for tier_report in report.tiers:
         audit.info("lmtier: tenant %s: %s", report.tenant, tier_report)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, EntryState
 from lmtier.core.presence import Presence
-from lmtier.errors import MisuseError
+from lmtier.errors import MisuseError, size_text
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.follower import CacheObservers
 from lmtier.rules.fullness import UNBOUNDED
@@ -157,8 +157,8 @@ class Index:
         """Raises MisuseError if the capacity is too small for what is pinned."""
         if 2 * self.pinned_bytes > capacity:
             raise MisuseError(
-                f"{self.label}: {self.pinned_bytes} bytes are pinned, and pins get half of the capacity: "
-                f"unpin something, or ask for at least {2 * self.pinned_bytes} bytes"
+                f"{self.label}: {size_text(self.pinned_bytes)} are pinned, and pins get half of the "
+                "capacity: unpin something, or ask for more than twice that"
             )
 
     def come_down(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lmtier.core.index import Index, evictions, expire, limit
 from lmtier.core.match import CLEARED, CPU, DELETED, EXPIRED, Entry, EntryState
 from lmtier.core.slab import Slab
-from lmtier.errors import MisuseError
+from lmtier.errors import MisuseError, size_text
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.format.objects import Suspect
 from lmtier.observe.metrics import Metrics
@@ -216,7 +216,7 @@ class MemoryPlace:
         self.index.need_room_for_pins(capacity)
         if capacity > self.slab.capacity:
             raise MisuseError(
-                f"cpu: the memory was taken at start: at most {self.slab.capacity} bytes are possible"
+                f"cpu: the memory was taken at start: at most {size_text(self.slab.capacity)} is possible"
             )
 
     def come_down(self, until: float) -> None:

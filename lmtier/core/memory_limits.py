@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lmtier.errors import ConfigError, log
+from lmtier.errors import ConfigError, log, size_text
 
 _UNLIMITED = 1 << 60
 """In version 1 of control groups a number near 2**63 means that there is no limit."""
@@ -37,16 +37,17 @@ def check(what: str, nbytes: int, root: Path = Path("/")) -> None:
     lowest, rss = min(limits), _sizes(root / "proc/self/status").get("RssAnon", 0)
     max_bytes = lowest.nbytes + meminfo.get("SwapTotal", 0) - rss
     if nbytes > max_bytes:
+        asked, there, used = map(size_text, (nbytes, lowest.nbytes, rss))
         raise ConfigError(
-            f"{what}: {nbytes} bytes are more than the {lowest.nbytes} that {lowest.whose}, of which this "
-            f"process uses {rss} already: it would be killed when the slab fills; choose a smaller capacity"
+            f"{what}: {asked} is more than the {there} that {lowest.whose}, and this process uses {used} "
+            "of it already: it would be killed when the slab fills; choose a smaller capacity"
         )
     tightest_limit = min(limits, key=lambda limit: limit.nbytes - limit.taken)
     if nbytes > tightest_limit.nbytes - tightest_limit.taken:
         log.warning(
-            "lmtier: %s: of the %d bytes that %s, %d are in use now, which leaves less than the slab needs: "
+            "lmtier: %s: of the %s that %s, %s are in use now, which leaves less than the slab needs: "
             "this process may be killed when the slab fills",
-            *(what, tightest_limit.nbytes, tightest_limit.whose, tightest_limit.taken),
+            *(what, size_text(tightest_limit.nbytes), tightest_limit.whose, size_text(tightest_limit.taken)),
         )
 
 

@@ -28,7 +28,7 @@ from lmtier.core.lower import (
 from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, EntryState, ancestry
 from lmtier.core.outdated import Outdated
 from lmtier.core.placement import form_of_parts
-from lmtier.errors import log
+from lmtier.errors import log, size_text
 from lmtier.format.keys import tenant_of
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded, stored_size
 from lmtier.format.objects import Header, Suspect
@@ -324,8 +324,8 @@ class OwnedTier(LowerTier):
         is_retried = self._is_excused(Op.STORE, done)
         if not self._fullness.is_known:
             log.warning(
-                "lmtier: the storage of tier %s is full with %d of %d bytes: new chunks replace old ones",
-                *(self.label, self.index.used, self.index.capacity),
+                "lmtier: the storage of tier %s is full with %s of %s: new chunks replace old ones",
+                *(self.label, size_text(self.index.used), size_text(self.index.capacity)),
             )
         self._fullness.on_full(done.id, self.index.used, self._jobs.last + 1)
         if is_retried and entry.state is EntryState.READY:
@@ -610,7 +610,7 @@ class OwnedTier(LowerTier):
         for suspect in self._suspects:  # of a purge that came before the scan was done
             self._search(suspect)
         if len(index):
-            log.info("lmtier: tier %s is warm: %d chunks, %d bytes", self.label, len(index), index.used)
+            log.info("lmtier: tier %s is warm: %d chunks, %s", self.label, len(index), size_text(index.used))
 
     def finish_restore(self) -> None:
         """The index was filled from the handover of another process, which wrote here until now."""
@@ -668,9 +668,9 @@ def _capacity(spec: TierSpec, tier: Tier) -> int:
         return UNBOUNDED
     if tier.storage_bytes is not None and tier.storage_bytes < spec.capacity:
         log.warning(
-            "lmtier: %s: capacity=%d is more than the storage has: the tier uses %d bytes, and from then on "
+            "lmtier: %s: capacity=%s is more than the storage has: the tier uses %s, and from then on "
             "chunks leave for new ones",
-            *(spec, spec.capacity, tier.storage_bytes),
+            *(spec, size_text(spec.capacity), size_text(tier.storage_bytes)),
         )
         return max(1, tier.storage_bytes)
     return spec.capacity

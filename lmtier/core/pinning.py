@@ -12,7 +12,7 @@ from itertools import chain
 
 from lmtier.core.index import HINT_PINS_DIVISOR, PINS_DIVISOR, Index
 from lmtier.core.match import CPU, EntryState
-from lmtier.errors import MisuseError
+from lmtier.errors import MisuseError, size_text
 from lmtier.rules.lifetimes import FOREVER, Pin, Pinned, Pins
 
 
@@ -47,9 +47,9 @@ class NamedPins:
             if index.pinned_bytes + new_bytes > index.capacity // divisor:
                 share_text = "hints a quarter" if hinted else "pins half"
                 raise MisuseError(
-                    f"{label} gives {share_text} of its {index.capacity} bytes: "
-                    f"{index.pinned_bytes} are pinned, and this would be {new_bytes} more; unpin something, "
-                    "or pin fewer tokens"
+                    f"{label} gives {share_text} of its {size_text(index.capacity)}: "
+                    f"{size_text(index.pinned_bytes)} are pinned, and this would be {size_text(new_bytes)} "
+                    "more; unpin something, or pin fewer tokens"
                 )
         self._let_go(pins.put(name, keys, end))
         for index in self._places.values():

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from lmtier.errors import LMTierError
+from lmtier.errors import LMTierError, size_text
 
 VERSION = 3
 MAX_BYTES = 4 << 30
@@ -54,7 +54,8 @@ class HandoverFile:
         total = _HEAD.size + len(head) + offset
         if total > MAX_BYTES:
             raise HandoverFileError(
-                f"the handover file has {total} bytes, and at most {MAX_BYTES} can be handed over"
+                f"the handover file has {size_text(total)}, and at most {size_text(MAX_BYTES)} can be handed "
+                "over"
             )
         checksum = xxhash.xxh3_128()
         for part in parts:

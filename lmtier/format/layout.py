@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy.typing as npt
 
-from lmtier.errors import LayoutError
+from lmtier.errors import LayoutError, size_text
 
 DTYPE_BYTES = {
     "fp32": 4,
@@ -176,7 +176,7 @@ class Layout:
                     f"{hint if self.is_opaque and v else ''}"
                 )
         if self.nbytes(self.whole) > MAX_CHUNK:
-            raise LayoutError(f"a chunk of this layout takes more than {MAX_CHUNK} bytes")
+            raise LayoutError(f"a chunk of this layout takes more than {size_text(MAX_CHUNK)}")
         if len(self.to_json()) > MAX_LAYOUT:
             raise LayoutError(
                 f"this layout takes {len(self.to_json())} bytes as JSON, and an object's header has room "

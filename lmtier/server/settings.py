@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lmtier.config import LEVELS, suggest, with_option
+from lmtier.config import LEVELS, TierSpec, suggest, with_option
 from lmtier.core.cache import Cache
 from lmtier.core.match import CPU
-from lmtier.errors import ConfigError, log
+from lmtier.errors import ConfigError, log, size_text
+from lmtier.rules.lifetimes import FOREVER
 
 OPTIONS = ("capacity", "policy", "ttl")
 """The options of a tier that can change."""
@@ -41,8 +42,11 @@ def change(cache: Cache, given: Mapping[str, str]) -> list[str]:
         else:
             label, _, option = name.partition(".")
             number = labels.index(label)
-            old_value = _shown(getattr(config.cache_tiers[number], option))
+            tier = config.cache_tiers[number]
             urls[number] = with_option(urls[number], option, value)
+            old_value = _shown(tier, option)
+            if option == "capacity":
+                value = _shown(TierSpec.parse(urls[number]), option)
         lines.append(f"{name}: {old_value} -> {value}")
     if urls != list(config.tiers):
         cache.change(replace(config, tiers=tuple(urls)))
@@ -55,5 +59,8 @@ def _level() -> str:
     return logging.getLevelName(log.getEffectiveLevel()).lower()
 
 
-def _shown(value: object) -> str:
-    return "none" if value in (None, float("inf")) else str(value)
+def _shown(tier: TierSpec, option: str) -> str:
+    value = getattr(tier, option)
+    if value in (None, FOREVER):
+        return "none"
+    return size_text(value) if option == "capacity" else f"{value:g} s" if option == "ttl" else str(value)

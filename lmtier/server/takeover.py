@@ -30,7 +30,7 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.core.slab import SEALS, SHARED
-from lmtier.errors import ConfigError, log
+from lmtier.errors import ConfigError, log, size_text
 from lmtier.format.handover_file import MAX_BYTES, VERSION, HandoverFile, HandoverFileError
 from lmtier.observe.metrics import Metrics
 from lmtier.server.commands import Argument, Caller, Command, Refused, WithDescriptor
@@ -320,9 +320,10 @@ class TakeoverReceiver:
                     " chunks would have other names; stop it and start this one instead"
                 )
         if memory > int(capacity):
+            there, asked = size_text(int(capacity)), size_text(memory)
             raise ConfigError(
-                f"serve: the server at {path} has {capacity} bytes of memory, and these settings ask for"
-                f" {memory}: memory cannot grow in a takeover; ask for less, or stop it and start this one"
+                f"serve: the server at {path} has {there} of memory, and these settings ask for {asked}: "
+                "memory cannot grow in a takeover; ask for less, or stop it and start this one"
             )
 
     def receive(self) -> ServerHandover:

@@ -20,6 +20,7 @@ from itertools import count
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
+from lmtier.errors import size_text
 from lmtier.server.commands import (
     ALREADY_SENT,
     NO_ROOM,
@@ -149,7 +150,7 @@ class Transactions:
         elif any(arg is DROP for arg in args):
             error = NO_ROOM
         elif queue.nbytes > MAX_QUEUE:
-            error = Error(f"ERR the commands of a transaction take {MAX_QUEUE} bytes at most here")
+            error = Error(f"ERR the commands of a transaction take {size_text(MAX_QUEUE)} at most here")
         if error is not None:
             self.mark_aborted(caller)
             return error
@@ -360,7 +361,7 @@ class Transactions:
             nbytes = sum(_EACH + (len(answer) if isinstance(answer, bytes) else 0) for answer in answers)
             if transaction.nbytes + nbytes > MAX_ANSWERS:
                 _let_go(answers)
-                answers.append(encode(Error(f"ERR answers of more than {MAX_ANSWERS} bytes"), False))
+                answers.append(encode(Error(f"ERR answers of more than {size_text(MAX_ANSWERS)}"), False))
             transaction.nbytes += nbytes
             transaction.answers += answers
             if transaction.has_no_reader:

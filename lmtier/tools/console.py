@@ -135,17 +135,17 @@ class ConsoleConnection:
         reply = self._exchange(words, timeout)
         if isinstance(reply, Error) and self._asks_for_token(reply):
             if self.address.token is None and reply.code == "FOREIGN":
-                raise ConfigError(f"{self.address} refuses you: {printable(reply.partition(' ')[2])}")
+                raise ConfigError(f"{self.address} refuses you: {printable(reply.sentence)}")
             if self.address.token is None:
                 raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
             self._has_sent_token = True
             if isinstance(auth_reply := self._exchange(("AUTH", self.address.token), timeout), Error):
-                raise self._trouble(f"refuses this token: {printable(auth_reply)}")
+                raise self._trouble(f"refuses this token: {printable(auth_reply.sentence)}")
             reply = self._exchange(words, timeout)
         if isinstance(reply, Error):
             if reply.startswith("ERR unknown command"):
                 raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
-            raise self._trouble(f"answered: {printable(reply)}")
+            raise self._trouble(f"answered: {printable(reply.sentence)}")
         return reply
 
     def _asks_for_token(self, reply: Error) -> bool:
@@ -201,7 +201,7 @@ class ConsoleConnection:
         except (TypeError, ValueError):
             value = None
         if not isinstance(value, kind):
-            raise self._trouble(f"is no lmtier server: it gave an unexpected answer to {words[0]}")
+            raise self._trouble("is no lmtier server: it gave an unexpected answer")
         return _harmless(value)
 
     def _exchange(self, words: Sequence[str | bytes], timeout: float) -> object:
@@ -217,7 +217,7 @@ class ConsoleConnection:
                 self._replies.feed(data)
         except ProtocolError:
             raise self._trouble(
-                "is no lmtier server: it answered something that is not RESP; is that the port of its page, "
+                "is no lmtier server: it answered something unexpected; is that the port of its page, "
                 "or of another program?"
             ) from None
         except OSError as error:

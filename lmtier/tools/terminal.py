@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from lmtier.errors import size_text as size_text  # for who prints
+
 _LONG = 1000  # letters of an error
 
 
@@ -54,15 +56,6 @@ def number_text(value: float) -> str:
     """Three significant digits, never an exponent."""
     size = abs(value)
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
-
-
-def size_text(nbytes: int) -> str:
-    """In the largest unit that leaves a number of at least 1."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value >= 1024:
-            value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"
 
 
 def duration_text(seconds: float) -> str:

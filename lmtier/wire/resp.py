@@ -48,6 +48,11 @@ class Error(str):
     def code(self) -> str:
         return self.partition(" ")[0]
 
+    @property
+    def sentence(self) -> str:
+        """What people read: the code is for programs."""
+        return self.partition(" ")[2] or str(self)
+
 
 class Verbatim(str):
     """Text for display: redis-cli shows it unquoted."""

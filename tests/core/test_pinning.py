@@ -172,7 +172,7 @@ def test_half_of_a_tier_can_be_pinned_and_not_a_chunk_more(make):
     cache = make(cpu(9))
     store(cache, keys(9))
     with pytest.raises(
-        MisuseError, match=r"^cpu gives pins half of its \d+ bytes: 0 are pinned, and this would"
+        MisuseError, match=r"^cpu gives pins half of its [\d.]+ [KM]iB: 0 B are pinned, and this would"
     ):
         cache.pin("all", keys(9))
     assert cache.pinned() == []

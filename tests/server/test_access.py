@@ -81,11 +81,13 @@ def test_the_command_line_sends_the_token_that_only_administration_needs(tmp_pat
         server._token = WORDS[Role.ADMIN]  # for the check at the end
         server.ask("SET", "name", "value")
         where = server.where["redis"]
-        assert main(["clear", "--all", where]) == 1
-        assert main(["clear", "--all", where, "--token-file", engine]) == 1
-        assert "refuses this token" in capsys.readouterr().err
+        assert main(["clear", "--all", "--server", where]) == 1
+        assert main(["clear", "--all", "--server", where, "--token-file", engine]) == 1
+        said = capsys.readouterr().err
+        assert "refuses this token: invalid username-password pair" in said
+        assert "WRONGPASS" not in said
         assert server.ask("DBSIZE") == 1
-        assert main(["clear", "--all", where, "--token-file", admin]) == 0
+        assert main(["clear", "--all", "--server", where, "--token-file", admin]) == 0
         assert server.ask("DBSIZE") == 0
 
 
@@ -246,7 +248,7 @@ def test_an_administrator_changes_settings_at_once_and_all_or_none(tmp_path, fil
                 wire.expect("OK", "SET", f"name{number}", "x" * (1 << 20))
             answer = wire.ask("LMTIER.SET", "cpu.capacity", "8MiB", "disk.policy", "lru", "disk.ttl", "7d")
             assert answer == [
-                b"cpu.capacity: 67108864 -> 8MiB",
+                b"cpu.capacity: 64 MiB -> 8 MiB",
                 b"disk.policy: auto -> lru",
                 b"disk.ttl: none -> 7d",
             ]
@@ -275,10 +277,16 @@ def test_an_administrator_changes_settings_at_once_and_all_or_none(tmp_path, fil
 def test_the_command_changes_settings_and_says_what_they_were(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     with served(tmp_path, unix=str(tmp_path / "s")) as server:
-        assert main(["set", "--server", server.where["unix"], "cpu.capacity=32MiB", "log_level=error"]) == 0
+        where = server.where["unix"]
+        assert main(["set", "--server", where, "cpu.capacity=33554432", "cpu.ttl=7d", "log_level=error"]) == 0
         said = capsys.readouterr().out.splitlines()
-        assert said[0] == "cpu.capacity: 67108864 -> 32MiB"
-        assert said[1].endswith(" -> error")
+        assert said[:2] == ["cpu.capacity: 64 MiB -> 32 MiB", "cpu.ttl: none -> 7d"]
+        assert said[2].endswith(" -> error")
+        assert main(["set", "--server", where, "cpu.capacity=1TiB"]) == 1
+        refused = (
+            f"lmtier: {where} answered: cpu: the memory was taken at start: at most 64 MiB is possible\n"
+        )
+        assert capsys.readouterr().err == refused
         assert server.ask("LMTIER.REPORT")["tiers"][0]["capacity"] == 32 << 20
         assert main(["set", "--server", server.where["unix"], "cpu.capacity"]) == 2
         assert "write it as name=value" in capsys.readouterr().err

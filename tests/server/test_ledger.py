@@ -148,7 +148,7 @@ def test_an_engine_that_remembers_too_much_is_refused_and_not_closed(tmp_path: P
             if isinstance(refused, Error):
                 break
         assert isinstance(refused, Error)
-        assert "take 134217728 bytes: end some" in refused
+        assert "take 128 MiB: end some" in refused
         engine.expect("PONG", "PING")
 
 

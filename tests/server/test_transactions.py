@@ -420,7 +420,7 @@ def test_a_queue_is_bounded_in_bytes_and_in_room(tmp_path: Path):
             wire.send(encode_command("EXISTS", *[name] * 300) * 10)
         answers = [wire.reply() for _ in range(200)]
         assert answers[0] == "QUEUED"
-        assert any("take 16777216 bytes at most here" in each for each in answers)
+        assert any("take 16 MiB at most here" in each for each in answers)
         wire.expect(Error("EXECABORT Transaction discarded because of previous errors."), "EXEC")
         assert server.rss() - before < 64 * MIB
         wire.expect("OK", "MULTI")
@@ -447,7 +447,7 @@ def test_answers_of_a_transaction_are_bounded_and_what_it_writes_is_written(tmp_
         answers = wire.reply()
         assert len(answers) == 301
         assert sorted(answers[0]) == sorted(name.encode() for name in names)
-        assert answers[-2] == "ERR answers of more than 16777216 bytes"
+        assert answers[-2] == "ERR answers of more than 16 MiB"
         assert server.rss() - before < 64 * MIB
         wire.expect(b"v", "GET", "k")
 

@@ -396,6 +396,7 @@ def test_numbers_have_three_digits_and_sizes_a_unit():
         "1,234",
     ]
     assert [size_text(n) for n in (0, 1023, 1536, 32 << 30)] == ["0 B", "1023 B", "1.5 KiB", "32 GiB"]
+    assert [size_text(n) for n in (900 << 40, 4000 << 50)] == ["900 TiB", "3.906 EiB"]
 
 
 def test_progress_is_silent_without_a_terminal(capsys):

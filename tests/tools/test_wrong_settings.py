@@ -177,6 +177,10 @@ OPTIONS = {
     "verify /nosuch": "/nosuch: No such file or directory; give the directory of a disk tier",
     "size x": "it has no 'num_attention_heads'",
     "prove http://127.0.0.1:9": "does not answer as an OpenAI API does: Connection refused; is that",
+    "serve -t cpu://?capacity=966367641600000": ": 878.9 TiB is more than the ",
+    "simulate --synthetic rag -t cpu://?capacity=1MiB": "is too small for one chunk of 32 MiB; give it",
+    "stats 127.0.0.1:9": "'127.0.0.1:9' is no argument of lmtier stats; lmtier stats --help shows what is",
+    "top a b": "'a' is no argument of lmtier top; lmtier top --help shows what is",
     "what": "there is no command 'what'; known: bench, clear, config",
 }
 
@@ -222,7 +226,7 @@ def test_of_the_files_of_tls_the_wrong_one_is_named(pem: Path):
         cases[-1] += [word for setting in settings for word in ("--set", setting)]
         files = {"--cert": cert, "--key": key, "--ca": ca}
         options = [word for name, file in files.items() if file for word in (name, str(pem / file))]
-        cases.append(["ping", "rediss://127.0.0.1:9", *options])
+        cases.append(["ping", "--server", "rediss://127.0.0.1:9", *options])
         files = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": ca}
         query = "&".join(f"{name}={pem / file}" for name, file in files.items() if file)
         cases.append(["serve", "--tier", CPU, "--listen", "127.0.0.1:0", "--http", ""])

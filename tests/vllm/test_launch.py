@@ -98,8 +98,8 @@ def test_the_engines_log_says_what_the_server_warned_of_and_which_tiers_it_has(t
     with one.connect("a test") as client:
         (said,) = lines.all
         assert re.fullmatch(
-            r"lmtier: the private server: tier 'disk://.*': capacity=\d+ is more than the storage has: "
-            r"the tier uses \d+ bytes, and from then on chunks leave for new ones",
+            r"lmtier: the private server: tier 'disk://.*': capacity=[\d.]+ [GTPE]iB is more than the "
+            r"storage has: the tier uses [\d.]+ [GT]iB, and from then on chunks leave for new ones",
             said,
         )
         place = re.fullmatch(

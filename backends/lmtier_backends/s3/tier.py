@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
-from lmtier.errors import ConfigError, TierError, log, without_secrets
+from lmtier.errors import ConfigError, TierError, log, size_text, without_secrets
 from lmtier.format.layout import Name
 from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
 from lmtier.tiers.base import Item, Stat
@@ -101,7 +101,9 @@ class S3Tier(TimedTier):
     def write(self, item: Item, buffers: Sequence[memoryview]) -> None:
         until, nbytes = self._call_deadline(), sum(map(len, buffers))
         if nbytes > _MOST:
-            raise ValueError(f"an object of {nbytes} bytes; S3 takes {_MOST}: choose a smaller chunk_tokens")
+            raise ValueError(
+                f"an object of {size_text(nbytes)}; S3 takes {size_text(_MOST)}: choose smaller chunk_tokens"
+            )
         if item.replaces is not None:
             self._delete([item.replaces], until)
         self._bucket.put(self._key(item.name), buffers, until)

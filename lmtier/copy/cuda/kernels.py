@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lmtier.errors import LayoutError
+from lmtier.errors import LayoutError, size_text
 from lmtier.format.layout import Array, Layout, Shard
 
 Ids = npt.NDArray[np.int32]
@@ -140,7 +140,9 @@ class Geometry:
             for i in order
         }
         if max(self._length.values()) >= 1 << 32:
-            raise LayoutError(f"a chunk of one layer takes {max(self._length.values())} bytes: 4 GiB or more")
+            raise LayoutError(
+                f"a chunk of one layer takes {size_text(max(self._length.values()))}: 4 GiB or more"
+            )
 
     @property
     def layers(self) -> range:

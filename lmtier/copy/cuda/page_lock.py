@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from lmtier.copy.cuda.streams import Device, Rows
-from lmtier.errors import LMTierError, log
+from lmtier.errors import LMTierError, log, size_text
 from lmtier.format.layout import Array
 from lmtier.threads import start_thread
 
@@ -88,11 +88,11 @@ class PageLock:
             except (OSError, RuntimeError, LMTierError) as error:
                 self.failure = str(error) or type(error).__name__
                 log.warning(
-                    "lmtier: %d of %d bytes of the slab are page-locked, the driver refuses more (%s): "
+                    "lmtier: %s of %s of the slab are page-locked, the driver refuses more (%s): "
                     "copies of the rest are slower and delay the engine; raise the memlock limit "
                     "(ulimit -l)",
-                    self.locked_bytes,
-                    self.nbytes,
+                    size_text(self.locked_bytes),
+                    size_text(self.nbytes),
                     self.failure,
                 )
                 return

@@ -22,6 +22,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.core.match import Match
+from lmtier.errors import size_text
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
@@ -77,7 +78,8 @@ class EngineSession:
             > MAX_SESSION_BYTES
         ):
             raise Refused(
-                f"ERR the matches and reservations of this session take {MAX_SESSION_BYTES} bytes: end some"
+                f"ERR the matches and reservations of this session take {size_text(MAX_SESSION_BYTES)}: end "
+                "some"
             )
 
     def hold(self, number: int, match: Match) -> None:

@@ -16,7 +16,7 @@ from lmtier.config import Config, TierSpec
 from lmtier.copy.gpu_copies import GpuCopies
 from lmtier.core.cache import Cache
 from lmtier.core.match import CPU
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, size_text
 from lmtier.format.layout import PAGE, LayerShape, Layout, form_of, padded, stored_size
 from lmtier.format.objects import Header
 from lmtier.observe.metrics import Metrics
@@ -230,7 +230,7 @@ def _in_chunks(number: int, spec: TierSpec, nbytes: int) -> str:
 def _chunks_of(spec: TierSpec, room: int) -> int:
     assert spec.capacity is not None
     if not (chunks := spec.capacity // room):
-        raise ConfigError(f"{spec} is too small for one chunk of {room} bytes; give it more capacity")
+        raise ConfigError(f"{spec} is too small for one chunk of {size_text(room)}; give it more capacity")
     return chunks
 
 
