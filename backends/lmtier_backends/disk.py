@@ -212,7 +212,7 @@ class DiskTier(BlockingTier):
     def contains(self, names: Sequence[Name]) -> dict[Name, Stat]:
         found = {}
         for name in names:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self._naming_place():
                 status = os.stat(_path(name), dir_fd=self._root_fd, follow_symlinks=False)
                 if (object_stat := _object_stat(status, self._owners)) is not None:
                     found[name] = object_stat
@@ -233,7 +233,8 @@ class DiskTier(BlockingTier):
         for path, name, status in _walk(self._root_fd):
             if isinstance(status, OSError):
                 if path in _FANS:  # what it holds is not known, and may be what others want deleted
-                    raise status
+                    with self._naming_place():
+                        raise status
                 last_refusal = status
             if name is None or isinstance(status, OSError):
                 self.foreign_entries += 1

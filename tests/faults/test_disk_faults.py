@@ -710,7 +710,7 @@ def test_a_directory_that_the_system_refuses_ends_a_scan_and_verify_names_it(tmp
         return opens(path, *given, **place)
 
     monkeypatch.setattr(os, "open", refuse)
-    with closing(DiskTier(tmp_path)) as tier, pytest.raises(OSError, match="Input/output error"):
+    with closing(DiskTier(tmp_path)) as tier, pytest.raises(OSError, match=f"Input/output error: '{sick}'"):
         list(tier.scan())
     (finding,) = verify(tmp_path).findings
     assert (finding.path, finding.fault) == (sick, Fault.UNREADABLE)
