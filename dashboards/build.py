@@ -456,7 +456,7 @@ def fleet() -> dict[str, Any]:
                 unit="percentunit",
                 top=1,
                 instant=True,
-                text="The servers to look at first. `lmtier top HOST HOST …` shows the same in a terminal.",
+                text="The servers to look at first. `lmtier top --server HOST …` shows them in a terminal.",
             ),
             panel("Hit ratio, by server", (hits, name), unit="percentunit", top=1),
             panel(

@@ -38,7 +38,7 @@ def main(model: str) -> None:
         serve = [sys.executable, "-m", "lmtier", "serve", "--unix", str(socket), "--listen", "", "--http", ""]
         with subprocess.Popen([*serve, "--tier", "cpu://?capacity=512MiB"]) as server:
             try:
-                ping = [sys.executable, "-m", "lmtier", "ping", str(socket)]
+                ping = [sys.executable, "-m", "lmtier", "ping", "--server", str(socket)]
                 while subprocess.run(ping, capture_output=True).returncode:
                     assert server.poll() is None, "the server did not start"
                 split(model, socket)

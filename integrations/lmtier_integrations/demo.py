@@ -288,7 +288,7 @@ def run(directory: Path | None, *, keep: bool) -> bool:
             ending.pop_all()  # nothing ends
             say(f"\nThe server goes on, with its disk in {disk}: process {server.process.pid}.")
             say(f"  {server.page}    where the tokens came from, live")
-            say(f"  lmtier top {server.path}")
+            say(f"  lmtier top --server {server.path}")
             say(f"  kill {server.process.pid}    ends it")
         else:
             say("\nNext:")

@@ -37,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if not arguments[0].startswith("-") and arguments[0] not in _NAMES:
             raise ConfigError(f"there is no command {excerpt(arguments[0])}{suggest(arguments[0], _NAMES)}")
-        args = parser.parse_args(arguments)
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise ConfigError(
+                f"{excerpt(unknown[0])} is no argument of lmtier {arguments[0]}; "
+                f"lmtier {arguments[0]} --help shows what is"
+            )
         return int(args.run(args))
     except ReaderGone:
         return 128 + signal.SIGPIPE

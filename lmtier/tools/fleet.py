@@ -1,4 +1,4 @@
-"""`lmtier top HOST HOST …`: many servers on one screen, a line each, the one that needs help first."""
+"""`lmtier top --server HOST …`: many servers on one screen, a line each, the one that needs help first."""
 
 from __future__ import annotations
 

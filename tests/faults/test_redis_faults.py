@@ -1061,7 +1061,7 @@ def test_a_server_clears_its_redis_tier_when_told_to(tmp_path, capsys):
             assert "redis Connection refused" in reply
             redis.start()
             until(lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000) == "OK")
-            assert main(["clear", "{}:{}".format(*server.address), "--namespace", "m"]) == 0
+            assert main(["clear", "--server", "{}:{}".format(*server.address), "--namespace", "m"]) == 0
             assert "forgot the KV of m: 0 chunks in cpu, whatever was in redis\n" in capsys.readouterr().out
 
 

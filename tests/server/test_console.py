@@ -251,7 +251,7 @@ def test_it_starts_beside_a_kubernetes_service_of_its_name(serve, run, monkeypat
     server = serve(*ANY, **env)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert run("ping", server.redis)[0] == run("config")[0] == 0
+    assert run("ping", "--server", server.redis)[0] == run("config")[0] == 0
 
 
 def test_a_browser_that_connects_ahead_is_no_warning_and_a_full_house_is_one(serve):
@@ -358,7 +358,9 @@ def test_a_disk_smaller_than_its_capacity_is_said_in_one_line(serve, tmp_path):
     server = serve(*ANY, "--tier", f"disk://{tmp_path}/kv?capacity=4000PiB")
     assert server.stop() == 0
     (line,) = (line for line in server.log.splitlines() if "capacity=" in line)
-    assert re.search(r"is more than the storage has: the tier uses \d+ bytes, and from then on chunks", line)
+    assert re.search(
+        r"is more than the storage has: the tier uses [\d.]+ [MGT]iB, and from then on chunks", line
+    )
 
 
 def test_other_hosts_are_not_let_in_without_a_token(serve):
@@ -394,18 +396,18 @@ def test_a_token_is_asked_for_and_never_shown(serve, run, tmp_path, monkeypatch)
     (tmp_path / "wrong").write_text("another\n")
     server = serve(*ANY, "--token-file", tmp_path / "token")
     assert "Clients must send the token" in server.screen
-    code, out, err = run("ping", server.redis)
+    code, out, err = run("ping", "--server", server.redis)
     assert (code, out) == (1, "")
     assert (
         err
         == f"lmtier: {server.redis} asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN\n"
     )
-    assert run("ping", server.redis, "--token-file", tmp_path / "token")[0] == 0
-    assert run("ping", f"redis://:{TOKEN}@{server.redis}")[0] == 0
-    code, _, err = run("stats", server.redis, "--token-file", tmp_path / "wrong")
+    assert run("ping", "--server", server.redis, "--token-file", tmp_path / "token")[0] == 0
+    assert run("ping", "--server", f"redis://:{TOKEN}@{server.redis}")[0] == 0
+    code, _, err = run("stats", "--server", server.redis, "--token-file", tmp_path / "wrong")
     assert (code, "refuses this token" in err) == (1, True)
     monkeypatch.setenv("LMTIER_TOKEN", TOKEN)
-    code, out, err = run("stats", server.redis)
+    code, out, err = run("stats", "--server", server.redis)
     assert (code, err) == (0, "")
     for shown in (out, server.screen, server.log):
         assert TOKEN not in shown
@@ -413,15 +415,15 @@ def test_a_token_is_asked_for_and_never_shown(serve, run, tmp_path, monkeypatch)
 
 def test_a_token_is_not_sent_to_a_server_that_asks_for_none(run, shared, monkeypatch):
     monkeypatch.setenv("LMTIER_TOKEN", TOKEN)
-    assert run("ping", shared.redis)[::2] == (0, "")
+    assert run("ping", "--server", shared.redis)[::2] == (0, "")
 
 
 def test_ping_waits_for_a_server_that_starts(run, serve, tmp_path):
     nowhere = tmp_path / "socket"
-    code, out, err = run("ping", nowhere, "--wait", "0.3")
+    code, out, err = run("ping", "--server", nowhere, "--wait", "0.3")
     assert (code, out) == (1, "")
     assert str(nowhere) in err
-    asking = threading.Thread(target=lambda: answers.append(run("ping", nowhere, "--wait", "20")))
+    asking = threading.Thread(target=lambda: answers.append(run("ping", "--server", nowhere, "--wait", "20")))
     answers: list[tuple[int, str, str]] = []
     asking.start()
     serve(*ANY, "--unix", nowhere)
@@ -434,7 +436,7 @@ def test_ping_waits_for_a_server_that_starts(run, serve, tmp_path):
 def test_ping_fails_while_a_server_is_not_ready(run, impostor, now):
     now["ready"], now["why_not_ready"] = False, "the scan of disk is not finished"
     answer = encode(json.dumps(now).encode(), resp3=False)
-    code, out, err = run("ping", impostor(answer, encode(b"PONG", resp3=False), answer))
+    code, out, err = run("ping", "--server", impostor(answer, encode(b"PONG", resp3=False), answer))
     assert (code, err) == (1, "")
     assert "not ready: the scan of disk is not finished" in out
 
@@ -484,11 +486,11 @@ def test_tls_with_a_certificate_of_ones_own(serve, run, certificates, tmp_path):
     server = serve(*ANY, "--config", file)
     assert "; TLS is on." in server.screen
     assert f"https://{server.where['http']}/" in server.screen
-    code, out, _ = run("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
+    code, out, _ = run("ping", "--server", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
     assert (code, "ready" in out) == (0, True)
-    code, _, err = run("ping", f"rediss://{server.redis}")
+    code, _, err = run("ping", "--server", f"rediss://{server.redis}")
     assert (code, "is not trusted" in err, "--ca" in err) == (1, True, True)
-    code, _, err = run("ping", server.redis)
+    code, _, err = run("ping", "--server", server.redis)
     assert (code, "write rediss://" in err) == (1, True)
     with file.open("a") as settings:  # who has the server's own settings needs no more
         settings.write(f'listen = "{server.redis}"\n')
@@ -500,14 +502,14 @@ def test_client_certificates_are_asked_for(serve, run, certificates):
     options = [f"serve.{name}={certificates / file}" for name, file in settings.items()]
     server = serve(*ANY, *(word for option in options for word in ("--set", option)))
     assert "clients need a certificate" in server.screen
-    to = ("ping", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
+    to = ("ping", "--server", f"rediss://{server.redis}", "--ca", certificates / "server.crt")
     code, _, err = run(*to)
     assert (code, "pass --cert and --key" in err) == (1, True), err
     assert run(*to, "--cert", certificates / "client.crt", "--key", certificates / "client.key")[0] == 0
 
 
 def test_a_server_without_tls_is_not_spoken_to_in_tls(run, shared):
-    code, _, err = run("ping", f"rediss://{shared.redis}")
+    code, _, err = run("ping", "--server", f"rediss://{shared.redis}")
     assert (code, "write redis://" in err) == (1, True)
 
 
@@ -516,7 +518,7 @@ def test_a_server_without_tls_is_not_spoken_to_in_tls(run, shared):
 
 def test_ping_says_who_answers_how_it_is_and_how_fast(run, shared):
     for address in (shared.redis, shared.where["unix"], f"unix://{shared.where['unix']}"):
-        code, out, err = run("ping", address)
+        code, out, err = run("ping", "--server", address)
         assert (code, err) == (0, "")
         assert re.fullmatch(
             rf"lmtier {re.escape(lmtier.__version__)}, ready, up .* s, at \S+; it answered in [\d.]+ ms\n",
@@ -533,7 +535,7 @@ def test_without_an_address_the_settings_say_where(run, shared, monkeypatch):
 
 
 def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared):
-    code, out, err = run("stats", shared.redis)
+    code, out, err = run("stats", "--server", shared.redis)
     assert (code, err) == (0, "")
     cells = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
     assert ["asked", "30", "100 %", "in 1 lookups"] in cells
@@ -545,7 +547,7 @@ def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared)
 
 
 def test_stats_in_json_are_what_the_server_said(run, shared):
-    _, out, _ = run("stats", shared.redis, "--json")
+    _, out, _ = run("stats", "--server", shared.redis, "--json")
     found = json.loads(out)
     assert found["tokens"]["asked"] == sum(found["tokens"]["hit"].values()) + sum(
         found["tokens"]["missed"].values()
@@ -555,15 +557,15 @@ def test_stats_in_json_are_what_the_server_said(run, shared):
 
 def test_a_server_knows_the_price_of_a_gpu_hour(serve, run):
     server = serve(*ANY, "--gpu-hour", "3.5")
-    assert json.loads(run("stats", server.redis, "--json")[1])["savings"]["gpu_hour"] == 3.5
+    assert json.loads(run("stats", "--server", server.redis, "--json")[1])["savings"]["gpu_hour"] == 3.5
     code, _, err = run("serve", *ANY, "--gpu-hour", "-1")
     assert (code, "gpu_hour='-1' is no price" in err) == (2, True)
 
 
 def test_stats_that_watch_go_on_until_they_need_not(run, shared):
-    _, out, _ = run("stats", shared.redis, "--watch", "--times", "3")
+    _, out, _ = run("stats", "--server", shared.redis, "--watch", "--times", "3")
     assert out.count("asked") == 3
-    _, out, _ = run("stats", shared.redis, "--watch", "--times", "2", "--json")
+    _, out, _ = run("stats", "--server", shared.redis, "--watch", "--times", "2", "--json")
     assert [json.loads(line)["lookups"] for line in out.splitlines()] == [1, 1]
 
 
@@ -580,16 +582,19 @@ def test_clear_forgets_one_model_or_with_all_everything(serve, run, tmp_path):
         store(client, names("m", 3))
         store(client, names("n", 4))
         lease = client.match(names("n", 1), FORM)
-        code, out, _ = run("clear", server.redis, "--namespace", "m")
+        code, out, _ = run("clear", "--server", server.redis, "--namespace", "m")
         assert (code, "forgot the KV of m: 3 chunks in cpu" in out) == (0, True)
         assert (
             "the name must be the one that its engine gives"
-            in run("clear", server.redis, "--namespace", "x")[1]
+            in run("clear", "--server", server.redis, "--namespace", "x")[1]
         )
-        out = run("clear", server.redis, "--all")[1]
+        out = run("clear", "--server", server.redis, "--all")[1]
         assert "forgot everything: 3 chunks in cpu" in out
         assert "chunks in use (8 KiB) stay: --force deletes them too" in out
-        assert "forgot everything: 1 chunks in cpu" in run("clear", server.redis, "--all", "--force")[1]
+        assert (
+            "forgot everything: 1 chunks in cpu"
+            in run("clear", "--server", server.redis, "--all", "--force")[1]
+        )
         client.release(lease)
 
 
@@ -625,15 +630,19 @@ def test_clear_forgets_what_an_engine_stored_since_a_moment(serve, run, tmp_path
         assert client.flush(10)
     server.stop()
     server = serve(*ANY, *tiers, *settings)
-    code, out, _ = run("clear", server.redis, "--stored-by", "engine good*", "--since", moment.isoformat())
+    code, out, _ = run(
+        "clear", "--server", server.redis, "--stored-by", "engine good*", "--since", moment.isoformat()
+    )
     assert (code, "0 chunks in disk" in out) == (0, True)
     assert left(server) == {"good": 5, "bad": 5, "late": 5}
-    code, out, _ = run("clear", server.redis, "--stored-by", "engine bad*", "--since", moment.isoformat())
+    code, out, _ = run(
+        "clear", "--server", server.redis, "--stored-by", "engine bad*", "--since", moment.isoformat()
+    )
     assert (code, "5 chunks in disk" in out, "such was in unix" in out) == (0, True, True)
     assert left(server) == {"good": 5, "bad": 5, "late": 0}
-    code, _, _ = run("clear", server.redis, "--namespace", "bad", "--stored-by", f"* @{host}")
+    code, _, _ = run("clear", "--server", server.redis, "--namespace", "bad", "--stored-by", f"* @{host}")
     assert left(server) == {"good": 5, "bad": 0, "late": 0}
-    code, _, _ = run("clear", server.redis, "--since", "1h")
+    code, _, _ = run("clear", "--server", server.redis, "--since", "1h")
     assert left(server) == {"good": 0, "bad": 0, "late": 0}
 
 
@@ -647,7 +656,7 @@ def test_clear_forgets_what_an_engine_stored_since_a_moment(serve, run, tmp_path
     ],
 )
 def test_a_moment_that_is_none_is_said(run, shared, words, sentence):
-    code, _, err = run("clear", shared.redis, *words)
+    code, _, err = run("clear", "--server", shared.redis, *words)
     assert (code, sentence in err) == (2, True)
 
 
@@ -669,7 +678,7 @@ def test_a_moment_has_the_offset_that_clocks_had_then(summer_time, text):
 
 @pytest.mark.parametrize("what", [(), ("--namespace", "m", "--all"), ("--force",)])
 def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
-    code = main(["clear", shared.redis, *what])
+    code = main(["clear", "--server", shared.redis, *what])
     assert (code, "--all" in capsys.readouterr().err) == (2, True)
     with ConsoleConnection(parse_address(shared.redis)) as remote:
         assert remote.snapshot()["tiers"][0]["chunks"] == 20
@@ -678,7 +687,7 @@ def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
 @pytest.mark.parametrize("option", ["--namespace", "--stored-by"])
 def test_clear_of_no_name_is_not_clear_of_everything(run, shared, option):
     """As of a script whose variable is not set."""
-    code, _, err = run("clear", shared.redis, option, "")
+    code, _, err = run("clear", "--server", shared.redis, option, "")
     assert (code, "--all forgets everything" in err) == (2, True)
 
 
@@ -690,19 +699,19 @@ def test_where_nobody_listens_every_command_says_so(run, command, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     for address in (f"127.0.0.1:{port}", tmp_path / "socket"):
-        code, out, err = run(*command, address)
+        code, out, err = run(*command, "--server", address)
         assert (code, out) == (1, "")
         assert err.startswith(f"lmtier: {address} does not answer: is `lmtier serve` running?")
         assert err.count("\n") == 1
 
 
 def test_a_redis_server_is_no_lmtier_server(run, redis_server):
-    code, _, err = run("ping", redis_server)
+    code, _, err = run("ping", "--server", redis_server)
     assert (code, "it only knows Redis commands" in err) == (1, True)
 
 
 def test_the_address_of_the_page_is_the_wrong_one(run, shared):
-    code, _, err = run("ping", shared.where["http"])
+    code, _, err = run("ping", "--server", shared.where["http"])
     assert (code, "is that the port of its page" in err) == (1, True)
 
 
@@ -847,7 +856,7 @@ def now(shared: Serve) -> Snapshot:
 
 
 def test_top_without_a_terminal_is_a_line_a_look(run, shared):
-    code, out, _ = run("top", shared.redis, "--times", "2")
+    code, out, _ = run("top", "--server", shared.redis, "--times", "2")
     assert code == 0
     line = r"\d\d:\d\d:\d\d; hit .* of [\d,]+ tokens/s; cpu 4 % full, .*; disk \d % full, .*; \d clients"
     assert [bool(re.fullmatch(line, each)) for each in out.splitlines()] == [True, True]
@@ -962,20 +971,20 @@ def test_the_view_answers_six_questions_in_their_order(now):
 
 
 def test_stats_say_what_more_memory_would_do(run, shared):
-    out = run("stats", shared.redis)[1]
+    out = run("stats", "--server", shared.redis)[1]
     assert re.search(r"^hit rate if the tier were +of +× 0.5 +× 1 +× 2 +× 4 +× 8$", out, re.MULTILINE)
     assert "the server's thread was busy" in out
 
 
 def test_explain_says_why_in_lines_or_in_json(run, shared):
-    code, out, err = run("explain", shared.redis)
+    code, out, err = run("explain", "--server", shared.redis)
     assert (code, err) == (0, "")
     _, who, *rest = re.split(r" {2,}", out.splitlines()[2].strip())
     assert (who, rest) == ("the-engine", ["30", "10", "10", "10", "never_stored", "1"])
     assert "never stored" in out
-    (found,) = json.loads(run("explain", shared.redis, "--json")[1])
+    (found,) = json.loads(run("explain", "--server", shared.redis, "--json")[1])
     assert (found["asked"], found["hit"], found["reason"]) == (30, {"cpu": 10}, "never_stored")
-    assert run("explain", shared.redis, "--last", "0")[0] == 2
+    assert run("explain", "--server", shared.redis, "--last", "0")[0] == 2
 
 
 @pytest.mark.parametrize("reply", [b"{}", b"[1]", b'[{"why": "x"}]', b"no json"])
@@ -1167,7 +1176,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 
 
 def test_top_fills_a_terminal_follows_its_size_and_gives_it_back_on_q(shared, terminal):
-    view = terminal("top", shared.redis)
+    view = terminal("top", "--server", shared.redis)
     lines = view.shows("hit rate")
     assert len(lines) <= 24
     assert lines[0].startswith(f"lmtier {lmtier.__version__}, ready, up ")
@@ -1190,7 +1199,7 @@ def test_top_fills_a_terminal_follows_its_size_and_gives_it_back_on_q(shared, te
 
 @pytest.mark.parametrize(("keys", "number", "code"), [(b"\x03", 0, 0), (b"", signal.SIGTERM, 143)])
 def test_top_gives_the_terminal_back_when_it_is_interrupted(shared, terminal, keys, number, code):
-    view = terminal("top", shared.redis)
+    view = terminal("top", "--server", shared.redis)
     view.shows("hit rate")
     if keys:
         view.type(keys)
@@ -1202,7 +1211,7 @@ def test_top_gives_the_terminal_back_when_it_is_interrupted(shared, terminal, ke
 
 def test_top_waits_for_a_server_that_went_away(serve, terminal, tmp_path):
     server = serve(*ANY, "--unix", tmp_path / "socket")
-    view = terminal("top", tmp_path / "socket")
+    view = terminal("top", "--server", tmp_path / "socket")
     view.shows("ready")
     assert server.stop() == 0
     view.shows(r"does\s+not\s+answer:\s+is\s+`lmtier")
@@ -1213,14 +1222,14 @@ def test_top_waits_for_a_server_that_went_away(serve, terminal, tmp_path):
 
 
 def test_top_of_no_server_leaves_the_terminal_alone(terminal, tmp_path):
-    view = terminal("top", tmp_path / "socket")
+    view = terminal("top", "--server", tmp_path / "socket")
     assert view.ends() == 1
     assert Screen.BEGIN.encode() not in view.output
     assert b"does not answer" in view.output
 
 
 def test_watched_stats_replace_what_stands_on_a_terminal(shared, terminal):
-    view = terminal("stats", "--watch", "--times", "1", shared.redis)
+    view = terminal("stats", "--watch", "--times", "1", "--server", shared.redis)
     assert view.ends() == 0
     assert view.output.startswith(b"\x1b[H\x1b[2J")
 

@@ -167,14 +167,14 @@ def test_pin_pins_and_unpin(server, client, run, tmp_path):
     code, out, _ = run("pin", file, "--name", "p", "--server", where, "--salt", "tenant", "--ttl", "1h")
     assert code == 0
     assert out == "pinned as p, 12 chunks: 4 in cpu, 4 in disk; others as soon as they come\n"
-    code, out, _ = run("pins", where)
+    code, out, _ = run("pins", "--server", where)
     assert code == 0
     assert re.fullmatch(r"p +12 +4 in cpu, 4 in disk +59 min \d+ s", out.splitlines()[-1].strip())
-    code, out, _ = run("stats", where)
+    code, out, _ = run("stats", "--server", where)
     assert "pinned" in out
     assert run("unpin", "p", "--server", where)[:2] == (0, "unpinned p\n")
     assert run("unpin", "p", "--server", where)[:2] == (1, "nothing is pinned as p\n")
-    assert run("pins", where)[:2] == (0, "nothing is pinned\n")
+    assert run("pins", "--server", where)[:2] == (0, "nothing is pinned\n")
     client.check()
 
 

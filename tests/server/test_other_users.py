@@ -147,10 +147,10 @@ def refused(path: str) -> str:
 def test_the_command_line_of_another_user_gets_the_sentence_and_code_2(tmp_path: Path, words: Any):
     with served(tmp_path) as server:
         where = server.where["redis"]
-        code, said = as_user(USER, tool, *words, where)
+        code, said = as_user(USER, tool, *words, "--server", where)
         assert (code, said.count("\n")) == (2, 1), said
         assert f"{where} refuses you: you are user {USER}" in said
-        assert tool(*words, where)[0] == 0
+        assert tool(*words, "--server", where)[0] == 0
 
 
 def leave(address: Any) -> None:

@@ -52,7 +52,7 @@ def test_a_certificate_that_cannot_be_read_hides_no_other_server(tmp_path, capsy
     with served(tmp_path) as server:
         name = "{}:{}".format(*server.address)
         encrypted, missing = f"rediss://localhost:{server.address[1]}", str(tmp_path / "missing")
-        assert main(["top", name, encrypted, "--ca", missing, "--times", "1"]) == 0
+        assert main(["top", "--server", name, "--server", encrypted, "--ca", missing, "--times", "1"]) == 0
     said = capsys.readouterr().out
     assert "TLS with " in said
     assert any(line.startswith(name) and line.endswith("works") for line in said.splitlines())
@@ -68,7 +68,10 @@ def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other
     ):
         names = ["{}:{}".format(*each.address) for each in (one, two, three)]
         gone = f"127.0.0.1:{free_port()}"
-        assert main(["top", *names, gone, "--times", "1"]) == 0
+        assert (
+            main(["top", *(word for each in (*names, gone) for word in ("--server", each)), "--times", "1"])
+            == 0
+        )
         said = capsys.readouterr().out
         assert "4 servers" in said
         assert "1 not reached" in said

@@ -99,28 +99,26 @@ def ensure_directory(directory: Path | None) -> Path | None:
 # ---- a server
 
 
-def address_argument(parser: ArgumentParser) -> None:
+def server_option(parser: ArgumentParser) -> None:
     _access_options(parser)
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help=_ADDRESS)
+    parser.add_argument("--server", dest="address", metavar="ADDRESS", help=_ADDRESS)
 
 
-def address_arguments(parser: ArgumentParser) -> None:
+def servers_option(parser: ArgumentParser) -> None:
     """Several servers, with the same credentials."""
     _access_options(parser)
     parser.add_argument(
-        "addresses", nargs="*", metavar="ADDRESS", help=f"of one server or several: {_ADDRESS}"
+        *("--server",),
+        dest="addresses",
+        action="append",
+        metavar="ADDRESS",
+        help=f"{_ADDRESS}; repeat it to watch several",
     )
 
 
 def addresses_in(args: Namespace) -> list[ServerAddress]:
     addresses = args.addresses or [None]
     return [address_in(Namespace(**{**vars(args), "address": address})) for address in addresses]
-
-
-def server_option(parser: ArgumentParser) -> None:
-    """Adds the server as an option, for commands that have another argument."""
-    _access_options(parser)
-    parser.add_argument("--server", dest="address", metavar="ADDRESS", help=_ADDRESS)
 
 
 def _access_options(parser: ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from lmtier.rules import hints
 from lmtier.rules.sessions import MAX_SESSIONS
 from lmtier.tools.commands.command import (
     Subcommand,
-    address_argument,
     address_in,
     json_option,
     seconds,
@@ -59,7 +58,7 @@ def _unpin_options(parser: ArgumentParser) -> None:
 
 
 def _pins_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    server_option(parser)
     json_option(parser)
 
 
@@ -140,7 +139,7 @@ def _pins(args: Namespace) -> int:
 
 
 def _sessions_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    server_option(parser)
     parser.add_argument(
         "--most", type=whole_number, default=20, metavar="N", help="how many (default: %(default)s)"
     )

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 from lmtier.errors import ConfigError, LMTierError, excerpt
 from lmtier.tools.commands.command import (
     Subcommand,
-    address_argument,
-    address_arguments,
     address_in,
     addresses_in,
     json_option,
     seconds,
     server_option,
+    servers_option,
     whole_number,
 )
 from lmtier.tools.terminal import say, show_again
@@ -37,7 +36,7 @@ _AGAIN = 0.1  # seconds between two attempts to reach one that starts
 
 
 def _ping_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    server_option(parser)
     parser.add_argument(
         "--wait", type=seconds, default=0.0, metavar="TIME", help="wait up to this long for it to be ready"
     )
@@ -65,14 +64,14 @@ def _ping(args: Namespace) -> int:
 
 
 def _stats_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    server_option(parser)
     parser.add_argument("--watch", action="store_true", help=f"repeat every {_EVERY:g} s")
     json_option(parser, "print JSON; with --watch, one line each time")
     _times_option(parser)
 
 
 def _top_options(parser: ArgumentParser) -> None:
-    address_arguments(parser)
+    servers_option(parser)
     _times_option(parser)
 
 
@@ -148,7 +147,7 @@ def _looks(times: int | None) -> Iterator[int]:
 
 
 def _explain_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    server_option(parser)
     parser.add_argument(
         "--last",
         type=whole_number,
@@ -179,7 +178,7 @@ def _explain(args: Namespace) -> int:
 
 
 def _clear_options(parser: ArgumentParser) -> None:
-    address_argument(parser)
+    server_option(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--namespace", metavar="MODEL", help="delete the KV of one model, by the name that its engine uses"
