@@ -58,6 +58,11 @@ def number_text(value: float) -> str:
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
+def count_text(count: int, word: str) -> str:
+    """1 chunk, 2 chunks."""
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
 def duration_text(seconds: float) -> str:
     """In the two largest units: 12 s, 3 min 20 s, 4 h 5 min, 9 d 2 h."""
     total = int(seconds)

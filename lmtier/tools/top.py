@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lmtier.server.report import Snapshot, row_of
 from lmtier.tools.console import TIMEOUT, ConsoleConnection, ServerAddress, Unreachable
-from lmtier.tools.terminal import Screen, bar, duration_text, size_text, spark, table
+from lmtier.tools.terminal import Screen, bar, count_text, duration_text, size_text, spark, table
 from lmtier.tools.views import (
     breaker,
     client_count,
@@ -215,7 +215,7 @@ def plain(now: Snapshot, line: Sequence[Totals]) -> str:
             f"{size_text(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
         )
     trouble = [] if now["verdicts"][0]["state"] == "good" else [working_text(now)]
-    return "; ".join([*parts, f"{client_count(now):,} clients", *trouble])
+    return "; ".join([*parts, count_text(client_count(now), "client"), *trouble])
 
 
 class WatchedServer:

@@ -13,7 +13,7 @@ from lmtier.observe.miss_curve import FACTORS
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot, TierNow
 from lmtier.tools.console import ConsoleConnection
-from lmtier.tools.terminal import duration_text, number_text, size_text, table
+from lmtier.tools.terminal import count_text, duration_text, number_text, size_text, table
 
 _SHOWN = 20  # clients
 _CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to search a shared tier
@@ -53,7 +53,7 @@ def clear(
         target += " was stored" + (f" by {by}" if by is not None else "")
         target += f" since {since:%Y-%m-%d %H:%M:%S %z}" if since is not None else ""
     report = f"forgot {target}: " + ", ".join(
-        [*(f"{max(0, count):,} chunks in {tier}" for tier, count in deleted.items())]
+        [*(f"{count_text(max(0, count), 'chunk')} in {tier}" for tier, count in deleted.items())]
         + [f"{'such' if is_selection else 'whatever'} was in {tier}" for tier in uncounted_tiers]
     )
     if model is not None and not (any(deleted.values()) or uncounted_tiers):
@@ -88,7 +88,7 @@ def forget_report_text(report: Mapping[str, Any]) -> str:
         table(("tier", "chunks deleted", "keys destroyed", "copies elsewhere"), rows),
     ]
     if report["in_use"]:
-        parts.append(f"{report['in_use']:,} chunks are in use; they are overwritten as soon as that ends")
+        parts.append(f"{count_text(report['in_use'], 'chunk')} in use: overwritten as soon as that ends")
     parts += [f"{tier['tier']}: left: {tier['problem']}" for tier in report["tiers"] if tier["problem"]]
     parts += [
         f"{tier}: what it had is not counted; a server that shares no keys can write its copies again"
@@ -146,8 +146,8 @@ def stats(now: Snapshot, name: str) -> str:
     if now["verify_failures"] or now["corrupt"]:
         corrupt, differed = now["corrupt"], now["verify_failures"]
         parts.append(
-            f"{corrupt:,} objects were corrupt and deleted; {differed:,} chunks differed in the engine from "
-            "the saved ones: see the log."
+            f"{count_text(corrupt, 'object')} corrupt and deleted; {count_text(differed, 'chunk')} in an "
+            "engine not as saved: see the log."
         )
     return "\n\n".join(parts)
 
@@ -228,7 +228,7 @@ def _tokens_table(now: Snapshot) -> str:
     def row(what: str, count: int, meaning: str = "") -> tuple[str, ...]:
         return what, f"{count:,}", percent(count, asked), meaning
 
-    rows = [row("asked", asked, f"in {now['lookups']:,} lookups")]
+    rows = [row("asked", asked, f"in {count_text(now['lookups'], 'lookup')}")]
     rows += [row(f"hit in {tier}", count) for tier, count in tokens["hit"].items()]
     missed = sorted(tokens["missed"].items(), key=lambda each: -each[1])
     rows += [row(f"missed: {why}", count, MISS_REASONS.get(why, "")) for why, count in missed if count]

@@ -538,7 +538,7 @@ def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared)
     code, out, err = run("stats", "--server", shared.redis)
     assert (code, err) == (0, "")
     cells = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-    assert ["asked", "30", "100 %", "in 1 lookups"] in cells
+    assert ["asked", "30", "100 %", "in 1 lookup"] in cells
     assert ["hit in cpu", "10", "33 %"] in cells
     assert ["missed: never_stored", "20", "67 %", MISS_REASONS["never_stored"]] in cells
     assert any(row[:4] == ["cpu", "160 KiB", "4 MiB", "4 %"] for row in cells)
@@ -592,7 +592,7 @@ def test_clear_forgets_one_model_or_with_all_everything(serve, run, tmp_path):
         assert "forgot everything: 3 chunks in cpu" in out
         assert "chunks in use (8 KiB) stay: --force deletes them too" in out
         assert (
-            "forgot everything: 1 chunks in cpu"
+            "forgot everything: 1 chunk in cpu"
             in run("clear", "--server", server.redis, "--all", "--force")[1]
         )
         client.release(lease)
@@ -858,7 +858,7 @@ def now(shared: Serve) -> Snapshot:
 def test_top_without_a_terminal_is_a_line_a_look(run, shared):
     code, out, _ = run("top", "--server", shared.redis, "--times", "2")
     assert code == 0
-    line = r"\d\d:\d\d:\d\d; hit .* of [\d,]+ tokens/s; cpu 4 % full, .*; disk \d % full, .*; \d clients"
+    line = r"\d\d:\d\d:\d\d; hit .* of [\d,]+ tokens/s; cpu 4 % full, .*; disk \d % full, .*; 1 client"
     assert [bool(re.fullmatch(line, each)) for each in out.splitlines()] == [True, True]
 
 
