@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -13,6 +11,7 @@ from lmtier._version import __version__
 from lmtier.config import suggest
 from lmtier.errors import ConfigError, InUseError, LMTierError, TierError, excerpt
 from lmtier.tools.commands import checking, forgetting, planning, prompts, serving, watching
+from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import ReaderGone, complain, say
 
 _COMMANDS = tuple(
@@ -23,18 +22,14 @@ _COMMANDS = tuple(
 _NAMES = [command.name for command in _COMMANDS]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. The subcommand defines the exit statuses beside these:
-
-    2: misuse, or settings with which it can never work. 75, as in sysexits.h: worth to try again later. 141:
-    the reader of the output has gone, as `head` does.
-    """
+def main(argv: Sequence[str] | None = None) -> Exit:
+    """Runs the command, and returns an `Exit`."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         parser = _parser()
         if not arguments:
             say(parser.format_help().rstrip())
-            return 2
+            return Exit.MISUSE
         if not arguments[0].startswith("-") and arguments[0] not in _NAMES:
             raise ConfigError(f"there is no command {excerpt(arguments[0])}{suggest(arguments[0], _NAMES)}")
         args, unknown = parser.parse_known_args(arguments)
@@ -43,16 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{excerpt(unknown[0])} is no argument of lmtier {arguments[0]}; "
                 f"lmtier {arguments[0]} --help shows what is"
             )
-        return int(args.run(args))
+        ended: Exit = args.run(args)
+        return ended
     except ReaderGone:
-        return 128 + signal.SIGPIPE
+        return Exit.NO_READER
     except LMTierError as error:
         complain(str(error))
         if isinstance(error, InUseError):
-            return os.EX_TEMPFAIL
-        return 2 if isinstance(error, ConfigError | TierError) else 1
+            return Exit.TRY_AGAIN
+        return Exit.MISUSE if isinstance(error, ConfigError | TierError) else Exit.NO
     except KeyboardInterrupt:
-        return 130
+        return Exit.INTERRUPTED
 
 
 class _Parser(ArgumentParser):
@@ -62,7 +58,12 @@ class _Parser(ArgumentParser):
 
 
 def _parser() -> ArgumentParser:
-    parser = _Parser(prog="lmtier", description="Tiered KV-cache offload for LLM serving.")
+    parser = _Parser(
+        prog="lmtier",
+        description="Tiered KV-cache offload for LLM serving.",
+        epilog="exit codes:\n" + "\n".join(f"  {code:<3}  {code.meaning}" for code in Exit),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"lmtier {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:

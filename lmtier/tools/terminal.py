@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from lmtier.errors import size_text as size_text  # for who prints
+from lmtier.tools.exits import Exit
 
 _LONG = 1000  # letters of an error
 
@@ -99,7 +100,7 @@ def _is_number(text: str) -> bool:
 class Interruption:
     """Ctrl-C, which ends a block of work and not the command: what is known by then is still shown."""
 
-    status = 130
+    status = Exit.INTERRUPTED
 
     def __init__(self) -> None:
         self.came = False
@@ -246,4 +247,4 @@ def _resized(*_: object) -> None:
 
 
 def _ended(*_: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)
+    raise SystemExit(Exit.ENDED)

@@ -10,6 +10,7 @@ from pathlib import Path
 from lmtier.config import first_line
 from lmtier.errors import ConfigError, TierError
 from lmtier.tools.commands.command import Subcommand, ensure_directory, json_option, seconds, whole_number
+from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import Progress, complain, say, size_text, table, until_interrupted
 
 
@@ -27,7 +28,7 @@ def _bench_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _bench(args: Namespace) -> int:
+def _bench(args: Namespace) -> Exit:
     try:
         import lmtier_bench as bench
     except ModuleNotFoundError:
@@ -62,8 +63,8 @@ def _bench(args: Namespace) -> int:
         return interruption.status
     if args.quick:
         complain("a quick run is a smoke test: sizes are tiny, floors are not enforced")
-        return 0
-    return 0 if all(row.ok for row in rows) else 1
+        return Exit.DONE
+    return Exit.DONE if all(row.ok for row in rows) else Exit.NO
 
 
 def _demo_options(parser: ArgumentParser) -> None:
@@ -73,14 +74,14 @@ def _demo_options(parser: ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the disk tier, and the server running")
 
 
-def _demo(args: Namespace) -> int:
+def _demo(args: Namespace) -> Exit:
     try:
         demo = import_module("lmtier_integrations.demo")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the demo needs {error.name}; install it with: pip install 'lmtier[demo]'"
         ) from None
-    return 0 if demo.run(ensure_directory(args.dir), keep=args.keep) else 1
+    return Exit.DONE if demo.run(ensure_directory(args.dir), keep=args.keep) else Exit.NO
 
 
 def _verify_options(parser: ArgumentParser) -> None:
@@ -101,7 +102,7 @@ def _verify_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _verify(args: Namespace) -> int:
+def _verify(args: Namespace) -> Exit:
     from lmtier.tiers.keyring import Keyring
     from lmtier.tiers.registry import BUILTIN
 
@@ -144,7 +145,7 @@ def _verify(args: Namespace) -> int:
             say(f"{report.unchecked} are sealed; give --key to check them.")
         if unfixed and not args.fix:
             say("`--fix` deletes corrupt and orphaned files. For a reader they are misses.")
-    return 1 if unfixed else 0
+    return Exit.NO if unfixed else Exit.DONE
 
 
 def _prove_options(parser: ArgumentParser) -> None:
@@ -190,7 +191,7 @@ def _write(file: Path, text: str) -> None:
         raise TierError(f"--html {file}: {error.strerror}") from None
 
 
-def _prove(args: Namespace) -> int:
+def _prove(args: Namespace) -> Exit:
     from lmtier.tools.prove import report
     from lmtier.tools.prove.endpoint import Endpoint, NoAnswer
     from lmtier.tools.prove.proof import Effort, Proof
@@ -235,6 +236,6 @@ COMMANDS = (
         "ask any engine with any cache, and compare its answers with and without reuse",
         _prove_options,
         _prove,
-        "Exit status: 0 right, 1 a wrong or missing answer, 2 misuse, 3 nothing is proven.",
+        "Exit codes: 0 right, 1 a wrong or missing answer, 3 nothing is proven; others as of all commands.",
     ),
 )

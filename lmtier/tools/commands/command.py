@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lmtier import config
 from lmtier.errors import ConfigError, excerpt
+from lmtier.tools.exits import Exit
 
 if TYPE_CHECKING:
     from lmtier.tools.console import ServerAddress
@@ -31,8 +32,7 @@ class Subcommand(NamedTuple):
     help: str
     options: Callable[[ArgumentParser], None]
     """Adds them to the command's own parser."""
-    run: Callable[[Namespace], int]
-    """Returns the exit status: 0 success, 1 a finding (below a floor, a corrupt object, no server)."""
+    run: Callable[[Namespace], Exit]
     description: str = ""
 
 

@@ -13,6 +13,7 @@ from lmtier import config
 from lmtier.errors import ConfigError, LMTierError
 from lmtier.format.keys import TENANT_BYTES, tenant
 from lmtier.tools.commands.command import Subcommand, json_option, server_option
+from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import say
 
 _PATIENCE = 60.0  # seconds for the tiers
@@ -35,12 +36,12 @@ def _options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _forget(args: Namespace) -> int:
+def _forget(args: Namespace) -> Exit:
     from lmtier.tools.views import NOT_KNOWN, NOT_YET, forget_outcome, forget_report_text
 
     report = _offline(args) if args.offline or args.tier else _online(args)
     say(json.dumps(report, indent=2) if args.json else forget_report_text(report))
-    return 1 if forget_outcome(report) in (NOT_YET, NOT_KNOWN) else 0
+    return Exit.NO if forget_outcome(report) in (NOT_YET, NOT_KNOWN) else Exit.DONE
 
 
 def _online(args: Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lmtier.config import suggest
 from lmtier.errors import ConfigError, excerpt
 from lmtier.format.compression import RAW
 from lmtier.tools.commands.command import Subcommand, json_option, nbytes, rate, seconds, whole_number
+from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import Progress, say, until_interrupted
 
 
@@ -133,7 +134,7 @@ def _check_price(args: Namespace) -> None:
         raise ConfigError(f"--gpu-hour {args.gpu_hour}: a price is 0 or more")
 
 
-def _simulate(args: Namespace) -> int:
+def _simulate(args: Namespace) -> Exit:
     from lmtier.tools import sizing
     from lmtier.tools.sim import report, synthetic, traces
     from lmtier.tools.sim.replay import Hardware, replay
@@ -195,7 +196,7 @@ def _simulate(args: Namespace) -> int:
             say(savings)
     if args.plot and outcomes:
         report.plot(args.plot, f"{trace.name}: tokens hit", report.curves(outcomes))
-    return interruption.status if interruption.came else 0
+    return interruption.status if interruption.came else Exit.DONE
 
 
 def _by_tier(what: str, pairs: Sequence[str], read: Callable[[str], float]) -> dict[str, float]:
@@ -249,7 +250,7 @@ def _size_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _size(args: Namespace) -> int:
+def _size(args: Namespace) -> Exit:
     from lmtier.tools import sizing
 
     lengths, prefills = args.length or [8_192, 32_768], args.prefill or [2_000, 10_000, 50_000]
@@ -276,7 +277,7 @@ def _size(args: Namespace) -> int:
         if args.gpu_hour and found:
             say()
             say(sizing.savings_table(found, prefills, args.gpu_hour))
-    return 0
+    return Exit.DONE
 
 
 COMMANDS = (

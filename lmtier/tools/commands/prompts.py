@@ -20,6 +20,7 @@ from lmtier.tools.commands.command import (
     server_option,
     whole_number,
 )
+from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import Progress, say
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _pins_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _prefetch(args: Namespace) -> int:
+def _prefetch(args: Namespace) -> Exit:
     from lmtier.tools import prefixes
     from lmtier.tools.console import ConsoleConnection
 
@@ -88,10 +89,10 @@ def _prefetch(args: Namespace) -> int:
         say(prefixes.prefetch_table(results))
         if args.pin:
             say(f"pinned as {args.pin}: {prefixes.text_of(pinned)}")
-    return 1 if any(each.missing for each in results) else 0
+    return Exit.NO if any(each.missing for each in results) else Exit.DONE
 
 
-def _pin(args: Namespace) -> int:
+def _pin(args: Namespace) -> Exit:
     from lmtier.tools import prefixes
     from lmtier.tools.console import ConsoleConnection
 
@@ -103,7 +104,7 @@ def _pin(args: Namespace) -> int:
         pinned = prefixes.pin(remote, args.name, chains, ttl)
     chunks = len({key for chain in chains for key in chain})
     say(f"pinned as {args.name}, {chunks} chunks: {prefixes.text_of(pinned)}; others as soon as they come")
-    return 0
+    return Exit.DONE
 
 
 def _ttl(args: Namespace) -> float | None:
@@ -113,16 +114,16 @@ def _ttl(args: Namespace) -> float | None:
     return ttl
 
 
-def _unpin(args: Namespace) -> int:
+def _unpin(args: Namespace) -> Exit:
     from lmtier.tools.console import ConsoleConnection
 
     with ConsoleConnection(address_in(args)) as remote:
         was_pinned = remote.ask("LMTIER.UNPIN", args.name) == 1
     say(f"unpinned {args.name}" if was_pinned else f"nothing is pinned as {args.name}")
-    return 0 if was_pinned else 1
+    return Exit.DONE if was_pinned else Exit.NO
 
 
-def _pins(args: Namespace) -> int:
+def _pins(args: Namespace) -> Exit:
     from lmtier.tools import prefixes
     from lmtier.tools.console import ConsoleConnection
 
@@ -132,7 +133,7 @@ def _pins(args: Namespace) -> int:
         say(json.dumps([each._asdict() for each in found], indent=2))
     else:
         say(prefixes.pins_table(found) if found else "nothing is pinned")
-    return 0
+    return Exit.DONE
 
 
 # ---- sessions
@@ -148,7 +149,7 @@ def _sessions_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _sessions(args: Namespace) -> int:
+def _sessions(args: Namespace) -> Exit:
     from lmtier.tools import views
     from lmtier.tools.console import ConsoleConnection
 
@@ -161,16 +162,16 @@ def _sessions(args: Namespace) -> int:
             return _end_session(remote, args.end, args.salt)
         found = remote.json("LMTIER.SESSIONS", str(args.most), kind=list)
     say(json.dumps(found, indent=2) if args.json else views.sessions_table(found))
-    return 0
+    return Exit.DONE
 
 
-def _end_session(remote: ConsoleConnection, name: str, salt: str) -> int:
+def _end_session(remote: ConsoleConnection, name: str, salt: str) -> Exit:
     envelope = hints.envelope(uuid4().hex, (hints.END, {"session": name}))
     options = ("SALT", salt) if salt else ()
     (outcome,) = remote.json("LMTIER.HINT", json.dumps(envelope), *options, kind=list)
     is_done = outcome["result"] == hints.DONE
     say(f"{name} is over" if is_done else f"{name}: {outcome['why']}")
-    return 0 if is_done else 1
+    return Exit.DONE if is_done else Exit.NO
 
 
 COMMANDS = (

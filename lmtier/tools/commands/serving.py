@@ -13,6 +13,7 @@ from lmtier import config
 from lmtier._version import __version__
 from lmtier.errors import ConfigError, excerpt, without_secrets
 from lmtier.tools.commands.command import SET, Subcommand, config_option, json_option
+from lmtier.tools.exits import Exit
 from lmtier.tools.logs import write_log
 from lmtier.tools.terminal import say, size_text, table
 
@@ -72,7 +73,7 @@ def _serve_options(parser: ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=SET)
 
 
-def _serve(args: Namespace) -> int:
+def _serve(args: Namespace) -> Exit:
     from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
     from lmtier.server.takeover import TakeoverReceiver
@@ -91,7 +92,7 @@ def _serve(args: Namespace) -> int:
         lines.flush()  # warnings of its start are in the log before it answers
         say(_screen(server, has_default_tiers))
         server.run()
-        return 0
+        return Exit.DONE
     finally:
         lines.close()
 
@@ -157,7 +158,7 @@ def _config_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _config(args: Namespace) -> int:
+def _config(args: Namespace) -> Exit:
     cache_values, server_values = _overrides(args.set)
     effective, origins = config.load(args.config, overrides=cache_values)
     serving, serving_origins = config.load_server(args.config, overrides=server_values)
@@ -176,7 +177,7 @@ def _config(args: Namespace) -> int:
         }
         result["serve"]["token"] = {"value": token, "origin": token_origin}
         say(json.dumps(result, indent=2))
-        return 0
+        return Exit.DONE
     urls = values.pop("tiers")
     rows = [(name, _written(value), origins[name]) for name, value in values.items()]
     rows += [(f"tiers[{i}]", url, origins["tiers"]) for i, url in enumerate(urls)]
@@ -185,7 +186,7 @@ def _config(args: Namespace) -> int:
     say(table(("setting", "value", "origin"), rows))
     say()
     say(table(_TIER, tiers))
-    return 0
+    return Exit.DONE
 
 
 def _token(file: str, env: Mapping[str, str]) -> tuple[str | None, str]:

@@ -26,6 +26,7 @@ from lmtier.tools.commands.command import (
     servers_option,
     whole_number,
 )
+from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import say, show_again
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _ping_options(parser: ArgumentParser) -> None:
     )
 
 
-def _ping(args: Namespace) -> int:
+def _ping(args: Namespace) -> Exit:
     from lmtier.tools.console import ConsoleConnection
     from lmtier.tools.views import ping_text
 
@@ -53,7 +54,7 @@ def _ping(args: Namespace) -> int:
                 is_ready = remote.snapshot()["ready"]
                 if is_ready or time.monotonic() >= until:
                     say(ping_text(remote))
-                    return int(not is_ready)
+                    return Exit.DONE if is_ready else Exit.NO
         except LMTierError:
             if time.monotonic() >= until:
                 raise
@@ -87,22 +88,23 @@ def _times(text: str) -> int:
     return int(text)
 
 
-def _stats(args: Namespace) -> int:
+def _stats(args: Namespace) -> Exit:
     from lmtier.tools.console import ConsoleConnection
     from lmtier.tools.views import stats
 
     address = address_in(args)
-    with ConsoleConnection(address) as remote, suppress(KeyboardInterrupt):
+    ends = (KeyboardInterrupt,) if args.watch else ()
+    with ConsoleConnection(address) as remote, suppress(*ends):
         for _ in _looks(args.times if args.watch else 1):
             now = remote.snapshot()
             if args.json:
                 say(json.dumps(now, indent=None if args.watch else 2))
             else:
                 (show_again if args.watch else say)(stats(now, str(address)))
-    return 0
+    return Exit.DONE
 
 
-def _top(args: Namespace) -> int:
+def _top(args: Namespace) -> Exit:
     from lmtier.tools.top import WatchedServer, plain, top
 
     address, *others = addresses_in(args)
@@ -110,7 +112,7 @@ def _top(args: Namespace) -> int:
         return _fleet([address, *others], args.times)
     if sys.stdout.isatty():
         top(address, _EVERY)
-        return 0
+        return Exit.DONE
     watched = WatchedServer(address)
     with suppress(KeyboardInterrupt):
         for round_number in _looks(args.times):
@@ -118,22 +120,22 @@ def _top(args: Namespace) -> int:
                 watched.ask()
             say(plain(watched.now, watched.line))
     watched.close()
-    return 0
+    return Exit.DONE
 
 
-def _fleet(addresses: list[ServerAddress], times: int | None) -> int:
+def _fleet(addresses: list[ServerAddress], times: int | None) -> Exit:
     from lmtier.tools.fleet import FleetServer, ask_all, fleet, lines_of
 
     if sys.stdout.isatty():
         fleet(addresses, _EVERY)
-        return 0
+        return Exit.DONE
     hosts = [FleetServer(address) for address in addresses]
     with suppress(KeyboardInterrupt):
         for _ in _looks(times):
             say("\n".join(lines_of(ask_all(hosts), 200, len(hosts) + 3)).replace("  q quits", "") + "\n")
     for host in hosts:
         host.close()
-    return 0
+    return Exit.DONE
 
 
 def _looks(times: int | None) -> Iterator[int]:
@@ -161,7 +163,7 @@ def _explain_options(parser: ArgumentParser) -> None:
     json_option(parser)
 
 
-def _explain(args: Namespace) -> int:
+def _explain(args: Namespace) -> Exit:
     from lmtier.server.explain import MAX_LOOKUPS
     from lmtier.tools.console import ConsoleConnection
     from lmtier.tools.views import explanations_text
@@ -171,7 +173,7 @@ def _explain(args: Namespace) -> int:
     with ConsoleConnection(address_in(args)) as remote:
         found = remote.explanations(args.last, tokens=args.tokens)
     say(json.dumps(found, indent=2) if args.json else explanations_text(found, get_terminal_size().columns))
-    return 0
+    return Exit.DONE
 
 
 # ---- clear
@@ -198,7 +200,7 @@ def _clear_options(parser: ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="also delete KV that is in use now")
 
 
-def _clear(args: Namespace) -> int:
+def _clear(args: Namespace) -> Exit:
     from lmtier.tools.console import ConsoleConnection
     from lmtier.tools.views import clear
 
@@ -214,7 +216,7 @@ def _clear(args: Namespace) -> int:
     since = None if args.since is None else _moment(args.since, datetime.now().astimezone())
     with ConsoleConnection(address_in(args)) as remote:
         say(clear(remote, args.namespace, by=args.stored_by, since=since, force=args.force))
-    return 0
+    return Exit.DONE
 
 
 def _moment(text: str, now: datetime) -> datetime:
@@ -252,7 +254,7 @@ def _set_options(parser: ArgumentParser) -> None:
     )
 
 
-def _set(args: Namespace) -> int:
+def _set(args: Namespace) -> Exit:
     from lmtier.tools.console import ConsoleConnection
 
     words: list[str] = []
@@ -265,7 +267,7 @@ def _set(args: Namespace) -> int:
         for line in remote.texts("LMTIER.SET", *words):
             say(line)
     say("until the server ends: change its settings too, so that the next one has them")
-    return 0
+    return Exit.DONE
 
 
 COMMANDS = (

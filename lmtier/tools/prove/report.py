@@ -8,10 +8,11 @@ from math import inf
 from typing import Any
 
 from lmtier._version import __version__
+from lmtier.tools.exits import Exit
 from lmtier.tools.prove.proof import Proof, Stage
 from lmtier.tools.terminal import number_text, printable, table
 
-RIGHT, WRONG, UNPROVEN = 0, 1, 3
+RIGHT, WRONG, UNPROVEN = Exit.DONE, Exit.NO, Exit.UNPROVEN
 _SHOWN = 10
 _HEADERS = ("what was done", "asked", "compared", "on reused KV", "tokens reused", "wrong", "")
 _STYLE = """
@@ -24,8 +25,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding
 """
 
 
-def status(proof: Proof) -> int:
-    """The exit code of the command: 0 right, 1 wrong, 3 nothing is proven: see `verdict`."""
+def status(proof: Proof) -> Exit:
+    """The exit code of the command; see `verdict`."""
     if proof.wrong:
         return WRONG
     is_right = proof.is_whole and proof.reusing and proof.noise.is_known and not proof.findings
@@ -35,9 +36,9 @@ def status(proof: Proof) -> int:
 def verdict(proof: Proof) -> str:
     compared = sum(stage.compared for stage in proof.stages)
     match status(proof):
-        case 0:
+        case Exit.DONE:
             return f"RIGHT: {compared} answers agree with their references, {proof.reusing} on reused KV."
-        case 1:
+        case Exit.NO:
             return f"WRONG: {len(proof.wrong)} findings in {compared} comparisons."
         case _ if not proof.is_whole:
             return f"NOT PROVEN: interrupted in stage {len(proof.stages)}, after {compared} comparisons."
@@ -118,7 +119,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "lmtier": __version__,
         "url": proof.engine.url,
         "model": proof.engine.model.name,
-        "status": ("right", "wrong", "", "not proven")[status(proof)],
+        "status": {RIGHT: "right", WRONG: "wrong", UNPROVEN: "not proven"}[status(proof)],
         "noise": {
             "largest": _finite(proof.noise.largest),
             "limit": _finite(proof.noise.limit),
