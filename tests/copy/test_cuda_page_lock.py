@@ -103,7 +103,7 @@ def test_where_the_driver_refuses_the_rest_stays_as_it_is_and_one_line_says_so(c
     assert page_lock.locked_bytes == 200
     assert "out of memory" in page_lock.failure
     (line,) = caplog.messages
-    assert "200 of 350 bytes" in line
+    assert "200 B of 350 B" in line
     assert "ulimit -l" in line
     page_lock.close()
     assert driver.ranges == {}

@@ -184,7 +184,7 @@ def test_a_capacity_beyond_the_storage_is_said_and_not_believed(make, caplog):
     url, tier = "small://?capacity=1GiB", RoomyTier(5)
     tier.storage_bytes = 5 * AT_REST
     cache = make(cpu(60), url, opened={url: tier})
-    assert "capacity=1073741824 is more than the storage has" in caplog.text
+    assert "capacity=1 GiB is more than the storage has" in caplog.text
     store(cache, keys(4))
     store(cache, keys(4, "b"))
     assert cache.flush()

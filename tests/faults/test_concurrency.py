@@ -284,7 +284,7 @@ def test_a_request_may_end_at_any_stage(make, tmp_path, cancel, kept):
     cache.flush()
     cache.check()
     assert cache.index.leased_bytes == cache._matches.loading == len(cache.lower[0].storing_entries) == 0
-    assert [*cache._matches.open, *cache._reservations.open, *cache._matches.waiters] == []
+    assert [*cache._matches.open, *cache.reservations.open, *cache._matches.waiters] == []
     assert not any(entry.leases for tier in cache.lower.owned for entry in tier.index.entries())
     assert cache.metrics.value("lmtier_leased_bytes") == 0
     value = cache.metrics.value

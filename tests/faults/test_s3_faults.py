@@ -17,7 +17,7 @@ import pytest
 
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
-from lmtier.errors import ConfigError, TierError
+from lmtier.errors import ConfigError
 from lmtier.format.keys import namespace, tenant
 from lmtier.format.layout import PAGE, Name, form_of
 from lmtier.format.objects import Suspect
@@ -136,7 +136,7 @@ def test_a_wrong_url_is_an_error_at_start(url, why):
 
 
 def test_a_file_that_is_not_there_is_an_error_at_start():
-    with pytest.raises(TierError, match="/nowhere"):
+    with pytest.raises(ConfigError, match="/nowhere: No such file"):
         open_tier(TierSpec.parse("s3://bucket?endpoint=https://host&ssl_ca_certs=/nowhere"))
 
 

@@ -886,7 +886,7 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
     tier = f"redis://127.0.0.1:{redis.port}/0"
     try:
         server = serve(*ANY, "--set", "chunk_tokens=1", "--unix", tmp_path / "socket", "--tier", tier)
-        assert "cpu and redis work; no engine is connected" in run("stats", server.redis)[1]
+        assert "cpu and redis work; no engine is connected" in run("stats", "--server", server.redis)[1]
         redis.kill()
         with (
             Client(str(tmp_path / "socket"), name="the-engine") as client,
@@ -905,13 +905,13 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
                 down = remote.snapshot()
             said = re.compile(r"redis is down: loads have failed for \d+ s: Connection refused")
             assert said.search("\n".join(frame(down, timeline(down, []), "here", 120, 24)[1:3]))
-            out = run("top", server.redis, "--times", "1")[1]
+            out = run("top", "--server", server.redis, "--times", "1")[1]
             assert said.search(out)
             assert "2 clients;" in out
-            out = run("top", server.redis, tmp_path / "socket", "--times", "1")[1]
+            out = run("top", "--server", server.redis, "--server", tmp_path / "socket", "--times", "1")[1]
             assert "2 need help" in out
             assert len(said.findall(out)) == 2
-            out = run("stats", server.redis)[1]
+            out = run("stats", "--server", server.redis)[1]
             assert re.search(r"^working +redis is down +loads have failed", out, re.MULTILINE)
             assert len(re.findall(r"^redis +- +127", out, re.MULTILINE)) == 1, "the one that said PING"
             assert "agent sessions" not in out, "prompts without a session's name are plain traffic"

@@ -686,7 +686,7 @@ def test_the_keys_of_all_matches_of_a_session_are_bounded(engines, monkeypatch):
     number = connection.say("MATCH", 0, 0, 100, b"".join(keys(3)))["id"]
     for verb in (("MATCH", 0, 0, 100), ("BRING", 0, 100)):
         said = connection.say(*verb, b"".join(keys(3, "b")))
-        assert said.startswith("ERR the matches and reservations of this session take 3632 bytes: end some")
+        assert said.startswith("ERR the matches and reservations of this session take 3.547 KiB: end some")
     connection.say("RELEASE", number, number)
     assert connection.say("MATCH", 0, 0, 100, b"".join(keys(5)))["id"]
     assert connection.say("MATCH", 0, 0, 100, keys(1)[0]).startswith("ERR the matches and reservations")
@@ -709,7 +709,7 @@ def test_who_clears_one_model_after_another_in_a_tier_that_hangs_is_stopped(make
         ((str(LEFT), 0), "ERR LMTIER.COMMIT takes marks in pairs"),
         ((str(LEFT), 0, "xy"), "ERR 'xy' is not hexadecimal"),
         ((str(LEFT), 0, "00" * 3073), "ERR a mark has at most 3072 bytes"),
-        ((str(WHOLE),), "MISUSE shard L0-2H0-2 was committed or aborted before, or is not of"),
+        ((str(WHOLE),), "MISUSE shard L0-2H0-2 is not of this reservation"),
         (("*",), "MISUSE this reservation has 2 shards"),
     ],
 )
