@@ -11,6 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# On a busy machine one example may take any time.
+settings.register_profile("lmtier", deadline=None)
+settings.load_profile("lmtier")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
