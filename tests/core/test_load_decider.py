@@ -235,7 +235,7 @@ def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
 
 
 def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
-    cost = Cost(1e-3, 1e-2, 0.0, 0.0)
+    cost = Cost(1e-2, 1e-1, 0.0, 0.0)  # beyond what a busy machine makes of loads of 10 ms
     with place() as at:
         at.learn(cost)
         at.gate.hold()
@@ -255,12 +255,13 @@ def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
 
 
 def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answers_sooner():
+    cost = Cost(5e-3, 5e-3, 0.0, 0.0)
     tier, url = SlowTier(Asked()), "asked://"
     config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}) as cache:
 
         def ask(number: int) -> Match:
-            return cache.match(keys(4, str(number)), FORM, tokens=4 * C + 1, cost=CHEAP)
+            return cache.match(keys(4, str(number)), FORM, tokens=4 * C + 1, cost=cost)
 
         cache.release(cache.wait(ask(0)))
         tier._delay = 0.5
