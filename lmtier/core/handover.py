@@ -290,7 +290,7 @@ class Handover:
         entries = {chunk: self._entries[number] for chunk, number in dumped["entries"]}
         pending_shards = {shard for text in dumped["left"] if (shard := Shard.parse(text)) is not None}
         form = self.forms[dumped["form"]]
-        places = placement_of(form, entries.values())
+        places = placement_of(form, tuple(entry.key for entry in entries.values()), entries.values())
         grant = Grant(0, tuple(entries), places, None, dumped["known"], dumped["dropped"])
         reservation = cache.reservations.restore(grant, entries, pending_shards)
         reservation.marks = {n: [bytes.fromhex(mark) for mark in marks] for n, marks in dumped["prints"]}

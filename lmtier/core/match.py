@@ -80,11 +80,11 @@ def ancestry(entry: Entry | None) -> list[Entry]:
     return run[::-1]
 
 
-def placement_of(form: ChunkForm, entries: Collection[Entry]) -> Placement:
-    """Where these chunks lie, for a reader or a writer of `form`."""
+def placement_of(form: ChunkForm, keys: tuple[bytes, ...], entries: Collection[Entry]) -> Placement:
+    """Where the entries of these keys lie, for a reader or a writer of `form`."""
     return Placement(
         form,
-        tuple(entry.key for entry in entries),
+        keys,
         [entry.offsets for entry in entries],
         {chunk: entry.marks for chunk, entry in enumerate(entries) if entry.marks},
         {chunk: entry.form for chunk, entry in enumerate(entries) if entry.form is not form},
@@ -180,7 +180,7 @@ class Match:
     @property
     def placement(self) -> Placement:
         """The placement of `run`."""
-        return placement_of(self.form, self.run)
+        return placement_of(self.form, self.keys[: len(self.run)], self.run)
 
     @property
     def grant(self) -> Grant:

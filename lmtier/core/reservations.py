@@ -175,7 +175,7 @@ class Reservations:
         grant = reservation.grant = Grant(
             number if new else 0,
             tuple(new),
-            placement_of(form, new.values()),
+            placement_of(form, tuple(keys[chunk] for chunk in new), new.values()),
             leading_stored=leading_stored,
             dropped=len(dropped_keys),
         )

@@ -51,7 +51,8 @@ def test_texts_and_pickles_say_it_all(placement):
 
 @given(placements())
 def test_entries_made_from_a_placement_have_that_placement(placement):
-    assert placement_of(placement.form, entries_from_placement(placement, EntryState.READY)) == placement
+    entries = entries_from_placement(placement, EntryState.READY)
+    assert placement_of(placement.form, placement.keys, entries) == placement
 
 
 @pytest.mark.parametrize(
