@@ -20,7 +20,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +68,8 @@ def find(name: str) -> Codec:
 @cache
 def _load() -> ctypes.CDLL:
     """Loads the C library that the package installs. No Python code of the package runs."""
+    from importlib import metadata  # takes 25 ms, and most starts do not compress
+
     package = metadata.distribution(_PACKAGE)
     listed = [Path(str(each.locate())) for each in package.files or () if each.name == _LIBRARY]
     moved = Path(str(package.locate_file("lib64"))) / _LIBRARY  # by `pip install --target`

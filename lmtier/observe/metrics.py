@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -460,6 +459,8 @@ def need_fields(histogram: Histogram) -> None:
     """ConfigError: with this version of the library a takeover would lose the histograms."""
     missing = [name for name in ("_upper_bounds", "_sum", "_buckets") if name not in vars(histogram)]
     if missing:
+        from importlib.metadata import version
+
         raise ConfigError(
             f"prometheus_client {version('prometheus_client')} has no {', '.join(missing)} in its Histogram,"
             " which a takeover needs; install the version that lmtier was tested with"

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from lmtier._version import __version__
@@ -43,6 +42,8 @@ def start(env: Mapping[str, str] = os.environ) -> Tracing | None:
     if env.get("OTEL_SDK_DISABLED", "").lower() == "true" or kind == "none" or not (kind or any(endpoints)):
         return None
     try:
+        from importlib.metadata import entry_points
+
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

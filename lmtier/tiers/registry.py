@@ -6,7 +6,6 @@ import inspect
 import typing
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
 
 from lmtier.config import WEAR, TierSpec, parse_seconds, parse_size, suggest
 from lmtier.errors import ConfigError, TierError, excerpt
@@ -35,11 +34,13 @@ def load_tier(scheme: str) -> type[Tier]:
     """The class behind `scheme://`: built-in first, then the entry points of group lmtier.tiers."""
     target = BUILTIN.get(scheme)
     if target is None:
+        from importlib.metadata import entry_points  # takes 25 ms, and most tiers are built in
+
         for entry_point in entry_points(group=GROUP, name=scheme):
             target = entry_point.value
-    if target is None:
-        schemes = {*BUILTIN, "cpu", *(entry_point.name for entry_point in entry_points(group=GROUP))}
-        raise ConfigError(f"unknown tier {scheme}://{suggest(scheme, schemes)}")
+        if target is None:
+            schemes = {*BUILTIN, "cpu", *(entry_point.name for entry_point in entry_points(group=GROUP))}
+            raise ConfigError(f"unknown tier {scheme}://{suggest(scheme, schemes)}")
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(import_module(module), attribute)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -75,6 +76,19 @@ def test_an_error_that_cannot_heal_ends_the_start_at_once_and_is_said_once(tmp_p
     assert str(one.path.with_suffix(".log")) in said
     assert servers_log(one).count(why) == 1, "it was not tried again"
     assert lines.all == []
+
+
+def test_a_server_starts_beside_what_the_engine_does_until_it_connects(tmp_path, lines):
+    """An engine allocates its blocks meanwhile. What fails is said where the engine connects."""
+    engine, hopeless = launcher([CPU]), launcher(["cpu://?capacity=900TiB"])
+    engine.begin()
+    hopeless.begin()
+    while not engine.path.exists():  # nobody has asked for a connection
+        time.sleep(0.01)
+    with closing(engine.connect("a worker")), closing(engine.connect("a scheduler")):
+        pass
+    with pytest.raises(TierError, match=r"does not start: .*capacity=900TiB"):
+        hopeless.connect("a worker")
 
 
 def test_a_folder_that_an_earlier_server_holds_is_waited_for(tmp_path, lines):

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, TierSpec
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import Shard
+from lmtier.threads import start_thread
 from lmtier.wire.resp import encode_command
 from lmtier_integrations.vllm.settings import Settings, log, size
 
@@ -81,10 +83,20 @@ class Launcher:
         base = hashlib.sha256(asked.encode()).hexdigest()[:16]
         self.path = _folder() / f"{base}.sock" if self.is_private else Path(settings.server)
         self._tried, self._pause = 0.0, _AGAIN
+        self._start_result: Future[None] | None = None
+
+    def begin(self) -> None:
+        """Start a private server while the engine does something else. `connect` says if it fails."""
+        if self.is_private:
+            self._start_result = Future()
+            start_thread("lmtier start", self._start_for, self._start_result)
 
     def connect(self, name: str, shard: Shard | None = None) -> Client:
         """A client of the server. A private server is started if it does not run. Raises TierError."""
-        if self.is_private:
+        if self._start_result is not None:
+            self._start_result.result()
+            self._start_result = None
+        elif self.is_private:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
         address = str(self.path).removeprefix("unix:/")
@@ -127,6 +139,14 @@ class Launcher:
     @property
     def _log(self) -> Path:
         return self.path.with_suffix(".log")
+
+    def _start_for(self, result: Future[None]) -> None:
+        try:
+            self._start()
+        except Exception as error:  # noqa: BLE001 - `connect` raises it
+            result.set_exception(error)
+        else:
+            result.set_result(None)
 
     def _start(self) -> None:
         """Start the server if it does not run. Raises TierError.

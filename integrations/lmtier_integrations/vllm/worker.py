@@ -44,6 +44,7 @@ class Worker:
         self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
     ) -> None:
         self._config, self._cache, self._settings, self._launcher = config, cache, settings, launcher
+        launcher.begin()  # the engine allocates its blocks meanwhile
         self.copies_layers = False
         """Whether the hooks of layers have something to do in this step."""
         self._rests = False
